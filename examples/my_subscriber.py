@@ -12,6 +12,8 @@ from tracer import Message, Subscriber, Subscription, derived
 class Sparsity(Subscriber):
     """The fraction of elements whose absolute value is at most `threshold`: 0 is dense, 1 is a dead layer."""
 
+    scope = "message"  # it remembers nothing between messages, so `trace batch` may cut a trace anywhere
+
     def __init__(self, kind: str = "activations", threshold: float = 0.0, tag: str = "default", subsample: int = 1):
         super().__init__(Subscription(kind, tag, subsample), produces=f"{kind}_sparsity")
         self.threshold = threshold

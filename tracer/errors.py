@@ -63,6 +63,14 @@ class TraceNotFoundError(TraceError, FileNotFoundError):
 class TraceExistsError(TraceError, FileExistsError):
     """Something is already at this path; a trace is never overwritten unasked."""
 
+    @classmethod
+    def at(cls, path: object) -> TraceExistsError:
+        """The error of who may choose: another path, or to overwrite what is there."""
+        return cls(
+            f"{path} already exists; give another path, or overwrite it (overwrite=True, on the command line "
+            "--overwrite)"
+        )
+
 
 class TraceFormatError(TraceError, ValueError):
     """This is not a trace, or not one of a version that this release reads."""

@@ -48,6 +48,9 @@ class Metric(Subscriber):
     ----------
     name : str
         Under which it is registered.
+    scope, mergeable, version, invariances, spoiled_by
+        As in `tracer.Subscriber`: what it remembers, and what its answers do not depend on. A metric without memory has
+        ``scope = "message"``; a new one leaves `version` at 1.
     bundled : bool
         Whether it takes messages of several kinds in complete bundles, or one by one.
 

@@ -25,9 +25,9 @@ from tracer.errors import (
     TraceUnreadableError,
 )
 from tracer.stores.chunks import CHUNKS_AT_ONCE, RowChunks, chunk_shape
-from tracer.stores.opening import create_store, open_parts, open_store, store_files
+from tracer.stores.opening import STORES, create_store, open_parts, open_store, store_files
 
-SUFFIXES = (".zarr", ".h5", ".hdf5")
+SUFFIXES = tuple(STORES)
 
 
 DTYPES = [

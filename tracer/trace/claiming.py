@@ -167,7 +167,7 @@ def claim(
     # Parts of this launch are no reason to refuse: one rank may be done before another begins. But a part that ended
     # long ago is of an earlier launch that had the same environment.
     elif mine or any((one.ended and not one.fresh) or one not in of_this_launch for one in parts):
-        raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
+        raise TraceExistsError.at(path)
     return 0, next((one.run_id for one in of_this_launch if one not in mine), run_id_of(path, process))
 
 
@@ -376,5 +376,5 @@ def check_target(path: Anywhere, *, overwrite: bool = False) -> None:
     check_writable(path)
     refuse_part(path)
     if not overwrite and any(exists(file) for file in store_files(path)):
-        raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
+        raise TraceExistsError.at(path)
     check_ours(path)

@@ -40,7 +40,7 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
             raise TraceExistsError(f"{path} has a part beside it already, {beside[0].name}")
     if is_there(path) or path.is_symlink():
         if not overwrite:
-            raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
+            raise TraceExistsError.at(path)
         if path.is_symlink() or not path.is_file() or not h5py.is_hdf5(path):
             raise TraceExistsError(f"{path} already exists, and is not an HDF5 file that could be overwritten")
     with write_errors(path, OF_HDF5):

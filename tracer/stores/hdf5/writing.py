@@ -127,7 +127,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
         self._lock = _locked(self._unsealed, path)
         try:
             if not overwrite and is_there(path):
-                raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
+                raise TraceExistsError.at(path)
             self._file: Any = h5py.File(self._unsealed, "w", **_WRITING)
         except (OSError, TraceExistsError):
             self._unsealed.unlink(missing_ok=True)

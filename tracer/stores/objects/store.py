@@ -19,13 +19,11 @@ def create(url: Url, *, part: str | None = None, overwrite: bool = False, durabl
     try:
         if part is not None:
             if not overwrite and objects.listed(part):
-                raise TraceExistsError(
-                    f"{url / part} already exists; give another path, or say that it may be overwritten"
-                )
+                raise TraceExistsError.at(url / part)
             objects.delete(one.name for one in objects.listed(part))
         elif objects.any():
             if not overwrite:
-                raise TraceExistsError(f"{url} already exists; give another path, or say that it may be overwritten")
+                raise TraceExistsError.at(url)
             document = objects.document("")
             if document.get("node_type") != "group":
                 raise TraceExistsError(f"{url} already exists, and is not a Zarr group that could be overwritten")

@@ -27,7 +27,7 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
     mine = path if part is None else path / part
     if is_there(mine) or mine.is_symlink():
         if not overwrite:
-            raise TraceExistsError(f"{mine} already exists; give another path, or say that it may be overwritten")
+            raise TraceExistsError.at(mine)
         ours = (
             mine.is_dir() and not mine.is_symlink() and (blank(mine) or read_document(mine).get("node_type") == "group")
         )
@@ -47,9 +47,7 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
             if durable:
                 sync_folder(mine.parent)
         except FileExistsError:
-            raise TraceExistsError(
-                f"{mine} already exists; give another path, or say that it may be overwritten"
-            ) from None
+            raise TraceExistsError.at(mine) from None
     try:
         return ZarrWriteStore(path, part=part, durable=durable)
     except BaseException:
