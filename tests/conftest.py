@@ -18,13 +18,17 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
-# what torch has made lives as long as the process: no collection of garbage, of which tests ask for many, looks at it
-gc.collect()
-gc.freeze()
 
 # a shell ignores it in what it starts in the background, and so would the processes that are interrupted here
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_collections() -> None:
+    """What lives when a file of tests begins lives on: the many collections that tests ask for do not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

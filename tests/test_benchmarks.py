@@ -21,10 +21,12 @@ CASES = {
     "hooks": "--rounds 2 --steps 10 --only calls,mlp --json",
     "memory": "--queue 4 --megabytes 16 --rate 50 --json",
     "objects": "--rounds 1 --scale 0.01 --latency 0 --json",
-    "overhead": "--rounds 2 --steps 10 --json",
+    "overhead": "--rounds 1 --steps 10 --json",
     "startup": "--rounds 1 --json",
-    "storage": "--rounds 1 --scale 0.05 --json",
+    "storage": "--rounds 1 --scale 0.05 --only scalars,open --json",
 }
+LONG = ("compression", "overhead")
+"""Their smallest sizes take too long for each `make test`."""
 ELSEWHERE = {
     "gpu": "it needs one, and tests/observing/test_cuda.py is for that",
     "least": "it is what two of the others compare with",
@@ -53,7 +55,7 @@ def test_all_are_run() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in CASES])
 def test_runs(name: str, tmp_path: Path) -> None:
     """It ends well, and what it prints are numbers."""
     done = processes.run(

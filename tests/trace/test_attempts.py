@@ -23,6 +23,7 @@ from tracer import Collect, TraceReader, TraceWriter
 from tracer.errors import CaptureError, TraceError, TraceExistsError
 from tracer.format.journal import Column
 from tracer.format.names import part_name
+from tracer.trace import claiming
 from tracer.trace.claiming import claim, this_process
 
 
@@ -266,8 +267,11 @@ def save(path: Path, state: Any) -> Path:
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_a_run_that_was_killed_as_it_began_is_resumed(tmp_path: Path, first: bool) -> None:
+def test_a_run_that_was_killed_as_it_began_is_resumed(
+    tmp_path: Path, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever a process left of its part before there was a header in it, another attempt takes place after it."""
+    monkeypatch.setattr(claiming, "MADE_SECONDS", 0.1)
 
     def train(path: Path, **options: Any) -> None:
         net = nn.Linear(3, 2)

@@ -1072,10 +1072,10 @@ def test_what_an_optimizer_was_given_since_counts() -> None:
     optimizers = Optimizers(observed)
     optimizers.found = True
     optimizers.take((first, last))
-    now, before = {id(nets[1])}, {id(nets[2])}
-    assert not optimizers.comes_after_last(first, now, before)
+    optimizers._forwards = ({id(nets[1])}, {id(nets[2])})
+    assert not optimizers.comes_after_last(first)
     first.add_param_group({"params": nets[2].parameters()})
-    assert optimizers.comes_after_last(first, now, before)
+    assert optimizers.comes_after_last(first)
 
 
 def test_leaving_a_loader_early_ends_the_epoch(tmp_path: Path) -> None:
