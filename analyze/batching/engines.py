@@ -19,16 +19,16 @@ Document: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Why there is no receipt.
+    """Why a task failed: returned in place of its receipt.
 
     Attributes
     ----------
     reason : str
         A clause: ``"the worker was killed by SIGSEGV"``.
     again : bool
-        Whether it may go well if it is tried again.
+        Whether a retry may succeed.
     alone : bool
-        Whether a task that was computed beside it may be to blame, so that it is tried again when nothing else is left.
+        Whether another task that ran at the same time may be the cause. It is then retried by itself, after all others.
     """
 
     reason: str
@@ -43,7 +43,10 @@ class Engine(Protocol):
         """Take a task on."""
 
     def next_done(self) -> tuple[str, Document | Death]:
-        """Wait for a task that was taken on, and give its key and receipt; there must be one."""
+        """Wait for a task, and give its key and receipt.
+
+        At least one task must have been submitted and not yet returned.
+        """
 
     def close(self) -> None:
         """End all work."""

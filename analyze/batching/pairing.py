@@ -39,7 +39,7 @@ _Key: TypeAlias = tuple[str, str | None, str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taken:
-    """What a question reads of a trace: for each stream its steps, the bytes of each, and a digest of all of it."""
+    """What a question reads of a trace: for each stream its steps, the bytes of each, and a digest of the data."""
 
     steps: dict[_Key, NDArray[np.int64]]
     nbytes: dict[_Key, NDArray[np.int64]]
@@ -56,7 +56,7 @@ def plan_pairs(
 ) -> list[TracePlan]:
     """Cut the comparison of traces into units; each trace is opened once, and no data is read.
 
-    What is cut is the steps that both have, because a comparison remembers nothing.
+    Only steps that both runs have are compared. They can be split anywhere, because a comparison remembers nothing.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def plan_pairs(
         Subscribers that compare layers, such as ``svcca`` and ``cka``.
     which : {"all", "first"}
     selection : Selection, optional
-        Steps only: which layers are compared is said by the subscribers.
+        May choose steps only; the subscribers choose the layers.
     part_bytes : int
 
     Raises
@@ -95,7 +95,7 @@ def plan_pairs(
                     for unit in _units((one, a), (other, b), question, (mine[a], theirs[b]), selection, part_bytes)
                 ]
                 planned.units += found
-                planned.failures += [] if found else [_apart(one, other, question, mine, theirs)]
+                planned.failures += [] if found else [_nothing_in_common(one, other, question, mine, theirs)]
         plans.append(planned)
     return plans
 
@@ -106,7 +106,8 @@ def _check(asked: Iterable[Question], which: str, selection: Selection) -> None:
         raise CaptureError(f"pairs is 'all' or 'first', not {which!r}")
     if selection.at(None) != Selection():
         raise CaptureError(
-            "which kinds, modules and tags runs are compared in is said by the subscriber: svcca:tag=probe"
+            "kinds, modules and tags are chosen in the subscriber, as in svcca:tag=probe; "
+            "only steps can be chosen for all"
         )
     for question in asked:
         if not isinstance(question.receivers[-1], Similarity):
@@ -116,7 +117,10 @@ def _check(asked: Iterable[Question], which: str, selection: Selection) -> None:
 def _opened(
     names: Iterable[str], asked: Sequence[Question], selection: Selection, failures: list[Failure]
 ) -> tuple[dict[str, Run], dict[tuple[str, str], dict[int, Taken]]]:
-    """The run of each trace, and what each question reads of each of its ranks; what cannot be had is a failure."""
+    """The run of each trace, and what each question reads of each of its ranks.
+
+    Traces that cannot be opened or lack the data are added to `failures`.
+    """
     runs: dict[str, Run] = {}
     taken: dict[tuple[str, str], dict[int, Taken]] = {}
     for name in names:
@@ -133,7 +137,7 @@ def _opened(
     return runs, taken
 
 
-def _apart(one: str, other: str, question: Question, mine: Iterable[int], theirs: Iterable[int]) -> Failure:
+def _nothing_in_common(one: str, other: str, question: Question, mine: Iterable[int], theirs: Iterable[int]) -> Failure:
     """Why two traces cannot be compared, given the ranks of each that have what is compared."""
     why = f"{one} and {other} have no step of a layer in common"
     if not both_ranks(mine, theirs):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Shown: TypeAlias = Row | Series
 
 _WIDE_LABEL: Final = 24
-"""Columns for a module's path that a table keeps before it puts numbers below each other."""
+"""A table with less room than this for module paths puts numbers below each other instead."""
 _LEAST_LABEL: Final = 8
 """Columns that a module's path keeps in any case."""
 
@@ -49,9 +49,9 @@ class _Column:
 class ResultsTable:
     """Rows or series of results for `rich`: a table for each kind, in the order in which the kinds came.
 
-    Series have three forms, and the first is taken in which the paths of the modules have room: a line each; with the
-    steps of the least and the greatest value below these; and with the last value below the first, and the count below
-    the path. Paths that are longer than what is left are shortened in the middle.
+    A table of series has three layouts, and the first is taken that leaves room for the module paths: (1) one line for
+    each series; (2) the steps of minimum and maximum below their values; (3) as 2, with the last value below the first
+    and the count below the path. Paths that are longer than the room left for them are shortened in the middle.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ class ResultsTable:
         yield from groups.items()
 
     def _label(self, one: Shown) -> str:
-        """What a row is of: the module, and its tag, rank and call where they are not the usual."""
+        """The label of a row: the module, and its tag, rank and call where they are not the usual."""
         words = [printable(one.module)] if one.module else []
         words += [f"@{printable(one.tag)}"] if one.tag != "default" else []
         words += [f"rank {one.rank}"] if self._ranks else []

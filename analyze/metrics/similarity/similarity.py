@@ -1,6 +1,7 @@
 """What subscribers that compare layers have in common: which two states of which layers they compare, and when.
 
-A subclass says what is kept of a layer at one step and how two of these are compared; this module says which.
+A subclass says what is kept of a layer at one step, and how two such states are compared. This module chooses which
+two.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Calls = Literal["apart", "together"]
 _SCOPES: dict[str, Scope] = {"past": "stream", "final": "stream", "layers": "step"}
 
 WIDE = 16384
-"""Neurons of all layers together, of which the matrix of their products takes 2 GiB."""
+"""The most neurons, of all layers together, whose products are kept: their matrix takes 2 GiB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +88,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Whose activations: the fields of their message but the data."""
+    """Where activations come from: all fields of their message except the data."""
 
     module: str | None
     global_step: int
@@ -140,11 +141,11 @@ class Similarity(Metric):
     name : str
         What is put behind the kind in the names of the answers.
     companions : tuple of str
-        What is put behind that for each further number, in the order of `numbers`.
+        The suffixes of the further answers (``_null``, ``_status``, …), in the order of `numbers`.
     representation : type
         Of what is kept of a layer at one step.
     symmetric : bool
-        Whether two layers have one answer, and not one for each of them.
+        Whether comparing a with b equals comparing b with a; if not, both are answered.
     fourier : bool
         Whether positions can be taken for frequencies.
     """
@@ -179,8 +180,9 @@ class Similarity(Metric):
         super().__init__(kind, produces, tag=tag, **within)
         self.against, self.lag, self.calls, self.details = against, lag, calls, details
         self.channels, self.positions = channels, positions
-        self.same_inputs = against != "layers"  # which are compared at one step
-        self.scope = _SCOPES[against]  # the class says that of its default; an instance may reach elsewhere
+        self.same_inputs = against != "layers"  # layers are compared with each other at one step
+        # the class attribute is the scope for the default `against`; another `against` has another
+        self.scope = _SCOPES[against]
         self.statuses: Counter[str] = Counter()
         self._past: dict[tuple[Any, ...], deque[Any]] = {}
         self._kept: dict[tuple[Any, ...], list[tuple[Origin, Any]]] = {}
@@ -205,7 +207,7 @@ class Similarity(Metric):
         """The result for layers that have not the same datapoints."""
 
     def gathering(self) -> Gathering:
-        """What adds up the calls of all layers in a step, if they are taken together."""
+        """The accumulator for the calls of all layers in a step, used if `calls` is "together"."""
         return _Whole(self)
 
     def compute(self, message: Message) -> Iterator[Message]:
@@ -372,7 +374,7 @@ class _Group:
 
 
 class _Step:
-    """The calls of all layers in a step, added up; only those of the last call are there in full."""
+    """The calls of all layers in a step, accumulated. Only the activations of the latest call are kept whole."""
 
     def __init__(self, origin: Origin) -> None:
         self.origin, self.call = origin, origin.call
@@ -406,14 +408,15 @@ class _Step:
             for name, sheet in sheets.items():
                 if sheet.n and sheet.real:
                     rows = sheet.rows if len(sheet.rows) > 1 else (*sheet.rows, 1)
-                    # layers of other sizes have frequencies in common
+                    # with Fourier positions, images of different sizes can be compared: only the number of datapoints
+                    # must agree
                     alike.setdefault(rows[:1] if metric.positions == "fourier" else rows, []).append(name)
                 else:
                     self.late.add(name)
             self.groups = []
             for names in alike.values():
                 gathering = metric.gathering()
-                # of so many neurons the datapoints take less than the products of each neuron with each
+                # with so many neurons, keeping all datapoints takes less memory than the matrix of neuron products
                 if isinstance(gathering, Layers) and sum(sheets[name].d for name in names) > WIDE:
                     gathering = _Whole(metric)
                 self.groups.append(_Group(names, gathering))
@@ -479,7 +482,7 @@ class _Step:
 
 
 class _Whole(Gathering):
-    """Keeps all calls, for what cannot be added up."""
+    """Keeps the data of all calls, for similarities that cannot be accumulated call by call."""
 
     def __init__(self, metric: Similarity) -> None:
         self.metric = metric
