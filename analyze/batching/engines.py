@@ -37,10 +37,10 @@ class Death:
 
 
 class Engine(Protocol):
-    """What computes tasks."""
+    """Something that computes tasks."""
 
     def submit(self, key: str, document: Document) -> None:
-        """Take a task on."""
+        """Accept a task, to start it now or later."""
 
     def next_done(self) -> tuple[str, Document | Death]:
         """Wait for a task, and give its key and receipt.
@@ -54,7 +54,7 @@ class Engine(Protocol):
 
 @final
 class Inline:
-    """This very process: for debugging, and where nothing else may be started."""
+    """Computes in this process: for debugging, and where no other process may be started."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[str, Document]] = deque()

@@ -1,4 +1,4 @@
-"""The plan of a batch that compares runs: each layer of one with the same layer of another, at the steps of both."""
+"""The plan of a batch that compares runs: each layer of one with that of another, at the steps that both have."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def plan_pairs(
     Raises
     ------
     CaptureError, MessageError
-        If a subscriber compares nothing, or something else than steps is chosen.
+        If a subscriber compares no layers, or `selection` chooses something else than steps.
     """
     selection = selection or Selection()
     _check(asked, which, selection)
@@ -101,7 +101,7 @@ def plan_pairs(
 
 
 def _check(asked: Iterable[Question], which: str, selection: Selection) -> None:
-    """Raise what is wrong with a question about pairs."""
+    """Raise an error if runs cannot be compared with these arguments."""
     if which not in ("all", "first"):
         raise CaptureError(f"pairs is 'all' or 'first', not {which!r}")
     if selection.at(None) != Selection():
@@ -138,7 +138,7 @@ def _opened(
 
 
 def _nothing_in_common(one: str, other: str, question: Question, mine: Iterable[int], theirs: Iterable[int]) -> Failure:
-    """Why two traces cannot be compared, given the ranks of each that have what is compared."""
+    """Why two traces cannot be compared; `mine` and `theirs` are the ranks of each that have what is compared."""
     why = f"{one} and {other} have no step of a layer in common"
     if not both_ranks(mine, theirs):
         ranks = [", ".join(map(str, some)) for some in (mine, theirs)]
@@ -158,7 +158,7 @@ def identity_of(
 
 
 def take_ranks(reader: TraceReader, question: Question, selection: Selection) -> dict[int, Taken]:
-    """What a question reads of each rank of a trace; a rank that was recorded in part may be left out.
+    """What a question reads of each rank of a trace; ranks that lack it are left out.
 
     Raises
     ------
@@ -183,7 +183,7 @@ def take(reader: TraceReader, question: Question, selection: Selection) -> Taken
     Raises
     ------
     CaptureError
-        If that is not there.
+        If the trace lacks it.
     """
     todo = plan(reader, *question.receivers, steps=selection.steps)  # type: ignore[arg-type] # a tuple of two or three
     if todo.missing:
