@@ -38,7 +38,7 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column of a table: the lines of its heading, and those of its cell for what a row shows."""
+    """A column of a table: the lines of its heading, and a function that gives the lines of a row's cell."""
 
     heading: tuple[str, ...]
     cell: Callable[[Any], tuple[str, ...]]
@@ -85,7 +85,7 @@ class ResultsTable:
         return "\n\n".join("\n".join((heading, *lines)) for heading, lines in self.lines(width))
 
     def lines(self, width: int) -> Iterator[tuple[str, list[str]]]:
-        """The heading of each kind, and the lines of its table, in at most so many columns."""
+        """The heading of each kind, and the lines of its table, in at most `width` columns."""
         if not self._shown:
             return
         forms = _FORMS if isinstance(self._shown[0], Series) else (_ROWS,)
@@ -102,7 +102,7 @@ class ResultsTable:
             yield shortened(heading, width), self._table(columns, widths, these, label, " " * gap)
 
     def _by_kind(self) -> Iterator[tuple[tuple[str, str], list[Shown]]]:
-        """What is shown in one table, after its kind and, where there are several, its trace."""
+        """The rows or series of each table, after its kind and, if there are several traces, its trace."""
         groups: dict[tuple[str, str], list[Shown]] = {}
         for one in self._shown:
             groups.setdefault((one.kind, one.trace if self._traces else ""), []).append(one)
@@ -117,7 +117,7 @@ class ResultsTable:
         return " ".join(words)
 
     def _columns(self, form: Sequence[_Column]) -> list[_Column]:
-        """Those columns of a form that have something to say."""
+        """The columns of a form, without rare ones whose cells are all empty."""
         return [
             one for one in form if one.heading[0] not in _RARE or any("".join(one.cell(row)) for row in self._shown)
         ]
