@@ -239,7 +239,7 @@ class ByNuclear(ByMoments):
         self.normalised, self.angle = normalised, angle
 
     def result(self, i: int, j: int) -> Any:
-        """The distance of two layers; the unrelated one is a random overlap of the same spectra."""
+        """The distance of two layers; its null baseline is that of a random overlap with the same spectra."""
         n, norms, spectra = self.moments.n, [], []
         if n < 2:
             return UNLIKE
