@@ -1,7 +1,7 @@
-"""What a module holds: its parts, parameters and buffers, without a call of anything that its class may define.
+"""What a module holds: its parts, parameters and buffers, found without calling any method that its class may override.
 
-A class may call something else of its own ``parameters`` or ``modules``, compare or hash its instances by what they
-hold, or have a truth value, and PyTorch's own functions call such methods. Here a module is told by its identity.
+A class may use the names ``parameters`` or ``modules`` for something else, and define its own equality, hash or truth
+value. PyTorch's functions call such methods. So modules are compared by identity here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _Held = TypeVar("_Held", bound=Tensor)
 
 
 def children(module: nn.Module) -> list[nn.Module]:
-    """The modules that a module holds, without a place where there is none.
+    """The direct children of a module; children that are None are left out.
 
     Examples
     --------

@@ -44,7 +44,7 @@ def check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Location:
 
 
 def check_apart(out: str, trace: str) -> None:
-    """Refuse to write answers over a trace that is to be read, or a part of it, or into it."""
+    """Refuse an output path that is the trace being read, one of its files, or inside it."""
     from tracer.stores.locations import Url
     from tracer.stores.opening import store_files
 
@@ -52,7 +52,7 @@ def check_apart(out: str, trace: str) -> None:
     for part in store_files(trace):
         file = "" if isinstance(part, Url) else os.path.realpath(part)
         if file and (target == file or target.startswith(file + os.sep)):
-            raise TraceExistsError(f"{out} is of the trace that is to be read; write somewhere else")
+            raise TraceExistsError(f"{out} belongs to the trace that is being read; give another path")
 
 
 def check_installed(package: str, extra: str, what: str) -> None:

@@ -3,7 +3,7 @@
 The folder of results::
 
     out/parts/ID.parquet           the answers of one unit of the plan; there when it is done
-    out/parts/ID.damaged.parquet   of a damaged trace, the answers to what comes before the damage
+    out/parts/ID.damaged.parquet   of a damaged trace, the answers to what can be read
     out/arrays/ID.zarr             answers of more than 4096 numbers each, as a results trace
     out/failures.jsonl             what could not be answered by the last batch, and why
     out/manifest.json              what was computed from what, with versions
@@ -55,42 +55,42 @@ def batch(
     table: PathLike | None = None,
     progress: Progress | None = None,
 ) -> BatchResults:
-    """Ask many traces, in parallel; what was computed before and has not changed is not computed again.
+    """Ask many traces, in parallel; answers of earlier batches that still hold are not computed again.
 
     Parameters
     ----------
     traces : path, URL or iterable of them
         Traces, globs, folders, or lists in files, as `analyze.batching.traces.find_traces` reads them.
     subscribers : str or iterable of str
-        As `analyze.parse` reads them: ``"svcca:threshold=0.9"``, ``"path/to/file.py:ClassName"``. Those that take
-        answers of others get them, as in a replay, if the others are asked, too.
+        As `analyze.parse` reads them: ``"svcca:threshold=0.9"``, ``"path/to/file.py:ClassName"``. A subscriber that
+        takes the answers of another gets them, as in a replay, if the other is given, too.
     out : path or URL
-        The folder of the results. Another batch may use it again: of each trace and subscriber it holds the answers to
-        the last question.
+        The folder of the results. Other batches may use it, too: for each trace and subscriber it keeps the answers of
+        the latest batch.
     kinds, modules, steps, tags
         What is replayed, as in `tracer.replay`.
     pairs : {"all", "first"}, optional
         Compare runs instead: each layer of each trace with the same layer of each other one, or of the first, at the
         steps that both have, as `analyze.compare` does. The column ``trace`` is then ``one|other``.
     workers : int, optional
-        Processes of this machine (or jobs of SLURM); as many as there are processors, if not given; 0 to compute in
-        this process, where a subscriber that crashes takes all with it.
+        Processes of this machine (or jobs of SLURM); by default as many processes as there are processors. 0 computes
+        in this process, where a subscriber that crashes ends the batch.
     scheduler : str or cluster, optional
         Compute on Dask instead: the address of a scheduler (``tcp://host:8786``), a cluster object, or ``"local"``.
     slurm : mapping, optional
-        Compute on workers that SLURM starts: what `analyze.batching.clusters.slurm` takes.
+        Compute on workers that SLURM starts, with these options of `analyze.batching.clusters.slurm`.
     part : (int, int) or str, optional
         Compute one share of several only: ``(0, 3)`` or ``"0/3"`` is the first of three. Shares may run at the same
-        time on any machines that reach the traces and `out`; afterwards the same batch without this finds all done, and
-        writes the manifest and the table.
+        time on any machines that reach the traces and `out`. Afterwards the same batch without `part` finds all units
+        done, and writes the manifest and the table.
     force : bool
         Compute everything anew.
     memory : int, optional
-        Bytes of memory that a worker may have: one that has more is killed, and its part is a failure.
+        The most bytes of memory of a worker: a worker that has more is killed, and its part becomes a failure.
     part_bytes : int
-        Bytes that a part reads, at most, where the work can be cut. Another number means other parts.
+        The most bytes that a part reads, where the work can be cut. Another number makes other parts.
     table : path, optional
-        Write all answers to one Parquet file, too; one that is there is replaced.
+        A Parquet file to which all answers are written, too; an existing file is replaced.
     progress : callable, optional
         Is called with a mapping for each thing that happens: ``event`` is ``"planning"``, ``"planned"`` (with
         ``parts``, ``cached``, ``bytes``, ``traces``), ``"part"`` (with ``id``, ``trace``, ``subscriber``, ``rank``,
@@ -100,19 +100,19 @@ def batch(
     Returns
     -------
     BatchResults
-        With what could not be answered in `BatchResults.failures`: nothing is raised for a trace that is damaged, or a
-        subscriber that fails.
+        What could not be answered is in `BatchResults.failures`: a damaged trace or a subscriber that fails raises
+        nothing.
 
     Raises
     ------
     CaptureError, MessageError, UnknownNameError
-        If what is asked cannot be: before any work is done.
+        If an argument or a subscriber is wrong; raised before any work is done.
     TraceError
         If `out` cannot be written.
     TracerError
         If pyarrow, or the engine that is asked for, is not installed or cannot work.
     KeyboardInterrupt
-        What is done is kept.
+        The units that are done are kept.
     """
     began = time.monotonic()
     _check(scheduler, slurm, memory, part, table)
@@ -141,7 +141,7 @@ def _check(
     part: str | tuple[int, int] | None,
     table: PathLike | None,
 ) -> None:
-    """Raise what is wrong with the arguments of `batch` that planning does not look at."""
+    """Raise an error for those arguments of `batch` that planning does not check."""
     if find_spec("pyarrow") is None:
         raise not_installed("a batch", "pyarrow", "tables")
     if scheduler is not None and slurm is not None:
@@ -157,7 +157,7 @@ def _check(
 
 
 def _compute(planned: BatchPlan, work: Work, folder: Folder, start: Callable[[], Engine]) -> None:
-    """Compute what is not there yet; whatever happens, the folder says in the end what it holds."""
+    """Compute the tasks; write the failures and the manifest at the end, even if the work is interrupted."""
     state = "interrupted"
     try:
         if planned.tasks:
@@ -171,7 +171,7 @@ def _compute(planned: BatchPlan, work: Work, folder: Folder, start: Callable[[],
 def _engine(
     planned: BatchPlan, workers: int | None, scheduler: Any, slurm: Mapping[str, Any] | None, memory: int | None
 ) -> Engine:
-    """What computes the tasks of a plan."""
+    """The engine that the arguments of `batch` ask for."""
     if scheduler is not None:
         from analyze.batching.clusters import Dask
 

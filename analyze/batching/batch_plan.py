@@ -1,4 +1,4 @@
-"""The plan of a batch: what of many traces and subscribers is to be computed, what is there, and what cannot be had."""
+"""The plan of a batch: which units are to be computed, which are done already, and what cannot be answered."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tracer.stores.locations import Anywhere, Url, location
 from tracer.trace.selection import Steps
 
 PLANNERS: Final = 8
-"""Traces on object stores that are planned at once."""
+"""How many traces on object stores are planned at the same time."""
 Progress: TypeAlias = Callable[[Mapping[str, Any]], None]
-"""Is called with what happens, as JSON values: see `analyze.batch`."""
+"""A function that is called with each event, as JSON values: see `analyze.batch`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,11 +38,11 @@ class BatchPlan:
     selection : Selection
     traces : list of TracePlan
     tasks : list of Task
-        What is to be computed, the largest first; units that are there already are not in it.
+        The tasks to compute, the largest first; units whose answers are there already are left out.
     cached : list of Unit
         Units whose answers are there already.
     share : (int, int) or None
-        Which share of how many this is; the plan has the units of that share only.
+        The number of this share, and how many shares there are; the plan has the units of this share only.
     """
 
     asked: list[Question]
@@ -59,7 +59,7 @@ class BatchPlan:
 
     @property
     def failures(self) -> list[Failure]:
-        """What cannot be answered, as is known before any work is done."""
+        """What cannot be answered, as far as planning finds out."""
         return [failure for one in self.traces for failure in one.failures]
 
     @property
@@ -74,12 +74,12 @@ class BatchPlan:
 
     @property
     def bytes(self) -> int:
-        """What is to be read."""
+        """How many bytes are to be read."""
         return sum(task.bytes for task in self.tasks)
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many traces there are; how many parts are to be computed, are there, and cannot be had; and the bytes."""
+        """The numbers of traces, of parts to compute, of cached parts and of failures, and the bytes to read."""
         parts = sum(len(task.units) for task in self.tasks)
         counts = {"traces": len(self.traces), "parts": parts, "cached": len(self.cached)}
         return counts | {"failed": len(self.failures), "bytes": self.bytes}
@@ -135,7 +135,7 @@ def plan_batch(
     asked = questions([subscribers] if isinstance(subscribers, str) else subscribers)
     say = progress or (lambda event: None)
     if pairs is not None:
-        # here, because it imports torch, and a mistyped path should be told without that wait
+        # imported here, because it imports torch, and a mistyped path should be reported without that wait
         from analyze.batching.pairing import plan_pairs
 
         planned = plan_pairs(found, asked, pairs, selection, part_bytes=part_bytes)
@@ -160,7 +160,10 @@ def plan_batch(
 
 
 def _keep(tasks: Iterable[Task], planned: Iterable[TracePlan], *, is_first: bool) -> None:
-    """Leave in the plans only the units of some tasks; what was clear before is said by the first share alone."""
+    """Keep in the plans only the units of some tasks.
+
+    Only the first share keeps the failures that planning found, so that each is reported once.
+    """
     mine = {unit.id for task in tasks for unit in task.units}
     for one in planned:
         one.units = [unit for unit in one.units if unit.id in mine]
@@ -170,7 +173,7 @@ def _keep(tasks: Iterable[Task], planned: Iterable[TracePlan], *, is_first: bool
 def _plans(
     found: Sequence[str], asked: Sequence[Question], selection: Selection, part_bytes: int, say: Progress
 ) -> list[TracePlan]:
-    """The plan of each trace; of those on object stores, several at once."""
+    """The plan of each trace; if any trace is on an object store, several are planned at the same time."""
     planned: list[TracePlan] = []
     with contextlib.ExitStack() as stack:
 
@@ -194,7 +197,7 @@ def _plans(
 
 
 def _share(part: str | tuple[int, int] | None) -> tuple[int, int] | None:
-    """Which share of how many, from ``"0/3"`` or ``(0, 3)``."""
+    """The number of a share and how many shares there are, from ``"0/3"`` or ``(0, 3)``."""
     if part is None:
         return None
     try:

@@ -18,9 +18,9 @@ class BatchResults(Results):
     """The answers of a batch: `Results` that are in a folder, and are read when they are asked for.
 
     Rows, columns and messages are those of the replays of all traces, one after the other. Iterating, `messages`,
-    `to_csv`, `to_jsonl` and `to_parquet` have the answers of one unit in memory at a time; what else `Results` can do
-    reads all of them, and keeps them. `tables`, `to_arrow`, `to_pandas` and `to_parquet` are of what is in the folder:
-    they have more columns.
+    `to_csv`, `to_jsonl` and `to_parquet` have the answers of one unit in memory at a time; all other methods of
+    `Results` read all answers, and keep them. `tables`, `to_arrow`, `to_pandas` and `to_parquet` give the tables of the
+    folder, which have more columns.
 
     Parameters
     ----------
@@ -28,21 +28,21 @@ class BatchResults(Results):
         The folder.
     planned : BatchPlan
     work : Work
-        What became of it.
+        What became of the plan.
     seconds : float
-        How long it took.
+        How long the batch took.
 
     Attributes
     ----------
     units : list of Unit
-        What was asked, in the order of the traces, subscribers and ranks.
+        All units of the plan, in the order of the traces, subscribers and ranks.
     failures : list of Failure
         What could not be answered, and why.
     computed, cached : int
-        Units that were computed, and that were there already.
+        How many units were computed, and how many were done already.
     notes : list of str
-        What is to be known of the traces: a run that did not finish, parts of a trace that are missing. What was read
-        of them is answered.
+        Sentences about incomplete traces: a run that did not finish, parts of a trace that are missing. What is there
+        of such a trace is answered.
     """
 
     def __init__(self, out: str, planned: BatchPlan, work: Work, seconds: float) -> None:
@@ -62,15 +62,16 @@ class BatchResults(Results):
 
     @property
     def traces(self) -> tuple[str, ...]:
-        """The traces that were asked, in their order; of runs that were compared, ``one|other``."""
+        """The traces, in their order; ``one|other`` for two runs that were compared."""
         return tuple(dict.fromkeys(unit.title for unit in self.units))
 
     def tables(self) -> Iterator[Any]:
-        """The answers of each unit as a `pyarrow.Table`, as far as they are there.
+        """The answers of each unit as a `pyarrow.Table`; units without answers are left out.
 
         Columns are those of `analyze.Results` and ``spec`` (the subscriber with its parameters), ``run_id``,
-        ``created``, ``status`` (of the run, when it was planned), and ``array``: empty, or where an answer of many
-        numbers is, as ``arrays/ID.zarr#NUMBER``; that is one row, whose value is null.
+        ``created``, ``status`` (of the run, when it was planned), and ``array``. An answer of more than 4096 numbers is
+        one row: its value is null, and ``array`` names its place, ``arrays/ID.zarr#NUMBER``. In all other rows
+        ``array`` is empty.
         """
         return self._parts.tables()
 

@@ -30,7 +30,7 @@ class Dask:
     ----------
     scheduler : str or object
         An address (``tcp://host:8786``), ``"local"`` for a cluster of processes of this machine, or a cluster object
-        of dask, dask-jobqueue and the like. A cluster that was started here is ended by `close`.
+        of dask, dask-jobqueue and the like. `close` ends the cluster, but no scheduler that was given by its address.
     workers : int, optional
         Processes of a local cluster, or jobs of a batch system.
     memory : int, optional
@@ -105,8 +105,7 @@ class Dask:
 
         self._tries[key] = self._tries.get(key, 0) + 1
         name = f"tracereel-{self._batch}-{self._tries[key]}-{key}"
-        # the key is new in each batch, so that the scheduler never answers with a result that it kept from an earlier
-        # one
+        # the key is new in each batch, so that the scheduler never answers with a result of an earlier one
         self._results.add(self._client.submit(run, dict(document), key=name, pure=False, retries=0))
         self._left += 1
 
@@ -166,7 +165,7 @@ class Dask:
 
 
 def version() -> str:
-    """The version of this package, as workers have it."""
+    """The version of this package in the process that calls this: this one, or a worker."""
     from tracer.version import __version__
 
     return __version__
@@ -210,7 +209,7 @@ def slurm(options: Mapping[str, Any]) -> Any:
 def options_of(text: str) -> dict[str, Any]:
     """Options of a cluster, from a file (``.toml``, ``.json``) or written as ``key=value,key=value``.
 
-    Values are read as JSON where they are JSON, else as words.
+    A value that is JSON is read as JSON; any other is a string.
 
     Examples
     --------

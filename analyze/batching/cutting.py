@@ -1,8 +1,8 @@
 """Where the work on a trace is cut.
 
-How far it can be cut is what the subscriber says it remembers (`tracer.messaging.bus.Scope`), or what the
-producers of its input do, whichever is more. Cuts depend on the trace and the subscriber alone, never on how many
-workers there are or what else is asked: another run cuts in the same places and finds what is there.
+How finely it can be cut depends on what the subscriber and the producers of its input remember: the widest of their
+scopes (`tracer.messaging.bus.Scope`) decides. Cuts depend on the trace and the subscriber alone, never on the number of
+workers or on other subscribers: another batch cuts in the same places, and so finds the units that are done.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tracer.replaying.plan import Plan
 from tracer.trace.reader import TraceReader
 
 PART_BYTES: Final = 128 << 20
-"""Bytes that a part reads, at most, where the work can be cut."""
+"""The most bytes that a part reads, where the work can be cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Share:
     steps: StepRange | None = None
 
     def rows(self, reader: TraceReader, todo: Plan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The rows of the journal that it publishes, and the pairs that it derives updates from."""
+        """The journal rows of the messages that it reads, and the pairs of rows that its updates are derived from."""
         rows, pairs = np.flatnonzero(todo.where), todo.pairs
         if self.modules is not None:
             mine = [stream.id for stream in reader.streams if stream.module in self.modules]
@@ -52,8 +52,9 @@ def shares(
 ) -> list[Share]:
     """Cut what a subscriber reads of a trace into shares of some `part_bytes`, as far as its scope allows.
 
-    Steps are cut from the first on, where a chunk of the largest array begins if that is near, so that a trace that
-    grows keeps all shares but the last. A step that is too large by itself is cut by modules, if nothing is remembered.
+    Cuts are placed from the first step on, so that all shares but the last stay as they are when the trace grows. A cut
+    is moved to where a chunk of the largest array begins, if that is near. A single step that is too large is cut by
+    modules, if the scope is ``"message"``.
     """
     whole = [Share(steps=steps)]
     if todo.bytes <= part_bytes or scope not in KNOWN_SCOPES:
@@ -70,7 +71,7 @@ def shares(
 
 
 def _by_steps(reader: TraceReader, todo: Plan, steps: StepRange | None, part_bytes: int) -> list[tuple[Share, int]]:
-    """Shares of all modules and some steps each, and the bytes of each share."""
+    """Shares with all modules and a range of steps each, and the bytes of each share."""
     rows = np.concatenate([np.flatnonzero(todo.where), todo.pairs[:, 0]])
     sizes = reader.sizes(rows)
     numbers, place = np.unique(reader.journal[rows, Column.GLOBAL_STEP], return_inverse=True)
@@ -104,9 +105,9 @@ def _begin_chunks(
     ----------
     reader : TraceReader
     rows, sizes : array (messages,)
-        What is read, and the bytes of each.
+        The rows of the messages that are read, and the bytes of each.
     place : array (messages,)
-        Which step each is of.
+        The index of each message's step.
     steps : int
         How many steps there are.
     """
@@ -121,7 +122,7 @@ def _begin_chunks(
 
 
 def _by_modules(reader: TraceReader, todo: Plan, share: Share, part_bytes: int) -> list[tuple[Module, ...]]:
-    """Groups of modules, in the order of the trace, of some `part_bytes` in all."""
+    """Groups of modules, in the order of the trace, that read about `part_bytes` each."""
     rows, pairs = share.rows(reader, todo)
     rows = np.concatenate([rows, pairs[:, 0]])
     weights = np.bincount(reader.journal[rows, Column.STREAM], reader.sizes(rows), minlength=len(reader.streams))

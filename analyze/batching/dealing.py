@@ -1,4 +1,4 @@
-"""Which units are read together, as tasks, and which share of a batch does which tasks."""
+"""Which units are computed together, as a task, and which share of a batch has which tasks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from analyze import registry
 from analyze.batching.units import Selection, Task, TracePlan, Unit
 
 TASKS_PER_WORKER: Final = 4
-"""Units are done at once only where so many tasks are left for each worker."""
+"""Units are put together only while at least so many tasks are left for each worker."""
 
 
 def fused(plans: Iterable[TracePlan], selection: Selection, workers: int) -> list[Task]:
@@ -30,7 +30,7 @@ def fused(plans: Iterable[TracePlan], selection: Selection, workers: int) -> lis
 
 
 def _together(units: Iterable[Unit], produces: Callable[[str], frozenset[str]]) -> list[list[Unit]]:
-    """Units of one trace in groups that read the same and do not collide."""
+    """Units of one trace in groups that read the same messages and have no two producers of one kind."""
     groups: dict[Any, list[list[Unit]]] = {}
     for unit in units:
         alike = groups.setdefault((unit.rank, unit.modules, unit.steps), [])
@@ -43,7 +43,7 @@ def _together(units: Iterable[Unit], produces: Callable[[str], frozenset[str]]) 
 
 
 def _divided(tasks: Sequence[Task], wanted: int) -> list[Task]:
-    """Halve the largest of tasks that have several units until there are as many as wanted."""
+    """Halve the largest task that has several units, again and again, until there are `wanted` tasks."""
     left = sorted(tasks, key=lambda task: -task.bytes * len(task.units))
     done: list[Task] = []
     while left and len(left) + len(done) < wanted:
@@ -58,7 +58,7 @@ def _divided(tasks: Sequence[Task], wanted: int) -> list[Task]:
 
 
 def _collide(unit: Unit, group: Sequence[Unit], produces: Callable[[str], frozenset[str]]) -> bool:
-    """Whether the chain of a unit and those of others have two subscribers that produce the same kind."""
+    """Whether a unit's chain brings a second producer of a kind that the chains of a group produce."""
     there = {spec for other in group for spec in other.chain}
     new = [spec for spec in unit.chain if spec not in there]
     kinds = {kind for spec in there for kind in produces(spec)}

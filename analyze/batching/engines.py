@@ -19,16 +19,16 @@ Document: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Why there is no receipt.
+    """Why a task failed: returned in place of its receipt.
 
     Attributes
     ----------
     reason : str
         A clause: ``"the worker was killed by SIGSEGV"``.
     again : bool
-        Whether it may go well if it is tried again.
+        Whether a retry may succeed.
     alone : bool
-        Whether a task that was computed beside it may be to blame, so that it is tried again when nothing else is left.
+        Whether another task that ran at the same time may be the cause. It is then retried by itself, after all others.
     """
 
     reason: str
@@ -37,13 +37,16 @@ class Death:
 
 
 class Engine(Protocol):
-    """What computes tasks."""
+    """Something that computes tasks."""
 
     def submit(self, key: str, document: Document) -> None:
-        """Take a task on."""
+        """Accept a task, to start it now or later."""
 
     def next_done(self) -> tuple[str, Document | Death]:
-        """Wait for a task that was taken on, and give its key and receipt; there must be one."""
+        """Wait for a task, and give its key and receipt.
+
+        At least one task must have been submitted and not yet returned.
+        """
 
     def close(self) -> None:
         """End all work."""
@@ -51,7 +54,7 @@ class Engine(Protocol):
 
 @final
 class Inline:
-    """This very process: for debugging, and where nothing else may be started."""
+    """Computes in this process: for debugging, and where no other process may be started."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[str, Document]] = deque()

@@ -19,22 +19,22 @@ TRY_AGAIN: Final = 5.0
 
 
 def estimate(planned: BatchPlan, out: Anywhere, workers: int | None = None) -> dict[str, Any]:
-    """How long a plan will take, from what its subscribers took before, or take for one part now.
+    """How long a plan will take, judged by the time that its subscribers took before, or take for one part now.
 
     Parameters
     ----------
     planned : BatchPlan
     out : path or URL
-        The folder whose manifest says how long subscribers took. One that is not in it is tried on its smallest part,
-        and the answers are thrown away.
+        The folder whose manifest says how long subscribers took. A subscriber that is not in the manifest is tried on
+        its smallest part, and the answers are thrown away.
     workers : int, optional
-        How many compute at once.
+        How many processes compute at the same time.
 
     Returns
     -------
     dict
         ``traces``, ``parts``, ``cached``, ``bytes``, ``seconds`` (of all work), ``wall_seconds`` (with so many
-        workers) and ``measured``: for each subscriber on how many parts.
+        workers), ``workers``, and ``measured``: for each subscriber, the number of parts that were timed.
     """
     with folder_at(out) as folder:
         known = read_manifest(folder).get("seconds", {})
@@ -70,7 +70,7 @@ class _Rate(NamedTuple):
 
 
 def _rate(known: Sequence[float] | None, tasks: Sequence[Task]) -> _Rate:
-    """What a manifest says of a subscriber, or what the smallest of its tasks takes now."""
+    """The rate of a subscriber in the manifest; else that of its smallest task, which is tried now."""
     if known is not None and known[2]:
         return _Rate(known[0], known[1], int(known[2]))
     smallest = min(tasks, key=lambda task: task.bytes)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tracer.stores.objects.client import Objects
 
 LARGEST = 1 << 40
-"""Bytes of a file on an object store, at most."""
+"""The most bytes of a file on an object store."""
 
 
 def folder_at(place: Anywhere) -> Folder:
@@ -66,7 +66,7 @@ class Folder(ABC):
 
     @abstractmethod
     def names(self, prefix: str) -> set[str]:
-        """The names of what is directly below a prefix, without it; files that are being written are not there."""
+        """The names directly below a prefix, without the prefix; files that are being written are left out."""
 
     @abstractmethod
     def read(self, name: str) -> bytes | None:
@@ -74,7 +74,9 @@ class Folder(ABC):
 
     @abstractmethod
     def write(self, name: str, data: bytes, *, replace: bool = True) -> None:
-        """Write a file at once; on an object store, one that is there stays if it is not to be replaced.
+        """Write a file, which appears complete or not at all.
+
+        Without `replace`, an object store keeps a file that is there; a disk replaces it in any case.
 
         Raises
         ------
@@ -84,7 +86,7 @@ class Folder(ABC):
 
     @abstractmethod
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files; those that are not there are removed already."""
+        """Remove files; names without a file are skipped."""
 
     @abstractmethod
     def trace(self, name: str) -> Path | Url:
@@ -92,7 +94,7 @@ class Folder(ABC):
 
     @abstractmethod
     def new_trace(self, name: str) -> Path | Url:
-        """The place of a trace that is to be written: on a disk, the folder that it comes into is made."""
+        """The place of a trace to write; on a disk, its parent folder is made."""
 
     @abstractmethod
     def remove_trace(self, name: str) -> None:
@@ -100,11 +102,11 @@ class Folder(ABC):
 
     @abstractmethod
     def sweep(self) -> None:
-        """Remove what processes of this machine that are gone had begun to write."""
+        """Remove the unfinished files of processes of this machine that have ended."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what reaches the folder."""
+        """Close the connection to an object store."""
 
 
 @final
@@ -187,7 +189,7 @@ class _DiskFolder(Folder):
                     (parts / name).unlink()
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: a disk has no connection."""
 
 
 @final
@@ -207,7 +209,7 @@ class _ObjectFolder(Folder):
         return str(self._url)
 
     def make(self) -> None:
-        """There are no folders."""
+        """Do nothing: an object store has no folders."""
 
     def names(self, prefix: str) -> set[str]:
         if not prefix:
@@ -242,7 +244,7 @@ class _ObjectFolder(Folder):
         remove(self.trace(name))
 
     def sweep(self) -> None:
-        """What was begun is no object."""
+        """Do nothing: an unfinished write leaves no object."""
 
     def close(self) -> None:
         self._objects.close()

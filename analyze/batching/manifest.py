@@ -37,11 +37,11 @@ def conclude(folder: Folder, planned: BatchPlan, work: Work, state: str) -> None
 
 def _lines(failures: Sequence[Failure]) -> bytes:
     lines = "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in failures)
-    return lines.encode(errors="backslashreplace")  # so that a path that is no UTF-8 can be written
+    return lines.encode(errors="backslashreplace")  # because a path may not be UTF-8
 
 
 def read_manifest(folder: Folder) -> dict[str, Any]:
-    """The manifest that is there; empty if there is none, or that of another layout."""
+    """The manifest of a folder; empty if there is none, or if its layout is that of another release."""
     try:
         found = json.loads(folder.read(MANIFEST) or b"{}")
     except ValueError:
@@ -50,7 +50,7 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
 
 
 def _manifest(planned: BatchPlan, work: Work, state: str, folder: Folder) -> dict[str, Any]:
-    """What this batch was, and what is in the folder, from this batch and earlier ones."""
+    """What this batch did, and what the folder holds from this batch and earlier ones."""
     import numpy as np
     import torch
 

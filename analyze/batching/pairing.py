@@ -1,4 +1,4 @@
-"""The plan of a batch that compares runs: each layer of one with the same layer of another, at the steps of both."""
+"""The plan of a batch that compares runs: each layer of one with that of another, at the steps that both have."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _Key: TypeAlias = tuple[str, str | None, str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taken:
-    """What a question reads of a trace: for each stream its steps, the bytes of each, and a digest of all of it."""
+    """What a question reads of a trace: for each stream its steps, the bytes of each, and a digest of the data."""
 
     steps: dict[_Key, NDArray[np.int64]]
     nbytes: dict[_Key, NDArray[np.int64]]
@@ -56,7 +56,7 @@ def plan_pairs(
 ) -> list[TracePlan]:
     """Cut the comparison of traces into units; each trace is opened once, and no data is read.
 
-    What is cut is the steps that both have, because a comparison remembers nothing.
+    Only steps that both runs have are compared. They can be split anywhere, because a comparison remembers nothing.
 
     Parameters
     ----------
@@ -65,13 +65,13 @@ def plan_pairs(
         Subscribers that compare layers, such as ``svcca`` and ``cka``.
     which : {"all", "first"}
     selection : Selection, optional
-        Steps only: which layers are compared is said by the subscribers.
+        May choose steps only; the subscribers choose the layers.
     part_bytes : int
 
     Raises
     ------
     CaptureError, MessageError
-        If a subscriber compares nothing, or something else than steps is chosen.
+        If a subscriber compares no layers, or `selection` chooses something else than steps.
     """
     selection = selection or Selection()
     _check(asked, which, selection)
@@ -95,18 +95,19 @@ def plan_pairs(
                     for unit in _units((one, a), (other, b), question, (mine[a], theirs[b]), selection, part_bytes)
                 ]
                 planned.units += found
-                planned.failures += [] if found else [_apart(one, other, question, mine, theirs)]
+                planned.failures += [] if found else [_nothing_in_common(one, other, question, mine, theirs)]
         plans.append(planned)
     return plans
 
 
 def _check(asked: Iterable[Question], which: str, selection: Selection) -> None:
-    """Raise what is wrong with a question about pairs."""
+    """Raise an error if runs cannot be compared with these arguments."""
     if which not in ("all", "first"):
         raise CaptureError(f"pairs is 'all' or 'first', not {which!r}")
     if selection.at(None) != Selection():
         raise CaptureError(
-            "which kinds, modules and tags runs are compared in is said by the subscriber: svcca:tag=probe"
+            "kinds, modules and tags are chosen in the subscriber, as in svcca:tag=probe; "
+            "only steps can be chosen for all"
         )
     for question in asked:
         if not isinstance(question.receivers[-1], Similarity):
@@ -116,7 +117,10 @@ def _check(asked: Iterable[Question], which: str, selection: Selection) -> None:
 def _opened(
     names: Iterable[str], asked: Sequence[Question], selection: Selection, failures: list[Failure]
 ) -> tuple[dict[str, Run], dict[tuple[str, str], dict[int, Taken]]]:
-    """The run of each trace, and what each question reads of each of its ranks; what cannot be had is a failure."""
+    """The run of each trace, and what each question reads of each of its ranks.
+
+    Traces that cannot be opened or lack the data are added to `failures`.
+    """
     runs: dict[str, Run] = {}
     taken: dict[tuple[str, str], dict[int, Taken]] = {}
     for name in names:
@@ -133,8 +137,8 @@ def _opened(
     return runs, taken
 
 
-def _apart(one: str, other: str, question: Question, mine: Iterable[int], theirs: Iterable[int]) -> Failure:
-    """Why two traces cannot be compared, given the ranks of each that have what is compared."""
+def _nothing_in_common(one: str, other: str, question: Question, mine: Iterable[int], theirs: Iterable[int]) -> Failure:
+    """Why two traces cannot be compared; `mine` and `theirs` are the ranks of each that have what is compared."""
     why = f"{one} and {other} have no step of a layer in common"
     if not both_ranks(mine, theirs):
         ranks = [", ".join(map(str, some)) for some in (mine, theirs)]
@@ -154,7 +158,7 @@ def identity_of(
 
 
 def take_ranks(reader: TraceReader, question: Question, selection: Selection) -> dict[int, Taken]:
-    """What a question reads of each rank of a trace; a rank that was recorded in part may be left out.
+    """What a question reads of each rank of a trace; ranks that lack it are left out.
 
     Raises
     ------
@@ -179,7 +183,7 @@ def take(reader: TraceReader, question: Question, selection: Selection) -> Taken
     Raises
     ------
     CaptureError
-        If that is not there.
+        If the trace lacks it.
     """
     todo = plan(reader, *question.receivers, steps=selection.steps)  # type: ignore[arg-type] # a tuple of two or three
     if todo.missing:

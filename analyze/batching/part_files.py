@@ -1,7 +1,7 @@
 """The files of a batch's folder that hold answers: one for each unit, and a trace for the large answers of a unit.
 
-What the rows do not say of the answers stands in the metadata of the Parquet file, so that a file gives back the
-messages that it was made of.
+The metadata of a Parquet file have what its rows do not say of the answers, so that the messages can be read back from
+the file.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tracer.messaging.messages import Message
 from tracer.trace.reader import TraceReader
 
 COMPLETE: Final = ".parquet"
-"""How the name of a part ends that has all answers of a unit."""
+"""The suffix of a file that has all answers of a unit."""
 DAMAGED: Final = ".damaged.parquet"
-"""How the name of a part ends that has the answers to what is not damaged."""
+"""The suffix of a file that has only the answers to the undamaged part of what a unit reads."""
 DETAILS: Final = b"tracereel"
-"""Where in the metadata of a Parquet file stands what the rows do not say."""
+"""The key, in the metadata of a Parquet file, of what the rows do not say."""
 RUN_COLUMNS: Final = ("spec", "run_id", "created", "status", "array")
 """The columns that the table of a batch has besides `analyze.tables.columns.COLUMNS`."""
 ARRAY_NUMBERS: Final = 4096
@@ -44,15 +44,15 @@ def state_of(unit_id: str, names: Collection[str]) -> State:
 
 
 def done(folder: Folder) -> set[str]:
-    """The ids of the units of which all answers are there."""
+    """The ids of the units that have all their answers."""
     names = folder.names("parts")
     return {name.removesuffix(COMPLETE) for name in names if name.endswith(COMPLETE) and not name.endswith(DAMAGED)}
 
 
 def remove_outdated(folder: Folder, units: Collection[Unit]) -> None:
-    """Remove the answers to the questions of some units that were given when the trace or the subscriber was another.
+    """Remove earlier answers to the questions of some units, from before the trace or the subscriber changed.
 
-    What was damaged goes, too, once all answers are there.
+    Also remove the answers to a damaged trace where the same unit has all its answers now.
     """
     ids = {unit.id for unit in units}
     cells = {unit.cell for unit in units}
@@ -80,7 +80,7 @@ class PartAnswers:
     ----------
     unit : Unit
     subscriber : str
-        What the subscriber is called in the table.
+        The subscriber's name in the table.
     """
 
     def __init__(self, unit: Unit, subscriber: str) -> None:
@@ -101,7 +101,7 @@ class PartAnswers:
         self._count += 1
 
     def add_rows(self, results: Results) -> None:
-        """Append answers that stand in the table number by number, however many numbers they have."""
+        """Append answers that go into the table number by number, even large ones."""
         self._small.extend(results)
 
     def extend(self, other: PartAnswers) -> None:
@@ -112,18 +112,18 @@ class PartAnswers:
         self._count += other._count
 
     def write(self, folder: Folder, run: Run, seconds: float, *, complete: bool, replace: bool) -> int:
-        """Write the answers; how many rows they are.
+        """Write the answers, and return the number of rows.
 
         Parameters
         ----------
         folder : Folder
         run : Run
         seconds : float
-            How long they took.
+            How long it took to compute the answers.
         complete : bool
-            Whether these are all answers, and not only those to what is not damaged.
+            Whether these are all answers; False if some data is damaged.
         replace : bool
-            Whether a file that is there is written anew.
+            Whether an existing file is replaced.
         """
         if self._large:
             self._write_large(folder)
@@ -149,7 +149,7 @@ class PartAnswers:
                 writer.write(message)
 
     def _table(self, run: Run) -> Any:
-        """The answers as a `pyarrow.Table`; a large one is one row that names its place in the trace beside."""
+        """The answers as a `pyarrow.Table`; a large answer is one row that names its place in the results trace."""
         table: dict[str, Any] = self._small.columns()
         array = [""] * len(self._small)
         if self._large:
@@ -208,7 +208,7 @@ class PartFiles:
     out : str
         The folder.
     units : sequence of Unit
-        What was asked, in the order in which it is answered; what is not there is left out.
+        The units, in the order of their answers; units without answers are left out.
     """
 
     def __init__(self, out: str, units: Sequence[Unit]) -> None:
@@ -242,7 +242,7 @@ class PartFiles:
         return (_answers_in(data, folder) for data, folder in self._files())
 
     def _files(self) -> Iterator[tuple[bytes, Folder]]:
-        """What the file of each unit holds, and the folder that it is in."""
+        """The bytes of each unit's file, and the folder that it is in."""
         endings = {"done": COMPLETE, "damaged": DAMAGED}
         with folder_at(self._out) as folder:
             names = folder.names("parts")
@@ -256,8 +256,8 @@ class PartFiles:
 def _read(data: bytes, columns: Sequence[str] | None = None) -> Any:
     """The Arrow table in the bytes of a file of a part.
 
-    It is read by this thread alone: a thread of Arrow may let go of the bytes when the interpreter is ending, and abort
-    the process.
+    No thread of Arrow takes part: such a thread may release the bytes while the interpreter is ending, and abort the
+    process.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -273,7 +273,7 @@ def _details_in(table: Any) -> dict[str, Any]:
 
 
 def _answers_in(data: bytes, folder: Folder) -> Columns:
-    """The answers in the bytes of a file of a part, as they were given, with the numbers of large ones."""
+    """The answers in the bytes of a unit's file, in their order, with the numbers of large ones."""
     table = _read(data, [*COLUMNS, "array"])
     details = _details_in(table)
     columns = {name: table.column(name).to_pylist() for name in table.column_names}

@@ -1,4 +1,4 @@
-"""The plan of one trace: which units the work on it falls into, and what each is called."""
+"""The plan of one trace: the units that the work on it is cut into, and their ids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def where(trace: Anywhere) -> str:
 def plan_trace(
     trace: Anywhere, asked: Sequence[Question], selection: Selection | None = None, *, part_bytes: int = PART_BYTES
 ) -> TracePlan:
-    """Cut what is asked of one trace into units; no data is read, and nothing is raised for what is in the trace.
+    """Cut what is asked of one trace into units; no data is read. What is wrong with the trace becomes a failure.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def plan_trace(
     asked : sequence of Question
     selection : Selection, optional
     part_bytes : int
-        Bytes that a unit reads, at most, where its scope lets it be cut.
+        The most bytes that a unit reads, where its scope lets it be cut.
     """
     path = where(trace)
     selection = selection or Selection()
@@ -73,12 +73,12 @@ def _plan_trace(
 
 
 def unplanned(trace: str, spec: str, rank: int | None, why: object) -> Failure:
-    """What cannot be answered, as is clear before anything is read."""
+    """A failure that planning finds, before any data is read."""
     return Failure(trace=trace, spec=spec, rank=rank, unit="", status="unplanned", reason=str(why))
 
 
 def _settled(reader: TraceReader, steps: StepRange | None) -> StepRange:
-    """The steps of a run that is being recorded whose messages are all there, with what derives from them."""
+    """The complete steps of a run that is still being recorded: all their messages are there, derived ones too."""
     last = int(reader.journal[:, Column.GLOBAL_STEP].max(initial=0)) - 1
     start, stop, stride = (*(steps or (None, None)), 1)[:3]
     return start, max(last, 0) if stop is None else min(stop, max(last, 0)), stride

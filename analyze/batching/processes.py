@@ -21,7 +21,7 @@ from tracer.errors import CaptureError, TracerError
 POLL_SECONDS: Final = 0.2
 """How often the memory of workers is measured."""
 DEATHS: Final = 3
-"""After so many deaths of workers in a row, none of which had done a task, no other worker is started."""
+"""After so many workers in a row that died before they had done a task, no other is started."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,13 +37,13 @@ class _Worker:
 
 @final
 class Processes:
-    """Processes of this machine, one task each at a time; one that dies is replaced, and takes no other task with it.
+    """Processes of this machine, one task each at a time. A process that dies is replaced, and only its task fails.
 
     Parameters
     ----------
     workers : int
     memory : int, optional
-        Bytes that a process may have (resident); one that has more is killed.
+        The most bytes of resident memory of a process; a process that has more is killed.
     """
 
     def __init__(self, workers: int, memory: int | None = None) -> None:
@@ -88,7 +88,7 @@ class Processes:
             key, document = self._waiting.popleft()
             worker.key = key
             assert worker.process.stdin is not None
-            # if the worker has just died, the end of its output tells
+            # if the worker has just died, `_hear` finds the end of its output
             with contextlib.suppress(OSError):
                 worker.process.stdin.write(json.dumps(document).encode() + b"\n")
                 worker.process.stdin.flush()
@@ -123,7 +123,7 @@ class Processes:
             self._early_deaths = 0
 
     def _bury(self, worker: _Worker) -> None:
-        """Take leave of a worker that has died: its task has no receipt, but a reason why."""
+        """Remove a worker that has died; its task gets a `Death` in place of a receipt."""
         code = worker.process.wait()
         self._forget(worker)
         self._workers.remove(worker)
@@ -173,7 +173,7 @@ def environment() -> dict[str, str]:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process has; 0 where that cannot be told."""
+    """Bytes of memory that a process has; 0 if they are unknown."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):

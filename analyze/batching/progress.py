@@ -12,7 +12,7 @@ from analyze.tables.escapes import in_json
 
 @final
 class Lines:
-    """JSON lines: the plan, each part, and what is tried again."""
+    """JSON lines: the plan, each part that is over, and each retry."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -32,7 +32,7 @@ class Lines:
 
 @final
 class Live:
-    """A line that is written anew: how much is done, was there already, failed, how many bytes, and for how long."""
+    """A line that is redrawn: how many parts are done, were cached and failed, how many bytes, and the time left."""
 
     def __init__(self, stream: IO[str]) -> None:
         from rich.console import Console
@@ -82,5 +82,5 @@ class Live:
 
 
 def display(stream: IO[str]) -> Lines | Live:
-    """What suits a stream: with NO_COLOR, nothing is drawn on a terminal either."""
+    """A live line if the stream is a terminal and NO_COLOR is not set, else JSON lines."""
     return Live(stream) if stream.isatty() and not os.environ.get("NO_COLOR") else Lines(stream)

@@ -17,7 +17,7 @@ KNOWN_SCOPES: Final = ("message", "stream", "step")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Question:
-    """A subscriber that is asked of every trace, with those whose answers it takes.
+    """A subscriber that is asked of every trace, with the subscribers whose answers it takes.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class Question:
     identity : list
         Which classes answer, and in which version.
     receivers : tuple of Subscriber
-        Those of the chain, for planning only: they hear nothing.
+        The subscribers of the chain, for planning only: they receive no messages.
     """
 
     spec: str
@@ -44,16 +44,16 @@ class Question:
 
 
 def questions(specs: Iterable[str]) -> list[Question]:
-    """What is asked, each with the producers among the others whose answers it takes; each once.
+    """The questions, one for each subscriber; its chain has those of the others whose answers it takes.
 
     Raises
     ------
     MessageError
-        If a subscriber is not given as text: each part of the work makes its own.
+        If a subscriber is not given as text: each part of the work makes its own instance.
     UnknownNameError, TracerError
         What `analyze.parse` raises.
     CaptureError
-        If nothing is asked, if subscribers need each other in a circle, or if two produce what a third needs.
+        If there is no subscriber, if subscribers need each other in a circle, or if two produce what a third needs.
     """
     made: dict[str, Subscriber] = {}
     for spec in specs:
@@ -81,7 +81,7 @@ def questions(specs: Iterable[str]) -> list[Question]:
 
 
 def _chain(spec: str, made: Mapping[str, Subscriber], consumers: tuple[str, ...]) -> tuple[str, ...]:
-    """A subscriber after those whose answers it takes; `consumers` are those that take its own."""
+    """A subscriber, after those whose answers it takes; `consumers` are those that take its answers."""
     if spec in consumers:
         circle = ", ".join(consumers[consumers.index(spec) :])
         raise CaptureError(f"these need each other's answers in a circle: {circle}")
@@ -96,7 +96,7 @@ def _chain(spec: str, made: Mapping[str, Subscriber], consumers: tuple[str, ...]
 
 
 def _widest(scopes: Iterable[str]) -> Scope:
-    """What a chain remembers across: nothing, the steps of a stream, the streams of a step, or more."""
+    """The narrowest scope that includes all those of a chain."""
     found = {scope if scope in KNOWN_SCOPES else "everything" for scope in scopes} - {"message"}
     if not found:
         return "message"

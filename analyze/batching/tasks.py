@@ -35,7 +35,7 @@ from tracer.replaying.replay import replay
 from tracer.trace.reader import TraceReader
 
 SALVAGES: Final = 200
-"""How often a damaged part is replayed in smaller shares."""
+"""The most replays of smaller shares of one damaged unit."""
 
 
 def run(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def run(document: Mapping[str, Any]) -> dict[str, Any]:
     ----------
     document : mapping
         ``task`` (as `analyze.batching.units.Task.document` has it), ``out``, where to write, and ``replace``,
-        whether a file that is there is written anew.
+        whether existing files are replaced.
 
     Returns
     -------
@@ -62,12 +62,12 @@ def run(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run(task: Task, folder: Folder, replace: bool) -> list[Outcome]:
-    """Compute the units together, and each by itself where that goes wrong."""
+    """Compute the units together; if any of them fails, compute each by itself."""
     if len(task.units) > 1 and not task.units[0].other:
         outcomes = _attempt(task, task.units, folder, replace)
         if all(one.status == "computed" for one in outcomes):
             return outcomes
-    # Each unit by itself, so that one that fails does not take the others with it.
+    # Each unit by itself, so that one that fails does not spoil the others.
     return [outcome for unit in task.units for outcome in _attempt(task, (unit,), folder, replace)]
 
 
@@ -96,7 +96,7 @@ def _attempt(task: Task, units: Sequence[Unit], folder: Folder, replace: bool) -
 
 
 def _hear(task: Task, units: Sequence[Unit], heard: list[Heard]) -> tuple[str, str, str]:
-    """Append to `heard` what the subscribers of the units answer; the status, the reason and the traceback."""
+    """Append the answers of the units' subscribers to `heard`; return the status, the reason and the traceback."""
     import torch
 
     try:
@@ -118,7 +118,7 @@ def _hear(task: Task, units: Sequence[Unit], heard: list[Heard]) -> tuple[str, s
 
 
 def _replay(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[Heard]) -> None:
-    """Replay what the units read through their subscribers; what they answer is appended to `heard`, one for each."""
+    """Replay what the units read through their subscribers, and append their answers to `heard`, unit by unit."""
     chains = list(dict.fromkeys(spec for unit in units for spec in unit.chain))
     for question in questions(chains):
         for unit in units:
@@ -129,7 +129,7 @@ def _replay(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[
 
 
 def _listen(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[Heard], share: Share) -> None:
-    """Replay a share of the trace through subscribers that have heard nothing yet."""
+    """Replay a share of the trace through new instances of the subscribers, and append their answers to `heard`."""
     made = {spec: registry.parse(spec) for unit in units for spec in unit.chain}
     timed = dict(zip(made, of_modules(list(made.values()), share.modules), strict=True))
     heard += [Heard(unit, made[unit.spec], timed[unit.spec]) for unit in units]
@@ -139,7 +139,7 @@ def _listen(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[
 def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[Heard]) -> str:
     """Replay smaller and smaller shares of a damaged unit, as its scope allows, until only those that are damaged fail.
 
-    What is heard then takes the place of what was heard before; a clause says what is missing.
+    The answers replace those in `heard`. Returns a clause that says what is missing.
     """
     (question,) = (one for one in questions(unit.chain) if one.spec == unit.spec)
     pieces = _Pieces.of(unit, question, reader, _planned(task, unit, question, reader))
@@ -173,7 +173,7 @@ def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[Heard]) ->
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """The least shares that a unit can be cut into: single modules, or else single steps."""
+    """The smallest shares that a unit can be cut into: single modules, or else single steps."""
 
     unit: Unit
     steps: Sequence[int]
@@ -181,7 +181,7 @@ class _Pieces:
 
     @classmethod
     def of(cls, unit: Unit, question: Question, reader: TraceReader, todo: Plan) -> _Pieces | None:
-        """The pieces that the scope of a subscriber allows; None if that is none."""
+        """The pieces that the scope of a subscriber allows; None if it allows no cut."""
         if question.scope not in ("message", "step", "stream"):
             return None
         rows = np.concatenate([np.flatnonzero(todo.where), todo.pairs[:, 0]])
@@ -196,7 +196,7 @@ class _Pieces:
         return len(self.steps if self.modules is None else self.modules)
 
     def share(self, begin: int, end: int) -> Share:
-        """Some of the pieces together."""
+        """The pieces from `begin` to before `end`, as one share."""
         if self.modules is not None:
             return Share(modules=tuple(self.modules[begin:end]), steps=self.unit.steps)
         stride = stride_of(self.unit.steps) or 1
@@ -204,7 +204,7 @@ class _Pieces:
 
 
 def _compared(task: Task, unit: Unit, one: TraceReader) -> Heard:
-    """What comparing the layers of two traces says."""
+    """The answers of a comparison of two traces, layer by layer."""
     (question,) = questions([unit.spec])
     with TraceReader(unit.other) as other:
         steps = Selection(steps=task.selection.steps)
@@ -220,7 +220,7 @@ def _compared(task: Task, unit: Unit, one: TraceReader) -> Heard:
 
 
 def _check_unchanged(task: Task, unit: Unit, question: Question, reader: TraceReader) -> None:
-    """Raise `TraceError` if the trace or a subscriber is not what was planned: its answers would be filed wrongly."""
+    """Raise `TraceError` if the trace or a subscriber has changed since the plan: the unit's id would be wrong."""
     todo = _planned(task, unit, question, reader)
     rows = todo.where.nonzero()[0]
     now = identity(reader, question, rows, todo.pairs, unit.trace, unit.rank, task.run.ended)
@@ -242,15 +242,15 @@ def _changed(unit: Unit) -> TraceError:
 
 @final
 class Timed(Around):
-    """Wraps a subscriber: it hears of some modules only, and its time is measured. All else is the subscriber's.
+    """Wraps a subscriber: it receives messages of some modules only, and its time is measured.
 
     Parameters
     ----------
     inner : Subscriber
     modules : set of str or None, optional
-        The modules that it hears of; None for all.
+        The modules whose messages it receives; None for all.
     answers : set of str
-        The kinds of other subscribers' answers, which it hears of all modules.
+        The kinds of other subscribers' answers, which it receives for all modules.
     """
 
     def __init__(self, inner: Subscriber, modules: Set[Module] | None, answers: Set[str]) -> None:
@@ -269,7 +269,7 @@ class Timed(Around):
         return self._measured(self.inner.finish())
 
     def _measured(self, answers: Iterable[Message] | None) -> tuple[Message, ...]:
-        """The answers, which the subscriber works out as they are asked for."""
+        """The answers as a tuple, because a subscriber may compute them only while they are iterated."""
         began = time.perf_counter()
         found = tuple(answers or ())
         self.seconds += time.perf_counter() - began
@@ -277,7 +277,7 @@ class Timed(Around):
 
 
 def of_modules(chain: Sequence[Subscriber], modules: Iterable[Module] | None) -> list[Timed]:
-    """Subscribers that hear of some modules only (all, if None)."""
+    """Subscribers that receive messages of some modules only (of all, if None)."""
     chosen = None if modules is None else frozenset(modules)
     answers = frozenset(kind for one in chain for kind in one.produces)
     return [Timed(one, chosen, answers) for one in chain]
@@ -285,14 +285,14 @@ def of_modules(chain: Sequence[Subscriber], modules: Iterable[Module] | None) ->
 
 @final
 class Heard(Receiver):
-    """A receiver that keeps what the subscriber of a unit answers.
+    """A receiver that keeps the answers of a unit's subscriber.
 
     Parameters
     ----------
     unit : Unit
     subscriber : Subscriber
     timed : Timed, optional
-        What measures the subscriber, where messages are replayed through it.
+        Measures the subscriber's time in a replay.
     """
 
     passive = True

@@ -1,4 +1,4 @@
-"""Which traces are meant: by paths, globs, folders, URLs, and lists of them in files."""
+"""Finds the traces that paths, globs, folders, URLs and files with lists of them name."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _COMMENT: Final = re.compile(r"(^|[ \t])#.*", re.DOTALL)
 
 
 def find_traces(sources: Anywhere | Iterable[Anywhere], *, outside: Anywhere | None = None) -> list[str]:
-    """The traces that are meant, each once, in the order in which they are named.
+    """The traces that some sources name, each once, in their order.
 
     Parameters
     ----------
     sources : path, URL or iterable of them
-        A trace; a glob (``runs/*.zarr``, ``runs/**/*.h5``; in a URL in its last part only); a folder or the URL of one,
-        of which all traces below are meant; or ``@list.txt``, a file in UTF-8 with one of these on each line. Lines end
+        A trace; a glob (``runs/*.zarr``, ``runs/**/*.h5``; in a URL in its last part only); a folder or its URL, which
+        stands for all traces below it; or ``@list.txt``, a file in UTF-8 with one of these on each line. Lines end
         with LF or CRLF. A ``#`` at the start of a line, or after a space or a tab, begins a comment; in a name it is
         part of the name.
     outside : path or URL, optional
-        A folder whose traces are not meant: that of the results.
+        A folder whose traces are left out: that of the results.
 
     Returns
     -------
@@ -43,9 +43,9 @@ def find_traces(sources: Anywhere | Iterable[Anywhere], *, outside: Anywhere | N
     Raises
     ------
     CaptureError
-        If one of them means no trace, or a list lists itself.
+        If a source names no trace, or a list lists itself.
     TraceNotFoundError
-        If a list, or a path that is not in a list, is not there. Those in lists are told when they are planned.
+        If a list, or a path that is not in a list, is not there. Paths in lists are checked when they are planned.
     """
     if isinstance(sources, (str, os.PathLike, Url)):
         sources = [sources]
@@ -97,8 +97,8 @@ def _listed(name: str, lists: tuple[str, ...]) -> Iterator[str]:
     if name in lists:
         raise CaptureError(f"the list of traces {name} lists itself")
     try:
-        # split at \n only, because a name may have any other character that ends lines for Python; utf-8-sig drops a
-        # mark
+        # split at \n only, because a name may have the other characters at which Python ends lines; utf-8-sig drops a
+        # byte order mark
         lines = Path(name).read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
@@ -110,7 +110,7 @@ def _listed(name: str, lists: tuple[str, ...]) -> Iterator[str]:
 
 
 def _below(folder: Path) -> Iterator[str]:
-    """The traces in a folder and the folders in it; other arrays and groups of Zarr are not meant."""
+    """The traces in a folder and the folders in it; other arrays and groups of Zarr are left out."""
     try:
         entries = sorted(os.scandir(folder), key=lambda one: one.name)
     except PermissionError as error:
@@ -134,7 +134,7 @@ def _is_part(path: Path) -> bool:
 
 
 def _is_other(path: Path) -> bool:
-    """Whether it is surely no trace, damaged or not: a group or array of Zarr that says that it is something else."""
+    """Whether a path is no trace, not even a damaged one: a group or array of Zarr with another format's attributes."""
     if not path.is_dir():
         return False
     try:

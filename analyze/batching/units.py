@@ -19,7 +19,7 @@ from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 
 SCHEMA: Final = 2
-"""Raised whenever the files of parts change, so that parts of another release are not taken for this one's."""
+"""Raised whenever the format of part files changes, so that parts of another release are not taken for this one's."""
 Module: TypeAlias = str | None
 """A module's dotted path; None stands for the network."""
 Pairs: TypeAlias = Literal["all", "first"]
@@ -30,7 +30,7 @@ StepRange: TypeAlias = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What is asked of each trace, as the filters of `tracer.replay`."""
+    """What is replayed of each trace, as the filters of `tracer.replay`."""
 
     kinds: tuple[str, ...] | None = None
     modules: tuple[str, ...] | None = None
@@ -50,7 +50,7 @@ class Selection:
         return cls(kinds=_names(kinds), modules=_names(modules), steps=plain, tags=_names(tags))
 
     def at(self, steps: StepRange | None) -> Selection:
-        """The same of other steps."""
+        """The same selection with other steps."""
         return replace(self, steps=steps)
 
     def filters(self) -> dict[str, Any]:
@@ -74,9 +74,9 @@ class Unit:
     Attributes
     ----------
     id : str
-        A digest of what it belongs to (trace, rank and subscriber, as text), a dash, and a digest of all that its
-        answers depend on. Units of the same first half answer the same question; those that are no longer planned are
-        out of date.
+        A digest of its question (trace, rank and subscriber, as text), a dash, and a digest of all that its answers
+        depend on. Units with the same first half answer the same question; those that a new plan no longer has are out
+        of date.
     spec : str
         The subscriber, as `analyze.parse` reads it.
     chain : tuple of str
@@ -84,11 +84,11 @@ class Unit:
     trace : str
     rank : int
     modules : tuple of (str or None), or None
-        Observed messages of these modules only (None among them: of the network); None for all.
+        It reads observed messages of these modules only (None among them is the network); None for all modules.
     steps : (start, stop, stride) or None
         Only these global steps; None for all.
     messages, bytes : int
-        What it reads.
+        How many messages and bytes it reads.
     other : str
         The trace that the layers of `trace` are compared with; empty if nothing is compared.
     other_rank : int
@@ -109,18 +109,18 @@ class Unit:
 
     @property
     def cell(self) -> str:
-        """What it belongs to: the first half of its id."""
+        """The digest of its question: the first half of its id."""
         return self.id.partition("-")[0]
 
     @property
     def title(self) -> str:
-        """What the trace is called in the table; a pair is ``one|other``."""
+        """The trace's name in the table; that of a pair is ``one|other``."""
         return f"{self.trace}|{self.other}" if self.other else self.trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What the rows of a trace's answers say of the run, and what else is known of the trace."""
+    """What a plan knows of a trace; its run's id, creation time and status go into each row of the answers."""
 
     trace: str
     run_id: str
@@ -132,7 +132,7 @@ class Run:
 
     @classmethod
     def of(cls, path: str, reader: TraceReader) -> Run:
-        """What a trace says of its run."""
+        """The run of an open trace."""
         header = reader.header
         return cls(
             trace=path,
@@ -146,12 +146,12 @@ class Run:
 
     @property
     def ended(self) -> str:
-        """How the run ended, as far as that does not change by looking again."""
+        """How the run ended: finished or failed; unfinished for every other status, which may still change."""
         status = self.status.partition(":")[0]
         return status if status in ("finished", "failed") else "unfinished"
 
     def beside(self, other: Run) -> Run:
-        """What is said of two runs that are compared: of each, with a bar between them."""
+        """Two runs that are compared, as one: the values of both, with a bar between them."""
         return Run(
             trace=f"{self.trace}|{other.trace}",
             run_id=f"{self.run_id}|{other.run_id}",
@@ -187,13 +187,13 @@ class Failure:
     unit : str
         Id of the unit; empty if there was no plan.
     status : str
-        ``"unplanned"``: it was clear before anything was read; ``"failed"``: the subscriber raised; ``"damaged"``: the
-        trace is damaged, and the answers to what comes before that are there; ``"killed"``: the process that computed
-        it died.
+        ``"unplanned"``: planning found it, before data was read; ``"failed"``: the subscriber raised; ``"damaged"``:
+        the trace is damaged, and the answers to what can be read are there; ``"killed"``: the process that computed it
+        died.
     reason : str
         A sentence.
     where : str
-        The machine, where that is known.
+        The machine and process; empty if unknown.
     traceback : str
     """
 
@@ -208,7 +208,7 @@ class Failure:
 
     @classmethod
     def of(cls, unit: Unit, outcome: Outcome, where: str) -> Failure:
-        """What is said of a unit that was not computed."""
+        """The failure of a unit that was not computed."""
         return cls(
             trace=unit.title,
             spec=unit.spec,
@@ -244,11 +244,11 @@ class Task:
 
     @property
     def bytes(self) -> int:
-        """What it reads, at most."""
+        """The most bytes that it reads."""
         return max(unit.bytes for unit in self.units)
 
     def only(self, *units: Unit) -> Task:
-        """The same task of some of its units."""
+        """The same task with some of its units only."""
         return replace(self, units=units)
 
     def document(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class Task:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Task:
-        """The task that a document says."""
+        """The task in a document."""
         return cls(
             units=tuple(Unit(**_with_tuples(one)) for one in document["units"]),
             run=Run(**_with_tuples(document["run"])),
@@ -270,7 +270,7 @@ def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sentence_of(error: Exception) -> str:
-    """What an error says; of one that is not this project's own, its class comes first."""
+    """The message of an error; if its class is not of this project, the name of the class comes first."""
     return str(error) if isinstance(error, TracerError) else f"{type(error).__name__}: {error}"
 
 

@@ -21,16 +21,16 @@ class Work:
     folder : Folder
         Where the answers go.
     say : callable
-        Is told of each part that is over, and of what is tried again.
+        Is called with an event for each part that is over, and for each retry.
     force : bool
-        Whether parts that are there are written anew.
+        Whether existing parts are replaced.
 
     Attributes
     ----------
     failures : list of Failure
-        What could not be answered, with what was clear when it was planned.
+        What could not be answered, including what planning found.
     computed, parts : int
-        Units that were computed, and all that are to be.
+        How many units were computed, and how many are to be computed in all.
     seconds : dict of str to list
         By subscriber: the seconds, the bytes and the parts that were computed.
     """
@@ -67,7 +67,7 @@ class Work:
         engine.submit(key, {"task": task.document(), "out": str(self._folder), "replace": self._force})
 
     def _mourn(self, engine: Engine, task: Task, death: Death) -> None:
-        """Try again what a worker died of: each unit by itself, and the same once more, perhaps with nothing else."""
+        """Retry a task that a worker died of: each unit by itself; a single unit once more, maybe after all others."""
         tried = self._tried.get(task.units[0].id, 0)
         if len(task.units) > 1:
             self._say({"event": "retry", "trace": task.run.trace, "reason": death.reason, "parts": len(task.units)})
@@ -95,7 +95,7 @@ class Work:
             self._count(unit, outcome, receipt["where"])
 
     def _count(self, unit: Unit, outcome: Outcome, where: str = "") -> None:
-        """Count a unit that is over, and tell of it."""
+        """Count a unit that is over, and report it."""
         self._done += 1
         if outcome.status == "computed":
             self.computed += 1

@@ -1,7 +1,7 @@
 """The process that a local batch starts: it takes tasks from stdin and answers on stdout.
 
 A line is a task or a receipt, as JSON. What subscribers print goes to stderr. The process ends at once when its stdin
-does, which is when whoever started it is gone.
+ends, because the process that started it is then gone.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import threading
 
 
 def main() -> None:
-    """Work until there is nobody to work for."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one is interrupted, and ends it
+    """Compute tasks until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one is interrupted, and ends this one
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     tasks: queue.SimpleQueue[str] = queue.SimpleQueue()

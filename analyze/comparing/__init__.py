@@ -1,1 +1,1 @@
-"""Runs and steps compared by their representations."""
+"""Comparisons of runs and steps by their representations."""

@@ -35,22 +35,22 @@ def compare(
     one, other : path, URL or TraceReader
         Two traces with activations of the same datapoints in the same order: the same probe.
     subscribers : str or subscriber, or several
-        Which similarities, of which kind, tag and modules: ``"svcca:threshold=0.9"``. What the layers are compared
-        against is said by this function, not by them.
+        Which similarities, of which kind, tag and modules: ``"svcca:threshold=0.9"``. Their `against` is ignored: this
+        function compares each layer with that of the other run.
     steps : (start, stop) or (start, stop, stride), optional
         Only these global steps.
 
     Returns
     -------
     Results
-        A row for each number, at the step, module, call and leaf that both have; the trace is called ``one|other``. Of
-        runs of several ranks, each is compared with that of the same number in the other run, as far as both have it.
+        A row for each number, at the step, module, call and leaf that both have; the trace is called ``one|other``. If
+        the runs have several ranks, each rank that both have is compared with that of the same number.
 
     Raises
     ------
     CaptureError
-        If a trace has nothing that a subscriber takes, the traces' datapoints are not the same as far as labels and
-        sampling tell, or they have no step of a layer in common.
+        If a trace has nothing that a subscriber takes, if the labels or the sampling of the traces differ, so that
+        their datapoints are not the same, or if the traces have no step of a layer in common.
     MessageError
         If a subscriber does not compare layers.
 
@@ -94,12 +94,15 @@ def compare(
 
 
 def _ranks(one: TraceReader, other: TraceReader, measure: Similarity) -> list[tuple[int, int]]:
-    """Which ranks of two traces are compared; where none has all that it takes, `aligned` tells what is missing.
+    """Which ranks of two traces are compared.
+
+    If no rank of a trace has all that the subscriber needs, its first rank is taken, and `aligned` raises what is
+    missing.
 
     Raises
     ------
     CaptureError
-        If there are none.
+        If there are no two ranks to compare.
     """
     having = [
         [rank for rank in reader.ranks if not _lacking(reader.of_rank(rank), measure)] or reader.ranks[:1]
@@ -139,11 +142,11 @@ _Key = tuple[str | None, str, int, str, int]
 
 
 def _matched(one: Iterator[Message], other: Iterator[Message]) -> Iterator[tuple[Message, Message]]:
-    """The messages of the same layer and step of both; only those of the steps that are going on are held."""
+    """The messages of both at the same layer and step; only messages of the current steps are kept in memory."""
     waiting: tuple[dict[_Key, Message], dict[_Key, Message]] = ({}, {})
     sources, ended, at = (one, other), [False, False], [-1, -1]
     while not all(ended):
-        # the one that is behind goes on, so that both are in about the same step
+        # the one that is behind is read next, so that both stay at about the same step
         side = 0 if ended[1] or (not ended[0] and at[0] <= at[1]) else 1
         message = next(sources[side], None)
         if message is None:
@@ -164,12 +167,12 @@ def _matched(one: Iterator[Message], other: Iterator[Message]) -> Iterator[tuple
 
 @contextlib.contextmanager
 def aligned(traces: Sequence[Anywhere | TraceReader], measure: Similarity) -> Iterator[list[TraceReader]]:
-    """Readers of traces that hold what a subscriber takes, of the same datapoints as far as can be told.
+    """Readers of traces that have what a subscriber takes, of the same datapoints as far as labels and sampling tell.
 
     Raises
     ------
     CaptureError
-        If not.
+        If a trace lacks it or has several ranks, or if the datapoints differ.
     """
     with contextlib.ExitStack() as stack:
         readers = [

@@ -1,4 +1,4 @@
-"""Statistics of recorded tensors over time, many small ones at once: without a message for each."""
+"""Statistics of recorded tensors over time: many small tensors at once, without a message for each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StreamStatistics:
     global_steps : ndarray of int64, (n,)
         The step of each message.
     calls : ndarray of int64, (n,)
-        Its call in the step.
+        The call of each message in its step.
     statistics : StatisticsResult
         By name: float64 arrays (n,).
     """
@@ -52,7 +52,7 @@ def statistics_over_time(
     ddof: int = 1,
     precision: Literal["double", "single"] = "double",
 ) -> list[StreamStatistics]:
-    """Statistics of every recorded tensor of a kind: the numbers of `Statistics`, but much faster where they are small.
+    """Statistics of every recorded tensor of a kind: as `Statistics`, but much faster if the tensors are small.
 
     Parameters
     ----------

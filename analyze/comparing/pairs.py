@@ -59,20 +59,20 @@ class Item:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Similarities:
-    """The similarity of each two items.
+    """The similarity of each pair of items.
 
     Attributes
     ----------
     items : tuple
         What the rows and columns stand for: `Item`, or the keys that were given to `Bases.add`.
     values : array (items, items)
-        NaN where there is none.
+        The similarity of each pair; NaN where there is none.
     codes : array (items, items) of int8
-        The status of each pair, as a place in `analyze.metrics.similarity.bases.STATUSES`.
+        The status of each pair, as an index into `analyze.metrics.similarity.bases.STATUSES`.
     k : array (items,)
-        Directions kept of each; 0 for measures that keep all activations.
+        How many directions are kept of each item; 0 for measures that keep all activations.
     n : array (items,)
-        Datapoints of each.
+        How many datapoints each item has.
     """
 
     items: tuple[Any, ...]
@@ -86,11 +86,11 @@ class Similarities:
         return STATUSES[int(self.codes[i, j])]
 
     def null(self, i: int, j: int) -> float:
-        """The value to expect of unrelated Gaussian layers with the n and k of this pair, of a mean correlation."""
+        """The mean correlation to expect of unrelated Gaussian layers with the n and k of this pair."""
         return null_baseline(int(self.n[i]), int(self.k[i]), int(self.k[j]))
 
     def of(self, module: str | None) -> Similarities:
-        """Those of one module, step by step."""
+        """The similarities of one module, step by step."""
         chosen = [place for place, item in enumerate(self.items) if getattr(item, "module", None) == module]
         both = np.ix_(chosen, chosen)
         items = tuple(self.items[place] for place in chosen)
@@ -122,7 +122,7 @@ class _Known(NamedTuple):
 
 
 class Bases:
-    """Orthonormal bases of many sets of activations, and then the similarity of each two of them.
+    """Keeps orthonormal bases of many sets of activations, and gives the similarity of each pair of them.
 
     Parameters
     ----------
@@ -133,9 +133,9 @@ class Bases:
     channels, positions
         As in `analyze.svcca`; positions are no frequencies.
     dtype : {"float64", "float32"}
-        In which the bases are kept. float32 halves memory and time, and moves no mean by more than 4e-7.
+        The dtype of the bases that are kept. float32 halves memory and time, and moves no mean by more than 4e-7.
     scratch : path of a folder, optional
-        Where to keep them in a file that has no name and goes with this object, instead of in memory.
+        Where to keep the bases in a nameless file, which goes with this object, instead of in memory.
 
     Examples
     --------
@@ -179,11 +179,11 @@ class Bases:
         return len(self.keys)
 
     def add(self, key: Hashable, data: Array) -> None:
-        """Make and keep the basis of one set of activations; never raises for what it holds."""
+        """Make and keep the basis of one set of activations; never raises for the values in it."""
         self.add_basis(key, basis(data, self.threshold, channels=self.channels, positions=self.positions))
 
     def add_basis(self, key: Hashable, made: Basis) -> None:
-        """Keep a basis that is there already."""
+        """Keep a basis that is made already."""
         self.keys.append(key)
         self._known.append(_Known(made.n, made.k, made.status, made.rows, made.ill_posed))
         u_kn = np.ascontiguousarray(made.u_nk.T, dtype=self.dtype)
@@ -194,7 +194,7 @@ class Bases:
         self._file.write(u_kn.tobytes())
 
     def _block(self, items: list[int]) -> NDArray[Any]:
-        """The bases of some items of one n, below each other."""
+        """The bases of some items, which have the same n, below each other."""
         if self._file is None:
             return np.concatenate([self._kept[item] for item in items])
         n = self._known[items[0]].n
@@ -208,7 +208,7 @@ class Bases:
         return block
 
     def similarities(self, *, quick: bool = False) -> Similarities:
-        """The similarity of each two.
+        """The similarity of each pair.
 
         Parameters
         ----------
@@ -242,14 +242,14 @@ class Bases:
         for items in alike:
             same[np.ix_(items, items)] = True
         codes[~same] = mismatch
-        # what is wrong with one of the two goes before what is wrong with both
+        # a status of one item goes before a status of the pair
         alone = np.array([STATUSES.index(known.status) for known in self._known], np.int8)
         codes = np.where(alone[None, :] != 0, alone[None, :], codes)
         codes = np.where(alone[:, None] != 0, alone[:, None], codes)
         return codes.astype(np.int8)
 
     def _blocks(self, items: list[int]) -> list[list[int]]:
-        """Items of one n in groups whose bases fit into a block."""
+        """Items, which have the same n, in groups whose bases fit into a block."""
         size = max(1, _BLOCK // (self.dtype.itemsize * self._known[items[0]].n))
         blocks: list[list[int]] = [[]]
         filled = 0
@@ -271,7 +271,7 @@ class Bases:
         block_other: NDArray[Any],
         quick: bool,
     ) -> None:
-        """Enter the values of each item of one block with each item of another."""
+        """Enter the similarity of each item of one block with each item of another."""
         widths = [self._known[item].k for item in other]
         ends = np.cumsum(widths)
         start = 0
@@ -314,14 +314,14 @@ def pairs(
     Parameters
     ----------
     traces : path, URL or TraceReader, or several
-        Of several, the datapoints must be the same: see `analyze.compare`.
+        Several traces must be of the same datapoints: see `analyze.compare`.
     subscriber : str or subscriber
-        Which similarity, and of which kind, tag and modules: ``"svcca:threshold=0.9,modules=conv*"``. What the layers
-        are compared against is said by this function, not by it.
+        Which similarity, and of which kind, tag and modules: ``"svcca:threshold=0.9,modules=conv*"``. Its `against` is
+        ignored: this function compares each layer and step with each other.
     steps : (start, stop) or (start, stop, stride), optional
         Only these global steps.
     dtype, scratch
-        As in `Bases`; of measures that have bases.
+        As in `Bases`; only for measures that have bases.
     quick : bool
         As in `Bases.similarities`.
 
@@ -378,7 +378,7 @@ def pairs(
 
 
 def _each(measure: Similarity, items: list[Hashable], kept: list[Any]) -> Similarities:
-    """Each two by themselves, for measures without bases."""
+    """The similarity of each pair, compared one by one, for measures without bases."""
     count = len(kept)
     values, codes = np.full((count, count), math.nan), np.zeros((count, count), np.int8)
     n = np.zeros(count, np.int64)

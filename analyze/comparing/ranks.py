@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def both_ranks(one: Iterable[int], other: Iterable[int]) -> list[tuple[int, int]]:
-    """Which ranks of two runs are compared: those of the same number; of runs of one rank each, these."""
+    """The pairs of ranks that are compared: of the same number, or the only rank of each, whatever its number."""
     mine, theirs = list(one), list(other)
     if len(mine) == len(theirs) == 1:
         return [(mine[0], theirs[0])]

@@ -1,4 +1,4 @@
-"""Answers in memory, by columns: rows and messages are made of them when they are asked for."""
+"""Answers in memory, by columns; rows and messages are made from them on demand."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _finite(value: Any) -> Any:
 
 
 class Stream(NamedTuple):
-    """What all answers of one series have in common."""
+    """The fields that all answers of one series have in common."""
 
     trace: str
     subscriber: str
@@ -85,12 +85,12 @@ class Stream(NamedTuple):
 
     @property
     def words(self) -> tuple[str, str, str, str, str, int]:
-        """What each of its rows begins with."""
+        """The first columns of each of its rows."""
         return self.trace, self.subscriber, self.kind, self.place, self.tag, self.rank
 
 
 class Answers(Protocol):
-    """What `Results` has its answers in: memory (`Columns`), or the files of a batch."""
+    """Where `Results` keeps its answers: in memory (`Columns`), or in the files of a batch."""
 
     def __len__(self) -> int:
         """How many rows."""
@@ -107,13 +107,13 @@ class Answers(Protocol):
 
 @final
 class Columns:
-    """Answers in memory: streams, an entry for each message, and one for each number.
+    """Answers in memory: a list of streams, arrays with an entry for each message, and an array of all numbers.
 
     Attributes
     ----------
     streams : list of Stream
     stream_ids : array, (messages,)
-        Which of `streams` each message is of.
+        The index in `streams` of each message's stream.
     counters : dict of str to array, (messages,)
         By the names in `COUNTERS`.
     shapes : list of tuple, (messages,)
@@ -158,7 +158,7 @@ class Columns:
         self._append(self._id_of(stream), counters, shape, values)
 
     def extend(self, other: Columns) -> None:
-        """Append the answers of another one."""
+        """Append all answers of another `Columns`."""
         ids = [self._id_of(stream) for stream in other.streams]
         self.stream_ids.extend([ids[number] for number in other.stream_ids])
         for name, counter in self.counters.items():
@@ -169,7 +169,7 @@ class Columns:
         self.values.extend(other.values)
 
     def _id_of(self, stream: Stream) -> int:
-        """The number of a stream, which is new or known."""
+        """The index of a stream, which is added if it is new."""
         number = self._ids.get(stream)
         if number is None:
             number = self._ids[stream] = len(self.streams)
@@ -218,7 +218,7 @@ class Columns:
             yield message_of(stream.module, **fields)
 
     def gathered(self) -> Columns:
-        """All answers in memory: these."""
+        """The answers in memory, which is this object."""
         return self
 
     def table(self) -> dict[str, list[str] | NDArray[Any]]:
@@ -243,7 +243,8 @@ class Columns:
     def structure(self) -> dict[str, Any]:
         """What the rows do not say of the messages, as JSON values, which `of` reads.
 
-        That is the streams; for messages whose rows name several streams, which it is; and messages without numbers.
+        These are the streams; the stream of each message whose rows fit several streams; and the messages without
+        numbers, which have no rows.
         """
         alike = self._alike()
         return {
@@ -265,7 +266,7 @@ class Columns:
         return self.starts[position] == self.starts[position + 1]
 
     def _alike(self) -> dict[tuple[str, str, str, str, str, int], list[int]]:
-        """The numbers of the streams whose rows begin with the same words."""
+        """The indices of the streams whose rows begin with the same columns."""
         alike: dict[tuple[str, str, str, str, str, int], list[int]] = {}
         for number, stream in enumerate(self.streams):
             alike.setdefault(stream.words, []).append(number)
@@ -273,7 +274,7 @@ class Columns:
 
     @classmethod
     def of(cls, table: Mapping[str, Sequence[Any]], structure: Mapping[str, Any]) -> Columns:
-        """The answers that had this `table` and this `structure`."""
+        """The answers whose `table` and `structure` these are."""
         made = cls()
         for stream in structure["streams"]:
             made._id_of(Stream(*stream))

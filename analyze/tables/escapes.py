@@ -1,4 +1,4 @@
-"""Names from traces and scripts may hold anything: here they are made harmless for terminals, JSON and spreadsheets."""
+"""Makes names from traces and scripts, which may hold anything, harmless for terminals, JSON and spreadsheets."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from typing import Final
 
 _UNSEEN: Final = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""What JSON leaves as it is and a terminal or an editor obeys: controls, line ends, and what turns the direction."""
+"""Characters that JSON does not escape, but terminals and editors obey: controls, line ends, text direction."""
 _RUN: Final = tuple("=+-@\t\r\n'＝＋－＠")
-"""How texts begin that a spreadsheet takes for formulas; and the apostrophe, so that it can be taken off again."""
+"""Beginnings that a spreadsheet takes for formulas; and the apostrophe, so that it can be taken off again."""
 
 
 def printable(text: str) -> str:
-    r"""The same on one line and without effect on a terminal: a module may have any name.
+    r"""A text on one line and without effect on a terminal; for names, which may hold any character.
 
     Examples
     --------
@@ -23,7 +23,7 @@ def printable(text: str) -> str:
 
 
 def in_json(text: str) -> str:
-    r"""A JSON document as one that says the same and has no effect on a terminal.
+    r"""An equal JSON document that has no effect on a terminal.
 
     Examples
     --------
@@ -34,10 +34,10 @@ def in_json(text: str) -> str:
 
 
 def in_cell(text: str) -> str:
-    """A text as the cell of a table that a spreadsheet shows, and does not compute.
+    """A text as a cell that a spreadsheet shows and does not compute.
 
     An apostrophe stands before it if it begins with ``= + - @``, their wide forms, a tab, a line end, or an
-    apostrophe. Whoever reads it back takes the first apostrophe off.
+    apostrophe. A reader takes the first apostrophe off.
 
     Examples
     --------

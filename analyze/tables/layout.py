@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 
 _MOST_LINES: Final = 4
-"""Lines of a row, at most."""
+"""The most lines of a row."""
 _LEAST_NAME: Final = 16
-"""Columns that a name keeps, at least, when it is shortened."""
+"""The least columns of a name that is shortened."""
 _LEAST_PROSE: Final = 12
-"""Columns that prose keeps, at least, when it is wrapped."""
+"""The least columns of prose that is wrapped."""
 _INDENT: Final = 2
-"""Columns by which the rows of a group, and what is below a row, are moved to the right."""
+"""Columns by which the rows of a group, and the paragraph below a row, are indented."""
 _BETWEEN: Final = " · "
-"""What stands between the cells that are below a row."""
+"""The separator of cells in the paragraph below a row."""
 
 
 def shortened(text: str, width: int) -> str:
-    """A text in at most so many columns: of a longer one, its beginning and its end.
+    """A text in at most `width` columns; a longer one loses its middle.
 
     Examples
     --------
@@ -41,7 +41,7 @@ def shortened(text: str, width: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Which columns stand beside each other, with their widths, and which below the row."""
+    """The columns beside each other, with their widths, and the columns in the paragraph below the row."""
 
     width: int
     gap: int
@@ -56,8 +56,9 @@ class TextTable:
 
     No word and no heading is broken, and no row takes more than four lines. Where the rows are too wide, the values of
     `group` become headings with the rows below them. If that is not enough, names are shortened in the middle, prose
-    is wrapped, and the widest of these columns go to a paragraph below the row. Of the layouts that fit, the one with
-    the fewest lines is taken, but before that one that loses no text and in which different names look different.
+    is wrapped, and the widest of these columns go to a paragraph below the row. Among the layouts that fit, those that
+    lose the least come first: text that is cut, and names that look the same once shortened. Among equals, the one with
+    the fewest lines is taken.
 
     Parameters
     ----------
@@ -69,7 +70,7 @@ class TextTable:
         Columns that are aligned to the right, that may be shortened, and that may be wrapped. Any other column is as
         wide as its widest text.
     group : str, optional
-        The column of which the values may become headings.
+        The column whose values may become headings.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class TextTable:
         self._widths = [max(map(len, texts)) for texts in self._texts]
 
     def plain(self) -> str:
-        """The table for a file or a program: a line for each row, as wide as it is."""
+        """The table for a file or a program: a line for each row, of any width."""
         layout = _Layout(width=sum(self._widths) + len(self._widths), gap=1, beside=dict(enumerate(self._widths)))
         return "\n".join(line for row in (self._columns, *self._rows) for line in self._row(row, layout)[0])
 
@@ -103,7 +104,7 @@ class TextTable:
             yield Text(line, style=Style(bold=heading), no_wrap=True, overflow="ignore")
 
     def lines(self, width: int) -> list[tuple[str, bool]]:
-        """The lines in at most so many columns, and whether each is a heading."""
+        """The lines in at most `width` columns, and whether each is a heading."""
         made = [self._lines(layout) for layout in self._layouts(width)]
         return min(made, key=lambda one: (one[0], len(one[1])))[1]
 
@@ -132,7 +133,7 @@ class TextTable:
             yield _Layout(width, 1, {}, tuple(sorted(below)), self._group)
 
     def _fitted(self, beside: Sequence[int], room: int, *, shrinks: bool) -> dict[int, int] | None:
-        """The widths of columns in so much room: the widest that can shrink does; none where they do not fit."""
+        """The widths of columns in `room`, where the widest that can shrink does; None if they do not fit."""
         widths = {place: self._widths[place] for place in beside}
         least = {place: self._least(place) if shrinks else widths[place] for place in beside}
         if not beside or sum(least.values()) > room:
@@ -151,7 +152,7 @@ class TextTable:
         return self._widths[place]
 
     def _lines(self, layout: _Layout) -> tuple[int, list[tuple[str, bool]]]:
-        """How much is lost, as a number of rows that are cut and columns of ambiguous names; and the lines."""
+        """The number of rows that are cut and of columns with ambiguous names; and the lines."""
         lost = sum(
             len({shortened(text, width) for text in self._texts[place]}) < len(set(self._texts[place]))
             for place, width in layout.beside.items()
@@ -196,7 +197,7 @@ class TextTable:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """A text in lines of at most so many columns, broken between words; a longer word is shortened."""
+    """A text in lines of at most `width` columns, broken between words; a longer word is shortened."""
     if len(text) <= width:
         return [text] if text else []
     words = " ".join(shortened(word, width) for word in text.split())
@@ -204,7 +205,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _cut(lines: Sequence[str], most: int, width: int) -> list[str]:
-    """At most so many lines; an ellipsis after the last word stands for those that are left out."""
+    """The first `most` lines; if some are left out, an ellipsis follows the last word."""
     if len(lines) <= most:
         return list(lines)
     last = lines[most - 1]

@@ -22,12 +22,12 @@ class Results:
     """A table of answers: one row for each number, in the order in which they came.
 
     ==============  ==============================================================================================
-    trace           the path of the trace it was asked of
+    trace           the path of the trace that was replayed
     subscriber      the registry name of the subscriber that answered (its class, if it has none)
     kind            the kind of the answer, such as ``weights_spectral_norm``
     module          dotted path; empty for the network; ``lstm#1.0`` for the leaf ``1.0`` of a structured output
     tag             ``default`` for training passes
-    rank            of the process that recorded what was asked; 0 where the run was not distributed
+    rank            of the process that recorded the messages; 0 if the run was not distributed
     epoch           from 0
     train_step      from 0, in the epoch
     global_step     from 0
@@ -41,8 +41,8 @@ class Results:
     Parameters
     ----------
     answers : Answers, optional
-        What has the answers, if there are some. They are read from it, and are in memory from the first call on that
-        needs all of them at once.
+        Where answers are already. They are read from there; the first call that needs all of them at once loads them
+        into memory, where they stay.
 
     Examples
     --------
@@ -63,7 +63,7 @@ class Results:
         self._answers: Answers = Columns() if answers is None else answers
 
     def _gathered(self) -> Columns:
-        """The answers in memory, where they stay from now on."""
+        """The answers, which are in memory from now on."""
         self._answers = found = self._answers.gathered()
         return found
 
@@ -89,7 +89,7 @@ class Results:
 
     @classmethod
     def restored(cls, columns: Mapping[str, Sequence[Any]], structure: Mapping[str, Any]) -> Results:
-        """Results as they were, from their `columns` and their `structure`.
+        """Results that are equal to those that gave `columns` and `structure`.
 
         Examples
         --------
@@ -104,7 +104,7 @@ class Results:
         return Results(Columns.of(columns, structure))
 
     def sink(self, subscribers: Iterable[Receiver], trace: str = "") -> Sink:
-        """A receiver that adds to these results what the subscribers answer, for a bus or a replay."""
+        """A receiver, for a bus or a replay, that adds the subscribers' answers to these results."""
         return Sink(self, subscribers, trace)
 
     # -- reading --------------------------------------------------------------------------------------------
@@ -120,12 +120,12 @@ class Results:
         return f"Results({len(self)} rows, {len(self._gathered().streams)} series)"
 
     def __str__(self) -> str:
-        """What `to_table` shows, as wide as the terminal."""
+        """The text of `to_table`, as wide as the terminal."""
         return str(self.to_table()) if len(self) else repr(self)
 
     @property
     def traces(self) -> tuple[str, ...]:
-        """The traces that were asked, in their order."""
+        """The traces that were replayed, in their order."""
         return tuple(dict.fromkeys(stream.trace for stream in self._gathered().streams))
 
     @property
@@ -144,14 +144,14 @@ class Results:
     def summary(self) -> list[Series]:
         """Each series at a glance: how many answers, first, last, least and greatest value, and a line of its course.
 
-        Of answers that are arrays the course is that of their means over the finite numbers.
+        The course of answers that are arrays is that of the means of their finite numbers.
         """
         return series_of(self._gathered())
 
     def to_table(self, rows: int = 40) -> ResultsTable:
-        """For a terminal, by kind: every row if there are no more than `rows`, else one line for each series.
+        """Tables for a terminal, one for each kind: every row if there are at most `rows`, else a line for each series.
 
-        What is shortened there is whole in `summary`, and in the files.
+        Names that the tables shorten are whole in `summary`, and in the files.
         """
         return ResultsTable(list(self) if len(self) <= rows else self.summary())
 
@@ -187,16 +187,16 @@ class Results:
         """Write comma-separated values, UTF-8, with a header line.
 
         Values are written so that they read back as the same float64; also ``nan``, ``inf`` and ``-inf``. Texts that a
-        spreadsheet would compute (``=1+1``) have an apostrophe before them, see `analyze.tables.escapes.in_cell`;
-        whoever reads the file takes the first apostrophe of a text off.
+        spreadsheet would compute (``=1+1``) have an apostrophe before them, see `analyze.tables.escapes.in_cell`; a
+        reader takes the first apostrophe of a text off.
         """
         write_csv(self, path, overwrite=overwrite)
 
     def to_jsonl(self, path: PathLike, *, overwrite: bool = False) -> None:
         """Write JSON lines, UTF-8: an object of all columns for each row.
 
-        Values read back as the same float64. JSON has no word for what is not finite: those are the strings ``"NaN"``,
-        ``"Infinity"`` and ``"-Infinity"``, which Python's ``float`` and JavaScript's ``Number`` understand.
+        Values read back as the same float64. JSON has no word for numbers that are not finite: they become the strings
+        ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which Python's ``float`` and JavaScript's ``Number`` understand.
         """
         write_jsonl(self, path, overwrite=overwrite)
 
@@ -237,16 +237,16 @@ class Results:
     def to_tensorboard(self, logdir: PathLike, *, times: Mapping[str, Clock] | None = None) -> None:
         """Write event files that TensorBoard shows: each number is a scalar ``kind/module`` at its global step.
 
-        Each trace is a run of its own, in a folder below `logdir` that has the trace's path without its suffix; of
-        several ranks, each has a folder in that. The tag is added to the name unless it is ``default``, and the
-        position of numbers in arrays. Counts with edges (of ``histogram``) become histograms.
+        Each trace is a run of its own, in a folder below `logdir` that has the trace's path without its suffix. Of
+        several ranks, each has a folder in that. The tag is added to the name unless it is ``default``, and so is
+        the position of a number in an array. Counts with edges (of ``histogram``) become histograms.
 
         Parameters
         ----------
         logdir : path
         times : mapping of str to callable, optional
-            By trace, when a global step was, in seconds since 1970; see `analyze.tables.tensorboard.times_of`. By
-            default, the time of writing.
+            For each trace, the time of a global step, in seconds since 1970; see
+            `analyze.tables.tensorboard.times_of`. By default, the time of writing.
 
         Raises
         ------
@@ -258,15 +258,15 @@ class Results:
 
 @final
 class Sink(Receiver):
-    """A receiver that adds what given subscribers answer to results; it asks for nothing itself.
+    """A receiver that adds the answers of some subscribers to results; it asks for no message itself.
 
     Parameters
     ----------
     results : Results
     subscribers : iterable
-        Those whose answers are kept: of the kinds that they produce.
+        The subscribers whose answers are kept: all messages of the kinds that they produce.
     trace : str
-        What to write in the column ``trace``.
+        The content of the column ``trace``.
     """
 
     passive = True

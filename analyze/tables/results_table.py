@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Shown: TypeAlias = Row | Series
 
 _WIDE_LABEL: Final = 24
-"""Columns for a module's path that a table keeps before it puts numbers below each other."""
+"""A table with less room than this for module paths puts numbers below each other instead."""
 _LEAST_LABEL: Final = 8
 """Columns that a module's path keeps in any case."""
 
@@ -38,7 +38,7 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column of a table: the lines of its heading, and those of its cell for what a row shows."""
+    """A column of a table: the lines of its heading, and a function that gives the lines of a row's cell."""
 
     heading: tuple[str, ...]
     cell: Callable[[Any], tuple[str, ...]]
@@ -49,9 +49,9 @@ class _Column:
 class ResultsTable:
     """Rows or series of results for `rich`: a table for each kind, in the order in which the kinds came.
 
-    Series have three forms, and the first is taken in which the paths of the modules have room: a line each; with the
-    steps of the least and the greatest value below these; and with the last value below the first, and the count below
-    the path. Paths that are longer than what is left are shortened in the middle.
+    A table of series has three layouts, and the first is taken that leaves room for the module paths: (1) one line for
+    each series; (2) the steps of minimum and maximum below their values; (3) as 2, with the last value below the first
+    and the count below the path. Paths that are longer than the room left for them are shortened in the middle.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class ResultsTable:
         return "\n\n".join("\n".join((heading, *lines)) for heading, lines in self.lines(width))
 
     def lines(self, width: int) -> Iterator[tuple[str, list[str]]]:
-        """The heading of each kind, and the lines of its table, in at most so many columns."""
+        """The heading of each kind, and the lines of its table, in at most `width` columns."""
         if not self._shown:
             return
         forms = _FORMS if isinstance(self._shown[0], Series) else (_ROWS,)
@@ -102,14 +102,14 @@ class ResultsTable:
             yield shortened(heading, width), self._table(columns, widths, these, label, " " * gap)
 
     def _by_kind(self) -> Iterator[tuple[tuple[str, str], list[Shown]]]:
-        """What is shown in one table, after its kind and, where there are several, its trace."""
+        """The rows or series of each table, after its kind and, if there are several traces, its trace."""
         groups: dict[tuple[str, str], list[Shown]] = {}
         for one in self._shown:
             groups.setdefault((one.kind, one.trace if self._traces else ""), []).append(one)
         yield from groups.items()
 
     def _label(self, one: Shown) -> str:
-        """What a row is of: the module, and its tag, rank and call where they are not the usual."""
+        """The label of a row: the module, and its tag, rank and call where they are not the usual."""
         words = [printable(one.module)] if one.module else []
         words += [f"@{printable(one.tag)}"] if one.tag != "default" else []
         words += [f"rank {one.rank}"] if self._ranks else []
@@ -117,7 +117,7 @@ class ResultsTable:
         return " ".join(words)
 
     def _columns(self, form: Sequence[_Column]) -> list[_Column]:
-        """Those columns of a form that have something to say."""
+        """The columns of a form, without rare ones whose cells are all empty."""
         return [
             one for one in form if one.heading[0] not in _RARE or any("".join(one.cell(row)) for row in self._shown)
         ]

@@ -19,10 +19,10 @@ class Series(NamedTuple):
     first, last     values; of answers that are arrays, the means of their finite numbers
     min, max        the least and the greatest finite number
     trend           the course of the values, as `sparkline` draws it
-    min_step        the global step of the least number, the first time; None where none is finite
-    max_step        the same of the greatest
+    min_step        the first global step with the least number; None if no number is finite
+    max_step        the first global step with the greatest number; None if no number is finite
     nans, infs      how many numbers are NaN, and how many infinite
-    first_strange   the first global step with a number that is not finite; None without
+    first_strange   the first global step with a number that is not finite; None if all are
     ==============  ==============================================================================================
     """
 
@@ -45,7 +45,7 @@ class Series(NamedTuple):
 
 
 def series_of(answers: Columns) -> list[Series]:
-    """Each series at a glance, in the order of their first answers."""
+    """A `Series` for each series of answers, in the order of their first answers."""
     positions: dict[tuple[str, str, str, str, int], list[int]] = {}
     for position, number in enumerate(answers.stream_ids):
         stream = answers.streams[number]

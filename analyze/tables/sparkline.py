@@ -18,9 +18,9 @@ _FLAT: Final = BLOCKS[3]
 def sparkline(values: Sequence[float] | NDArray[np.float64], width: int = 12) -> str:
     """The course of a series in a line of blocks; a gap where nothing is finite.
 
-    Each block stands for a stretch of the series, and shows the value of it that is farthest from the median of the
-    whole: a single step that differs from all others is seen, and where it is. Values that are equal up to rounding
-    are a flat line.
+    Each block stands for a stretch of the series. It shows that value of the stretch which is farthest from the median
+    of the whole series, so that a single step that differs from all others is seen. Values that are equal up to
+    rounding are a flat line.
 
     Examples
     --------

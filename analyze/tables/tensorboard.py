@@ -48,23 +48,23 @@ def write_events(answers: Columns, logdir: PathLike, times: Mapping[str, Clock])
 
 
 def times_of(reader: TraceReader) -> Clock | None:
-    """When each global step of a trace was, in seconds since 1970, as far as is known; None of a run without an end.
+    """The estimated time of each global step of a trace, in seconds since 1970; None if the run has no end yet.
 
-    A trace says when its run began and ended, and nothing of its steps: they are spread evenly between the two.
+    A trace has the times when its run began and ended, but none of its steps: they are spread evenly between the two.
     """
     info = reader.info
     if info["created"] is None or info["ended"] is None or info["steps"] is None:
         return None
     try:
         began, ended = (dt.datetime.fromisoformat(info[name]).timestamp() for name in ("created", "ended"))
-    except (TypeError, ValueError):  # another writer may call anything so
+    except (TypeError, ValueError):  # another writer may give these names to anything
         return None
     first, last = info["steps"]
     return lambda step: began + (ended - began) * (step - first + 1) / (last - first + 1)
 
 
 def _run_of(trace: str) -> str:
-    """What TensorBoard calls the run of a trace: a folder below its own.
+    """The name in TensorBoard of a trace's run: a folder below its own.
 
     Examples
     --------
@@ -78,7 +78,7 @@ def _run_of(trace: str) -> str:
 
 @final
 class _Events:
-    """Writes the answers of a trace's rank as events; counts wait for their edges."""
+    """Writes the answers of one rank of a trace as events; counts are kept until their edges come."""
 
     def __init__(self, writer: Any, streams: Iterable[Stream], when: Clock | None) -> None:
         self._writer = writer

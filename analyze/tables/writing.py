@@ -20,7 +20,7 @@ from tracer.messaging.messages import Message
 
 PathLike: TypeAlias = str | os.PathLike[str]
 _ODD = "backslashreplace"
-"""How what is no UTF-8 is written: a path may have any bytes, and a module any name."""
+"""How text that is not UTF-8 is written: a path may have any bytes, and a module any name."""
 
 
 def write_csv(rows: Iterable[Row], path: PathLike, *, overwrite: bool) -> None:
@@ -39,7 +39,7 @@ _CRLF = "\r\n"
 
 
 class _Lines:
-    """A file whose lines end with LF, for a csv writer that ends them with _CRLF: it quotes no CR otherwise."""
+    """A file whose lines end with LF, for a csv writer with _CRLF: with LF, that writer would not quote a CR."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -83,11 +83,11 @@ def arrow_schema(*texts: str) -> Any:
 
 
 def in_utf8(column: Any) -> Any:
-    """A column of words as UTF-8, with escapes for what is none; one of numbers, or in UTF-8, as it is."""
+    """A column of words, with escapes for what UTF-8 cannot hold; a column of numbers as it is."""
     if isinstance(column, np.ndarray):
         return column
     try:
-        "".join(set(column)).encode()  # there are few different ones
+        "".join(set(column)).encode()  # few of the words are different
     except UnicodeEncodeError:
         return [one.encode(errors=_ODD).decode() for one in column]
     except TypeError:  # numbers
@@ -118,7 +118,7 @@ def write_trace(
 
 @contextlib.contextmanager
 def new_file(path: PathLike, *, overwrite: bool) -> Iterator[Path]:
-    """A temporary path beside `path`, of the same suffix, that takes its place once the block is done."""
+    """A temporary path beside `path`, with the same suffix; it replaces `path` when the block ends without an error."""
     target = Path(path)
     if not overwrite and (target.exists() or target.is_symlink()):
         raise TraceExistsError(f"there is already something at {str(target)!r}; results are not overwritten unasked")
@@ -126,12 +126,12 @@ def new_file(path: PathLike, *, overwrite: bool) -> Iterator[Path]:
         raise TraceExistsError(f"{str(target)!r} is a folder, which a file never replaces")
     if not target.parent.is_dir():
         raise TraceNotFoundError(f"there is no folder {str(target.parent)!r} to write {target.name!r} into")
-    mine = f".{os.getpid()}-{os.urandom(4).hex()}"  # and not the target's name, which may be as long as a name can be
+    mine = f".{os.getpid()}-{os.urandom(4).hex()}"  # without the target's name, which may be as long as a name can be
     temporary = target.with_name(f"{mine}.tmp{target.suffix}")
     aside = target.with_name(f"{mine}.old{target.suffix}")
     try:
         yield temporary
-        if target.is_dir():  # a folder cannot be replaced by another, unless it makes room first
+        if target.is_dir():  # a folder cannot replace another, so that one is moved aside first
             os.replace(target, aside)
         try:
             os.replace(temporary, target)
@@ -152,5 +152,5 @@ def new_file(path: PathLike, *, overwrite: bool) -> Iterator[Path]:
 
 
 def not_installed(what: str, package: str, extra: str) -> TracerError:
-    """The error of what needs a package that is missing."""
+    """The error if `what` needs a package that is missing."""
     return TracerError(f"{what} needs {package}, which is not installed: pip install 'tracereel[{extra}]'")

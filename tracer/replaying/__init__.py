@@ -1,1 +1,1 @@
-"""Traces sent again through the bus."""
+"""Replays: the messages of a trace, published again on a bus."""

@@ -1,4 +1,4 @@
-"""`Audience`: the receivers of a replay, and what they say of themselves."""
+"""`Audience`: the receivers of a replay, and what they ask for, need and produce."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Audience:
     receivers : tuple of Receiver
         All of them.
     active : tuple of Receiver
-        Those that ask for messages, and do not only overhear what others ask for.
+        The receivers that ask for messages; passive ones only get what others ask for.
     asking : tuple of Receiver
-        Those whose wishes decide what is read: the active ones, or all if none is active.
+        The receivers that decide what is read: the active ones, or all if none is active.
     produced, needed : set of str
-        Kinds of their answers; kinds without which one of them cannot work.
+        The kinds that the receivers answer with, and the kinds that they cannot work without.
     may_keep : bool
-        Whether one of them may keep the messages that it hears.
+        Whether one of them may keep the messages that it receives.
     """
 
     def __init__(self, receivers: Sequence[Receiver]) -> None:
@@ -41,12 +41,12 @@ class Audience:
         self.may_keep = any(one.scope == "everything" for one in self.receivers)
 
     def check(self, reader: TraceReader, streams: Iterable[StreamInfo]) -> None:
-        """Refuse a trace that already holds what one of them produces.
+        """Refuse a trace that already holds a kind that a receiver produces.
 
         Raises
         ------
         CaptureError
-            If it does.
+            If it holds one.
         """
         present = {stream.kind for stream in streams}
         for one in self.receivers:
@@ -56,7 +56,10 @@ class Audience:
                 )
 
     def memories(self) -> dict[str, Scope]:
-        """What each remembers across; of those of one name that differ in it, with the kind of their answers."""
+        """The scope of each subscriber that remembers something, by its name.
+
+        Where subscribers of the same name differ in scope, the name is followed by the kind of the answers.
+        """
         memory: dict[str, Scope] = {}
         for one in self.receivers:
             if isinstance(one, Subscriber) and one.scope != "message" and one.produces:
@@ -66,7 +69,7 @@ class Audience:
         return memory
 
     def spoiled(self, streams: Sequence[StreamInfo]) -> list[str]:
-        """A sentence for each subscriber that gets parts of tensors in place of the tensors that it is made for."""
+        """A sentence for each subscriber that is made for whole tensors, but gets parts of them."""
         sentences: list[str] = []
         for receiver in self.receivers:
             kept: dict[str, list[str]] = {}
@@ -77,7 +80,7 @@ class Audience:
                         reduction = (stream.sampling or {})[how] if how == "reduce" else None
                         if reduction is None:
                             kept.setdefault(f"only some elements of {stream.kind}", []).append(where)
-                        elif reduction != describe(receiver):  # the norm of a recorded norm is right
+                        elif reduction != describe(receiver):  # the receiver's own reduction is right as it is
                             kept.setdefault(f"only the {reduction} of {stream.kind}", []).append(where)
             sentences += [
                 f"{describe(receiver)} is about whole tensors, but the trace holds {what} "
@@ -88,6 +91,6 @@ class Audience:
 
 
 def _several(modules: list[str]) -> str:
-    """A few of the modules by name, and how many there are."""
+    """The first three modules by name, and the number of the others."""
     names = ", ".join(modules[:3])
     return names if len(modules) <= 3 else f"{names} and {len(modules) - 3} more"

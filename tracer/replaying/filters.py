@@ -1,4 +1,4 @@
-"""`Filters`: which messages of a trace are asked for."""
+"""`Filters`: which messages of a trace are replayed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tracer.trace.streams import StreamInfo
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Which messages of a trace are asked for; None: all. Each as in `tracer.replay`.
+    """Which messages of a trace are replayed, as in `tracer.replay`; a filter that is None lets all pass.
 
     Examples
     --------
@@ -37,12 +37,12 @@ class Filters:
         steps: Steps | None = None,
         tags: str | Iterable[str] | None = None,
     ) -> Filters:
-        """The same, of each name or several names."""
+        """The filters, each given as one name or several names."""
         return cls(_tuple(kinds), _tuple(modules), _tuple(tags), steps)
 
     @property
     def narrow(self) -> bool:
-        """Whether some streams do not pass."""
+        """Whether some streams may not pass."""
         return (self.kinds, self.modules, self.tags) != (None, None, None)
 
     def let_through(self, stream: StreamInfo) -> bool:
@@ -50,16 +50,16 @@ class Filters:
         return passes(stream, self.kinds, self.modules, self.tags)
 
     def let_through_as(self, kind: str, stream: StreamInfo) -> bool:
-        """Whether messages of this kind pass that are made of a stream."""
+        """Whether messages of a kind pass that are derived from a stream of another kind."""
         return (self.kinds is None or kind in self.kinds) and passes(stream, None, self.modules, self.tags)
 
     def check(self, reader: TraceReader) -> None:
-        """Refuse kinds and tags that neither the trace has nor any run could; a tag with a wildcard may match nothing.
+        """Refuse kinds and tags that are neither in the trace nor known; a tag with a wildcard may match nothing.
 
         Raises
         ------
         UnknownNameError
-            If there is one.
+            If there is such a kind or tag.
         """
         if not self.kinds and not self.tags:
             return
@@ -76,7 +76,7 @@ class Filters:
                     raise UnknownNameError.of("tag", tag, known)
 
     def meant_modules(self, streams: Iterable[StreamInfo]) -> str:
-        """The end of a sentence about filters that leave nothing: which modules those may mean that match none."""
+        """The end of a sentence about filters that leave nothing: suggestions for module patterns that match none."""
         known = {stream.module for stream in streams if stream.module is not None} if self.modules else set()
         return "".join(
             did_you_mean(pattern, known).replace("did you mean", f"for module {pattern!r}, did you mean")

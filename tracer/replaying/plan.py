@@ -35,21 +35,21 @@ class Plan:
         Streams that some receiver asks for and the trace lacks, but that follow from what it holds: the update of a
         weight from its values in two consecutive steps.
     messages, bytes : int
-        How much of them will be read.
+        How many messages will be published, and how many bytes will be read.
     skipped : int
         Messages of the trace that will not be read.
     missing : list of str
-        A sentence for each receiver that needs what is not there; a replay refuses to start unless this is empty.
+        A sentence for each thing that a receiver needs and the trace lacks; a replay starts only if this is empty.
     memory : dict of str to Scope
-        What each receiver remembers across, where it remembers something: with only some of the steps (or modules, for
-        those that remember a step) its values are not those of the whole.
+        The scope of each receiver that remembers something: if only some steps are replayed (or only some modules, for
+        a scope of ``"step"``), its values differ from those of the whole trace.
     partial : list of str
-        A sentence for each receiver that is made for whole tensors where the trace holds some elements of each, or one
-        number (see `tracer.Subscriber.spoiled_by`): its answers are about those.
+        A sentence for each receiver that is made for whole tensors, where the trace holds only some elements of each,
+        or one number (see `tracer.Subscriber.spoiled_by`): its answers are about what the trace holds.
     where : ndarray of bool
         The rows of the journal that will be published.
     pairs : ndarray of int, shape (n, 2)
-        The rows of the journal from which the derived messages will be made: a weight, and itself a step later.
+        The rows of the journal that the derived messages will be made of: a weight, and the same weight a step later.
     """
 
     trace: str
@@ -90,7 +90,7 @@ def plan(
 ) -> Plan:
     """Work out which streams the receivers need, what that costs to read, and what is missing; reads no data.
 
-    Parameters and errors are those of `replay`, except that what is missing is told, not raised.
+    Parameters and errors are those of `replay`, but what is missing is in `Plan.missing` and not raised.
     """
     with opened(trace, rank) as reader:
         chosen = rank_of(reader, rank)
@@ -101,7 +101,7 @@ def plan(
 def plan_of(
     reader: TraceReader, audience: Audience, filters: Filters, rank: int, *, since: int = 0, growing: bool = False
 ) -> Plan:
-    """The plan of what one rank has.
+    """The plan of a replay of one rank.
 
     Parameters
     ----------
@@ -110,15 +110,15 @@ def plan_of(
     filters : Filters
     rank : int
     since : int
-        From which row of the journal on; what is before it was published.
+        The first row of the journal to publish; earlier rows are published already.
     growing : bool
-        Whether more may come.
+        Whether more messages may be recorded.
     """
     streams = [stream for stream in reader.streams if stream.rank == rank]
     filters.check(reader)
     audience.check(reader, streams)
     offered = [stream for stream in streams if filters.let_through(stream)]
-    # a collector that is alone hears what was recorded, not all that could be made of it
+    # passive receivers alone get what was recorded, and not all that could be derived from it
     updates = derivable(reader, streams, audience.active, filters, growing=growing)
     there = [(one.kind, one.module, one.tag) for one in (*offered, *updates)]
     missing = unmet(audience.asking, there, f"{reader.path}{' (after the filters)' if filters.narrow else ''}")
@@ -164,7 +164,7 @@ def opened(trace: Anywhere | TraceReader, rank: int | None) -> Iterator[TraceRea
 
 
 def rank_of(reader: TraceReader, rank: int | None) -> int:
-    """The rank whose messages are meant."""
+    """The rank that is replayed: the one that is asked for, or the only one."""
     ranks = reader.ranks
     if rank is None and len(ranks) > 1:
         raise CaptureError(

@@ -1,4 +1,4 @@
-"""`replay`: a trace through the same bus and the same subscribers as a live run."""
+"""`replay`: publishes a trace on the same bus and to the same subscribers as a live run."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def replay(
     tags : str or iterable of str, optional
         Only tags that match one of these globs (``"!eval"``: all but that).
     rank : int, optional
-        The rank of a distributed run whose messages are published. It must be said of a trace with several: subscribers
-        remember what they heard of a module, and each rank has its own. What the rank holds as others do is among them,
-        whoever recorded it, and tensors that are distributed are put together.
+        The rank of a distributed run whose messages are published. A trace with several ranks needs it: subscribers
+        remember what they received of a module, and each rank has its own values. Values that all ranks share are
+        published, whichever rank recorded them, and distributed tensors are put together.
     follow : bool
-        Whether to go on with what a run that is still being recorded commits, until it ends or its process is found
-        dead. What receivers need may then be recorded later; it is an error if it was not when the run ends. Meanwhile
-        there is only what the rank itself recorded, as it recorded it.
+        Whether to continue with what a run that is still being recorded commits, until it ends or its process is found
+        dead. What receivers need may then be recorded later; it is an error if it is missing when the run ends. While
+        the run goes on, only what the rank itself recorded is published, as it was recorded.
 
     Raises
     ------
@@ -65,12 +65,12 @@ def replay(
     UnknownNameError
         If one of `kinds` or a plain name in `tags` is neither in the trace nor known.
     TraceCorruptError
-        If what is read is damaged. What was published before is right.
+        If what is read is damaged. All messages that were published before are right.
 
     Warns
     -----
     RuntimeWarning
-        If a subscriber for whole tensors gets what a recorder kept of them, see `Plan.partial`.
+        If a subscriber that is made for whole tensors gets only parts of them, see `Plan.partial`.
 
     Examples
     --------
@@ -95,8 +95,8 @@ def replay(
         filters = Filters.of(kinds, modules, steps, tags)
         following = follow and reader.status == "recording"
         if follow and not following:
-            reader.refresh()  # it may have committed more before it ended
-        # what other ranks recorded comes when they commit it, which may be later than what would follow it
+            reader.refresh()  # the run may have committed more before it ended
+        # other ranks may commit their share of a step later than this rank commits the steps that follow
         reader = reader.of_rank(chosen, assemble=False if following else None)
         todo = plan_of(reader, audience, filters, chosen, growing=following)
         if todo.missing and not following:
@@ -104,7 +104,7 @@ def replay(
         for sentence in todo.partial:
             warnings.warn(sentence, RuntimeWarning, stacklevel=2)
         bus = _prepared(reader, audience, following=following)
-        # what somebody keeps should not hang on the file; of what nobody keeps, no copy is needed
+        # a message that a receiver keeps should not depend on the file; any other needs no copy
         mapped = not audience.may_keep
         try:
             while following:
@@ -112,26 +112,26 @@ def replay(
                 _publish(bus, reader, todo, done, mapped)
                 following = wait(reader)
                 _register_topics(bus, reader)
-                tell_of_model(audience.receivers, lambda: reader.header.get("model"))  # which may not have been there
+                tell_of_model(audience.receivers, lambda: reader.header.get("model"))  # the header may have come later
                 todo = plan_of(reader, audience, filters, chosen, since=done, growing=following)
             if todo.missing:
                 raise CaptureError("; ".join(todo.missing))
             _publish(bus, reader, todo, len(reader), mapped)
             bus.finish()
         except BaseException:
-            with contextlib.suppress(Exception):  # what went wrong first is what is told
+            with contextlib.suppress(Exception):  # the first error is raised
                 bus.close()
             raise
         bus.close()
 
 
 def _prepared(reader: TraceReader, audience: Audience, *, following: bool) -> MessageBus:
-    """A bus with the receivers on it, which are told of the model."""
+    """A bus with the receivers on it; they know the model already."""
     bus = MessageBus(f"replay of {reader.path}")
     _register_topics(bus, reader)
     if following:
         for kind in audience.needed - audience.produced - {*bus.topics}:
-            bus.register_topic(kind)  # one of the user's that may be recorded later
+            bus.register_topic(kind)  # a user's own kind, which may be recorded later
     for receiver in audience.receivers:
         bus.register(receiver)
     tell_of_model(audience.receivers, lambda: reader.header.get("model"))
@@ -141,11 +141,11 @@ def _prepared(reader: TraceReader, audience: Audience, *, following: bool) -> Me
 def _register_topics(bus: MessageBus, reader: TraceReader) -> None:
     for stream in reader.streams:
         if stream.kind not in bus.topics:
-            bus.register_topic(stream.kind)  # one of the user's, or an answer that a results trace holds
+            bus.register_topic(stream.kind)  # a user's own kind, or the kind of an answer in a results trace
 
 
 def _publish(bus: MessageBus, reader: TraceReader, todo: Plan, limit: int, mapped: bool) -> None:
-    """Publish what is planned of the rows before `limit`."""
+    """Publish the planned messages of the rows before `limit`."""
     where, pairs = todo.where, todo.pairs
     if limit < len(where):
         where = where.copy()
@@ -153,21 +153,21 @@ def _publish(bus: MessageBus, reader: TraceReader, todo: Plan, limit: int, mappe
         pairs = pairs[pairs[:, 0] < limit]
     for message in messages(reader, where, pairs, mapped):
         bus.publish(message)
-        del message  # before the next is read, so that it can have the memory, which is still in the cache
+        del message  # before the next is read, so that it can reuse the memory, which is still in the cache
 
 
 POLL_SECONDS = 0.1
 LONGEST_POLL_SECONDS = 2.0
-"""How often a replay that follows a run looks whether more was committed, at first and at last."""
+"""The first and the longest pause of a replay that follows a run, between looks for new commits."""
 
 
 def settled(reader: TraceReader, todo: Plan) -> int:
-    """Up to which row, exclusive, all is there that is to be published: an update waits for the next weight."""
+    """The row before which everything can be published: an update waits for the weight of the next step."""
     streams, steps = reader.journal[:, Column.STREAM], reader.journal[:, Column.GLOBAL_STEP]
-    # what comes before a step carries its number, so the step after a weight's is over with the one after that
+    # what comes before a step carries its number, so the step after a weight's is over once the one after begins
     over = int(steps.max(initial=0)) - 1
     last = np.full(len(reader.streams), -1)
-    last[streams] = np.arange(len(streams))  # of several, the last is what stays
+    last[streams] = np.arange(len(streams))  # with repeated indices, the last assignment stays
     last = last[[stream.id for stream in todo.derived]]
     last = last[last >= 0]  # a stream is declared before it has messages
     waiting = last[steps[last] >= over]
@@ -175,15 +175,15 @@ def settled(reader: TraceReader, todo: Plan) -> int:
 
 
 def wait(reader: TraceReader) -> bool:
-    """Wait until more was committed, or the run has ended; whether it still goes on."""
+    """Wait until more is committed or the run has ended; returns whether it still goes on."""
     pause = POLL_SECONDS
     while True:
-        # asked before: what is committed after this is read by the refresh
+        # asked before the refresh, which then reads all that a run that has ended committed
         going_on = reader.status == "recording"
         began = time.monotonic()
         changed = reader.refresh()
         if changed or not going_on:
             return going_on
-        # where looking is slow, as in a store far away, look less often
+        # look less often where looking is slow, as in a distant store
         pause = min(max(pause * 1.2, 5 * (time.monotonic() - began)), LONGEST_POLL_SECONDS)
         time.sleep(pause)

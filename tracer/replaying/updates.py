@@ -1,4 +1,4 @@
-"""Rows of a journal that somebody wants, and the updates that a trace lacks, made of weights in consecutive steps."""
+"""The journal rows that receivers want, and the updates that a trace lacks, made of weights in consecutive steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tracer.trace.streams import StreamInfo
 
 
 def _distinct(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The different values, ascending; of values that ascend, as steps do, in a fraction of `numpy.unique`'s time."""
+    """The different values, ascending; if the values ascend, as steps do, much faster than `numpy.unique`."""
     changes = np.diff(values)
     return np.unique(values) if (changes < 0).any() else values[np.flatnonzero(np.r_[1, changes][: len(values)])]
 
@@ -28,7 +28,7 @@ NO_ROWS = np.zeros(0, np.int64)
 
 
 def by_stream(journal: NDArray[np.int64], rows: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
-    """Rows of the journal for each of their streams."""
+    """Rows of the journal, grouped by their stream."""
     rows = rows[np.argsort(journal[rows, Column.STREAM], kind="stable")]
     streams, begins = np.unique(journal[rows, Column.STREAM], return_index=True)
     return dict(zip(streams.tolist(), np.split(rows, begins[1:]), strict=False))
@@ -37,7 +37,7 @@ def by_stream(journal: NDArray[np.int64], rows: NDArray[np.int64]) -> dict[int, 
 def due(
     stream: StreamInfo, rows: NDArray[np.int64], journal: NDArray[np.int64], receivers: Sequence[Receiver]
 ) -> NDArray[np.int64] | None:
-    """Those of a stream's rows that some receiver wants, or None if nobody asks for the stream at all."""
+    """The rows of a stream that some receiver wants; None if no receiver asks for the stream at all."""
     who = [one for one in receivers if one.wants(stream.kind, stream.module, stream.tag, None)]
     if not who:
         return None
@@ -45,7 +45,7 @@ def due(
     clock = journal[rows, Column.EPOCH if entry is not None and entry.clock == "epoch" else Column.GLOBAL_STEP]
     ticks = _distinct(clock)
     asked = (stream.kind, stream.module, stream.tag)
-    if len(who) == 1:  # as nearly always; a trace of a long run has many ticks
+    if len(who) == 1:  # the usual case, made fast because a long run has many ticks
         wants = who[0].wants
         due = [tick for tick in ticks.tolist() if wants(*asked, tick)]
     else:
@@ -67,17 +67,17 @@ def derivable(
 ) -> list[StreamInfo]:
     """The updates that receivers ask for and the trace lacks, but that follow from weights in consecutive steps.
 
-    Not from weights that were cast or reduced: a difference of rounded numbers is not the rounded difference.
+    Weights that were cast or reduced give no updates: a difference of rounded numbers is not the rounded difference.
 
     Parameters
     ----------
     reader : TraceReader
     streams : sequence of StreamInfo
-        Of the trace.
+        The streams of the trace.
     receivers : sequence of Receiver
     filters : Filters
     growing : bool
-        Whether weights of more steps may come.
+        Whether weights of more steps may be recorded.
 
     Returns
     -------
@@ -121,7 +121,7 @@ def due_pairs(
     steps: Steps | None,
     recent: NDArray[np.bool_] | None,
 ) -> tuple[list[StreamInfo], NDArray[np.int64]]:
-    """Which of the derivable updates receivers want at all, and of which pairs of rows those are made that are due.
+    """The derivable updates that receivers want at all, and the pairs of rows for those that are due.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ def due_pairs(
 
 
 def _dtype_of_difference(dtype: str | None) -> str:
-    """The dtype of what is derived from weights of a dtype."""
+    """The dtype of an update that is derived from weights of a dtype."""
     import torch
 
     assert dtype is not None  # weights are never events
@@ -157,7 +157,7 @@ def _dtype_of_difference(dtype: str | None) -> str:
 
 
 def pairs_of(journal: NDArray[np.int64], rows: NDArray[np.int64], everything: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of a stream's rows those that have a successor, among all its rows, one step later and of one shape; and that."""
+    """Pairs of rows: one of `rows`, and its successor in `everything`, one step later and of the same shape."""
     if not len(rows):
         return np.zeros((0, 2), np.int64)
     follower = everything[np.minimum(np.searchsorted(everything, rows, side="right"), len(everything) - 1)]
@@ -170,7 +170,7 @@ def pairs_of(journal: NDArray[np.int64], rows: NDArray[np.int64], everything: ND
 def messages(
     reader: TraceReader, where: NDArray[np.bool_], pairs: NDArray[np.int64], mapped: bool
 ) -> Iterator[Message]:
-    """The planned messages in their recorded order, each derived update where an observed one would stand."""
+    """The planned messages in their recorded order; each derived update comes where an observed one would."""
     if not len(pairs):
         yield from reader.messages(where=where, mapped=mapped)
         return
@@ -179,7 +179,7 @@ def messages(
     followers = np.zeros_like(wanted)
     followers[pairs[:, 1]] = True
     follower_of = dict(pairs.tolist())
-    # weights are read a step ahead, once: this holds those of one step, until it is their turn
+    # weights are read once, a step ahead: `met` keeps those of one step until it is their turn
     ahead = zip(np.flatnonzero(followers).tolist(), reader.messages(where=followers, mapped=mapped), strict=True)
     others = reader.messages(where=wanted & ~followers, mapped=mapped)
     met: dict[int, Message] = {}

@@ -41,24 +41,24 @@ def convert(
     compression: str | Mapping[str, str] = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Copy a trace, or a part of it, into a new one; its suffix says in which format.
+    """Copy a trace, or a part of it, into a new one, in the format of its suffix.
 
-    What several ranks and attempts recorded is put together in one part, without the steps that were superseded.
-    Messages keep their order, fields and bits; the header, the notes, the sampling of each stream and how the run
-    ended stay what they are, and a note ``converted`` says what was done. A trace without a status is copied up to its
-    last commit, and the copy says that it was interrupted. What is at `dst` appears when it is complete; at a URL the
-    copy is there before, and has no status until it is complete.
+    The messages of several ranks and attempts go into one part, without the steps that were superseded. Messages keep
+    their order, fields and bits. The header, the notes, the sampling of each stream and the status of the run stay as
+    they are, and a note ``converted`` describes the copy. A trace without a status is copied up to its last commit, and
+    the copy's status is ``"interrupted"``. The copy appears at `dst` when it is complete; at a URL it is there before,
+    without a status until it is complete.
 
     Parameters
     ----------
     src, dst : path or URL
-        Nothing may be at `dst`.
+        The trace, and where to write the copy, where nothing may be.
     kinds, modules, steps, tags : optional
         Only these messages, as in `tracer.replay`.
     ranks : int or iterable of int, optional
         Only messages of these ranks; by default those of all ranks are put together in one part.
     chunk_bytes : int
-        Bytes of the chunks that small messages are stored in: larger ones read faster in order, smaller ones singly.
+        Bytes of the chunks of small messages. Large chunks are faster to read in order, small ones singly.
     own_pool_bytes : int
         A stream whose first message has at least so many bytes gets an array of its own, one row a message.
     compression : str or mapping
@@ -69,9 +69,9 @@ def convert(
     Returns
     -------
     dict
-        ``source``, ``path``, ``messages``, ``bytes``, ``status``, ``left_out``: messages that did not pass, and
-        ``problems``: what is lost of `src`, such as ranks whose parts are missing or damaged; each is also a note in
-        the copy.
+        ``source``, ``path``, ``messages``, ``bytes``, ``status``, ``left_out`` (messages that did not pass the filters)
+        and ``problems``: what is lost of `src`, such as ranks whose parts are missing or damaged. Each problem is also
+        a note in the copy.
 
     Raises
     ------
@@ -80,7 +80,7 @@ def convert(
     TraceExistsError
         If something is at `dst`, or if it lies within `src`.
     TraceCorruptError
-        If what is to be copied of `src` is damaged; `tracer.recover` saves what there is. Nothing is left at `dst`.
+        If a message to copy is damaged; `tracer.recover` saves the others. Nothing is left at `dst`.
     CaptureError
         If the steps are no range, or the trace has no messages of such a rank.
     UnknownNameError
@@ -155,7 +155,7 @@ def convert(
 
 
 def single(header: Mapping[str, Any]) -> dict[str, Any]:
-    """The header of a copy, which has one part, and in it the messages of all parts."""
+    """The header of a copy, whose single part has the messages of all parts."""
     return {**header, **{name: value for name, value in _ONE_PART.items() if name in header}}
 
 
@@ -163,7 +163,7 @@ _ONE_PART: Mapping[str, Any] = {"ranks": [0], "attempt": 0, "first_step": 0}
 
 
 def _provenance(src: Location, filters: Mapping[str, Any]) -> dict[str, Any]:
-    """What a copy says of where it is from; filters that let everything pass are not mentioned."""
+    """The content of the note ``converted``; filters that let everything pass are left out."""
     told = {
         name: value if isinstance(value, str | int | dict) else list(value)
         for name, value in filters.items()
@@ -173,7 +173,7 @@ def _provenance(src: Location, filters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_paths(src: Location, dst: Location) -> None:
-    """Make sure that `dst` can be made and is not a part of `src`; see `tracer.trace.claiming.check_target`."""
+    """Raise an error unless `dst` can be made and is outside of `src`; see `tracer.trace.claiming.check_target`."""
     if exists(dst):
         raise TraceExistsError(f"{dst} already exists; a copy is only made where nothing is")
     check_target(dst)
@@ -187,10 +187,10 @@ def check_paths(src: Location, dst: Location) -> None:
 
 @contextmanager
 def new_trace(dst: Location, header: Mapping[str, Any], **options: Any) -> Iterator[TraceWriter]:
-    """Write a trace that is at `dst` when the block ends without an error, and nowhere before that or otherwise.
+    """Write a trace that appears at `dst` when the block ends without an error, and else not at all.
 
-    At a URL it is there while it is written, because nothing can be renamed there: it has no status until it is
-    complete, and is removed after an error. The block finishes the writer.
+    At a URL nothing can be renamed, so the trace is there while it is written: it has no status until it is complete,
+    and is removed after an error. The block finishes the writer.
     """
     if isinstance(dst, Url):
         writer = TraceWriter(dst, header=header, **options)
@@ -213,7 +213,7 @@ def _removed_after_an_error(trace: Url) -> Iterator[None]:
 
 @contextmanager
 def _moved_to(dst: Path) -> Iterator[Path]:
-    """A path in a new folder beside `dst`, from which what is made there is moved to `dst` as a whole."""
+    """A path in a new folder beside `dst`; what the block makes there is moved to `dst` when it ends."""
     with write_errors(dst):
         dst.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{dst.name[:100]}.", dir=dst.parent))

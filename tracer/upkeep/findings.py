@@ -1,4 +1,4 @@
-"""What is wrong with a trace, as `verify` tells it."""
+"""What is wrong with a trace: the problems that `verify` reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHECKS: Final[Mapping[str, str]] = {
     "foreign": "no part is one of another run",
     "reading": "a reader opens the trace",
 }
-"""The checks of `verify` by name, and what each makes sure of."""
+"""The checks of `verify` by name, and what holds if each passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +38,13 @@ class Problem:
     what : str
         What is wrong and where, in words.
     array : str or None
-        The array that it is in.
+        The array that the problem is in.
     rows : tuple of int or None
         The rows of the array, start inclusive and stop exclusive: bytes for the declarations, messages for the journal.
     messages : int
-        How many messages cannot be read because of it; a message may be counted for several problems.
+        How many messages cannot be read because of the problem; one may be counted for several problems.
     affects : str
-        Which, in words.
+        Which messages these are, in words.
     """
 
     check: str
@@ -60,12 +60,12 @@ class Problem:
 
 
 class Findings:
-    """What was found wrong with a part of a trace by now.
+    """The problems of a part of a trace that were found so far.
 
     Parameters
     ----------
     path : path
-        Of the trace.
+        The path of the trace.
 
     Attributes
     ----------
@@ -91,15 +91,15 @@ class Findings:
         )
 
     def of_check(self, check: str) -> bool:
-        """Whether some check failed."""
+        """Whether this check failed."""
         return any(problem.check == check for problem in self.problems)
 
     def of_array(self, *names: str) -> bool:
-        """Whether something is wrong with one of some arrays."""
+        """Whether something is wrong with one of these arrays."""
         return any(problem.array in names for problem in self.problems)
 
     def plain(self, error: Exception) -> str:
-        """What an error says, without the path that all of them begin with."""
+        """The message of an error, without the path of the trace that it begins with."""
         return str(error).removeprefix(f"{self._path}: ")
 
 

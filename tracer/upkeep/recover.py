@@ -1,4 +1,4 @@
-"""`recover`: saves the whole messages of a damaged trace in a new one, and counts those that are lost."""
+"""`recover`: saves the undamaged messages of a damaged trace in a new one, and counts those that are lost."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class LostStream:
     Attributes
     ----------
     kind : str
-        ``"(unknown)"`` for messages of which only the number is known.
+        ``"(unknown)"`` if only the number of these messages is known.
     module : str or None
         Dotted path; None for the network.
     tag, leaf : str
     rank : int
     saved, lost : int
-        Messages.
+        How many messages.
     steps : tuple of int or None
-        First and last global step of what was lost, where it is known.
+        First and last global step of the lost messages; None if unknown.
     """
 
     kind: str
@@ -59,23 +59,23 @@ class Loss:
     ----------
     source : str
     path : str or None
-        None where nothing could be saved.
+        The new trace; None if nothing could be saved.
     status : str
         How the run ended, as far as the damaged trace tells.
     messages, saved, lost : int
-        Messages that the journal had, and how many of them were saved and lost. Of rows that are not there any more
-        only the number is known; where that is not known either, they are not counted.
+        Messages that the journal had, and how many of them were saved and lost. Journal rows that are gone count as
+        lost, as far as their number is known.
     header : bool
-        Whether what was known of the run before it started was saved.
+        Whether the header was saved: what was known of the run before it started.
     notes : int
-        Remarks that were saved.
+        How many notes were saved.
     streams : list of LostStream
-        Those that messages were lost of.
+        The streams of the lost messages.
     problems : list of str
         What is wrong with the damaged trace.
     lossless : bool
-        Whether all that was committed was saved. Where the journal or the declarations are damaged that is not known,
-        and this is false.
+        Whether all that was committed was saved. False if that is not known, because the journal or the declarations
+        are damaged.
     """
 
     source: str
@@ -101,15 +101,15 @@ def recover(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> Loss:
-    """Save every message that can be had of a damaged trace into a new one; the damaged one is left as it is.
+    """Save every undamaged message of a damaged trace into a new one; the damaged trace is left as it is.
 
     A message is saved if its row of the journal, its declarations and every byte of its data are as they were written.
-    The new trace has a note ``recovered`` with the numbers. Unless all was saved, its status begins with ``"failed"``.
+    The new trace has a note ``recovered`` with the counts. Unless all was saved, its status begins with ``"failed"``.
 
     Parameters
     ----------
     src, dst : path or URL
-        Nothing may be at `dst`; its suffix says in which format it is written.
+        Nothing may be at `dst`; its suffix names the format of the new trace.
     progress : callable, optional
         Called now and then with the numbers of messages done and to do.
 
@@ -120,7 +120,7 @@ def recover(
     TraceExistsError
         If something is at `dst`, or if it lies within `src`.
     TraceLostError
-        If nothing could be saved; its `loss` says what was lost, and nothing is left at `dst`.
+        If nothing could be saved; the error's `loss` says what was lost, and nothing is left at `dst`.
     TraceError
         If the trace cannot be read, or the new one not be written; nothing is left at `dst`.
 
@@ -175,7 +175,7 @@ def _save(
     writer: TraceWriter,
     progress: Callable[[int, int], None] | None,
 ) -> list[NDArray[np.bool_]]:
-    """Write every message that can be had, in this order of surveys and rows; which rows of each survey they are."""
+    """Write every message that can be read, in this order of surveys and rows; returns the written rows of each."""
     saved = [np.zeros(len(one.read.journal), bool) for one in surveys]
     numbers, rows = order
     for done, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):
@@ -186,7 +186,7 @@ def _save(
             saved[number][row] = True
         if progress is not None and done % 100 == 0:
             progress(done, len(rows))
-    # damage that was met only while messages were read
+    # damage that was found only while messages were read
     for one in surveys:
         one.tell_damage()
     return saved
@@ -227,7 +227,7 @@ def _loss(
 
 
 class _Order:
-    """A survey, as `in_order` needs it: a row that cannot be read is taken to be of the step of the row before it."""
+    """A survey, as `in_order` needs it: a row that cannot be read gets the step of the row before it."""
 
     def __init__(self, survey: Survey, surveys: Sequence[Survey]) -> None:
         self.rank, self.attempt = survey.rank, survey.attempt
@@ -247,7 +247,7 @@ class _Order:
 
 
 def _first_step(survey: Survey, surveys: Sequence[Survey]) -> int:
-    """Where an attempt began whose header is lost: as other ranks say, or with its first message; else nowhere."""
+    """The first step of an attempt whose header is lost: by other ranks, or by its first message; else the largest."""
     told = [one.first_step for one in surveys if one.attempt == survey.attempt and one.header]
     tags = tags_of(survey.read.journal[:, Column.STREAM], survey.streams)
     steps = survey.read.journal[survey.read.certain & (tags == DEFAULT_TAG), Column.GLOBAL_STEP]

@@ -1,4 +1,4 @@
-"""`Survey`: a part of a trace that may be damaged, and what can be had of it."""
+"""`Survey`: a part of a trace that may be damaged, and what can be read of it."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ class Survey:
     Attributes
     ----------
     name : str
-        Of the part.
+        The name of the part.
     rank, attempt : int
     attributes : dict
-        Of the root of the store, as far as they can be read.
+        The attributes of the store's root, as far as they can be read.
     read : SurveyedTables
         What can be read of the journal and the declarations.
     chunks : Chunks
-        The arrays, as far as they were read.
+        The arrays that were read so far.
 
     Parameters
     ----------
     path : path
-        Of the trace.
+        The path of the trace.
     part : str
     store : ReadStore
-        Stays open.
+        The store; it stays open.
     tell_store : bool
-        Whether what is wrong with the store as a whole is among the problems.
+        Whether the problems include what is wrong with the store as a whole.
 
     Raises
     ------
@@ -80,7 +80,7 @@ class Survey:
         self.read = SurveyedTables(self.chunks, *names, self._findings, zeros_are_wrong=store.checksums_chunks)
 
     def _root(self) -> dict[str, Any]:
-        """The attributes of the root, which are checked."""
+        """The attributes of the root, after a check of them."""
         attributes: dict[str, Any] = {}
         try:
             attributes = self._store.attrs()
@@ -99,12 +99,12 @@ class Survey:
 
     @property
     def problems(self) -> list[Problem]:
-        """What is wrong, as far as it was met by now."""
+        """What was found wrong so far."""
         return self._findings.problems
 
     @property
     def header(self) -> dict[str, Any]:
-        """What was known of the run before it started; empty where that is lost."""
+        """What was known of the run before it started; empty if that is lost."""
         return self.read.tables.header
 
     @property
@@ -118,14 +118,14 @@ class Survey:
         return len(self.read.journal) + self.read.absent
 
     def written_since(self, when: float) -> bool:
-        """Whether somebody wrote to the store after a time, in seconds since 1970, which file systems know to 10 ms."""
+        """Whether the store was written to after a time, in seconds since 1970; file systems round times to 10 ms."""
         with contextlib.suppress(TraceError, OSError):
             return self._store.modified > when - 0.02
         return False
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was ever committed, as far as can be seen: not even the header."""
+        """Whether nothing was ever committed, not even the header, as far as the part shows."""
         return not self.header and not self._findings.of_check("store") and is_empty(self._store, self.name)
 
     @property
@@ -135,18 +135,18 @@ class Survey:
 
     @property
     def store_name(self) -> str:
-        """The format that it is kept in."""
+        """The format of the trace, by its suffix."""
         return STORES[self.path.suffix.lower()]
 
     def _tell_store(self) -> None:
-        """Add what is wrong with the store as a whole, as far as that was met by now."""
+        """Add to the problems what was found wrong so far with the store as a whole."""
         for problem in self._store.problems:
             if problem not in self._told:
                 self._told.add(problem)
                 self._findings.add("store", problem)
 
     def _members(self, name: str) -> NDArray[np.int64]:
-        """The sound rows of the journal whose data is in an array."""
+        """The sound rows of the journal whose data is in this array."""
         ids = [number for number, pool in self.read.tables.pools.items() if pool.name == name]
         return np.flatnonzero(self.read.sound & np.isin(self.read.journal[:, Column.POOL], ids))
 
@@ -178,7 +178,7 @@ class Survey:
         return array
 
     def message(self, number: int) -> Message | None:
-        """The message of a row of the journal; None where it cannot be had."""
+        """The message of a row of the journal; None if it cannot be read."""
         if not self.read.sound[number]:
             return None
         row = self.read.journal[number].tolist()
@@ -206,7 +206,7 @@ class Survey:
             return None
 
     def _data(self, row: list[int]) -> NDArray[Any] | None:
-        """The stored elements of a message, if they are as they were written."""
+        """The stored elements of a message; None unless they are as they were written."""
         array = self._pool(row[Column.POOL])
         if array is None:
             return None
@@ -221,7 +221,7 @@ class Survey:
         return part
 
     def _proven(self, array: Array, row: list[int]) -> NDArray[Any] | None:
-        """The elements of a message in a chunk that cannot be read, if its own checksum says that they are right."""
+        """The elements of a message in a damaged chunk, if the message's own checksum proves them right; else None."""
         offset, count = row[Column.OFFSET], row[Column.COUNT]
         if row[Column.CRC32C] == NONE or offset + count > array.length * array.size:
             return None
@@ -233,7 +233,7 @@ class Survey:
         return part if row[Column.CRC32C] == crc32c(part) else None
 
     def where(self, rows: Iterable[int], limit: int = 3) -> str:
-        """Which messages these rows of the journal are, in words."""
+        """The messages of these rows of the journal, in words."""
         spans: dict[str, list[int]] = {}
         for number in rows:
             row = self.read.journal[number].tolist()
@@ -248,7 +248,7 @@ class Survey:
         return ", ".join(told)
 
     def check_all(self) -> int:
-        """Read everything, and find all that is wrong; how many messages cannot be read."""
+        """Read everything, and find all that is wrong; returns how many messages cannot be read."""
         good = self._check_data()
         for number in self.read.tables.pools:
             self._pool(number)
@@ -270,19 +270,18 @@ class Survey:
 
     @property
     def told_all(self) -> bool:
-        """Whether the tables, which say what there is, are as they were written."""
+        """Whether the journal and the declarations, which list all messages, are as they were written."""
         read = self.read
         if read.zeros is not None and self._findings.of_check("store"):
             # a file that was cut off reads as zeros behind its end
             return False
-        # so they are if all lines follow each other by their checksums, and all rows that the last line counts are
-        # right
+        # they are if the checksums chain all lines, and all journal rows that the last line counts pass theirs
         if read.chained and read.tables.ending.get("messages") == len(read.journal) and read.certain.all():
             return True
         return not self._findings.of_check("declaration") and not self._findings.of_array(*self.chunks.tables)
 
     def tell_damage(self) -> None:
-        """Add what was found damaged while messages were read to the problems, once."""
+        """Add damage that was found while messages were read to the problems."""
         for array in self.chunks.arrays.values():
             if array is not None:
                 self._add_chunks(array)
@@ -300,16 +299,16 @@ class Survey:
 
     @property
     def status(self) -> str:
-        """As `TraceReader.status`; ``"unknown"`` where that is damaged."""
+        """As `TraceReader.status`; ``"unknown"`` if that is damaged."""
         if self.read.tables.ending:
             return str(self.read.tables.ending.get("status", "finished"))
-        # the line with the status may be among those that are lost
+        # the line with the status may be lost
         if self._findings.of_array(declarations_name(self.name)):
             return "unknown"
         return "recording" if self.header and lives(self.header.get("process"), self._store) else "interrupted"
 
     def _check_data(self) -> NDArray[np.bool_]:
-        """Which messages can be read; in the order of their places, so that each chunk is read once."""
+        """Which messages can be read; they are read in the order of their places, so that each chunk is read once."""
         journal = self.read.journal
         good = self.read.sound.copy()
         rows = np.flatnonzero(self.read.sound & ((journal[:, Column.FLAGS] & HAS_DATA) != 0))
@@ -320,7 +319,7 @@ class Survey:
         return good
 
     def _lost_of_pool(self, pool: int, members: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of the messages in a pool, in the order of their places, that cannot be read."""
+        """Of the messages in a pool, which are in the order of their places, those that cannot be read."""
         array = self._pool(pool)
         if array is None:
             name = self.read.tables.pools[pool].name
@@ -352,15 +351,16 @@ class Survey:
         return np.concatenate([misplaced, lost, np.array(failed, np.int64)])
 
     def _lost(self, array: Array, members: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of these messages in damaged chunks that cannot be had in spite of that."""
+        """Of these messages in damaged chunks, those whose own checksum does not prove them right."""
         return np.array(
             [one for one in members if self._proven(array, self.read.journal[one].tolist()) is None], np.int64
         )
 
     def _failed(self, array: Array, members: NDArray[np.int64]) -> list[int]:
-        """Which of the messages at these rows of the journal, in the order of their places, fail their own checksum.
+        """Of the messages at these rows, which are in the order of their places, those that fail their own checksum.
 
-        Those of one size that follow each other are read together. Chunks that cannot be read are left to others.
+        Messages of one size that follow each other are read together. Messages in chunks that cannot be read are not
+        among those that fail.
         """
         members = members[self.read.journal[members, Column.CRC32C] != NONE]
         offsets, counts = self.read.journal[members, Column.OFFSET], self.read.journal[members, Column.COUNT]
@@ -374,7 +374,7 @@ class Survey:
         return failed
 
     def _failed_of(self, array: Array, members: NDArray[np.int64]) -> list[int]:
-        """As `_failed`, of messages of one size that follow each other."""
+        """As `_failed`, for messages of one size that follow each other."""
         offset, count = self.read.journal[members[0], [Column.OFFSET, Column.COUNT]].tolist()
         part = self.chunks.elements(array, offset, count * len(members))
         if part is not None:
@@ -408,7 +408,7 @@ class Survey:
         return touched
 
     def _add_chunks(self, array: Array) -> None:
-        """A problem for each run of damaged chunks, and which messages it reaches."""
+        """Add a problem for each run of damaged chunks, with the messages that it affects."""
         members = self._members(array.name)
         offsets, counts = self.read.journal[members, Column.OFFSET], self.read.journal[members, Column.COUNT]
         for start, stop in runs(array.state == DAMAGED):
@@ -427,5 +427,5 @@ class Survey:
 
 
 def _in_words(stream: Stream | None) -> str:
-    """A stream, whatever its tag."""
+    """The name of a stream, without its tag."""
     return UNKNOWN if stream is None else stream_name(stream.kind, stream.module, DEFAULT_TAG, stream.leaf)

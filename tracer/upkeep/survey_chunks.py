@@ -17,7 +17,7 @@ from tracer.stores.protocols import ReadStore
 from tracer.upkeep.findings import Findings
 
 CACHE_BYTES: Final = 64 << 20
-"""Bytes of chunks that are kept, apart from the one in use."""
+"""The most bytes of chunks that are kept in memory, apart from the one in use."""
 
 OK, DAMAGED = 1, 2
 
@@ -25,26 +25,26 @@ OK, DAMAGED = 1, 2
 @final
 @dataclass(slots=True)
 class Array:
-    """An array, and what is known of its chunks.
+    """An array, and the state of its chunks.
 
     Attributes
     ----------
     name : str
     length : int
-        Rows that are there.
+        How many rows are there.
     row : tuple of int
         Shape of a row.
     dtype : str
     height : int
-        Rows of a chunk.
+        How many rows a chunk has.
     size : int
-        Elements of a row.
+        How many elements a row has.
     state : numpy.ndarray of uint8, (chunks,)
-        0, `OK` or `DAMAGED`.
+        `OK` or `DAMAGED`; 0 if not yet read.
     needed : int
-        Rows up to the last one that a message lies in; of a table, all.
+        How many rows there are up to the last message; in a table, all rows.
     why : dict
-        Of each damaged chunk, what is wrong with it.
+        What is wrong with each damaged chunk.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Array:
 
     @property
     def chunk_elements(self) -> int:
-        """Elements of a chunk."""
+        """How many elements a chunk has."""
         return self.height * self.size
 
     def rows_of(self, number: int) -> tuple[int, int]:
@@ -75,14 +75,14 @@ class Chunks:
     ----------
     store : ReadStore
     tables : collection of str
-        The arrays of which every row is needed.
+        The names of the arrays of which every row is needed.
     findings : Findings
-        Takes what is wrong with an array as a whole.
+        Where problems of an array as a whole are added.
 
     Attributes
     ----------
     arrays : dict
-        By name; None for one that cannot be opened.
+        The arrays by name; None for an array that cannot be opened.
     bytes : int
         Bytes that were read.
     """
@@ -105,16 +105,16 @@ class Chunks:
         chunk_bytes: int = 65536,
         compression: str | None = None,
     ) -> Array | None:
-        """An array, or None, and a problem, where it cannot be opened.
+        """An array; None, with a new problem, if it cannot be opened.
 
         Parameters
         ----------
         name : str
         dtype, row, chunk_bytes, compression
-            Where the description of the array is damaged, it is taken for one of this dtype, shape of rows and
+            If the description of the array is damaged, the array is assumed to have this dtype, shape of rows and
             compression.
         elements : int
-            Up to the end of the last message in it. An array may say that it has more.
+            How many elements there are up to the end of the last message. The array may claim to have more.
         """
         if name in self.arrays:
             return self.arrays[name]
@@ -145,7 +145,7 @@ class Chunks:
         return array
 
     def read(self, array: Array, number: int) -> NDArray[Any] | None:
-        """Rows of an array that lie in the same chunk; None where they cannot be read."""
+        """The rows of a chunk; None if they cannot be read."""
         if array.state[number] == DAMAGED:
             return None
         key = (array.name, number)
@@ -181,9 +181,9 @@ class Chunks:
         return rows
 
     def should_be_right(self, array: Array, number: int, ended: bool) -> bool:
-        """Whether a chunk that no message lies in can be read, unless it is damaged.
+        """Whether a chunk without messages must be readable, so that it is damaged if it is not.
 
-        Chunks of a pool may have been left out. What is behind the last message may be of a commit that was not
+        A pool may lack chunks that were never written. Data after the last message may be of a commit that was not
         finished, unless the run has `ended`.
         """
         if array.name in self.tables:
@@ -192,11 +192,11 @@ class Chunks:
         return (first < array.needed or ended) and self._store.has_chunk(array.name, first)
 
     def unverified(self, array: Array, number: int) -> NDArray[Any] | None:
-        """Rows of a chunk of a table that fails its checksum; None where they are not there."""
+        """The rows of a chunk of a table, without a check of its checksum; None if they are not there."""
         return self.as_it_stands(array, *array.rows_of(number))
 
     def as_it_stands(self, array: Array, start: int, stop: int) -> NDArray[Any] | None:
-        """Rows of an array, whether they are right or not; None where they are not there."""
+        """Rows of an array, without a check of their checksums; None if they are not there."""
         before, self._store.verifies = self._store.verifies, False
         try:
             return self._store.read(array.name, start, stop)
@@ -208,13 +208,13 @@ class Chunks:
             self._store.verifies = before
 
     def forget(self, array: Array, number: int) -> None:
-        """No longer keep the rows of a chunk."""
+        """Drop the rows of a chunk from memory."""
         rows = self._cache.pop((array.name, number), None)
         if rows is not None:
             self._cached -= rows.nbytes
 
     def elements(self, array: Array, offset: int, count: int) -> NDArray[Any] | None:
-        """So many elements of a pool, in memory that nobody else uses; None where they cannot be read."""
+        """`count` elements of a pool from `offset` on, as a copy; None if they cannot be read."""
         if offset + count > array.length * array.size:
             return None
         out = np.empty(count, array.dtype)

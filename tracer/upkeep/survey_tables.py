@@ -17,9 +17,9 @@ from tracer.upkeep.findings import Findings, runs
 from tracer.upkeep.survey_chunks import Array, Chunks
 
 MENDED_ROWS: Final = 1000
-"""Rows of a journal in which a flipped bit is looked for; where more are damaged, it is by something else."""
+"""The most damaged journal rows in which a flipped bit is looked for; more damage has another cause."""
 SEARCHED_BYTES: Final = 1 << 15
-"""Bytes of lines in which a flipped bit is looked for."""
+"""The most bytes of lines in which a flipped bit is looked for."""
 MOST_ROWS: Final = 1 << 40
 """More rows than any journal has."""
 WRONG: Final[Mapping[str, str]] = {
@@ -32,7 +32,7 @@ WRONG: Final[Mapping[str, str]] = {
     "offset": "of a place before the pool",
     "counter": "negative in a counter",
 }
-"""What rows of the journal are, for each reason of `tracer.format.tables.Tables.contradictions`."""
+"""How a problem describes the rows, for each reason of `tracer.format.tables.Tables.contradictions`."""
 
 
 @final
@@ -45,26 +45,26 @@ class SurveyedTables:
     journal, declarations : str
         Names of the two arrays.
     findings : Findings
-        Takes what is wrong with them.
+        Where problems of the two arrays are added.
     zeros_are_wrong : bool
-        Whether the store has no rows that were not written.
+        Whether rows of zeros are damage; False if the store may have rows that were never written.
 
     Attributes
     ----------
     tables : Tables
         The declarations that can be read.
     journal : numpy.ndarray of int64, (messages, columns)
-        Rows that cannot be read are zeros.
+        The rows; those that cannot be read are zeros.
     certain, sound : numpy.ndarray of bool, (messages,)
         Which rows can be read and pass their checksum; and which of them agree with the declarations.
     absent : int
-        Messages that the journal had, and of which not even a row is there.
+        How many messages of the journal have no row any more.
     declarations : int
         How many lines could be read.
     zeros : (int, int) or None
-        The rows at the end of the journal that are zeros, which no row is.
+        The rows of zeros at the end of the journal; no row that was written is all zeros.
     chained : bool
-        Whether no declaration is lost but at the end.
+        Whether no declaration is lost, except perhaps at the end.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class SurveyedTables:
         self.absent = max(0, had - len(self.journal)) if type(had) is int and had < MOST_ROWS else 0
 
     def _read_journal(self) -> tuple[NDArray[np.int64], NDArray[np.bool_], tuple[int, int] | None]:
-        """The rows that can be read, which of them there are, and the zeros at their end."""
+        """The rows of the journal, which of them can be read, and the range of zeros at their end."""
         array = self._chunks.array(self._names[0], "int64", (COLUMNS,))
         none = np.zeros((0, COLUMNS), np.int64)
         if array is None:
@@ -153,7 +153,7 @@ class SurveyedTables:
         self.chained = not broken
 
     def _lines(self, array: Array) -> list[bytes]:
-        """The lines of the declarations, without their ends; an empty one tells that there was damage."""
+        """The lines of the declarations, without their ends; an empty line stands for damage."""
         data = bytearray()
         for number in range(len(array.state)):
             chunk = self._chunks.read(array, number)
@@ -166,7 +166,7 @@ class SurveyedTables:
         return list(map(bytes, data.split(b"\n")[:-1]))
 
     def _declare(self, found: Mapping[str, Any]) -> str:
-        """Enter what a line declares; what is wrong with it, if anything is."""
+        """Enter what a line declares; returns what is wrong with it, or an empty text."""
         try:
             for what, value in found.items():
                 self.tables.declare(what, value)
@@ -177,14 +177,14 @@ class SurveyedTables:
         return ""
 
     def _flipped_back(self, line: bytes, lines: deque[bytes], before: set[int], start: int) -> bool:
-        """Put a damaged line back in front of the others as it was, if only one bit of it was flipped; whether it was.
+        """Repair a line with one flipped bit, and put it back in front of the others; returns whether it was one.
 
-        A bit of the line feed at its end puts the next line to its end, and one may have become a line feed.
+        A flipped bit in a line feed joins two lines, and a flipped bit elsewhere may make a line feed of a byte.
         """
         for following in ([], [lines[0]] if lines else []):
             text = b"".join(one + b"\n" for one in (line, *following))
             self._searched += len(text)
-            # trying each bit of a long line would take long
+            # it would take long to try each bit of a long line
             found = None if self._searched > SEARCHED_BYTES else as_they_were(text, before)
             if found is not None:
                 self._findings.add(
@@ -200,7 +200,7 @@ class SurveyedTables:
         return False
 
     def _right_rows(self, readable: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which rows of the journal pass their checksum, once flipped bits are put right."""
+        """Which rows of the journal pass their checksum, after flipped bits are repaired."""
         right: NDArray[np.bool_] = row_checksums(self.journal, 0) == self.journal[:, Column.CHECK]
         damaged = np.flatnonzero(readable & ~right)
         for number in damaged.tolist() if len(damaged) <= MENDED_ROWS else ():
@@ -212,7 +212,7 @@ class SurveyedTables:
         return right
 
     def _refuse(self, left: NDArray[np.bool_], wrong: NDArray[np.bool_], why: str) -> NDArray[np.bool_]:
-        """Those of the rows that are `left` that are not wrong; those that are become problems."""
+        """The rows of `left` that are not `wrong`; a problem is added for the others."""
         wrong = wrong & left
         for start, stop in runs(wrong):
             rows = f"row {start}" if stop == start + 1 else f"rows {start} to {stop - 1}"

@@ -1,7 +1,7 @@
-"""`verify`: every chunk, checksum, declaration and row of the journal of a trace, and what is wrong with them.
+"""`verify`: checks every chunk, checksum, declaration and journal row of a trace, and reports what is wrong.
 
-`Survey` reads a trace part by part, so that damage to one part does not hide the others; `tracer.recover` saves what it
-finds. `tracer.trace.reader` refuses a trace whose tables are damaged, because a replay must not go wrong silently.
+`Survey` reads a trace part by part, so that damage to one part does not hide the others; `tracer.recover` saves what
+can be read. `tracer.trace.reader` refuses a trace whose tables are damaged, because no replay may be silently wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tracer.upkeep.findings import CHECKS, Problem
 from tracer.upkeep.survey import Survey
 
 TRIES: Final = 3
-"""How often a trace is verified in which something is wrong, while it is being written."""
+"""The most times that a trace is verified, if something is wrong with it and it is still being written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Report:
     store : str
         ``"zarr"`` or ``"hdf5"``.
     status : str
-        As `tracer.TraceReader.status`; ``"unknown"`` where that is damaged.
+        As `tracer.TraceReader.status`; ``"unknown"`` if that is damaged.
     messages, damaged : int
         Messages in the journal, and how many of them cannot be read.
     arrays, chunks, bytes, declarations : int
@@ -61,7 +61,7 @@ class Report:
 
     @property
     def complete(self) -> bool:
-        """Whether it is intact, and of a run that did not break off: it ended, or still goes on."""
+        """Whether the trace is intact, and its run has ended or still goes on, but was not interrupted."""
         return self.intact and self.status not in ("interrupted", "unknown")
 
     def describe(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Report:
 def verify(path: Anywhere) -> Report:
     """Check all of a trace: every chunk and checksum, every row of the journal, every declaration.
 
-    Reads everything once, in a bounded amount of memory, and changes nothing. Damage is told, not raised.
+    Reads everything once, in a bounded amount of memory, and changes nothing. Damage is reported, not raised.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def verify(path: Anywhere) -> Report:
     TraceUnreadableError
         If an object store does not answer.
     TraceError
-        If it is so damaged that nothing in it can be told from anything else.
+        If it is so damaged that nothing in it can be read.
 
     Examples
     --------
@@ -113,7 +113,7 @@ def verify(path: Anywhere) -> Report:
 
 @contextlib.contextmanager
 def survey(path: Anywhere) -> Iterator[tuple[list[Survey], list[Problem]]]:
-    """Survey each part of a trace, in the order of their attempts and ranks; with what is wrong with the others.
+    """The surveys of a trace's parts, by attempt and rank; and the problems of parts that cannot be surveyed.
 
     Parts of another run are left out, as a reader does.
 
@@ -147,18 +147,18 @@ def survey(path: Anywhere) -> Iterator[tuple[list[Survey], list[Problem]]]:
 
 
 def _begun(surveys: list[Survey]) -> list[Survey]:
-    """Without those of processes that were killed as they began, where a later one has begun with the first step.
+    """The surveys, without empty ones of attempts before one that began again with the first step.
 
-    Those hold nothing, and nothing that they could have held would count.
+    Their processes were killed as they began. They hold nothing, and nothing that they could have held would count.
     """
     again = restarted(surveys)
     return [one for one in surveys if not (one.empty and one.attempt < again.get(one.rank, 0))]
 
 
 def _report(path: Location, surveys: list[Survey], elsewhere: list[Problem]) -> Report:
-    """Read everything, and tell what is wrong."""
+    """Read everything, and report what is wrong."""
     damaged = sum(one.check_all() for one in surveys)
-    # each part reports what is wrong with the root, so it is said once
+    # each part reports what is wrong with the root; the report has it once
     problems = list(dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)]))
     if not problems:
         try:

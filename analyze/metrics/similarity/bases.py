@@ -1,4 +1,4 @@
-"""Orthonormal bases of what a layer says about its datapoints, cut to the directions that hold most of its variance.
+"""Orthonormal bases of a layer's activations, cut to the directions that hold most of their variance.
 
 Shapes: ``u_nk`` has k orthonormal columns over n datapoints; ``singular_k`` are the singular values of the centred
 activations that belong to them; ``loadings_kd = u_nk.T @ x_nd`` are the directions in terms of the d neurons.
@@ -23,13 +23,13 @@ from analyze.metrics.streams import restored, stored
 
 Status = Literal["ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch"]
 STATUSES: tuple[Status, ...] = ("ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch")
-"""What a similarity says of itself; subscribers publish the place in this table, from 0 on."""
+"""The statuses of a similarity; subscribers publish the index in this tuple."""
 
 EXACTLY = 1 - 1e-6
-"""Above this share of the variance a covariance is not good enough, and the data itself is decomposed."""
+"""Above this threshold a covariance is not precise enough, and the data itself is decomposed."""
 _EPS = float(np.finfo(np.float64).eps)
 _SMALL = 64
-"""Neurons up to which all eigenvectors are as fast as some."""
+"""Up to so many neurons, all eigenvectors take no longer than some."""
 
 
 def check_threshold(threshold: object) -> None:
@@ -47,14 +47,14 @@ class Spectrum:
     variances : array (d,)
         All eigenvalues, falling.
     k : int
-        How many of them hold the share of the variance, the crossing one included.
+        How many of them hold the share of the variance, including the one that crosses the threshold.
     vectors_dk : array (d, k)
         Their eigenvectors.
     cut_gap : float
         How far the last kept eigenvalue is above the first left out, over the largest. At 0 the kept subspace is
         arbitrary.
     tau_margin : float
-        How far the threshold is from the shares at which k would be another.
+        How far the threshold is from the nearest share of the variance at which k would change.
     """
 
     variances: NDArray[np.float64]
@@ -65,13 +65,16 @@ class Spectrum:
 
 
 def cut(variances: NDArray[np.float64], total: float, threshold: float) -> tuple[int, float, float]:
-    """How many falling variances hold the share of the total (slack for rounding only), cut gap and margin of tau."""
+    """How many of the falling variances hold a share of the total; the cut gap; and the margin: see `Spectrum`.
+
+    The share has a slack of 1e-12, for rounding only.
+    """
     held = np.cumsum(np.clip(variances, 0, None))
     k = min(int(np.searchsorted(held, threshold * total * (1 - 1e-12))) + 1, len(variances))
     following = max(0.0, float(variances[k])) if k < len(variances) else 0.0
     shares = np.array([held[k - 2] if k > 1 else 0.0, held[k - 1]]) / total
     margin = np.abs(shares - threshold)
-    # with all the variance kept there is no share to cross
+    # if no variance is left out, only the share below the threshold matters
     tau_margin = float(margin[0] if following == 0 and shares[1] > threshold else margin.min())
     return k, (float(variances[k - 1]) - following) / float(variances[0]), tau_margin
 
@@ -127,10 +130,10 @@ def _some(scatter_dd: NDArray[np.float64], threshold: float, total: float) -> Sp
 
 
 def _of_tridiagonal(diagonal: NDArray[np.float64], off: NDArray[np.float64], k: int) -> NDArray[np.float64]:
-    """The eigenvectors of the k largest eigenvalues, those falling."""
+    """The eigenvectors of the k largest eigenvalues, the largest first."""
     d = len(diagonal)
     divide_and_conquer = getattr(scipy.linalg.lapack, "dstevd", None)  # SciPy has it since 1.13
-    if k > d // 5 and divide_and_conquer is not None:  # all of them are faster than that many
+    if k > d // 5 and divide_and_conquer is not None:  # computing all of them is faster than so many
         _, vectors, info = divide_and_conquer(diagonal, off, compute_v=1)
         if info:
             raise scipy.linalg.LinAlgError("the eigenvectors of the tridiagonal matrix cannot be found")
@@ -148,8 +151,9 @@ class Basis:
     Attributes
     ----------
     u_nk : array (n, k), or (frequencies, n, k)
-        Orthonormal columns, centred, by falling variance. (Of a stream of chunks, in coordinates that all layers of the
-        stream have in common, which may be fewer than n.) With frequencies complex, and filled up with columns of 0.
+        Orthonormal columns, centred, by falling variance. From a stream of chunks, they are in coordinates that all
+        layers of the stream have in common, which may be fewer than n. With frequencies, they are complex, and filled
+        up with columns of 0.
     n, d : int
         Datapoints and neurons.
     status : str
@@ -206,7 +210,7 @@ class Basis:
 
 
 def no_basis(sheet: Sheet, status: Status) -> Basis:
-    """The basis of activations that have none."""
+    """The empty basis of activations that have none; its status says why."""
     counts = sheet.nonfinite() if status == "nonfinite" else None
     return Basis(np.zeros((sheet.n, 0)), sheet.n, sheet.d, status, np.zeros(0), rows=sheet.rows, nonfinite_d=counts)
 
@@ -219,7 +223,7 @@ def basis(
     positions: Positions = "datapoints",
     loadings: bool = False,
 ) -> Basis:
-    """An orthonormal basis of the fewest directions that hold a share of the variance, the crossing one included.
+    """An orthonormal basis of the fewest directions that hold at least a share of the variance.
 
     Never raises for degenerate data: the result says in `Basis.status` why it is empty.
 
@@ -267,7 +271,10 @@ def spectrum_of(moments: Moments, threshold: float) -> Spectrum | Status:
 def spectrum_of_scatter(
     scatter_dd: NDArray[np.float64], threshold: float, finite: bool, rounding: float
 ) -> Spectrum | Status:
-    """The same of a scatter matrix (its lower triangle; it is destroyed), whose trace may be mere `rounding`."""
+    """The cut spectrum of a scatter matrix, or why there is none.
+
+    Only the lower triangle is read, and it is destroyed. A trace up to `rounding` counts as 0.
+    """
     total = float(np.trace(scatter_dd))
     if not finite or not math.isfinite(total):
         return "nonfinite"
@@ -297,7 +304,10 @@ def project(sheet: Sheet, moments: Moments, spectrum: Spectrum, *, loadings: boo
 
 
 def centred(sheet: Sheet) -> tuple[NDArray[np.float64], float, float] | Status:
-    """All activations in float64, centred, over a power of two; it; and what sum of squares is rounding."""
+    """All activations in float64, centred and divided by a power of two; and that power.
+
+    The third value is the sum of squares up to which they count as constant, because of rounding.
+    """
     with np.errstate(invalid="ignore", over="ignore"):
         matrix = np.moveaxis(sheet.array, 1, -1) if sheet.first else sheet.array
         x_nd = matrix.reshape(-1, sheet.d).astype(np.float64)
@@ -307,12 +317,12 @@ def centred(sheet: Sheet) -> tuple[NDArray[np.float64], float, float] | Status:
     scale = power_of_two(float(largest_d.max()))
     x_nd /= scale
     x_nd -= x_nd.mean(axis=0)
-    x_nd -= x_nd.mean(axis=0)  # the rounding of the first mean, which an offset makes large
+    x_nd -= x_nd.mean(axis=0)  # the error of the first mean, which is large if the data has an offset
     return x_nd, scale, negligible(sheet.n, largest_d / scale)
 
 
 def _by_rows(sheet: Sheet, threshold: float, loadings: bool) -> Basis | Status:
-    """By the SVD, or the Gram matrix of the datapoints; for all the variance, or more neurons than datapoints."""
+    """The basis by the SVD, for all the variance; else by the Gram matrix of datapoints that are fewer than neurons."""
     prepared = centred(sheet)
     if isinstance(prepared, str):
         return prepared
@@ -347,7 +357,7 @@ def of_matrix(
             return "zero_variance"
         negligible_s = float(singular[0]) * max(n, d) * _EPS
         k = min(int(np.count_nonzero(singular > negligible_s)), n - 1)
-        # at 1 the numerical rank decides: how far is its last singular value above what counts as 0
+        # at 1 the numerical rank decides, so the gap is between its last singular value and what counts as 0
         gap, margin = float((singular[k - 1] - negligible_s) / singular[0]), 1.0
         if threshold < 1:
             by_share, gap_of_share, margin_of_share = cut(np.square(singular), total, threshold)
@@ -359,7 +369,7 @@ def of_matrix(
 
 
 def of_triangle(triangle: Triangle, columns: slice, threshold: float, *, loadings: bool = False) -> Basis:
-    """The basis of one layer of a stream of chunks, in the coordinates of the triangular factor of all of them."""
+    """The basis of one layer of a stream of chunks, in the coordinates of the triangular factor of all layers."""
     d = len(range(triangle.d)[columns])
     sheet = Sheet(np.zeros((0, d)), d, (triangle.n,), False)
     if triangle.n < 2:
@@ -430,7 +440,10 @@ def of_frequencies(
 
 
 def frequencies_in_common(one: Basis, other: Basis) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.float64]] | None:
-    """The bases of the frequencies that both have, and for how many of all frequencies each stands."""
+    """Both bases at the frequencies that both have, and the number of frequencies that each of these stands for.
+
+    None if the positions of the two have different numbers of axes.
+    """
     if len(one.sizes) != len(other.sizes):
         return None
     to = tuple(map(min, one.sizes, other.sizes))

@@ -41,10 +41,10 @@ from analyze.metrics.similarity.datapoints import (
 from tracer.errors import MessageError
 
 Average = Literal["mean", "square", "weighted"]
-"""How correlations become one number: SVCCA and CCA, R2_CCA, PWCCA."""
+"""How correlations become one number: "mean" in SVCCA and CCA, "square" in R2_CCA, "weighted" in PWCCA."""
 
 _AT_ONCE = 1 << 16
-"""Products of two layers' neurons up to which they are correlated in the same pass in which each is decomposed."""
+"""Up to so many pairs of neurons, two layers are correlated in the same pass that sums the scatter of each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +54,7 @@ class CanonicalResult:
     Attributes
     ----------
     value : float
-        From 0 to 1; NaN if there is none.
+        From 0 to 1; NaN if there is no value.
     rho : array (min(k, m),)
         The canonical correlations, falling. (By Fourier: (frequencies, min(k, m)), filled up with 0.)
     k, m : int
@@ -70,10 +70,10 @@ class CanonicalResult:
     forced_ones : int
         How many of `rho` are 1 for any data, because n is so small: max(0, k + m - (n - 1)).
     cut_gap, tau_margin : float
-        The smaller one of both layers': how far the last kept variance is above the first left out, over the largest;
-        how far the threshold is from a share of the variance where another number of directions would be kept.
+        The smaller value of the two layers: how far the last kept variance is above the first left out, over the
+        largest; how far the threshold is from a share of the variance where another number of directions would be kept.
     nonfinite : tuple of (array (d,) or None) for x and y
-        How many NaN and infinities each neuron has, of layers that have any.
+        How many NaN and infinities each neuron has; None for a layer that has none.
     """
 
     value: float
@@ -104,12 +104,12 @@ def canonical(
     drop_rows: bool = False,
     strict: bool = False,
 ) -> CanonicalResult:
-    """The similarity of two fresh sets of activations; `what` is its name in errors, and the rest as in `svcca`.
+    """The similarity of two sets of activations; `what` is its name in errors, and the rest is as in `svcca`.
 
     Raises
     ------
     MessageError
-        If they cannot be compared, or an argument is out of its range; and, if `strict`, instead of a NaN.
+        If they cannot be compared, or an argument is out of its range; with `strict`, also if there is no value.
     """
     check_threshold(threshold)
     check_positions(positions)
@@ -134,7 +134,7 @@ def refuse(what: str, found: Any) -> Any:
 def sheets(
     what: str, x: Array, y: Array, channels: Channels, positions: Positions, drop_rows: bool
 ) -> tuple[Sheet, Sheet]:
-    """Two sets of activations of the same datapoints; raises `MessageError` if they cannot be that."""
+    """Two sets of activations of the same datapoints; raises `MessageError` if these cannot be the same."""
     kept = "datapoints" if positions == "fourier" else positions
     x_sheet, y_sheet = Sheet.of(x, channels, kept), Sheet.of(y, channels, kept)
     for name, sheet in (("x", x_sheet), ("y", y_sheet)):
@@ -172,7 +172,7 @@ def _told(sheet: Sheet) -> str:
 
 
 def _fresh(x: Sheet, y: Sheet, threshold: float, average: Average) -> CanonicalResult:
-    """Both layers decomposed, and their overlap by the cheapest of the orders in which its factors can be taken."""
+    """The similarity of two layers, whose overlap is a product of factors that are taken in the cheapest order."""
     weighted = average == "weighted"
     if threshold > EXACTLY and x.n > x.d + y.d + 1:
         triangle = Triangle()
@@ -231,7 +231,7 @@ def loadings_of(moments: Moments, spectrum: Spectrum) -> NDArray[np.float64]:
 
 
 def with_spectrum(sheet: Sheet, spectrum: Spectrum | Status) -> Basis:
-    """What is known of a layer before its basis over the datapoints is made: its numbers, or why there is none."""
+    """The `Basis` of a layer without its columns, which would take another pass over the datapoints."""
     if isinstance(spectrum, str):
         return no_basis(sheet, spectrum)
     singular_k, empty = np.sqrt(spectrum.variances[: spectrum.k]), np.zeros((0, spectrum.k))
@@ -259,7 +259,7 @@ def compare(
     overlap_km : array, optional
         ``one.u_nk.T @ other.u_nk``, if it is known already.
     loadings_kd : array, optional
-        Those of `one`, if it has none itself.
+        The loadings of `one`, if it has none itself.
     """
     n, k, m = one.n, one.k, other.k
     status: Status = "ok"
@@ -308,12 +308,12 @@ def _judged(one: Basis, other: Basis, n: int, most: int) -> Status:
 def _of_frequencies(
     u: NDArray[Any], w: NDArray[Any], weights: NDArray[np.float64], one: Basis, other: Basis, average: Average
 ) -> CanonicalResult:
-    """The mean over the frequencies of the similarity at each, those that the other half of them stands for counted."""
+    """The mean similarity over all frequencies; one of the kept half counts as often as it stands for."""
     n = one.n
     kept = [np.count_nonzero(np.abs(bases).max(axis=1, initial=0) > 0, axis=1) for bases in (u, w)]
     smaller = np.minimum(*kept)
     rho = np.linalg.svd(u.conj().swapaxes(1, 2) @ w, compute_uv=False).clip(0.0, 1.0)
-    used = smaller > 0  # a frequency that one of the layers does not have says nothing
+    used = smaller > 0  # a frequency that one of the layers does not have is left out
     most = int(max(kept[0].max(initial=0), kept[1].max(initial=0)))
     k, m = (round(float(np.average(counts, weights=weights))) for counts in kept)
     gap, margin = min(one.cut_gap, other.cut_gap), min(one.tau_margin, other.tau_margin)
@@ -337,7 +337,7 @@ def null_baseline(n: int, k: int, m: int, *, square: bool = False, real: bool = 
     square : bool
         The mean of the squared correlations instead, which is max(k, m) / (n - 1) exactly.
     real : bool
-        Whether the data is real, or complex.
+        Whether the data is real; else it is complex.
 
     Returns
     -------

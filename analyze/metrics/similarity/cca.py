@@ -114,7 +114,7 @@ class ByCorrelations(Similarity):
     fourier = True
 
     def represent(self, data: Array) -> Basis:
-        """The basis of a layer at one step; if weighted, in terms of its neurons too."""
+        """The basis of a layer at one step; with loadings, if the mean is weighted."""
         loadings = self.average == "weighted"
         return basis(data, self.threshold, channels=self.channels, positions=self.positions, loadings=loadings)
 
@@ -128,12 +128,12 @@ class ByCorrelations(Similarity):
         return (found.value, *counts, code(found.status))
 
     def unlike(self) -> CanonicalResult:
-        """The result for layers that have not the same datapoints."""
+        """The result for layers whose datapoints are not the same."""
         nobody = no_basis(Sheet.of(0.0), "mismatch")
         return compare(nobody, nobody)
 
     def gathering(self) -> Gathering:
-        """The scatter matrix of all layers, or their triangular factor where that is not good enough."""
+        """The scatter matrix of all layers; or their triangular factor, if a scatter matrix is not precise enough."""
         if self.positions == "fourier":
             return super().gathering()
         return (ByTriangle if self.threshold > EXACTLY else ByMoments)(self.threshold, self.average)

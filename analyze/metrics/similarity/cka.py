@@ -1,4 +1,4 @@
-"""Centred kernel alignment: how similar two layers find which pairs of datapoints are alike.
+"""Centred kernel alignment: how far two layers agree on which pairs of datapoints are alike.
 
 Shapes: ``x_nd`` has n datapoints and d neurons; ``gram_nn`` is a kernel of each two datapoints.
 """
@@ -40,7 +40,7 @@ class AlignmentResult:
     Attributes
     ----------
     value : float
-        NaN if there is none.
+        NaN if there is no value.
     n : int
         Datapoints that were used.
     status : str
@@ -49,7 +49,7 @@ class AlignmentResult:
     null_baseline : float
         The value to expect of unrelated layers with these spectra.
     nonfinite : tuple of (array (d,) or None) for x and y
-        How many NaN and infinities each neuron has, of layers that have any.
+        How many NaN and infinities each neuron has; None for a layer that has none.
     """
 
     value: float
@@ -131,7 +131,7 @@ def _check(kernel: object, estimator: object, bandwidth: object, batch_size: obj
 
 @dataclass
 class _Sums:
-    """What an alignment is made of: Frobenius products of the kernels, their traces, and sums over the datapoints."""
+    """The sums that give an alignment: Frobenius products of kernels, their traces, and sums over the datapoints."""
 
     n: int
     xy: float
@@ -144,7 +144,7 @@ class _Sums:
     rows_yy: float = math.nan
 
     def biased(self) -> AlignmentResult:
-        """The ratio of the sums, and that of datapoints in another order, on average."""
+        """The ratio of the sums; its null baseline is the mean over all orders of the datapoints."""
         size = math.sqrt(self.xx) * math.sqrt(self.yy)
         directions = max(self.trace_x**2 / self.xx, self.trace_y**2 / self.yy)
         status: Status = "few_samples" if self.n - 1 < 5 * directions else "ok"
@@ -177,7 +177,7 @@ def _ratio(n: int, xy: float, xx: float, yy: float) -> AlignmentResult:
 def _aligned(
     x: Sheet, y: Sheet, kernel: Kernel, estimator: Estimator, bandwidth: float, batch_size: int
 ) -> AlignmentResult:
-    """The alignment of two sets of activations of the same datapoints; never raises for what they hold."""
+    """The alignment of two sets of activations of the same datapoints; never raises for the values in them."""
     if estimator == "minibatch":
         batches = ByBatches(kernel, bandwidth)
         x, y = x.flat(), y.flat()
@@ -235,7 +235,7 @@ def _by_moments(x: Sheet, y: Sheet, rows: bool) -> _Sums | Status:
 
 
 def _by_grams(x: Sheet, y: Sheet, kernel: Kernel, bandwidth: float, debiased: bool) -> _Sums | Status | AlignmentResult:
-    """The sums over each two datapoints."""
+    """The sums over all pairs of datapoints."""
     grams = []
     for sheet in (x, y):
         gram = _gram(sheet, kernel, bandwidth)
@@ -258,7 +258,7 @@ def _by_grams(x: Sheet, y: Sheet, kernel: Kernel, bandwidth: float, debiased: bo
 
 
 def _gram(sheet: Sheet, kernel: Kernel, bandwidth: float) -> NDArray[np.float64] | Status:
-    """The kernel of each two datapoints, not centred if it is a Gaussian; or why there is none."""
+    """The kernel of all pairs of datapoints, not centred if it is a Gaussian; or why there is none."""
     prepared = centred(sheet)
     if isinstance(prepared, str):
         return prepared
@@ -297,7 +297,7 @@ def hsic(one_nn: NDArray[np.float64], other_nn: NDArray[np.float64]) -> float:
 
 
 class ByLinear(ByMoments):
-    """Linear CKA of each two layers from the scatter matrix of all their neurons; debiased, from some sums more."""
+    """Linear CKA of each two layers from the scatter matrix of all their neurons; if debiased, from further sums."""
 
     def __init__(self, debiased: bool) -> None:
         super().__init__(1.0)
@@ -339,7 +339,7 @@ class ByLinear(ByMoments):
         return sums.debiased()
 
     def _rows(self, i: int, j: int) -> float:
-        """The sum over the datapoints of the products of their squared norms, from those about the shift."""
+        """The sum over the datapoints of the products of their squared norms, from the sums of shifted datapoints."""
         drift_d = self.moments.drift()
         x_d, y_e = drift_d[self.columns(i)], drift_d[self.columns(j)]
         xx, yy, n = float(x_d @ x_d), float(y_e @ y_e), self.moments.n
@@ -366,7 +366,7 @@ class ByLinear(ByMoments):
 
 
 class ByBatches(Gathering):
-    """Minibatch CKA: the unbiased estimates of each batch, added up; numbers of each two layers are all it keeps."""
+    """Minibatch CKA: adds up the unbiased estimates of each batch, and keeps a number for each pair of layers."""
 
     def __init__(self, kernel: Kernel, bandwidth: float) -> None:
         self.kernel, self.bandwidth = kernel, bandwidth
@@ -429,7 +429,7 @@ class Alignment(Similarity):
         return found.value, found.null_baseline, code(found.status)
 
     def unlike(self) -> AlignmentResult:
-        """The result for layers that have not the same datapoints."""
+        """The result for layers whose datapoints are not the same."""
         return UNLIKE
 
 
@@ -518,7 +518,7 @@ class CKA(Alignment):
         return _aligned(one.sheet, other.sheet, self.kernel, self.estimator, self.bandwidth, self.batch_size)
 
     def gathering(self) -> Gathering:
-        """The sums of all layers, or of each batch; kernels of all datapoints need all datapoints."""
+        """The sums of all layers, or of each batch; a Gaussian kernel without batches needs all datapoints."""
         if self.estimator == "minibatch":
             return ByBatches(self.kernel, self.bandwidth)
         return ByLinear(self.estimator == "debiased") if self.kernel == "linear" else super().gathering()

@@ -24,7 +24,7 @@ _FAR = 30
 
 
 def power_of_two(largest: float) -> float:
-    """A power of two of the size of a number that is far from 1, else 1: dividing by it changes no digit."""
+    """A power of two near a number that is far from 1, else 1. Dividing by it changes no digit."""
     if largest == 0 or not math.isfinite(largest) or 10.0**-_FAR < largest < 10.0**_FAR:
         return 1.0
     return float(2.0 ** min(max(math.frexp(largest)[1] - 1, -1000), 1000))
@@ -40,7 +40,7 @@ def largest_of(part_dm: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _scales(largest_d: NDArray[np.float64], sizes: Sequence[int]) -> NDArray[np.float64]:
-    """For each neuron the power of two of the size of its layer."""
+    """For each neuron, a power of two near the largest value of its layer, see `power_of_two`."""
     layers = np.split(largest_d, np.cumsum(sizes)[:-1])
     scales = [power_of_two(float(one[np.isfinite(one)].max(initial=0))) for one in layers]
     return np.repeat(scales, sizes)
@@ -52,7 +52,7 @@ def _over(part_dm: NDArray[Any], scale_d: NDArray[np.float64]) -> NDArray[Any]:
 
 
 def negligible(n: int, largest_d: NDArray[np.float64]) -> float:
-    """The sum of squares that rounding the mean of constant neurons of this size leaves."""
+    """The sum of squares that rounding leaves of constant neurons of this size, once their mean is subtracted."""
     return n * len(largest_d) * (8 * _EPS * float(largest_d.max(initial=0))) ** 2
 
 
@@ -99,7 +99,7 @@ class Moments:
         with np.errstate(invalid="ignore", over="ignore"):
             largest_d = largest_of(part_dm)
             if not self.n:
-                # of narrower numbers no square leaves the range of float64
+                # squares of narrower dtypes stay in the range of float64
                 finite = largest_d[np.isfinite(largest_d)]
                 self.scale = power_of_two(float(finite.max(initial=0))) if part_dm.dtype.itemsize > 4 else 1.0
                 self._shift_d = (part_dm / self.scale if self.scale != 1 else part_dm).mean(axis=1, dtype=np.float64)
@@ -117,7 +117,7 @@ class Moments:
         return a_dm
 
     def finite(self, columns: slice = slice(None)) -> bool:
-        """Whether neither NaN nor infinity was met (in some of the neurons)."""
+        """Whether there was neither NaN nor infinity in these neurons."""
         return bool(np.isfinite(self.largest_d[columns]).all() and np.isfinite(self._sum_d[columns]).all())
 
     def mean(self) -> NDArray[np.float64]:
@@ -125,37 +125,37 @@ class Moments:
         return self._shift_d + self._sum_d / max(1, self.n)
 
     def drift(self) -> NDArray[np.float64]:
-        """How far the mean is from the shift."""
+        """The mean of each neuron minus its shift."""
         drift_d: NDArray[np.float64] = self._sum_d / max(1, self.n)
         return drift_d
 
     def centred(self, part_dm: NDArray[Any]) -> NDArray[np.float64]:
-        """A chunk that was seen before: less the mean, over `scale`."""
+        """A chunk that was added before, divided by `scale`, minus the mean."""
         scaled = part_dm / self.scale if self.scale != 1 else part_dm
         a_dm: NDArray[np.float64] = np.subtract(scaled, self.mean()[:, None], dtype=np.float64)
         return a_dm
 
     def unshifted(self, cross_de: NDArray[np.float64], other: Moments) -> NDArray[np.float64]:
-        """The sum of products of two layers' centred neurons, from that of the chunks that `take` gave back."""
+        """The sum of products of two layers' centred neurons, from that of the chunks that `take` returned."""
         whole_de: NDArray[np.float64] = cross_de - np.outer(self._sum_d, other._sum_d / max(1, self.n))
         return whole_de
 
     def block(self, rows: slice, columns: slice) -> NDArray[np.float64]:
-        """A block of the centred scatter matrix that is in its lower triangle (of one on the diagonal, that part)."""
+        """A block of the centred scatter matrix below its diagonal; of one on the diagonal, only the lower triangle."""
         drift_d = self.drift()
         block: NDArray[np.float64] = np.array(self._scatter_dd[rows, columns], order="F")
         block -= np.outer(self._sum_d[rows], drift_d[columns])
         return block
 
     def scatter(self) -> NDArray[np.float64]:
-        """The lower triangle of the centred scatter matrix, over the square of `scale`; a copy, in column order."""
+        """The lower triangle of the centred scatter matrix, divided by `scale` squared; a copy, in column order."""
         scatter_dd = np.array(self._scatter_dd, order="F")
         if self.n:
             scatter_dd = scipy.linalg.blas.dsyr(-1.0 / self.n, self._sum_d, a=scatter_dd, lower=1, overwrite_a=1)
         return scatter_dd
 
     def negligible(self, columns: slice = slice(None)) -> float:
-        """The sum of squares that rounding the mean of constant neurons leaves."""
+        """The sum of squares that rounding leaves of constant neurons, once their mean is subtracted."""
         return negligible(self.n, self.largest_d[columns])
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class Moments:
 
 
 def add_product(a_dm: NDArray[np.float64], b_em: NDArray[np.float64], to_de: NDArray[np.float64]) -> Any:
-    """``to += a @ b.T`` in place, for a matrix in column order; of ``a is b`` only the lower triangle."""
+    """``to += a @ b.T`` in place, for a matrix in column order; if ``a is b``, only its lower triangle."""
     a_dm, b_em = (one if one.flags.f_contiguous or one.flags.c_contiguous else one.copy() for one in (a_dm, b_em))
     rows = a_dm.flags.f_contiguous  # else its transpose is in column order, which is what BLAS takes
     if a_dm is b_em:
@@ -200,8 +200,8 @@ def add_product(a_dm: NDArray[np.float64], b_em: NDArray[np.float64], to_de: NDA
 class Triangle:
     """The triangular factor of the QR of all datapoints, one chunk at a time (TSQR).
 
-    Where a covariance squares the condition of the data, this keeps it: all directions down to rounding. A leading
-    column of ones makes the centring exact.
+    A covariance squares the condition number of the data. This factor keeps it, and so all directions down to rounding.
+    A leading column of ones makes the centring exact.
 
     Examples
     --------
@@ -243,10 +243,10 @@ class Triangle:
                 raise MessageError(f"a chunk of {len(part_dm)} neurons cannot be added to those of {self.d}")
             self.largest_d = np.maximum(self.largest_d, largest_d / self.scale_d)  # NaN wins
             a_md = np.subtract(_over(part_dm, self.scale_d).T, self._shift_d, dtype=np.float64)
-            a_md[:, ~np.isfinite(largest_d)] = 0  # one neuron with NaN shall not take the others with it
+            a_md[:, ~np.isfinite(largest_d)] = 0  # so that a neuron with NaN does not spoil the others
         self.n += len(a_md)
         self._waiting.append(a_md)
-        # a factorization of few more rows than columns would be made again and again
+        # with fewer rows, it would be factorized again and again
         if sum(map(len, self._waiting)) >= 2 * (self.d + 1):
             self._fold()
 
@@ -264,15 +264,15 @@ class Triangle:
         self._r = np.triu(found[: self.d + 1])
 
     def finite(self, columns: slice = slice(None)) -> bool:
-        """Whether neither NaN nor infinity was met (in some of the neurons)."""
+        """Whether there was neither NaN nor infinity in these neurons."""
         return bool(np.isfinite(self.largest_d[columns]).all())
 
     def negligible(self, columns: slice = slice(None)) -> float:
-        """The sum of squares that rounding the mean of constant neurons leaves."""
+        """The sum of squares that rounding leaves of constant neurons, once their mean is subtracted."""
         return negligible(self.n, self.largest_d[columns])
 
     def factor(self) -> NDArray[np.float64]:
-        """R (min(n, d + 1) - 1, d), where R'R is the centred scatter matrix of the neurons over `scale_d`."""
+        """R (min(n, d + 1) - 1, d), where R'R is the centred scatter matrix of the neurons divided by `scale_d`."""
         self._fold()
         return self._r[1:, 1:]
 

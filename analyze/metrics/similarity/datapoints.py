@@ -20,20 +20,20 @@ Channels = Literal["auto", "first", "last"]
 Positions = Literal["datapoints", "pooled", "fourier"]
 
 ROWS = 512
-"""Datapoints per chunk at least, if there are so many; BLAS wants that many for its blocks."""
+"""The least datapoints of a chunk, if there are so many: BLAS needs them for its blocks."""
 _CHUNK = 1 << 19
-"""Elements per chunk at least: 4 MiB of float64."""
+"""The least elements of a chunk: 4 MiB of float64."""
 _IMAGE = 64
-"""Positions of one datapoint from which on its own (c, positions) matrix is worth a call of BLAS."""
+"""With so many positions, the (c, positions) matrix of a single image is worth a call of BLAS."""
 
 
 def check_channels(channels: object) -> None:
-    """Raise `MessageError` unless it is a word for where the neurons are."""
+    """Raise `MessageError` unless `channels` is one of the words in `Channels`."""
     check_word("channels", channels, get_args(Channels))
 
 
 def check_positions(positions: object, *, fourier: bool = True) -> None:
-    """Raise `MessageError` unless it is a word for what the positions of convolutions and sequences are."""
+    """Raise `MessageError` unless `positions` is one of the words in `Positions` that are allowed."""
     allowed = ("datapoints", "pooled", "fourier") if fourier else ("datapoints", "pooled")
     check(positions in allowed, f"positions is one of {', '.join(map(repr, allowed))}", positions)
 
@@ -93,7 +93,7 @@ class Sheet:
     rows : tuple of int
         The lengths of the axes of the datapoints; two layers can be compared if they agree in them.
     first : bool
-        Whether the neurons are in axis 1, and not in the last.
+        Whether the neurons are in axis 1; else they are in the last axis.
     """
 
     array: NDArray[Any]
@@ -103,7 +103,7 @@ class Sheet:
 
     @classmethod
     def of(cls, x: Array, channels: Channels = "auto", positions: Positions = "datapoints") -> Sheet:
-        """The sheet of an array; raises `MessageError` for words that do not exist."""
+        """The sheet of an array; raises `MessageError` if `channels` is another word."""
         check_channels(channels)
         array = as_array(x)
         if array.ndim < 2:
@@ -133,12 +133,12 @@ class Sheet:
 
     @property
     def images(self) -> bool:
-        """Whether each entry of the first axis is worth a product of matrices of its own, just as it was recorded."""
+        """Whether each entry of the first axis is large enough for a product of matrices of its own, without a copy."""
         return self.first and self.per_entry >= _IMAGE
 
     @property
     def entries(self) -> int:
-        """Entries of the first axis in a part."""
+        """How many entries of the first axis a part has."""
         if self.images:
             return 1
         return max(1, -(-max(ROWS, _CHUNK // max(1, self.d)) // max(1, self.per_entry)))
@@ -158,7 +158,7 @@ class Sheet:
             yield start * self.per_entry, self.part(start, start + self.entries)
 
     def flat(self) -> Sheet:
-        """The same as a matrix."""
+        """The same activations as a matrix."""
         if self.array.ndim == 2:
             return self
         matrix = np.moveaxis(self.array, 1, -1) if self.first else self.array
@@ -209,7 +209,7 @@ def comparable(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def frequencies(x: Array, channels: Channels = "auto") -> tuple[NDArray[np.complex128], tuple[int, ...]]:
-    """The discrete Fourier transform over the positions: half of the frequencies, since real data has the other half.
+    """The discrete Fourier transform over the positions; of real data, half of the frequencies tell the other half.
 
     Parameters
     ----------
@@ -219,7 +219,7 @@ def frequencies(x: Array, channels: Channels = "auto") -> tuple[NDArray[np.compl
     Returns
     -------
     array (..., n, c), complex
-        With as many leading axes as there are axes of positions; the last of them is the half one.
+        With as many leading axes as there are axes of positions; the last of these has half of the frequencies.
     sizes : tuple of int
         The lengths of the axes of positions.
     """
@@ -234,7 +234,7 @@ def frequencies(x: Array, channels: Channels = "auto") -> tuple[NDArray[np.compl
 
 
 def lowest(transformed: NDArray[np.complex128], sizes: tuple[int, ...], to: tuple[int, ...]) -> NDArray[np.complex128]:
-    """The frequencies that a transform of the sizes `to` has too, both signs of each; all, if the sizes agree."""
+    """The frequencies that a transform of the sizes `to` has with both signs; all, if the sizes agree."""
     for axis, (size, target) in enumerate(zip(sizes, to, strict=True)):
         if size == target:
             continue
@@ -246,7 +246,7 @@ def lowest(transformed: NDArray[np.complex128], sizes: tuple[int, ...], to: tupl
 
 
 def multiplicity(sizes: tuple[int, ...], cut: bool) -> NDArray[np.float64]:
-    """How many of all frequencies each one of the half stands for: 2, or 1 where it is its own mirror image.
+    """How many frequencies each one of the kept half stands for: 2, or 1 if it is its own mirror image.
 
     ``cut`` says that the frequencies were cut by `lowest`, which leaves no Nyquist frequency in the last axis.
     """

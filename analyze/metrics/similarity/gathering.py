@@ -1,4 +1,4 @@
-"""Several layers over the same datapoints, added up chunk by chunk, in a memory that their number does not enlarge."""
+"""Accumulates several layers over the same datapoints, chunk by chunk, in memory that does not grow with these."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Gathering(ABC):
 
     @abstractmethod
     def update(self, layers: list[NDArray[Any]]) -> None:
-        """Add the same datapoints of each layer, arrays (d, m) of one m."""
+        """Add the same datapoints of each layer: arrays (d, m) with the same m."""
 
     @abstractmethod
     def result(self, i: int, j: int) -> Any:
@@ -36,19 +36,19 @@ class Gathering(ABC):
 
 
 class Layers(Gathering):
-    """The base of those that stack the neurons of all layers and add up one thing for all of them."""
+    """The base of gatherings that stack the neurons of all layers and accumulate one matrix of all."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.scales: list[float] = []
 
     def columns(self, i: int) -> slice:
-        """Where the neurons of a layer are."""
+        """Where the neurons of a layer are among those of all layers."""
         start = sum(self.sizes[:i])
         return slice(start, start + self.sizes[i])
 
     def stacked(self, layers: list[NDArray[Any]]) -> NDArray[Any]:
-        """The neurons of all layers, each layer over a power of two if its squares would leave the range of float64."""
+        """The neurons of all layers; one whose squares would leave float64 is divided by a power of two."""
         if not self.sizes:
             self.sizes = [len(one) for one in layers]
             self.scales = [_scale_of(one) for one in layers]
@@ -114,7 +114,7 @@ class ByMoments(Layers):
         return self._spectra[i]
 
     def basis(self, i: int) -> Basis:
-        """What is known of one layer, but for its basis over the datapoints."""
+        """The `Basis` of one layer without its columns, which would take the datapoints."""
         sheet = Sheet(np.zeros((0, self.sizes[i])), self.sizes[i], (self.moments.n,), False)
         return no_basis(sheet, "mismatch") if self.moments.n < 2 else with_spectrum(sheet, self.spectrum(i))
 

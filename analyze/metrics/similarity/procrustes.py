@@ -124,7 +124,7 @@ def _check_alpha(alpha: object) -> None:
 
 
 def _centred_pair(x: Sheet, y: Sheet) -> tuple[list[NDArray[np.float64]], list[float]] | AlignmentResult:
-    """Both sets of activations, centred, over powers of two; and these."""
+    """Both sets of activations, centred and each divided by a power of two; and the two powers."""
     found, scales = [], []
     for sheet in (x, y):
         prepared = centred(sheet)
@@ -150,17 +150,17 @@ def _procrustes(x: Sheet, y: Sheet, normalised: bool) -> AlignmentResult:
     return _distance(x.n, cosine, null_cosine, sizes[0], sizes[1])
 
 
-def _distance(n: int, one_minus: float, null_cosine: float, x_size: float, y_size: float) -> AlignmentResult:
-    """|X|² + |Y|² - 2 |X| |Y| cosine, without loss where that is near 0."""
-    value = (x_size - y_size) ** 2 + 2 * x_size * y_size * one_minus
+def _distance(n: int, one_minus_cosine: float, null_cosine: float, x_size: float, y_size: float) -> AlignmentResult:
+    """|X|² + |Y|² - 2 |X| |Y| cosine, given 1 - cosine, so that no digits are lost where the distance is near 0."""
+    value = (x_size - y_size) ** 2 + 2 * x_size * y_size * one_minus_cosine
     null = (x_size - y_size) ** 2 + 2 * x_size * y_size * (1 - null_cosine)
     return AlignmentResult(value, n, "ok", null)
 
 
 def cosines(x_nd: NDArray[np.float64], y_ne: NDArray[np.float64]) -> tuple[float, float]:
-    """1 minus the nuclear norm of x'y, for x and y of norm 1; and the nuclear norm to expect of unrelated ones.
+    """1 minus the nuclear norm of x'y, for x and y of norm 1; and a baseline.
 
-    The second is that of the same datapoints in another, fixed order.
+    The baseline is the nuclear norm of the same x and y after a fixed shuffle of y's datapoints.
     """
     n = len(x_nd)
     other_ne = y_ne[np.random.default_rng(0).permutation(n)]
@@ -170,7 +170,10 @@ def cosines(x_nd: NDArray[np.float64], y_ne: NDArray[np.float64]) -> tuple[float
 
 
 def _small_product(x_nd: NDArray[np.float64], y_ne: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A matrix with the singular values of x'y, of the smaller ones of neurons and datapoints."""
+    """A matrix with the singular values of x'y.
+
+    Each side has as many rows or columns as it has neurons, or datapoints if those are fewer.
+    """
     n = len(x_nd)
     small = [one if one.shape[1] <= n else scipy.linalg.qr(one.T, mode="r")[0][:n].T for one in (x_nd, y_ne)]
     product: NDArray[np.float64] = small[0].T @ small[1]
@@ -222,9 +225,9 @@ def angle_of_bases(one: Basis, other: Basis, alpha: float) -> AlignmentResult:
     return _from_cosines(one.n, *cosines(weighted[0], weighted[1]))
 
 
-def _from_cosines(n: int, one_minus: float, null_cosine: float, status: Status = "ok") -> AlignmentResult:
+def _from_cosines(n: int, one_minus_cosine: float, null_cosine: float, status: Status = "ok") -> AlignmentResult:
     # 1 - cos(angle) = 2 sin²(angle / 2), which keeps the digits of small angles
-    angle = 2 * math.asin(min(1.0, math.sqrt(max(0.0, one_minus) / 2)))
+    angle = 2 * math.asin(min(1.0, math.sqrt(max(0.0, one_minus_cosine) / 2)))
     return AlignmentResult(min(angle, math.pi / 2), n, status, math.acos(min(1.0, null_cosine)))
 
 
@@ -236,7 +239,7 @@ class ByNuclear(ByMoments):
         self.normalised, self.angle = normalised, angle
 
     def result(self, i: int, j: int) -> Any:
-        """The distance of two layers; the unrelated one is a random overlap of the same spectra."""
+        """The distance of two layers; its null baseline is that of a random overlap with the same spectra."""
         n, norms, spectra = self.moments.n, [], []
         if n < 2:
             return UNLIKE

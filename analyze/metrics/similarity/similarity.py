@@ -1,6 +1,7 @@
 """What subscribers that compare layers have in common: which two states of which layers they compare, and when.
 
-A subclass says what is kept of a layer at one step and how two of these are compared; this module says which.
+A subclass says what is kept of a layer at one step, and how two such states are compared. This module chooses which
+two.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Calls = Literal["apart", "together"]
 _SCOPES: dict[str, Scope] = {"past": "stream", "final": "stream", "layers": "step"}
 
 WIDE = 16384
-"""Neurons of all layers together, of which the matrix of their products takes 2 GiB."""
+"""The most neurons, of all layers together, whose products are kept: their matrix takes 2 GiB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,11 +69,11 @@ class Kept:
 
     @property
     def sheet(self) -> Sheet:
-        """The matrix, with its axes named."""
+        """The activations as a `Sheet`."""
         return Sheet(self.x_nd, self.x_nd.shape[1], (len(self.x_nd),), False)
 
     def like(self, other: Kept) -> bool:
-        """Whether both are there, and of the same datapoints, as far as their shapes tell."""
+        """Whether both have activations, and of the same datapoints, as far as their shapes tell."""
         return self.status == other.status == "ok" and comparable(self.rows, other.rows)
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,13 +82,13 @@ class Kept:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Kept:
-        """What was kept, of such a state."""
+        """The `Kept` of such a state."""
         return cls(state["x"].numpy(), tuple(state["rows"]), state["status"])
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Whose activations: the fields of their message but the data."""
+    """Where activations come from: all fields of their message except the data."""
 
     module: str | None
     global_step: int
@@ -106,7 +107,7 @@ class Origin:
 
     @property
     def layer(self) -> str:
-        """What to call the layer beside others of its step: ``fc``, ``lstm[1.0]``, ``relu#2`` (its third call)."""
+        """The name of the layer among others of its step: ``fc``, ``lstm[1.0]``, ``relu#2`` (its third call)."""
         leaf, call = f"[{self.leaf}]" if self.leaf else "", f"#{self.call}" if self.call else ""
         return f"{self.module or ''}{leaf}{call}"
 
@@ -128,7 +129,7 @@ class Compared(Rows, total=False):
 
 
 class Similarity(Metric):
-    """Compares what a layer says of the same datapoints with what it said before, or another layer says.
+    """Compares a layer's activations with its own earlier or final ones, or with another layer's.
 
     Parameters
     ----------
@@ -138,15 +139,15 @@ class Similarity(Metric):
     Attributes
     ----------
     name : str
-        What is put behind the kind in the names of the answers.
+        The suffix of the answers' kind: ``{kind}_{name}``.
     companions : tuple of str
-        What is put behind that for each further number, in the order of `numbers`.
+        The suffixes of the further answers (``_null``, ``_status``, …), in the order of `numbers`.
     representation : type
-        Of what is kept of a layer at one step.
+        The type of what is kept of a layer at one step.
     symmetric : bool
-        Whether two layers have one answer, and not one for each of them.
+        Whether comparing a with b equals comparing b with a; if not, both are answered.
     fourier : bool
-        Whether positions can be taken for frequencies.
+        Whether `positions` may be ``"fourier"``.
     """
 
     companions: ClassVar[tuple[str, ...]]
@@ -179,8 +180,9 @@ class Similarity(Metric):
         super().__init__(kind, produces, tag=tag, **within)
         self.against, self.lag, self.calls, self.details = against, lag, calls, details
         self.channels, self.positions = channels, positions
-        self.same_inputs = against != "layers"  # which are compared at one step
-        self.scope = _SCOPES[against]  # the class says that of its default; an instance may reach elsewhere
+        self.same_inputs = against != "layers"  # layers are compared with each other at one step
+        # the class attribute is the scope for the default `against`; another `against` has another
+        self.scope = _SCOPES[against]
         self.statuses: Counter[str] = Counter()
         self._past: dict[tuple[Any, ...], deque[Any]] = {}
         self._kept: dict[tuple[Any, ...], list[tuple[Origin, Any]]] = {}
@@ -194,7 +196,7 @@ class Similarity(Metric):
 
     @abstractmethod
     def compare(self, one: Any, other: Any) -> Any:
-        """The similarity of two of these: something with a ``status``, that ``float()`` turns to its value."""
+        """The similarity of two such states: an object with a ``status``, whose value is its ``float()``."""
 
     @abstractmethod
     def numbers(self, found: Any) -> tuple[float | NDArray[np.float64], ...]:
@@ -202,14 +204,14 @@ class Similarity(Metric):
 
     @abstractmethod
     def unlike(self) -> Any:
-        """The result for layers that have not the same datapoints."""
+        """The result for layers whose datapoints are not the same."""
 
     def gathering(self) -> Gathering:
-        """What adds up the calls of all layers in a step, if they are taken together."""
+        """The accumulator for the calls of all layers in a step, used if `calls` is "together"."""
         return _Whole(self)
 
     def compute(self, message: Message) -> Iterator[Message]:
-        """Keep one message, and answer what it completes."""
+        """Keep the activations of a message, and answer the comparisons that it completes."""
         origin = Origin.of(message)
         if self.against == "layers":
             yield from self._with_layers(origin, message.data)
@@ -227,7 +229,7 @@ class Similarity(Metric):
         waiting[1].append(np.array(as_array(message.data)))
 
     def conclude(self) -> Iterator[Message]:
-        """Answer what waited for the end of a step, or of the run."""
+        """Answer the comparisons that waited for the end of a step or of the run."""
         for key in list(self._waiting):
             yield from self._whole_step(key)
         for place in list(self._gathered):
@@ -285,7 +287,7 @@ class Similarity(Metric):
             yield message_of(kind=kind, data=data, **asdict(origin))
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept of each stream and of the step that is going on, and how often each status was met."""
+        """What is kept of each stream and of the current step, and how often each status occurred."""
         return {
             "statuses": dict(self.statuses),
             "past": [
@@ -365,14 +367,14 @@ def joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 class _Group:
-    """Layers of a step that have equally many datapoints, and what adds them up."""
+    """Layers of a step that have equally many datapoints, and their accumulator."""
 
     def __init__(self, names: list[str], gathering: Gathering) -> None:
         self.names, self.gathering, self.broken = names, gathering, False
 
 
 class _Step:
-    """The calls of all layers in a step, added up; only those of the last call are there in full."""
+    """The calls of all layers in a step, accumulated. Only the activations of the latest call are kept whole."""
 
     def __init__(self, origin: Origin) -> None:
         self.origin, self.call = origin, origin.call
@@ -390,12 +392,12 @@ class _Step:
             self.flush(metric)
             self.call = origin.call
         if origin.call < self.call or (self.groups is not None and all(name not in g.names for g in self.groups)):
-            self.late.add(name)  # its calls are not those of the others
+            self.late.add(name)  # its calls differ from those of the other layers
         else:
             self.buffer[name] = np.array(array)
 
     def flush(self, metric: Similarity) -> None:
-        """Add what is there of the last call."""
+        """Accumulate the activations of the latest call."""
         if not self.buffer:
             return
         buffer, self.buffer = self.buffer, {}
@@ -406,14 +408,15 @@ class _Step:
             for name, sheet in sheets.items():
                 if sheet.n and sheet.real:
                     rows = sheet.rows if len(sheet.rows) > 1 else (*sheet.rows, 1)
-                    # layers of other sizes have frequencies in common
+                    # with Fourier positions, images of different sizes can be compared: only the number of datapoints
+                    # must agree
                     alike.setdefault(rows[:1] if metric.positions == "fourier" else rows, []).append(name)
                 else:
                     self.late.add(name)
             self.groups = []
             for names in alike.values():
                 gathering = metric.gathering()
-                # of so many neurons the datapoints take less than the products of each neuron with each
+                # with so many neurons, keeping all datapoints takes less memory than the matrix of neuron products
                 if isinstance(gathering, Layers) and sum(sheets[name].d for name in names) > WIDE:
                     gathering = _Whole(metric)
                 self.groups.append(_Group(names, gathering))
@@ -430,7 +433,7 @@ class _Step:
                                         for name, sheet in zip(group.names, there, strict=True)])  # fmt: skip
 
     def pairs(self, metric: Similarity) -> Iterator[tuple[str, str, Any]]:
-        """Each two layers, with their similarity; both ways if that is not symmetric."""
+        """Each pair of layers with its similarity; in both orders, if that is not symmetric."""
         found: dict[tuple[str, str], Any] = {}
         for group in self.groups or ():
             if not group.broken:
@@ -479,7 +482,7 @@ class _Step:
 
 
 class _Whole(Gathering):
-    """Keeps all calls, for what cannot be added up."""
+    """Keeps the data of all calls, for similarities that cannot be accumulated call by call."""
 
     def __init__(self, metric: Similarity) -> None:
         self.metric = metric

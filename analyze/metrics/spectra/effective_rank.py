@@ -19,7 +19,7 @@ from analyze.metrics.spectra.spectra import OfSpectrum, Spectrum, Status, of_dat
 
 
 def _shares(found: Spectrum) -> NDArray[np.float64] | None:
-    """The eigenvalues over their sum, falling; None where there is no spread."""
+    """The eigenvalues divided by their sum, largest first; None where the data has no variance or is not finite."""
     if found.status != "ok":
         return None
     squares = found.squares

@@ -152,7 +152,7 @@ def test_what_is_asked_wrongly_is_refused(runs: list[Path], tmp_path: Path) -> N
         (runs, "norm", {"pairs": "all"}, MessageError, "norm compares no layers"),
         (runs[:1], "svcca", {"pairs": "all"}, CaptureError, "at least two traces, and not 1"),
         (runs, "svcca", {"pairs": "some"}, CaptureError, "pairs is 'all' or 'first'"),
-        (runs, "svcca", {"pairs": "all", "modules": "fc"}, CaptureError, "is said by the subscriber"),
+        (runs, "svcca", {"pairs": "all", "modules": "fc"}, CaptureError, "chosen in the subscriber"),
     ]
     for traces, spec, asked, error, sentence in wrong:
         with pytest.raises(error, match=sentence):
