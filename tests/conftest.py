@@ -24,6 +24,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_unconfigure() -> None:
+    """What `small_collections` has set aside is let go of, as at the end of any program."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def small_collections() -> None:
     """What lives when a file of tests begins lives on: the many collections that tests ask for do not look at it."""
