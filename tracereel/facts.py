@@ -27,7 +27,12 @@ def stream_facts(stream: StreamInfo) -> dict[str, Any]:
 
 
 def message_facts(
-    stream: StreamInfo | Message, counters: Sequence[int], dtype: str | None, data: NDArray[Any] | None, values: int
+    stream: StreamInfo | Message,
+    module: str | None,
+    counters: Sequence[int],
+    dtype: str | None,
+    data: NDArray[Any] | None,
+    values: int,
 ) -> dict[str, Any]:
     """A message as JSON values.
 
@@ -35,6 +40,8 @@ def message_facts(
     ----------
     stream : StreamInfo or Message
         What the message is of.
+    module : str or None
+        The module's dotted path; None for the network.
     counters : sequence of int
         Its global step, train step, epoch and call.
     dtype : str, optional
@@ -44,7 +51,7 @@ def message_facts(
     """
     facts: dict[str, Any] = {
         "kind": stream.kind,
-        "module": getattr(stream, "module", None),
+        "module": module,
         "tag": stream.tag,
         **dict(zip(("global_step", "train_step", "epoch", "call"), counters, strict=True)),
         "leaf": stream.leaf,
@@ -73,9 +80,10 @@ def answer_facts(message: Message) -> dict[str, Any]:
 
     counters = message.global_step, message.train_step, message.epoch, message.call
     if message.data is None:
-        return message_facts(message, counters, None, None, 0)
+        return message_facts(message, message.key, counters, None, None, 0)
     dtype = str(message.data.dtype).removeprefix("torch.")
-    return message_facts(message, counters, dtype, readable(encode(message.data), dtype), _VALUES)
+    data = readable(encode(message.data), dtype)
+    return message_facts(message, message.key, counters, dtype, data, _VALUES)
 
 
 def message_line(facts: Mapping[str, Any]) -> str:

@@ -141,7 +141,8 @@ def cat(trace: str, filters: Filters, limit: int | None, values: int, as_json: b
         streams, journal = reader.streams, reader.journal
         for row, data in islice(reader.values(streams=chosen, steps=filters.steps), limit):
             number, *counters = journal[row, columns].tolist()
-            facts = message_facts(streams[number], counters, streams[number].dtype, data, values)
+            stream = streams[number]
+            facts = message_facts(stream, stream.module, counters, stream.dtype, data, values)
             if as_json:
                 print_json(facts, indent=None)
             else:

@@ -91,7 +91,7 @@ class Similarities:
 
     def of(self, module: str | None) -> Similarities:
         """The similarities of one module, step by step."""
-        chosen = [place for place, item in enumerate(self.items) if getattr(item, "module", None) == module]
+        chosen = [place for place, item in enumerate(self.items) if isinstance(item, Item) and item.module == module]
         both = np.ix_(chosen, chosen)
         items = tuple(self.items[place] for place in chosen)
         return Similarities(items, self.values[both], self.codes[both], self.k[chosen], self.n[chosen])

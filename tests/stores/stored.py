@@ -13,17 +13,21 @@ import zarr
 from tracer.stores.opening import create_store
 
 FORMATS = (".zarr", ".h5")
+DTYPES = [
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+]
 
 
 every_format = pytest.mark.parametrize("suffix", FORMATS)
 
 
-def numbers(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray[Any, Any]:
-    """Numbers of any dtype that differ from place to place."""
+def numbers(dtype: str, shape: tuple[int, ...], seed: int = 0, *, below: int = 120) -> np.ndarray[Any, Any]:
+    """Numbers of any dtype that differ from place to place; of fewer values they can be compressed."""
     rng = np.random.default_rng(seed)
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
-    values = rng.integers(0, 120, shape).astype(dtype)
+    values = rng.integers(0, below, shape).astype(dtype)
     return values * np.array(1 - 2j).astype(dtype) if dtype.startswith("complex") else values
 
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.stores.stored import every_format, numbers, plainly
+from tests.stores.stored import DTYPES, every_format, numbers, plainly
 from tracer.errors import (
     TraceCorruptError,
     TraceError,
@@ -28,12 +28,6 @@ from tracer.stores.chunks import CHUNKS_AT_ONCE, RowChunks, chunk_shape
 from tracer.stores.opening import STORES, create_store, open_parts, open_store, store_files
 
 SUFFIXES = tuple(STORES)
-
-
-DTYPES = [
-    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
-    *("float16", "float32", "float64", "complex64", "complex128"),
-]
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

@@ -48,7 +48,7 @@ class Ground:
 
 
 class Part:
-    """The base of the parts of an exporter. It has the attributes of the `Ground`.
+    """The base of the parts of an exporter. It has the attributes of the `Ground`, since hooks look them up often.
 
     Parameters
     ----------
