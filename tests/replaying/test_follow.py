@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 
 import tracer
 from tests import processes
-from tests.replaying.another_process import writing
 from tracer import (
     Collect,
     Message,
@@ -37,6 +37,66 @@ from tracer.stores.zarr.reading import _ReadShard
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
 ROOT = Path(__file__).parents[2]
+
+# Steps are written when a line comes on its stdin, which says how many; "end" ends the run.
+WRITER = """
+import sys, torch
+from tracer import ModuleMessage, NetworkMessage, TraceWriter
+step = 0
+with TraceWriter(sys.argv[1], commit_rows=7) as writer:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        if line.strip() == "end":
+            break
+        for _ in range(int(line)):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            for name, size in (("a", 3), ("b", 20_000)):
+                data = torch.full((size,), float(step))
+                writer.write(ModuleMessage(kind="weights", module=name, data=data, **where))
+                writer.write(ModuleMessage(kind="weight_gradients", module=name, data=data, **where))
+            if step >= 6:
+                writer.write(NetworkMessage(kind="late", data=torch.tensor([step]), **where))
+            step += 1
+        writer.commit()
+        print(step, flush=True)
+"""
+
+
+class Other:
+    """A process that writes a trace when it is told."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def write(self, steps: int) -> None:
+        """Write so many steps, and wait until they are committed."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{steps}\n")
+        self.process.stdin.flush()
+        self._hear()
+
+    def end(self) -> None:
+        """End the run in order."""
+        self.process.communicate("end\n")
+
+    def _hear(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Other]:
+    """Another process that writes a trace."""
+    command = [sys.executable, "-c", WRITER, str(path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with processes.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        other = Other(process)
+        assert other._hear() == "ready\n"
+        try:
+            yield other
+        finally:
+            if process.poll() is None:
+                process.kill()
 
 
 class Counting(Collect):
@@ -105,7 +165,7 @@ def test_each_commit_is_seen_until_the_run_ends(tmp_path: Path, suffix: str, kil
         heard.wait_for(lambda found: len(found) == 11 * 4 + 5)
         assert thread.is_alive()
         if killed:
-            other.kill()
+            other.process.send_signal(signal.SIGKILL)
         else:
             other.end()
         thread.join(30)
@@ -142,8 +202,8 @@ def test_streams_are_declared_before_they_have_messages(tmp_path: Path) -> None:
     """A follower may look between the commit of the declarations and that of the first rows."""
     from tracer.replaying.audience import Audience
     from tracer.replaying.filters import Filters
-    from tracer.replaying.plan import plan_of
     from tracer.replaying.replay import settled
+    from tracer.replaying.plan import plan_of
 
     path = tmp_path / "run.zarr"
     with TraceWriter(path) as writer:
@@ -240,7 +300,9 @@ def test_readers_never_see_a_torn_or_wrong_message(tmp_path: Path, suffix: str) 
     """Many readers of a trace that is written as fast as that goes: every message is right, and none is lost."""
     path = tmp_path / f"run{suffix}"
     with writing(path) as other:
-        other.ask(*[3] * 150, None)
+        assert other.process.stdin is not None
+        other.process.stdin.write("".join("3\n" for _ in range(150)) + "end\n")
+        other.process.stdin.flush()
         with TraceReader(path) as reader:
             seen = 0
             while True:
@@ -290,10 +352,9 @@ def test_a_reader_never_blocks_the_writer(tmp_path: Path, suffix: str) -> None:
                         heard = [json.loads(follower.stdout.readline()) for _ in range(6)]
                         follower.send_signal(signal.SIGSTOP)
                         wait_until_stopped(follower.pid)
-                        other.ask(*[3] * 19, None)
-                        assert [other.hear() for _ in range(19)] == [*range(6, 61, 3)]
-                        other.process.join()
-                        assert (other.process.exitcode, follower.poll()) == (0, None)
+                        said, _ = other.process.communicate("3\n" * 19 + "end\n")
+                        assert (other.process.returncode, follower.poll()) == (0, None)
+                        assert said.split() == [str(steps) for steps in range(6, 61, 3)]
                         follower.send_signal(signal.SIGCONT)
                         heard += map(json.loads, follower.communicate(timeout=300)[0].splitlines())
                     finally:
@@ -467,7 +528,8 @@ def test_the_last_commit_of_a_process_that_is_killed_is_heard(
             other.write(1)
             changed = refresh(self)
             other.write(2)
-            other.kill()
+            other.process.kill()
+            other.process.wait()
             return changed
 
         monkeypatch.setattr(TraceReader, "refresh", then_dies)
