@@ -202,8 +202,8 @@ def test_streams_are_declared_before_they_have_messages(tmp_path: Path) -> None:
     """A follower may look between the commit of the declarations and that of the first rows."""
     from tracer.replaying.audience import Audience
     from tracer.replaying.filters import Filters
-    from tracer.replaying.replay import settled
     from tracer.replaying.plan import plan_of
+    from tracer.replaying.replay import settled
 
     path = tmp_path / "run.zarr"
     with TraceWriter(path) as writer:
