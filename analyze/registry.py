@@ -1,4 +1,4 @@
-"""Names → subscribers: the metrics of this project, plug-ins by entry points, and classes in files.
+"""Names → subscribers: the metrics and rules of this project, plug-ins by entry points, and classes in files.
 
 A class is imported when it is asked for; so a broken plug-in harms nobody who does not ask for it.
 """
@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from analyze.metrics import BUILT_IN
+from analyze.rules import RULES
 from tracer.errors import MessageError, TracerError, UnknownNameError, did_you_mean
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ GROUP = "tracer.subscribers"
 
 DESCRIPTIONS = Path(__file__).with_name("descriptions.json")
 """What `describe_class` says of each built-in subscriber: made by `make docs`, and compared in the tests."""
+
+_OURS = {**BUILT_IN, **RULES}
+"""Registry name → where the class is, of the metrics and the rules of this project."""
 
 _LABEL = "as"
 """The option that every subscriber has. No constructor has a parameter of this name, which is a keyword of Python."""
@@ -63,7 +67,7 @@ def _pair(option: str) -> tuple[str, str, str]:
 
 
 def subscribers() -> tuple[str, ...]:
-    """The names that `parse` knows, in alphabetical order; nothing is imported.
+    """The names of metrics that `parse` knows, in alphabetical order; nothing is imported. Rules are in `rules`.
 
     Examples
     --------
@@ -71,6 +75,17 @@ def subscribers() -> tuple[str, ...]:
     True
     """
     return tuple(sorted({*BUILT_IN, *_plug_ins()}))
+
+
+def rules() -> tuple[str, ...]:
+    """The names of the rules that `parse` knows, in the order of causes; nothing is imported.
+
+    Examples
+    --------
+    >>> rules()[0]
+    'not_finite'
+    """
+    return tuple(RULES)
 
 
 def find(name: str) -> type[Subscriber]:
@@ -90,13 +105,13 @@ def find(name: str) -> type[Subscriber]:
         found = _from_file(in_file["path"], in_file["name"])
     elif name.endswith(".py"):
         raise MessageError(f"{name!r} names a file but no class in it; write {name}:ClassName")
-    elif name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name].partition(":")
+    elif name in _OURS:
+        module, _, attribute = _OURS[name].partition(":")
         found = getattr(importlib.import_module(module), attribute)
     else:
         plug_ins = _plug_ins()
         if name not in plug_ins:
-            raise UnknownNameError.of("subscriber", name, {*BUILT_IN, *plug_ins})
+            raise UnknownNameError.of("subscriber", name, {*_OURS, *plug_ins})
         point = plug_ins[name]
         found = _guarded(
             point.load, f"subscriber {name!r} ({point.value}, an entry point of {_package(point)}) cannot be imported"
@@ -250,14 +265,14 @@ def origin(text: str) -> list[str]:
     if wish.file is not None:
         return [wish.class_name, str(cls.version), hashlib.sha256(wish.file.read_bytes()).hexdigest()]
     place = f"{cls.__module__}:{cls.__qualname__}"
-    if wish.name in BUILT_IN:
+    if wish.name in _OURS:
         return [place, str(cls.version)]
     point = _plug_ins()[wish.name]
     return [place, str(cls.version), _package(point), point.dist.version if point.dist is not None else ""]
 
 
 def _plug_ins() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in _OURS}
 
 
 def _package(point: EntryPoint) -> str:

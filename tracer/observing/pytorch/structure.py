@@ -34,7 +34,7 @@ def structure_of(root: nn.Module) -> dict[str, Any]:
                 names_of.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
     return {
         "class": class_name(root),
-        "modules": [{"name": name, "class": class_name(one), **_convolution(one)} for name, one in named_parts(root)],
+        "modules": [{"name": name, "class": class_name(one), **_settings(one)} for name, one in named_parts(root)],
         "parameters": [
             {
                 "name": names_of[key][0],
@@ -53,8 +53,10 @@ def class_name(one: nn.Module) -> str:
     return f"{type(one).__module__}.{type(one).__qualname__}"
 
 
-def _convolution(one: nn.Module) -> dict[str, Any]:
-    """What the shape of a convolution's weight does not tell, as JSON."""
+def _settings(one: nn.Module) -> dict[str, Any]:
+    """What neither class nor weights of a convolution or a dropout tell, as JSON."""
+    if isinstance(one, nn.modules.dropout._DropoutNd):
+        return {"probability": one.p}
     if not isinstance(one, nn.modules.conv._ConvNd):
         return {}
     said: dict[str, Any] = {name: list(getattr(one, name)) for name in ("stride", "dilation", "output_padding")}

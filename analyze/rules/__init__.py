@@ -1,0 +1,32 @@
+"""The rules: subscribers that look for one thing each that goes wrong in trainings, and the table of their names.
+
+A new rule is its file and a line in this table. The order of the table is that of causes: of two findings that begin at
+one step, that of the earlier rule is named first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+RULES: Mapping[str, str] = {
+    "not_finite": "analyze.rules.not_finite:NotFinite",
+    "evaluation_mode": "analyze.rules.evaluation_mode:EvaluationMode",
+    "input_not_normalised": "analyze.rules.input_not_normalised:InputNotNormalised",
+    "dead_units": "analyze.rules.dead_units:DeadUnits",
+    "saturated_activations": "analyze.rules.saturated_activations:SaturatedActivations",
+    "poor_initialisation": "analyze.rules.poor_initialisation:PoorInitialisation",
+    "changed_between_steps": "analyze.rules.changed_between_steps:ChangedBetweenSteps",
+    "loss_spike": "analyze.rules.loss_spike:LossSpike",
+    "exploding_gradient": "analyze.rules.gradient_flow:ExplodingGradient",
+    "vanishing_gradient": "analyze.rules.gradient_flow:VanishingGradient",
+    "update_ratio": "analyze.rules.update_ratio:UpdateRatio",
+    "unchanged": "analyze.rules.unchanged:Unchanged",
+    "all_zeros": "analyze.rules.all_zeros:AllZeros",
+    "rank_collapse": "analyze.rules.rank_collapse:RankCollapse",
+    "norm_drift": "analyze.rules.norm_drift:NormDrift",
+    "class_imbalance": "analyze.rules.class_imbalance:ClassImbalance",
+    "loss_not_falling": "analyze.rules.loss_not_falling:LossNotFalling",
+    "overfitting": "analyze.rules.overfitting:Overfitting",
+    "noisy_gradient": "analyze.rules.noisy_gradient:NoisyGradient",
+}
+"""Registry name → where the class is."""

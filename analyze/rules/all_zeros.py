@@ -1,0 +1,48 @@
+"""Tensors of nothing but zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Unpack, final
+
+from analyze.metrics.elementwise.sharing import shared
+from analyze.rules.finding import Finding
+from analyze.rules.rule import Looking, Rule
+from tracer.messaging.messages import Message
+
+
+@final
+class AllZeros(Rule):
+    """Outputs, or gradients of weights, of which every number is zero.
+
+    Parameters
+    ----------
+    patience : int
+        At how many recorded steps in a row.
+    tag, modules
+        As in `tracer.Subscription`.
+
+    Notes
+    -----
+    *Fires* where all numbers are zero at `patience` steps in a row.
+    *Needs* activations, ``layer_gradients`` or ``weight_gradients``.
+    *Source*: smdebug's ``AllZero``.
+    """
+
+    name = "all_zeros"
+    judges = "activations or gradients"
+    advice = "look at whether the loss depends on this module, and at whether the layers before and after it are dead"
+
+    def __init__(self, *, patience: int = 5, **where: Unpack[Looking]) -> None:
+        super().__init__([("activations", "layer_gradients", "weight_gradients")], patience=patience, **where)
+
+    def look(self, message: Message) -> Iterator[Message]:
+        """Judge one message."""
+        data = message.data
+        if data is None or data.numel() < 2 or not data.is_floating_point():
+            return
+        yield from self.judge(message, shared(message, "zeros") == data.numel(), 1.0, 1.0)
+
+    def evidence(self, found: Finding) -> str:
+        """What was seen."""
+        return f"all its numbers were zero at {found.steps} recorded steps"

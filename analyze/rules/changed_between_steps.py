@@ -1,0 +1,80 @@
+"""Weights that something else than the optimizer changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Unpack, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.metrics.inputs import as_array
+from analyze.metrics.streams import Series, series_of
+from analyze.rules.finding import Finding, Severity
+from analyze.rules.rule import Looking, Rule
+from tracer.messaging.messages import Message
+
+
+@final
+class ChangedBetweenSteps(Rule):
+    r"""Weights that are not what the update of the step before made of them.
+
+    Parameters
+    ----------
+    share : float
+        At which share of the steps a loop may change its weights itself, as clipping of weights does, before that is a
+        habit, and a note instead of a warning.
+    tag, modules
+        As in `tracer.Subscription`.
+
+    Notes
+    -----
+    *Fires* where :math:`W_{t+1} \ne W_t + \Delta W_t` by more than the rounding of the sum, in two steps that were
+    recorded one after the other.
+    *Needs* weights and their updates at every step.
+    *Source*: arithmetic.
+    """
+
+    name = "changed_between_steps"
+    judges = "weights and their updates at consecutive steps"
+    numbers = ("elements",)
+    advice = "look for what writes into the parameters: a hook, a callback, an averaged or restored copy, a clamp"
+
+    def __init__(self, *, share: float = 0.2, **where: Unpack[Looking]) -> None:
+        super().__init__(["weights", "weight_updates"], **where)
+        self.share = share
+        self.weights: dict[Series, tuple[int, NDArray[np.float64]]] = {}
+        self.after: dict[Series, tuple[int, NDArray[np.float64], float]] = {}
+        self.times: dict[Series, tuple[int, int]] = {}
+
+    def look(self, message: Message) -> Iterator[Message]:
+        """Compare a weight with what the last step left; remember what this one leaves."""
+        data = message.data
+        if data is None or data.is_complex() or not data.is_floating_point():
+            return
+        series, x = series_of(message), as_array(data).astype(np.float64)
+        if message.kind == "weight_updates":
+            step, before = self.weights.get(series, (-1, x))
+            if step == message.global_step and before.shape == x.shape:
+                rounding = 4 * float(np.finfo(np.float32).eps) if data.element_size() >= 4 else 0.02
+                self.after[series] = step, before + x, rounding
+            return
+        self.weights[series] = message.global_step, x
+        step, expected, rounding = self.after.pop(series, (-2, x, 0.0))
+        if step != message.global_step - 1 or expected.shape != x.shape:
+            return
+        away = np.abs(x - expected)
+        wrong = away > rounding * (np.abs(x) + np.abs(expected) + float(np.abs(x).max(initial=0.0)) * 1e-2)
+        count = int(wrong.sum())
+        far = float(np.linalg.norm(x - expected)) / max(float(np.linalg.norm(expected)), 1e-300)
+        times, steps = self.times.get(series, (0, 0))
+        times, steps = self.times[series] = times + (count > 0), steps + 1
+        habit = times > max(self.share * steps, 3)
+        yield from self.judge(message, count > 0, far, 0.0, count, severity=Severity.NOTE if habit else None)
+
+    def evidence(self, found: Finding) -> str:
+        """What was seen."""
+        return (
+            f"{found.numbers['elements']:,.0f} of its numbers changed between the update of step {found.worst - 1} and "
+            f"step {found.worst}, by {found.value:.1e} of its norm"
+        )

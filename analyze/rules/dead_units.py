@@ -1,0 +1,106 @@
+"""Units that give nothing, whatever the input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Unpack, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.metrics.checks import check, is_number, is_whole
+from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.inputs import as_array
+from analyze.metrics.streams import Series
+from analyze.rules.finding import Finding
+from analyze.rules.rule import Looking, Place, Rule
+from tracer.messaging.messages import Message
+
+
+class _Units:
+    """Since when each unit of a layer has been silent."""
+
+    def __init__(self, units: int) -> None:
+        self.steps: NDArray[np.int64] = np.zeros(units, np.int64)  # silent in so many steps in a row
+        self.rows: NDArray[np.int64] = np.zeros(units, np.int64)  # and for so many datapoints
+        self.since: NDArray[np.int64] = np.zeros((3, units), np.int64)  # the counters of the first of these steps
+
+    def hear(self, place: Place, active: NDArray[np.bool_], rows: int) -> None:
+        """Learn which units gave anything for some datapoints of a step."""
+        begins = (self.steps == 0) & ~active
+        self.since[:, begins] = np.array(place[2:])[:, None]
+        self.steps = np.where(active, 0, self.steps + 1)
+        self.rows = np.where(active, 0, self.rows + rows)
+
+
+@final
+class DeadUnits(Rule):
+    """Units of a layer with ReLU that are zero for every input.
+
+    A layer counts if its output has no negative numbers and has zeros, as after ReLU. A unit is a channel of an image
+    or a feature of a row.
+
+    Parameters
+    ----------
+    share : float
+        Which share of a layer's units must be dead.
+    steps, datapoints : int
+        For how many recorded steps in a row, and for how many datapoints in them, a dead unit is zero.
+    tag, modules
+        As in `tracer.Subscription`.
+
+    Notes
+    -----
+    *Fires* where at least `share` of the units are dead. The finding stands at the step from which that was so.
+    *Needs* the activations of the layers that do ReLU, or ``layer_inputs`` of those that follow.
+    *Source*: smdebug's ``DeadRelu``, which fires if half of a layer is active less than 1 % of the time; L. Lu et al.,
+    "Dying ReLU and initialization", arXiv:1903.06733.
+    """
+
+    name = "dead_units"
+    judges = "activations of layers that do ReLU, over at least as many steps as `steps`"
+    numbers = ("units", "dead")
+    advice = (
+        "look at the bias and the learning rate of the layer before it; units that died get no gradient, so they stay "
+        "dead: initialise them again, or use a leaky nonlinearity"
+    )
+
+    def __init__(self, *, share: float = 0.5, steps: int = 10, datapoints: int = 200, **where: Unpack[Looking]) -> None:
+        check(is_number(share) and 0 < share <= 1, "a share is a number from 0 to 1", share)
+        check(is_whole(steps, 1), "steps are a positive integer", steps)
+        check(is_whole(datapoints, 1), "datapoints are a positive integer", datapoints)
+        super().__init__([("activations", "layer_inputs")], **where)
+        self.share, self.steps, self.datapoints = share, steps, datapoints
+        self.layers: dict[tuple[str, Series], _Units] = {}
+
+    def look(self, message: Message) -> Iterator[Message]:
+        """Judge one output."""
+        data = message.data
+        if data is None or data.ndim < 2 or not data.is_floating_point() or data.numel() == 0:
+            return
+        if shared(message, "min") != 0:
+            return
+        x = as_array(data)
+        axis = 1 if x.ndim == 2 or x.ndim > 3 else 2
+        active = (x != 0).any(axis=tuple(one for one in range(x.ndim) if one != axis))
+        place = Place.of(message)
+        layer = self.layers.get((place.kind, place.series))
+        if layer is None or len(layer.steps) != len(active):
+            layer = self.layers[place.kind, place.series] = _Units(len(active))
+        layer.hear(place, active, x.size // len(active))
+        dead = (layer.steps >= self.steps) & (layer.rows >= self.datapoints)
+        if not dead.any():
+            self.judged += 1
+            return
+        count, needed = int(dead.sum()), int(np.ceil(self.share * len(dead)))
+        bad = count >= needed
+        if bad:
+            # the step from which on enough of them were silent
+            order = layer.since[:, dead][:, np.argsort(layer.since[0, dead], kind="stable")]
+            place = Place(place.kind, place.series, *order[:, needed - 1].tolist())
+        yield from self.judge(place, bad, count / len(dead), self.share, len(dead), count)
+
+    def evidence(self, found: Finding) -> str:
+        """What was seen."""
+        dead, units = int(found.numbers["dead"]), int(found.numbers["units"])
+        return f"{dead} of {units} units were zero for every datapoint of at least {self.steps} recorded steps"

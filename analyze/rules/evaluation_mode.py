@@ -1,0 +1,139 @@
+"""Modules that behave as in an evaluation while the network is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.metrics.checks import check, is_whole
+from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.inputs import as_array
+from analyze.metrics.streams import Series, series_of
+from analyze.rules.finding import Finding
+from analyze.rules.rule import Place, Rule
+from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, Message
+
+_PASSES, _DROPOUT, _NORMALISATION = 0, 1, 2
+_OFFSET = 0.1
+_CERTAIN = 6.0
+_Channels: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
+
+
+@final
+class EvaluationMode(Rule):
+    """A network that is trained in evaluation mode, or with a dropout or a batch normalisation that is.
+
+    Parameters
+    ----------
+    patience : int
+        At how many recorded steps in a row; of a batch normalisation, over how many steps its outputs are averaged.
+    modules
+        As in `tracer.Subscription`.
+
+    Notes
+    -----
+    *Fires* where steps have updates, and only passes in evaluation mode; where a dropout zeroes nothing; where the
+    means of a batch normalisation's outputs are not its biases: for half of the channels, the mean of `patience` steps
+    is off by more than a tenth of a standard deviation, and by more than 6 standard errors.
+    *Needs* ``weight_updates``, and activations of the training passes; of a dropout, a header that says its
+    probability; of a batch normalisation, ``biases``, too.
+    *Source*: S. Ioffe and C. Szegedy, "Batch Normalization", arXiv:1502.03167, for the mean; what dropout does is
+    PyTorch's documentation.
+    """
+
+    name = "evaluation_mode"
+    judges = "updates of weights, and training passes"
+    numbers = ("why",)
+    advice = "call model.train() before each epoch of the training, after each evaluation"
+
+    def __init__(self, *, patience: int = 10, modules: str | Iterable[str] | None = None) -> None:
+        check(is_whole(patience, 3), "patience is an integer from 3 on", patience)
+        kinds = ("network_output", "activations", "biases")
+        super().__init__([("weight_updates",), kinds], patience=patience, tag=None, modules=modules)
+        self.dropouts: set[str] = set()
+        self.normalisations: set[str] = set()
+        self.passes: dict[str, Message] = {}  # the first of this step, by tag
+        self.updated = False
+        self.before: tuple[int, float] | None = None  # numbers and zeros of the output before this one
+        self.means: dict[Series, tuple[Place, _Channels]] = {}
+        self.biases: dict[str, NDArray[np.float64]] = {}
+        self.offsets: dict[Series, list[NDArray[np.float64]]] = {}
+
+    def know_model(self, model: Mapping[str, Any]) -> None:
+        """Learn which modules are dropouts and batch normalisations."""
+        told = model.get("modules")
+        for one in told if isinstance(told, list) else ():
+            if isinstance(one, Mapping):
+                name, kind = str(one.get("name")), str(one.get("class")).rpartition(".")[2]
+                probability = one.get("probability")
+                if isinstance(probability, (int, float)) and probability >= 0.01:
+                    self.dropouts.add(name)
+                if kind in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"):
+                    self.normalisations.add(name)
+
+    def look(self, message: Message) -> Iterator[Message]:
+        """Remember what a step has, and judge what a dropout gives."""
+        data = message.data
+        if data is None or not data.is_floating_point() or not data.numel():
+            return
+        if message.kind == "weight_updates":
+            self.updated = self.updated or (message.tag == DEFAULT_TAG and shared(message, "zeros") < data.numel())
+        elif message.kind == "biases":
+            if message.key in self.normalisations:
+                self.biases[message.key or ""] = as_array(data).astype(np.float64)
+        else:
+            self.passes.setdefault(message.tag, message)
+            if message.kind == "activations" and message.tag == DEFAULT_TAG:
+                zeros = shared(message, "zeros")
+                if message.key in self.dropouts and data.numel() >= 1000:
+                    unlike = self.before is not None and self.before[0] == data.numel() and zeros > self.before[1]
+                    yield from self.judge(message, not (unlike or (zeros and not self.before)), zeros, 0.0, _DROPOUT)
+                if message.key in self.normalisations and data.ndim >= 2 and data.shape[0] >= 4:
+                    self.means[series_of(message)] = Place.of(message), _standardised(as_array(data))
+                self.before = (data.numel(), zeros)
+
+    def look_back(self) -> Iterator[Message]:
+        """Judge the passes of a step, and the means of its batch normalisations."""
+        training, evaluation = self.passes.get(DEFAULT_TAG), self.passes.get(EVAL_TAG)
+        if self.updated and (training or evaluation):
+            at = training or evaluation
+            assert at is not None
+            place = Place("network_output", (None, DEFAULT_TAG, "", at.rank), *Place.of(at)[2:])
+            yield from self.judge(place, training is None, 1.0, 1.0, _PASSES)
+        for series, (place, (mean, deviation)) in self.means.items():
+            bias = self.biases.get(series[0] or "")
+            if bias is None or len(bias) != len(mean):
+                continue
+            offsets = self.offsets.setdefault(series, [])
+            offsets.append((mean - bias) / deviation)
+            del offsets[: -self.patience]
+            if len(offsets) == self.patience:
+                all_of = np.stack(offsets)
+                error = all_of.std(axis=0, ddof=1) / np.sqrt(len(all_of))
+                mean_off = np.abs(all_of.mean(axis=0))
+                off = (mean_off > _OFFSET) & (mean_off > _CERTAIN * error)
+                share = float(off.mean())
+                yield from self.judge(place, share >= 0.5, float(np.median(mean_off)), _OFFSET, _NORMALISATION)
+        self.passes, self.means, self.updated, self.before = {}, {}, False, None
+
+    def evidence(self, found: Finding) -> str:
+        """What was seen."""
+        why = int(found.numbers["why"])
+        if why == _PASSES:
+            return f"{found.steps} recorded steps had updates, but only passes in evaluation mode"
+        if why == _DROPOUT:
+            return f"this dropout set nothing to zero at {found.steps} recorded steps of the training"
+        return (
+            f"its outputs are {found.value:.2g} standard deviations away from what the statistics of a batch give: it "
+            "uses running statistics"
+        )
+
+
+def _standardised(x: NDArray[Any]) -> _Channels:
+    """Mean and standard deviation of each channel."""
+    axes = (0, *range(2, x.ndim))
+    x = x.astype(np.float64)
+    return x.mean(axis=axes), np.maximum(x.std(axis=axes), 1e-12)

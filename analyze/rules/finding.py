@@ -1,0 +1,99 @@
+"""What a rule finds, as a value and as the message that carries it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from tracer.errors import UnknownNameError
+
+
+class Severity(IntEnum):
+    """How bad a finding is: worth knowing, probably a fault, or certainly one."""
+
+    NOTE = 1
+    WARNING = 2
+    ERROR = 3
+
+    @classmethod
+    def named(cls, name: str) -> Severity:
+        """The severity of a name, such as ``"warning"``.
+
+        Raises
+        ------
+        UnknownNameError
+            If there is none of this name.
+
+        Examples
+        --------
+        >>> Severity.named("warning") > Severity.NOTE
+        True
+        """
+        try:
+            return cls[name.upper()]
+        except KeyError:
+            raise UnknownNameError.of("severity", name, [one.name.lower() for one in cls]) from None
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a rule says of one series of messages: what is wrong with it, where, since when, by which evidence.
+
+    Attributes
+    ----------
+    rule : str
+        The name of the rule.
+    severity : Severity
+    module : str or None
+        The dotted path of the module; None for the network.
+    kind, tag, leaf, rank
+        Of the messages that the finding is about.
+    epoch : int
+        That of the first step.
+    first, worst, last : int
+        The first global step at which it holds, the one at which it is worst, and the last one.
+    steps : int
+        At how many recorded steps it holds.
+    value : float
+        What the rule measures, at the worst step.
+    threshold : float
+        What the value is compared with.
+    numbers : mapping of str to float
+        Further numbers of the worst step, by the names that the rule gives them.
+    evidence, advice : str
+        A sentence each: what was seen, and what to try.
+    """
+
+    rule: str
+    severity: Severity
+    module: str | None
+    kind: str
+    tag: str
+    leaf: str
+    rank: int
+    epoch: int
+    first: int
+    worst: int
+    last: int
+    steps: int
+    value: float
+    threshold: float
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    evidence: str = ""
+    advice: str = ""
+
+    @property
+    def where(self) -> str:
+        """The module and kind in words, such as ``weights of fc1``."""
+        if self.module is None:
+            return self.kind
+        return f"{self.kind} of {self.module or 'the root'}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The finding in JSON values; numbers that are not finite are texts, as in `Results.to_jsonl`."""
+        return asdict(self) | {"severity": str(self.severity)}

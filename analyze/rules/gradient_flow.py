@@ -1,0 +1,179 @@
+"""Gradients that vanish or explode on their way back through the layers, or from one step to the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Unpack, final
+
+from analyze.metrics.checks import check, is_number, is_whole
+from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.streams import Series, series_of
+from analyze.rules.finding import Finding
+from analyze.rules.past import Past
+from analyze.rules.rule import Looking, Place, Rule
+from tracer.messaging.messages import Message
+
+
+@final
+class VanishingGradient(Rule):
+    """Gradients that are lost on their way back: next to nothing arrives at the layers near the input.
+
+    Parameters
+    ----------
+    ratio : float
+        The norm of the gradient of a layer's output, beside the largest of the layers after it.
+    least : int
+        Of how many layers a network must consist.
+    patience : int
+        At how many recorded steps in a row.
+    tag, modules
+        As in `tracer.Subscription`.
+
+    Notes
+    -----
+    *Fires* where the gradient of the loss by a layer's output is below `ratio` times the largest of all layers. The
+    finding is of the layer that has the least.
+    *Needs* ``layer_gradients`` of several layers.
+    *Source*: X. Glorot and Y. Bengio, "Understanding the difficulty of training deep feedforward neural networks",
+    AISTATS 2010. smdebug's ``VanishingGradient`` takes a mean modulus below 1e-7 of any gradient instead.
+    """
+
+    name = "vanishing_gradient"
+    judges = "layer_gradients of several layers"
+    numbers = ("largest", "smallest")
+    advice = (
+        "initialise for the nonlinearity that follows (torch.nn.init.calculate_gain), add normalisation or residual "
+        "connections, or take a nonlinearity that does not saturate"
+    )
+
+    def __init__(self, *, ratio: float = 1e-4, least: int = 4, patience: int = 5, **where: Unpack[Looking]) -> None:
+        check(is_number(ratio) and 0 < ratio < 1, "a ratio is a number between 0 and 1", ratio)
+        check(is_whole(least, 2), "the least number of layers is an integer from 2 on", least)
+        super().__init__(["layer_gradients"], patience=patience, **where)
+        self.ratio, self.least = ratio, least
+        self.now: dict[Series, tuple[Place, float]] = {}
+
+    def look(self, message: Message) -> Iterator[Message]:
+        """Remember the norm of a gradient."""
+        norm = shared(message, "norm2")
+        if math.isfinite(norm):
+            series = series_of(message)
+            self.now[series] = Place.of(message), max(norm, self.now[series][1] if series in self.now else 0.0)
+        yield from ()
+
+    def look_back(self) -> Iterator[Message]:
+        """Judge the gradients of a step."""
+        now, self.now = self.now, {}
+        if len(now) < self.least:
+            return
+        largest = max(norm for _, norm in now.values())
+        if largest == 0:
+            return
+        place, smallest = min(((place, norm) for place, norm in now.values() if norm > 0), key=lambda one: one[1])
+        bad = smallest < self.ratio * largest
+        yield from self.judge(place, bad, smallest / largest, self.ratio, largest, smallest, worse=False)
+
+    def evidence(self, found: Finding) -> str:
+        """What was seen."""
+        return (
+            f"the norm of its gradient was {found.numbers['smallest']:.2g} in step {found.worst}, and that of another "
+            f"layer {found.numbers['largest']:.2g}"
+        )
+
+
+@final
+class ExplodingGradient(Rule):
+    """Gradients that grow on their way back through the layers, or far beyond what they were before.
+
+    Parameters
+    ----------
+    growth : float
+        The norm of the gradient of a layer's output, beside that of the last layer.
+    factor : float
+        The norm of a weight's gradient, beside the median of its past.
+    deviations : float
+        By how many robust standard deviations of the logarithm it exceeds that median, too.
+    window, warm_up : int
+        How many steps the past has, and from how many on it is one.
+    tag, modules
+        As in `tracer.Subscription`.
+
+    Notes
+    -----
+    *Fires* where a layer's gradient is `growth` times that of the last layer at the first 3 steps, or where a weight's
+    gradient exceeds its past by both bounds.
+    *Needs* ``weight_gradients``, or ``layer_gradients`` of several layers.
+    *Source*: R. Pascanu, T. Mikolov, Y. Bengio, "On the difficulty of training recurrent neural networks",
+    arXiv:1211.5063.
+    """
+
+    name = "exploding_gradient"
+    judges = "weight_gradients over more steps than its warm-up, or layer_gradients of several layers"
+    numbers = ("usual", "of_past")
+    advice = (
+        "clip the norm of the gradients (torch.nn.utils.clip_grad_norm_), lower the learning rate or warm it up, or "
+        "initialise the layers smaller"
+    )
+
+    def __init__(
+        self,
+        *,
+        growth: float = 1e3,
+        factor: float = 30.0,
+        deviations: float = 8.0,
+        window: int = 32,
+        warm_up: int = 20,
+        **where: Unpack[Looking],
+    ) -> None:
+        check(is_number(growth) and growth > 1, "growth is a number above 1", growth)
+        check(is_number(factor) and factor > 1, "the factor of exploding_gradient is a number above 1", factor)
+        check(is_whole(warm_up, 2), "a warm-up is an integer from 2 on", warm_up)
+        check(is_whole(window, warm_up), "a window is an integer, and no shorter than the warm-up", window)
+        super().__init__([("weight_gradients", "layer_gradients")], **where)
+        self.growth, self.factor, self.deviations = growth, factor, deviations
+        self.window, self.warm_up = window, warm_up
+        self.past: dict[Series, Past] = {}
+        self.layers: dict[Series, tuple[Place, float]] = {}
+        self.steps = 0
+
+    def look(self, message: Message) -> Iterator[Message]:
+        """Judge the gradient of a weight, or remember that of a layer."""
+        norm = shared(message, "norm2")
+        if not 0 < norm < math.inf:
+            return
+        series = series_of(message)
+        if message.kind == "layer_gradients":
+            self.layers[series] = Place.of(message), norm
+            return
+        past = self.past.setdefault(series, Past(self.window))
+        if len(past) >= self.warm_up:
+            usual = math.exp(past.centre)
+            bound = usual * math.exp(max(math.log(self.factor), self.deviations * past.scale))
+            yield from self.judge(message, norm > bound, norm, bound, usual, 1.0)
+        past.add(math.log(norm))
+
+    def look_back(self) -> Iterator[Message]:
+        """Judge the gradients of the layers at the first steps."""
+        layers, self.layers = self.layers, {}
+        if len(layers) < 4:
+            return
+        self.steps += 1
+        if self.steps > 3:
+            return
+        last = next(iter(layers.values()))[1]  # backward comes to the last layer first
+        place, norm = max(layers.values(), key=lambda one: one[1])
+        yield from self.judge(place, norm > self.growth * last, norm, self.growth * last, last, 0.0)
+
+    def evidence(self, found: Finding) -> str:
+        """What was seen."""
+        usual = found.numbers["usual"]
+        if found.numbers["of_past"]:
+            return (
+                f"the norm of its gradient was {found.value:.3g} in step {found.worst}, {found.value / usual:.3g} "
+                "times what was usual before"
+            )
+        return (
+            f"the norm of its gradient was {found.value:.3g} in step {found.worst}, and that of the last layer "
+            f"{usual:.3g}: it grew {found.value / usual:.3g} times on the way back"
+        )

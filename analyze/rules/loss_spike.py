@@ -1,0 +1,85 @@
+"""A loss that jumps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Unpack, final
+
+from analyze.metrics.checks import check, is_number, is_whole
+from analyze.metrics.inputs import single_number
+from analyze.metrics.streams import Series, series_of
+from analyze.rules.finding import Finding
+from analyze.rules.past import Past
+from analyze.rules.rule import Looking, Rule
+from tracer.messaging.messages import Message
+
+
+@final
+class LossSpike(Rule):
+    """A loss far above its recent past.
+
+    Parameters
+    ----------
+    deviations : float
+        By how many robust standard deviations of the recent losses a loss exceeds their median.
+    share : float
+        And by which share of what the loss has fallen since the start, so that the noise of a loss that is almost
+        zero is none.
+    window, warm_up : int
+        How many steps the past has, and from how many on it is one.
+    tag, modules
+        As in `tracer.Subscription`.
+
+    Notes
+    -----
+    *Fires* where the loss exceeds the median of the last `window` by both bounds.
+    *Needs* the loss.
+    *Source*: A. Chowdhery et al., "PaLM", arXiv:2204.02311, section 5.1, for spikes of large trainings; for the spread
+    1.4826 median absolute deviations, P. Rousseeuw and C. Croux, J. Am. Stat. Assoc. 88 (1993) 1273.
+    """
+
+    name = "loss_spike"
+    judges = "a loss over more steps than its warm-up"
+    numbers = ("usual",)
+    advice = "look at this step's batch and at the updates just before it: `trace blame` ranks both"
+
+    def __init__(
+        self,
+        *,
+        deviations: float = 8.0,
+        share: float = 0.35,
+        window: int = 32,
+        warm_up: int = 16,
+        **where: Unpack[Looking],
+    ) -> None:
+        check(is_number(deviations) and deviations > 0, "deviations are a positive number", deviations)
+        check(is_number(share) and share >= 0, "a share is a number from 0 on", share)
+        check(is_whole(warm_up, 4), "a warm-up is an integer from 4 on", warm_up)
+        check(is_whole(window, warm_up), "a window is an integer, and no shorter than the warm-up", window)
+        super().__init__(["loss"], **where)
+        self.deviations, self.share, self.window, self.warm_up = deviations, share, window, warm_up
+        self.past: dict[Series, Past] = {}
+        self.start: dict[Series, list[float]] = {}
+
+    def look(self, message: Message) -> Iterator[Message]:
+        """Judge one loss."""
+        loss = single_number(message.data)
+        if loss is None or not math.isfinite(loss):
+            return
+        series = series_of(message)
+        past = self.past.setdefault(series, Past(self.window))
+        start = self.start.setdefault(series, [])
+        if len(start) < self.warm_up:
+            start.append(loss)
+        if len(past) >= self.warm_up:
+            usual = past.centre
+            begun = max(start[:4])
+            fallen = max(begun - usual, 0.25 * abs(begun))
+            bound = usual + max(self.deviations * past.scale, self.share * fallen)
+            yield from self.judge(message, loss > bound, loss, bound, usual)
+        past.add(loss)
+
+    def evidence(self, found: Finding) -> str:
+        """What was seen."""
+        return f"the loss was {found.value:.4g} in step {found.worst}, where {found.numbers['usual']:.4g} was usual"

@@ -1,0 +1,86 @@
+"""Gradients that are mostly noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Unpack, final
+
+from analyze.metrics.checks import check, is_number, is_whole
+from analyze.metrics.gradients.gradient_noise import GradientNoise
+from analyze.metrics.inputs import single_number
+from analyze.rules.finding import Finding, Severity
+from analyze.rules.past import median
+from analyze.rules.rule import Looking, Place, Rule
+from tracer.messaging.messages import Message
+
+
+@final
+class NoisyGradient(Rule):
+    r"""A batch so small that its gradient is mostly noise.
+
+    Parameters
+    ----------
+    factor : float
+        How many times as large as the batch the noise scale is.
+    every : int
+        Of which steps the noise is measured, because per-sample gradients cost as much as a backward.
+    steps : int
+        Over how many of these steps the median is taken.
+    tag, modules
+        As in `tracer.Subscription`.
+
+    Notes
+    -----
+    *Fires* where the median of :math:`\mathrm{tr}\,\Sigma / \|g\|^2`, as `gradient_noise` measures it, is more than
+    `factor` batches. It is a note: late in a training all gradients are noisy.
+    *Needs* ``layer_gradients``, ``layer_inputs``, ``weight_gradients`` and the loss, of all datapoints of a batch.
+    *Source*: S. McCandlish, J. Kaplan, D. Amodei, "An Empirical Model of Large-Batch Training", arXiv:1812.06162: below
+    the noise scale, a batch twice as large takes half the steps.
+    """
+
+    name = "noisy_gradient"
+    severity = Severity.NOTE
+    judges = "inputs and gradients of linear or convolutional layers, with all datapoints"
+    numbers = ("batch",)
+    advice = "accumulate gradients over several batches, take larger ones, or lower the learning rate"
+
+    def __init__(self, *, factor: float = 30.0, every: int = 10, steps: int = 5, **where: Unpack[Looking]) -> None:
+        check(is_number(factor) and factor > 0, "the factor of noisy_gradient is a positive number", factor)
+        check(is_whole(every, 1), "every is a positive integer", every)
+        check(is_whole(steps, 1), "steps are a positive integer", steps)
+        super().__init__(["layer_gradients", "layer_inputs", "weight_gradients", "loss"], every=every, **where)
+        self.factor, self.steps = factor, steps
+        self.noise = GradientNoise(bias=False, subsample=every, **where)
+        self.scales: list[float] = []
+
+    def look(self, message: Message) -> Iterator[Message]:
+        """Hand a message to the metric."""
+        yield from self.heard(list(self.noise.receive(message)))
+
+    def conclude(self) -> Iterator[Message]:
+        """Judge the last step that was measured."""
+        yield from self.heard(list(self.noise.finish()))
+        yield from super().conclude()
+
+    def heard(self, answers: list[Message]) -> Iterator[Message]:
+        """Judge what the metric answered."""
+        said = {one.kind.removeprefix("layer_gradients_"): one for one in answers}
+        if "noise_scale" not in said:
+            return
+        scale, samples = single_number(said["noise_scale"].data), single_number(said["samples"].data)
+        if scale is None or not math.isfinite(scale) or not samples or samples < 2:
+            return
+        self.scales.append(scale)
+        del self.scales[: -self.steps]
+        if len(self.scales) == self.steps:
+            usual, bound = median(self.scales), self.factor * samples
+            place = Place.of(said["noise_scale"])._replace(kind="weight_gradients")
+            yield from self.judge(place, usual > bound, usual, bound, samples)
+
+    def evidence(self, found: Finding) -> str:
+        """What was seen."""
+        return (
+            f"the noise scale is {found.value:,.0f} datapoints around step {found.worst}, and a batch has "
+            f"{found.numbers['batch']:.0f}"
+        )

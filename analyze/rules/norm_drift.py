@@ -1,0 +1,62 @@
+"""Weights that grow or shrink without end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Unpack, final
+
+from analyze.metrics.checks import check, is_number
+from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.streams import Series, series_of
+from analyze.rules.finding import Finding
+from analyze.rules.rule import Looking, Rule
+from tracer.messaging.messages import Message
+
+
+@final
+class NormDrift(Rule):
+    """Weights of a matrix whose norm has gone far from where it began.
+
+    Parameters
+    ----------
+    factor : float
+        By which factor a norm may grow or shrink.
+    patience : int
+        At how many recorded steps in a row.
+    tag, modules
+        As in `tracer.Subscription`.
+
+    Notes
+    -----
+    *Fires* where the norm is `factor` times that of the first recorded step, or less than its `factor`-th part.
+    *Needs* weights.
+    *Source*: T. van Laarhoven, "L2 Regularization versus Batch and Weight Normalization", arXiv:1706.05350: a growing
+    norm lowers the learning rate of normalised layers, a shrinking one raises it.
+    """
+
+    name = "norm_drift"
+    judges = "weights of two axes or more"
+    numbers = ("start",)
+    advice = "look at weight decay and learning rate; a layer before a normalisation keeps its function at any scale"
+
+    def __init__(self, *, factor: float = 10.0, patience: int = 3, **where: Unpack[Looking]) -> None:
+        check(is_number(factor) and factor > 1, "the factor of norm_drift is a number above 1", factor)
+        super().__init__(["weights"], patience=patience, **where)
+        self.factor = factor
+        self.start: dict[Series, float] = {}
+
+    def look(self, message: Message) -> Iterator[Message]:
+        """Judge one weight."""
+        data = message.data
+        if data is None or data.ndim < 2:
+            return
+        norm = shared(message, "norm2")
+        start = self.start.setdefault(series_of(message), norm)
+        if start > 0 and math.isfinite(start) and math.isfinite(norm):
+            far = max(norm / start, start / norm if norm else math.inf)
+            yield from self.judge(message, far > self.factor, far, self.factor, start)
+
+    def evidence(self, found: Finding) -> str:
+        """What was seen."""
+        return f"its norm went {found.value:.3g} times away from the {found.numbers['start']:.3g} that it began with"

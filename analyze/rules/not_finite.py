@@ -1,0 +1,77 @@
+"""NaN and infinity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import final
+
+import torch
+
+from analyze.metrics.elementwise.sharing import shared
+from analyze.rules.finding import Finding, Severity
+from analyze.rules.rule import Place, Rule
+from tracer.messaging.messages import KINDS, Message
+
+_FORWARD = frozenset({"input_data", "network_output", "activations", "layer_inputs"})
+_KINDS = tuple(name for name, kind in KINDS.items() if not kind.event)
+
+
+@final
+class NotFinite(Rule):
+    """NaN or infinity, and the message in which it came up first.
+
+    What follows from the first one, in later messages of that step and of the steps after it, is part of the same
+    finding. Minus infinity alone is nothing odd in what a network computes forward: masks are made of it.
+
+    Parameters
+    ----------
+    tag, modules
+        As in `tracer.Subscription`.
+
+    Notes
+    -----
+    *Fires* at the first number that is not finite, in the order in which messages were observed.
+    *Needs* messages of any kind.
+    *Source*: IEEE 754. smdebug's ``ExplodingTensor`` looks for the same.
+    """
+
+    name = "not_finite"
+    severity = Severity.ERROR
+    judges = "messages of floating-point numbers"
+    numbers = ("nan", "inf", "streams")
+    advice = (
+        "look at what this module got in that step: a division by zero, the logarithm or root of zero, an overflow of "
+        "float16, or a learning rate that is too high"
+    )
+
+    def __init__(self, *, tag: str | None = None, modules: str | Iterable[str] | None = None) -> None:
+        super().__init__([_KINDS], tag=tag, modules=modules)
+        self.origin: Place | None = None  # of the numbers that are not finite in these steps
+        self.last = -1
+        self.followed: set[tuple[object, ...]] = set()
+
+    def look(self, message: Message) -> Iterator[Message]:
+        """Judge one message."""
+        data = message.data
+        if data is None or not data.is_floating_point() or data.layout != torch.strided:
+            return
+        self.judged += 1
+        nan, inf = shared(message, "nan"), shared(message, "inf")
+        if inf and not nan and message.kind in _FORWARD and shared(message, "max") != math.inf:
+            inf = 0.0
+        if not (nan or inf):
+            return
+        if self.origin is None or message.global_step > self.last + 1:
+            self.origin, self.followed = Place.of(message), set()
+        self.last = message.global_step
+        self.followed.add((message.kind, *Place.of(message).series))
+        share = (nan + inf) / max(data.numel(), 1)
+        yield from self.judge(self.origin.at(message), True, share, 0.0, nan, inf, len(self.followed))
+
+    def evidence(self, found: Finding) -> str:
+        """What was seen."""
+        nan, inf, streams = (int(found.numbers[name]) for name in self.numbers)
+        what = " and ".join(f"{count:,} {name}" for count, name in ((nan, "NaN"), (inf, "infinite")) if count)
+        spread = "" if streams == 1 else f"; from there it reached {streams - 1} more streams"
+        return f"{what or 'some'} of its numbers in step {found.worst}{spread}"

@@ -1,0 +1,58 @@
+"""The recent past of a number: what is usual for it, and how unusual another value is."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+NORMAL = 1.4826
+"""A normal distribution's standard deviation over its median absolute deviation."""
+
+
+class Past:
+    """The last values of a number, of which each may be an outlier.
+
+    Parameters
+    ----------
+    window : int
+        How many values are remembered.
+    values : iterable of float
+
+    Examples
+    --------
+    >>> past = Past(8, [1.0, 1.1, 0.9, 1.0, 1.05])
+    >>> past.centre, round(past.scale, 4)
+    (1.0, 0.0741)
+    """
+
+    __slots__ = ("values", "window")
+
+    def __init__(self, window: int, values: Iterable[float] = ()) -> None:
+        self.window = window
+        self.values = list(values)[-window:]
+
+    def add(self, value: float) -> None:
+        """Remember a value; the oldest is forgotten."""
+        self.values.append(value)
+        if len(self.values) > self.window:
+            del self.values[0]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def centre(self) -> float:
+        """The median."""
+        return statistics.median(self.values)
+
+    @property
+    def scale(self) -> float:
+        """The spread about the median, as a standard deviation: 1.4826 times the median absolute deviation."""
+        centre = self.centre
+        return NORMAL * statistics.median([abs(value - centre) for value in self.values])
+
+
+def median(values: Sequence[float]) -> float:
+    """The median; NaN of nothing."""
+    return statistics.median(values) if values else math.nan

@@ -1,0 +1,71 @@
+"""Parameters that no step changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Unpack, final
+
+from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.streams import Series, series_of
+from analyze.rules.finding import Finding, Severity
+from analyze.rules.rule import Looking, Place, Rule
+from tracer.messaging.messages import Message
+
+
+@final
+class Unchanged(Rule):
+    """Weights that stay as they are while others learn: frozen, unknown to the optimizer, or out of the loss's reach.
+
+    Parameters
+    ----------
+    patience : int
+        At how many recorded steps in a row.
+    tag, modules
+        As in `tracer.Subscription`.
+
+    Notes
+    -----
+    *Fires* where an update is zero at `patience` steps in a row at which another layer's is not. It is a note where the
+    parameter asks for no gradient, because it was frozen on purpose; else a warning.
+    *Needs* ``weight_updates``.
+    *Source*: smdebug's ``UnchangedTensor``, here without a tolerance.
+    """
+
+    name = "unchanged"
+    judges = "updates of weights"
+    numbers = ("frozen",)
+    advice = "give it to the optimizer, use it in the loss, or freeze it with requires_grad_(False) if that is meant"
+
+    def __init__(self, *, patience: int = 10, **where: Unpack[Looking]) -> None:
+        super().__init__([("weight_updates",)], patience=patience, **where)
+        self.frozen: set[str] = set()
+        self.now: dict[Series, tuple[Place, bool]] = {}
+
+    def know_model(self, model: Mapping[str, Any]) -> None:
+        """Learn which parameters ask for no gradient."""
+        told = model.get("parameters")
+        for one in told if isinstance(told, list) else ():
+            if isinstance(one, Mapping) and one.get("requires_grad") is False:
+                self.frozen.add(str(one.get("name")))
+
+    def look(self, message: Message) -> Iterator[Message]:
+        """Remember whether an update is zero."""
+        data = message.data
+        if data is not None and data.numel():
+            self.now[series_of(message)] = Place.of(message), shared(message, "zeros") == data.numel()
+        yield from ()
+
+    def look_back(self) -> Iterator[Message]:
+        """Judge the updates of a step."""
+        now, self.now = self.now, {}
+        if all(zero for _, zero in now.values()):
+            return
+        for (module, _, _, _), (place, zero) in now.items():
+            frozen = bool({module, f"{module}.weight" if module else "weight"} & self.frozen)
+            severity = Severity.NOTE if frozen else Severity.WARNING
+            yield from self.judge(place, zero, 0.0, 0.0, float(frozen), severity=severity)
+
+    def evidence(self, found: Finding) -> str:
+        """What was seen."""
+        why = "it asks for no gradient" if found.numbers["frozen"] else "it asks for gradients"
+        return f"no update changed it at {found.steps} recorded steps at which other layers learned; {why}"

@@ -1,0 +1,116 @@
+"""Updates that are large beside the weights that they change, or beside what is usual for this layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Unpack, final
+
+from analyze.metrics.checks import check, is_number, is_whole
+from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.streams import Series, series_of
+from analyze.rules.finding import Finding
+from analyze.rules.past import Past, median
+from analyze.rules.rule import Looking, Place, Rule
+from tracer.messaging.messages import Message
+
+
+@final
+class UpdateRatio(Rule):
+    r"""Updates of a layer that leave their own past, or that are as large as its weights.
+
+    Of each layer and step it takes :math:`r = \|\Delta W\| / \|W\|`. What all layers do at once, as under a schedule of
+    the learning rate, is taken off: :math:`d = \log r - \mathrm{median}_{past} \log r`, less the median of d over the
+    layers. Parameters of one dimension, such as biases, are passed over, because they start at zero.
+
+    Parameters
+    ----------
+    factor : float
+        By how much a ratio must exceed what is usual.
+    deviations : float
+        By how many robust standard deviations, too.
+    high : float
+        The ratio that is too large by itself.
+    window, warm_up : int
+        How many steps the past has, and from how many on it is one.
+    tag, modules
+        As in `tracer.Subscription`.
+
+    Notes
+    -----
+    *Fires* where d is larger than ``log(factor)`` and than `deviations` times the spread of the past; or where r is at
+    least `high` at 5 steps in a row after the first 10.
+    *Needs* weights and their updates.
+    *Source*: A. Karpathy, "CS231n, Neural Networks Part 3", for the ratio, of which about 1e-3 is healthy; for the
+    spread 1.4826 median absolute deviations, P. Rousseeuw and C. Croux, J. Am. Stat. Assoc. 88 (1993) 1273.
+    """
+
+    name = "update_ratio"
+    judges = "updates of weights over more steps than its warm-up"
+    numbers = ("usual", "alone")
+    advice = "look at what changed in this step for this layer: its learning rate, its gradient, its optimizer's state"
+
+    def __init__(
+        self,
+        *,
+        factor: float = 5.0,
+        deviations: float = 8.0,
+        high: float = 0.5,
+        window: int = 32,
+        warm_up: int = 20,
+        **where: Unpack[Looking],
+    ) -> None:
+        check(is_number(factor) and factor > 1, "the factor of update_ratio is a number above 1", factor)
+        check(is_number(deviations) and deviations > 0, "deviations are a positive number", deviations)
+        check(is_whole(warm_up, 2), "a warm-up is an integer from 2 on", warm_up)
+        check(is_whole(window, warm_up), "a window is an integer, and no shorter than the warm-up", window)
+        super().__init__(["weights", "weight_updates"], **where)
+        self.factor, self.deviations, self.high = factor, deviations, high
+        self.window, self.warm_up = window, warm_up
+        self.weights: dict[Series, float] = {}
+        self.past: dict[Series, Past] = {}
+        self.now: dict[Series, tuple[Place, float]] = {}
+
+    def look(self, message: Message) -> Iterator[Message]:
+        """Remember the norm of a weight, or the ratio of an update."""
+        data = message.data
+        if data is None or data.ndim < 2:
+            return
+        if message.kind == "weights":
+            self.weights[series_of(message)] = shared(message, "norm2")
+            return
+        weight = self.weights.get(series_of(message), 0.0)
+        update = shared(message, "norm2")
+        if weight > 0 and math.isfinite(weight) and 0 < update < math.inf:
+            self.now[series_of(message)] = Place.of(message), update / weight
+        yield from ()
+
+    def look_back(self) -> Iterator[Message]:
+        """Judge the ratios of a step."""
+        shifts = {
+            series: math.log(ratio) - self.past[series].centre
+            for series, (_, ratio) in self.now.items()
+            if series in self.past and len(self.past[series]) >= self.warm_up
+        }
+        common = median(list(shifts.values())) if len(shifts) > 1 else 0.0
+        for series, (place, ratio) in self.now.items():
+            past = self.past.setdefault(series, Past(self.window))
+            if series in shifts:
+                alone = shifts[series] - common
+                far = max(math.log(self.factor), self.deviations * past.scale)
+                left = alone > far
+                usual = math.exp(past.centre + common)
+                value, threshold = (ratio, usual * math.exp(far)) if left else (ratio, self.high)
+                yield from self.judge(place, left or ratio >= self.high, value, threshold, usual, float(left))
+            past.add(math.log(ratio))
+        self.now = {}
+
+    def evidence(self, found: Finding) -> str:
+        """What was seen."""
+        usual = found.numbers["usual"]
+        if found.numbers["alone"]:
+            return (
+                f"its update was {found.value:.2g} times its weights in step {found.worst}, {found.value / usual:.3g} "
+                f"times what is usual for it, while the other layers stayed with their past"
+            )
+        return f"its update was {found.value:.2g} times its weights in step {found.worst}; about 0.001 is healthy"

@@ -1,0 +1,1 @@
+"""What went wrong, where and since when: checks, reports, pictures."""
