@@ -161,7 +161,7 @@ class Rule(Metric):
         """Judge the last step; say again what changed since it was found."""
         yield from self.look_back()
         for episode in self._episodes.values():
-            if 0 < episode.said < episode.steps:
+            if self.patience <= episode.steps and episode.said < episode.steps:
                 yield episode.message(self.produces[0], self.kinds)
 
     def judge(
@@ -171,6 +171,7 @@ class Rule(Metric):
         value: float,
         threshold: float,
         *numbers: float,
+        since: Place | None = None,
         severity: Severity | None = None,
         worse: bool = True,
     ) -> Iterator[Message]:
@@ -185,6 +186,8 @@ class Rule(Metric):
             What was measured, and what it was compared with.
         *numbers : float
             What `numbers` names.
+        since : Place, optional
+            Where the condition began to hold, if that was before.
         severity : Severity, optional
         worse : bool
             Whether a larger value is worse than a smaller one.
@@ -201,7 +204,7 @@ class Rule(Metric):
         step = place.global_step
         told = severity or self.severity
         if known is None:
-            known = _Episode(place, told, step, step, 1, value, threshold, numbers)
+            known = _Episode(since or place, told, step, step, 1, value, threshold, numbers)
             self._episodes[place.kind, place.series] = known
         else:
             known.steps += step != known.last
@@ -211,6 +214,12 @@ class Rule(Metric):
                 known.worst, known.value, known.threshold, known.numbers = step, value, threshold, numbers
         if not known.said and known.steps >= self.patience:
             yield known.message(self.produces[0], self.kinds)
+
+    def amend(self, kind: str, series: Series, *numbers: float) -> None:
+        """Replace the further numbers of a finding, for its last message."""
+        known = self._episodes[kind, series]
+        if known.numbers != numbers:
+            known.numbers, known.said = numbers, min(known.said, known.steps - 1)
 
     def finding(self, message: Message) -> Finding:
         """The finding that one of its messages carries.
