@@ -36,6 +36,7 @@ class ChangedBetweenSteps(Rule):
     """
 
     name = "changed_between_steps"
+    memory = ("weights", "after", "times")
     judges = "weights and their updates at consecutive steps"
     numbers = ("elements",)
     advice = "look for what writes into the parameters: a hook, a callback, an averaged or restored copy, a clamp"
@@ -63,10 +64,11 @@ class ChangedBetweenSteps(Rule):
         step, expected, rounding = self.after.pop(series, (-2, x, 0.0))
         if step != message.global_step - 1 or expected.shape != x.shape:
             return
-        away = np.abs(x - expected)
-        wrong = away > rounding * (np.abs(x) + np.abs(expected) + float(np.abs(x).max(initial=0.0)) * 1e-2)
-        count = int(wrong.sum())
-        far = float(np.linalg.norm(x - expected)) / max(float(np.linalg.norm(expected)), 1e-300)
+        with np.errstate(all="ignore"):
+            away = np.abs(x - expected)
+            wrong = away > rounding * (np.abs(x) + np.abs(expected) + float(np.abs(x).max(initial=0.0)) * 1e-2)
+            count = int(wrong.sum())
+            far = float(np.linalg.norm(away)) / max(float(np.linalg.norm(expected)), 1e-300)
         times, steps = self.times.get(series, (0, 0))
         times, steps = self.times[series] = times + (count > 0), steps + 1
         habit = times > max(self.share * steps, 3)

@@ -39,7 +39,7 @@ class ClassImbalance(Rule):
     """
 
     name = "class_imbalance"
-    judges = "labels and outputs of a classifier over enough datapoints"
+    memory = ("output", "labels", "seen", "right")
     numbers = ("class", "count", "recall")
     advice = "weight the classes in the loss, or draw them evenly (torch.utils.data.WeightedRandomSampler)"
 
@@ -51,6 +51,7 @@ class ClassImbalance(Rule):
         check(is_whole(datapoints, 1), "datapoints are a positive integer", datapoints)
         super().__init__(["input_labels", "network_output"], **where)
         self.ratio, self.recall, self.datapoints = ratio, recall, datapoints
+        self.judges = f"labels and outputs of a classifier for {datapoints:,} datapoints"
         self.output: tuple[int, int, NDArray[np.int64]] | None = None  # the call, how many classes, what it predicts
         self.labels: tuple[int, NDArray[np.int64]] | None = None
         self.seen: NDArray[np.int64] = np.zeros(0, np.int64)

@@ -60,7 +60,8 @@ class DeadUnits(Rule):
     """
 
     name = "dead_units"
-    judges = "activations of layers that do ReLU, over at least as many steps as `steps`"
+    memory = ("layers",)
+    judges = "activations of layers that do ReLU"
     numbers = ("units", "dead")
     advice = (
         "look at the bias and the learning rate of the layer before it; units that died get no gradient, so they stay "

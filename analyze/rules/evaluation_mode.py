@@ -45,6 +45,7 @@ class EvaluationMode(Rule):
     """
 
     name = "evaluation_mode"
+    memory = ("passes", "updated", "before", "means", "biases", "offsets")
     judges = "updates of weights, and training passes"
     numbers = ("why",)
     advice = "call model.train() before each epoch of the training, after each evaluation"
@@ -109,12 +110,14 @@ class EvaluationMode(Rule):
             if bias is None or len(bias) != len(mean):
                 continue
             offsets = self.offsets.setdefault(series, [])
-            offsets.append((place, (mean - bias) / deviation))
+            with np.errstate(all="ignore"):
+                offsets.append((place, (mean - bias) / deviation))
             del offsets[: -self.patience]
             if len(offsets) == self.patience:
                 all_of = np.stack([one for _, one in offsets])
-                error = all_of.std(axis=0, ddof=1) / np.sqrt(len(all_of))
-                mean_off = np.abs(all_of.mean(axis=0))
+                with np.errstate(all="ignore"):
+                    error = all_of.std(axis=0, ddof=1) / np.sqrt(len(all_of))
+                    mean_off = np.abs(all_of.mean(axis=0))
                 off = (mean_off > _OFFSET) & (mean_off > _CERTAIN * error)
                 share = float(off.mean())
                 usual = float(np.median(mean_off))
@@ -137,5 +140,6 @@ class EvaluationMode(Rule):
 def _standardised(x: NDArray[Any]) -> _Channels:
     """Mean and standard deviation of each channel."""
     axes = (0, *range(2, x.ndim))
-    x = x.astype(np.float64)
-    return x.mean(axis=axes), np.maximum(x.std(axis=axes), 1e-12)
+    with np.errstate(all="ignore"):
+        x = x.astype(np.float64)
+        return x.mean(axis=axes), np.maximum(x.std(axis=axes), 1e-12)

@@ -14,6 +14,9 @@ from analyze.rules.past import Past
 from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
 
+_BEYOND_START = 10.0
+"""A gradient that explodes is so many times as large as any at the start of the run."""
+
 
 @final
 class VanishingGradient(Rule):
@@ -40,6 +43,7 @@ class VanishingGradient(Rule):
     """
 
     name = "vanishing_gradient"
+    memory = ("now",)
     judges = "layer_gradients of several layers"
     numbers = ("largest", "smallest")
     advice = (
@@ -102,14 +106,15 @@ class ExplodingGradient(Rule):
     Notes
     -----
     *Fires* where a layer's gradient is `growth` times that of the last layer at the first 3 steps, or where a weight's
-    gradient exceeds its past by both bounds.
+    gradient exceeds its past by both bounds, and is ten times as large as any of the warm-up: after a loss has
+    become small, an ordinary gradient is far above the small ones before it.
     *Needs* ``weight_gradients``, or ``layer_gradients`` of several layers.
     *Source*: R. Pascanu, T. Mikolov, Y. Bengio, "On the difficulty of training recurrent neural networks",
     arXiv:1211.5063.
     """
 
     name = "exploding_gradient"
-    judges = "weight_gradients over more steps than its warm-up, or layer_gradients of several layers"
+    memory = ("past", "start", "layers", "steps")
     numbers = ("usual", "of_past")
     advice = (
         "clip the norm of the gradients (torch.nn.utils.clip_grad_norm_), lower the learning rate or warm it up, or "
@@ -133,13 +138,16 @@ class ExplodingGradient(Rule):
         super().__init__([("weight_gradients", "layer_gradients")], **where)
         self.growth, self.factor, self.deviations = growth, factor, deviations
         self.window, self.warm_up = window, warm_up
+        self.judges = f"weight_gradients over more than {warm_up} steps, or layer_gradients of several layers"
         self.past: dict[Series, Past] = {}
+        self.start: dict[Series, float] = {}  # the largest of the warm-up
         self.layers: dict[Series, tuple[Place, float]] = {}
         self.steps = 0
 
     def look(self, message: Message) -> Iterator[Message]:
         """Judge the gradient of a weight, or remember that of a layer."""
         norm = shared(message, "norm2")
+        self.judged += norm == 0
         if not 0 < norm < math.inf:
             return
         series = series_of(message)
@@ -149,8 +157,11 @@ class ExplodingGradient(Rule):
         past = self.past.setdefault(series, Past(self.window))
         if len(past) >= self.warm_up:
             usual = math.exp(past.centre)
-            bound = usual * math.exp(max(math.log(self.factor), self.deviations * past.scale))
+            far = usual * math.exp(max(math.log(self.factor), self.deviations * past.scale))
+            bound = max(far, _BEYOND_START * self.start[series])
             yield from self.judge(message, norm > bound, norm, bound, usual, 1.0)
+        else:
+            self.start[series] = max(norm, self.start.get(series, 0.0))
         past.add(math.log(norm))
 
     def look_back(self) -> Iterator[Message]:

@@ -37,6 +37,7 @@ class NotFinite(Rule):
     """
 
     name = "not_finite"
+    memory = ("origin", "first", "last", "followed")
     severity = Severity.ERROR
     judges = "messages of floating-point numbers"
     numbers = ("nan", "inf", "streams")
@@ -76,5 +77,5 @@ class NotFinite(Rule):
         """What was seen."""
         nan, inf, streams = (int(found.numbers[name]) for name in self.numbers)
         what = " and ".join(f"{count:,} {name}" for count, name in ((nan, "NaN"), (inf, "infinite")) if count)
-        spread = "" if streams == 1 else f"; from there it reached {streams - 1} more streams"
-        return f"{what or 'some'} of its numbers in step {found.worst}{spread}"
+        spread = "" if streams == 1 else f"; from there on in {streams - 1} more stream{'s' if streams > 2 else ''}"
+        return f"{what}{spread}"

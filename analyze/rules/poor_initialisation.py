@@ -43,6 +43,7 @@ class PoorInitialisation(Rule):
     """
 
     name = "poor_initialisation"
+    memory = ("scales", "chance")
     judges = "the first step of the run"
     numbers = ("why", "other")
     advice = "initialise the layers for the nonlinearity that follows: torch.nn.init.kaiming_normal_, xavier_uniform_"

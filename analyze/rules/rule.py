@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypedDict
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 
+from analyze.metrics.checks import check, is_whole
 from analyze.metrics.metric import Metric
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding, Severity
@@ -19,6 +21,9 @@ from tracer.messaging.subscription import Subscription
 
 FIELDS = ("severity", "kind", "worst", "last", "steps", "value", "threshold")
 """What the data of a finding's message begins with; the numbers that the rule names follow."""
+
+
+_MEMORY = ("judged", "_step", "_episodes")
 
 
 class Looking(TypedDict, total=False):
@@ -109,14 +114,17 @@ class Rule(Metric):
         What it judges, for the sentence that says that there was nothing of it.
     numbers : tuple of str
         The names of further numbers of a finding.
+    memory : tuple of str
+        The names of its attributes that change while it listens; those of this class need not be named.
     judged : int
         How many times it had an opinion.
     """
 
     severity: ClassVar[Severity] = Severity.WARNING
     advice: ClassVar[str]
-    judges: ClassVar[str]
+    judges: str
     numbers: ClassVar[tuple[str, ...]] = ()
+    memory: ClassVar[tuple[str, ...]] = ()
     bundled = False
 
     def __init__(
@@ -128,6 +136,7 @@ class Rule(Metric):
         tag: str | None = DEFAULT_TAG,
         modules: str | Iterable[str] | None = None,
     ) -> None:
+        check(is_whole(patience, 1), f"the patience of {self.name} is a positive integer", patience)
         wanted = [(one,) if isinstance(one, str) else tuple(one) for one in needs]
         subscriptions = [Subscription(kinds, tag, every, modules) for kinds in wanted]
         Subscriber.__init__(self, subscriptions, f"{self.name}_finding")
@@ -255,6 +264,14 @@ class Rule(Metric):
         vars(found)["evidence"] = self.evidence(found)
         return found
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers, as copies of the objects that it remembers by."""
+        return {name: deepcopy(vars(self)[name]) for name in (*_MEMORY, *self.memory)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember what another one of the same class and parameters remembered."""
+        vars(self).update(deepcopy(dict(state)))
+
     def unjudged(self) -> str:
         """Why it had no opinion on anything, in a sentence; empty if it had."""
-        return "" if self.judged else f"there was nothing to judge: it needs {self.judges}"
+        return "" if self.judged else f"it needs {self.judges}"

@@ -52,7 +52,7 @@ class UpdateRatio(Rule):
     """
 
     name = "update_ratio"
-    judges = "updates of weights over more steps than its warm-up"
+    memory = ("weights", "past", "large", "now")
     numbers = ("usual", "alone")
     advice = "look at what changed in this step for this layer: its learning rate, its gradient, its optimizer's state"
 
@@ -73,6 +73,7 @@ class UpdateRatio(Rule):
         super().__init__(["weights", "weight_updates"], **where)
         self.factor, self.deviations, self.high = factor, deviations, high
         self.window, self.warm_up = window, warm_up
+        self.judges = f"updates of weights over more than {warm_up} steps"
         self.weights: dict[Series, float] = {}
         self.past: dict[Series, Past] = {}
         self.large: dict[Series, int] = {}  # for how many steps in a row
@@ -88,6 +89,7 @@ class UpdateRatio(Rule):
             return
         weight = self.weights.get(series_of(message), 0.0)
         update = shared(message, "norm2")
+        self.judged += update == 0
         if weight > 0 and math.isfinite(weight) and 0 < update < math.inf:
             self.now[series_of(message)] = Place.of(message), update / weight
         yield from ()
