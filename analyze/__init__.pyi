@@ -53,6 +53,10 @@ from analyze.metrics.spectra.saturation import Saturation, saturation
 from analyze.metrics.spectra.singular_values import ConditionNumber, SingularValues, condition_number, singular_values
 from analyze.metrics.spectra.spectral_norm import SpectralNorm, spectral_norm
 from analyze.registry import describe, parse, subscribers
+from analyze.rules.finding import Finding
+from analyze.seeing.check import check
+from analyze.seeing.findings import Checked
+from analyze.seeing.watch import TrainingStopped, Watch
 from analyze.tables.results import Results
 
 HOMES: dict[str, str]
@@ -69,12 +73,14 @@ __all__ = [
     "Alpha",
     "Angular",
     "BatchResults",
+    "Checked",
     "Churn",
     "ClassificationReport",
     "ConditionNumber",
     "DescentCosine",
     "Distance",
     "EffectiveRank",
+    "Finding",
     "Forgetting",
     "Freeze",
     "GradientGeometry",
@@ -102,7 +108,9 @@ __all__ = [
     "Sum",
     "TestAccuracy",
     "TrainAccuracy",
+    "TrainingStopped",
     "Variance",
+    "Watch",
     "WeightWatcher",
     "accuracy",
     "activation_rate",
@@ -113,6 +121,7 @@ __all__ = [
     "angular",
     "batch",
     "cca",
+    "check",
     "churn",
     "cka",
     "classification_report",

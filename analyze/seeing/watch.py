@@ -64,7 +64,7 @@ class Watch(Receiver):
     ...             optimizer.step()
     ... except TrainingStopped as stopped:
     ...     print(stopped.finding.rule)
-    not_finite in activations of the root at step 2
+    not_finite in loss at step 1
     not_finite
     """
 
