@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Unpack, final
 
 from analyze.metrics.checks import check, is_number, is_whole
@@ -35,7 +35,8 @@ class VanishingGradient(Rule):
 
     Notes
     -----
-    *Fires* where the gradient of the loss by a layer's output is below `ratio` times the largest of all layers. The
+    *Fires* where the gradient of the loss by a layer's output is below `ratio` times the largest of all layers; where
+    several parts below the root have `least` layers, as generator and discriminator have, of those of the part. The
     finding is of the layer that has the least.
     *Needs* ``layer_gradients`` of several layers.
     *Source*: X. Glorot and Y. Bengio, "Understanding the difficulty of training deep feedforward neural networks",
@@ -61,7 +62,7 @@ class VanishingGradient(Rule):
     def look(self, message: Message) -> Iterator[Message]:
         """Remember the norm of a gradient."""
         norm = shared(message, "norm2")
-        if math.isfinite(norm):
+        if math.isfinite(norm) and not message.leaf:
             series = series_of(message)
             self.now[series] = Place.of(message), max(norm, self.now[series][1] if series in self.now else 0.0)
         yield from ()
@@ -69,14 +70,23 @@ class VanishingGradient(Rule):
     def look_back(self) -> Iterator[Message]:
         """Judge the gradients of a step."""
         now, self.now = self.now, {}
-        if len(now) < self.least:
-            return
-        largest = max(norm for _, norm in now.values())
-        if largest == 0:
-            return
-        place, smallest = min(((place, norm) for place, norm in now.values() if norm > 0), key=lambda one: one[1])
-        bad = smallest < self.ratio * largest
-        yield from self.judge(place, bad, smallest / largest, self.ratio, largest, smallest, worse=False)
+        for norms in self.networks(now):
+            largest = max(norm for _, norm in norms)
+            if largest == 0:
+                continue
+            place, smallest = min((one for one in norms if one[1] > 0), key=lambda one: one[1])
+            bad = smallest < self.ratio * largest
+            yield from self.judge(place, bad, smallest / largest, self.ratio, largest, smallest, worse=False)
+
+    def networks(self, now: Mapping[Series, tuple[Place, float]]) -> list[list[tuple[Place, float]]]:
+        """The gradients of each network that is large enough: the parts below the root, if several are, else all."""
+        parts: dict[str, list[tuple[Place, float]]] = {}
+        for (module, *_), told in now.items():
+            parts.setdefault((module or "").partition(".")[0], []).append(told)
+        large = [one for one in parts.values() if len(one) >= self.least]
+        if len(large) > 1:
+            return large
+        return [list(now.values())] if len(now) >= self.least else []
 
     def evidence(self, found: Finding) -> str:
         """What was seen."""
