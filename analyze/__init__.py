@@ -22,6 +22,7 @@ HOMES: dict[str, str] = {
     "TrainingStopped": "analyze.seeing.watch",
     "Watch": "analyze.seeing.watch",
     "batch": "analyze.batching.batch",
+    "blame": "analyze.seeing.blame",
     "check": "analyze.seeing.check",
     "compare": "analyze.comparing.compare",
     "describe": "analyze.registry",

@@ -54,6 +54,7 @@ from analyze.metrics.spectra.singular_values import ConditionNumber, SingularVal
 from analyze.metrics.spectra.spectral_norm import SpectralNorm, spectral_norm
 from analyze.registry import describe, parse, subscribers
 from analyze.rules.finding import Finding
+from analyze.seeing.blame import blame
 from analyze.seeing.check import check
 from analyze.seeing.findings import Checked
 from analyze.seeing.watch import TrainingStopped, Watch
@@ -120,6 +121,7 @@ __all__ = [
     "analyze",
     "angular",
     "batch",
+    "blame",
     "cca",
     "check",
     "churn",

@@ -11,7 +11,7 @@ from tracereel.demo import demo
 from tracereel.errors import debug_option
 from tracereel.keeping import convert, recover, verify
 from tracereel.recording import record
-from tracereel.seeing import check, rules
+from tracereel.seeing import blame, check, rules
 from tracereel.showing import cat, info, list_streams
 
 
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 for command in (
-    *(batch, cat, check, convert, demo, info, list_streams),
+    *(batch, blame, cat, check, convert, demo, info, list_streams),
     *(record, recover, replay, rules, subscribers, verify),
 ):
     main.add_command(command)

@@ -1,4 +1,4 @@
-"""``trace check`` and ``trace rules``: what went wrong in a run."""
+"""``trace check``, ``trace blame`` and ``trace rules``: what went wrong in a run, and why."""
 
 from __future__ import annotations
 
@@ -150,6 +150,38 @@ def _more(found: Checked) -> dict[str, int]:
     for one in found.findings:
         counts[one.rule] = counts.get(one.rule, 0) + 1
     return {rule: count - _OF_A_RULE for rule, count in counts.items() if count > _OF_A_RULE}
+
+
+@click.command(cls=Command, examples=["trace blame run.zarr", "trace blame run.zarr --step 1200 --most 20"])
+@options.path("trace")
+@click.option(
+    "--step", type=click.IntRange(min=0), metavar="N", help="The step of the spike; by default found by rules."
+)
+@options.number("--most", default=10, show_default=True, help="How many datapoints are told.")
+@options.as_json
+def blame(trace: str, step: int | None, most: int, as_json: bool) -> None:
+    """Say what caused a spike: the first stream that left its own past, and the datapoints with the largest gradients.
+
+    Datapoints can be told apart where layer_inputs and layer_gradients were recorded of all of them.
+    """
+    from analyze.seeing.blame import blame as blame_trace
+
+    with tracer.open(trace) as reader, plain_warnings():
+        note_problems(reader)
+        found = blame_trace(reader, step, most=most)
+    if as_json:
+        print_json(found.as_json())
+        return
+    click.echo(printable(as_typed(found.verdict)))
+    if found.why != "it was given":
+        click.echo(printable(f"the step is that of {found.why}"))
+    if found.suspects:
+        click.echo()
+        columns = ("step", "position in batch", "label", "gradient norm", "typical")
+        rows = [(one.step, one.position, one.label, one.norm, one.typical) for one in found.suspects]
+        print_table(columns, rows, right=(*columns[:2], *columns[3:]))
+    for sentence in found.unseen:
+        click.echo(printable(f"not seen: {sentence}"))
 
 
 @click.command(cls=Command, examples=["trace rules", "trace rules dead_units"])

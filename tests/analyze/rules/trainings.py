@@ -298,6 +298,24 @@ class CorruptedBatch(Fault):
 
 
 @dataclass(frozen=True)
+class CorruptedSample(Fault):
+    """One datapoint of one batch is noise of a large scale, or has another label."""
+
+    position: int
+    at: int = 90
+    label: bool = False
+
+    def batch(self, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if step == self.at:
+            x, y = x.clone(), y.clone()
+            if self.label:
+                y[self.position] = (y[self.position] + 3) % CLASSES
+            else:
+                x[self.position] = 8 * torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(step))
+        return x, y
+
+
+@dataclass(frozen=True)
 class Nudged(Fault):
     """Something else than the optimizer adds to one weight, before one step."""
 
