@@ -22,7 +22,7 @@ HEADINGS: Mapping[str, Sequence[str]] = {
     "What is read": ("kinds", "modules", "steps", "tags", "ranks", "follow", "no_verify", "limit"),
     "Where it is computed": ("workers", "scheduler", "slurm", "part", "memory", "part_bytes", "force"),
     "What is written": (
-        *("out", "table", "tensorboard", "overwrite", "resume", "first_step", "max_bytes", "compression"),
+        *("out", "log", "table", "tensorboard", "overwrite", "resume", "first_step", "max_bytes", "compression"),
         *("chunk_bytes", "queue_bytes", "on_full", "strict", "commit_steps", "commit_seconds", "durable"),
     ),
     "Before it is done": ("only_plan", "dry_run", "certify_steps", "require_identical", "only_dry_run", "run_steps"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 import tracer
-from tracereel.asking import replay, subscribers
+from tracereel.asking import plot, replay, subscribers
 from tracereel.batching import batch
 from tracereel.demo import demo
 from tracereel.errors import debug_option
@@ -27,6 +27,6 @@ def main() -> None:
 
 for command in (
     *(batch, blame, cat, check, convert, demo, info, list_streams),
-    *(record, recover, replay, rules, subscribers, verify),
+    *(plot, record, recover, replay, rules, subscribers, verify),
 ):
     main.add_command(command)
