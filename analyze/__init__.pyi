@@ -53,6 +53,7 @@ from analyze.metrics.spectra.saturation import Saturation, saturation
 from analyze.metrics.spectra.singular_values import ConditionNumber, SingularValues, condition_number, singular_values
 from analyze.metrics.spectra.spectral_norm import SpectralNorm, spectral_norm
 from analyze.registry import describe, parse, subscribers
+from analyze.seeing.report import report
 from analyze.tables.results import Results
 
 HOMES: dict[str, str]
@@ -144,6 +145,7 @@ __all__ = [
     "quantiles",
     "r2_cca",
     "ratio",
+    "report",
     "sample_norm",
     "saturation",
     "singular_values",

@@ -11,6 +11,7 @@ from tracereel.demo import demo
 from tracereel.errors import debug_option
 from tracereel.keeping import convert, recover, verify
 from tracereel.recording import record
+from tracereel.reporting import report
 from tracereel.showing import cat, info, list_streams
 
 
@@ -24,5 +25,5 @@ def main() -> None:
     """
 
 
-for command in (batch, cat, convert, demo, info, list_streams, record, recover, replay, subscribers, verify):
+for command in (batch, cat, convert, demo, info, list_streams, record, recover, replay, report, subscribers, verify):
     main.add_command(command)
