@@ -197,8 +197,8 @@
         name: rows.map((row) => data.zoom.names[row]),
         value: [...floats(view.values)],
         shift: shifts,
-        // what cannot be compared is grey, and is there all the same
-        shade: shifts.map((one) => (Number.isNaN(one) ? 0 : one)),
+        // what cannot be compared is as what is usual; only what is not finite has the colour beyond the last one
+        shade: shifts.map((one) => (Number.isNaN(one) ? 0 : Number.isFinite(one) ? Math.max(-3.99, Math.min(one, 3.99)) : 9)),
       };
       const range = model("zoom-steps");
       range.setv({ start: view.step - 15.5, end: view.step + 15.5 });
@@ -259,8 +259,8 @@
   function drawMap(map) {
     const cells = floats(map.cells);
     const rows = map.names.length;
-    const image = [];
-    for (let row = 0; row < rows; row++) image.push([...cells.subarray(row * map.columns, (row + 1) * map.columns)]);
+    const Image = model("curve-map-cells").data.image[0].constructor; // an array with a shape
+    const image = new Image(cells, [rows, map.columns]);
     const finite = cells.filter(Number.isFinite);
     const low = finite.reduce((a, b) => Math.min(a, b), Infinity);
     const high = finite.reduce((a, b) => Math.max(a, b), -Infinity);
@@ -330,11 +330,8 @@
   function fit() {
     const narrow = window.innerWidth < 560;
     // the same margins in all pictures, so that a step stands at the same place in each
-    const margins = { min_border_left: narrow ? 92 : 176, min_border_right: narrow ? 46 : 58 };
-    for (const picture of pictures()) {
-      const bar = picture.right.some((one) => one.visible);
-      picture.setv({ ...margins, min_border_right: bar ? 8 : margins.min_border_right });
-    }
+    const margins = { min_border_left: narrow ? 92 : 176, min_border_right: narrow ? 62 : 72 };
+    for (const picture of pictures()) picture.setv(margins);
     for (const picture of pictures())
       for (const axis of picture.left) {
         if (!axis.major_label_overrides || !axis.major_label_overrides.size) continue;

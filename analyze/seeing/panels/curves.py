@@ -12,7 +12,7 @@ from analyze.seeing.decimate import extremes, width_for
 from analyze.seeing.gathered import DEAD, GRADIENT, RATIO, SIGNAL, WEIGHT, Gathered
 from analyze.seeing.layers import Layer
 from analyze.seeing.maps import drawn
-from analyze.seeing.panels.panel import DASHES, LINES, NOT_FINITE, SLOTS, Panel, drawing, packed
+from analyze.seeing.panels.panel import DASHES, LINES, NOT_FINITE, SLOTS, Panel, drawing, name_rows, packed
 from analyze.seeing.words import plain, text
 
 POINTS = 45_000
@@ -141,7 +141,9 @@ def _map_picture(steps: Any) -> Any:
     from bokeh.palettes import Viridis256
 
     picture = drawing(steps, 340, y_range=(-0.5, 0.5), name="curve-map", visible=False)
-    source = ColumnDataSource({one: [] for one in ("image", "x", "y", "dw", "dh")}, name="curve-map-cells")
+    name_rows(picture, [])
+    cells = {"image": [np.zeros((1, 1), np.float32)], "x": [0.0], "y": [-0.5], "dw": [0.0], "dh": [0.0]}
+    source = ColumnDataSource(cells, name="curve-map-cells")
     mapper = LinearColorMapper(
         palette=Viridis256, low=0, high=1, nan_color="rgba(0, 0, 0, 0)", high_color=NOT_FINITE, name="curve-map-colours"
     )

@@ -20,6 +20,7 @@ from analyze.seeing.panels.panel import (
     height_of,
     mark_findings,
     name_rows,
+    tell_of_taps,
 )
 from analyze.seeing.words import number, plain, text, times
 
@@ -75,7 +76,9 @@ def panel(found: Gathered, reference: Gathered | None, order: Sequence[Layer], s
     name_rows(picture, first.names, [int(row) for row in np.argsort(best, kind="stable")])
     for mode, one in maps.items():
         _draw(picture, mode, one, what, visible=mode == "past")
+    _draw_bad(picture, first)
     places = {name: row for row, group in enumerate(first.layers) for name in group}
+    tell_of_taps(picture, "heat")
     mark_findings(picture, found.checked.findings, places, "heat")
     picture.hstrip(
         "y0",
@@ -124,6 +127,8 @@ def colours_of(mode: str, cells: np.ndarray) -> ColorMapper:
             high=FARTHEST,
             nan_color="rgba(0, 0, 0, 0)",
             name=f"away-{mode}",
+            # in a map, what is beyond the last colour is far, and what is not finite has a cover of its own
+            **({"high_color": NOT_FINITE} if mode == "zoom" else {}),
         )
     finite = cells[np.isfinite(cells)]
     positive = finite[finite > 0]
@@ -175,6 +180,18 @@ def _draw(picture: figure, mode: str, one: Map, what: str, *, visible: bool) -> 
     picture.add_layout(bar, "right")
 
 
+def _draw_bad(picture: figure, one: Map) -> None:
+    """Cover the cells that hold something that is not finite; what can be compared with nothing has no other colour."""
+    from bokeh.models import LinearColorMapper
+
+    bad = np.isinf(one.cells)
+    if bad.any():
+        picture.image(
+            [bad.astype(np.uint8)], one.grid.first - 0.5, -0.5, one.last - one.grid.first, len(one.layers),
+            color_mapper=LinearColorMapper(palette=["rgba(0, 0, 0, 0)", NOT_FINITE], low=0, high=1), name="heat-bad",
+        )  # fmt: skip
+
+
 def _controls(maps: dict[str, Map], what: str) -> str:
     """The switch between the maps."""
     options = []
@@ -194,6 +211,9 @@ def _controls(maps: dict[str, Map], what: str) -> str:
     cells = [f"a column is {width} steps" if width > 1 else "", f"a row is {shared} layers" if shared > 1 else ""]
     told = " and ".join(one for one in cells if one)
     remark = f'<p class="note">In this map {told}; of what they share the greatest is shown.</p>' if told else ""
+    if np.isinf(maps["value"].cells).any():
+        sign = f'<span style="color:{NOT_FINITE}">■</span>'
+        remark += f'<p class="note">{sign} holds something that is not finite.</p>'
     return f"<fieldset><legend>Show it</legend>{''.join(options)}</fieldset>{''.join(notes)}{remark}"
 
 

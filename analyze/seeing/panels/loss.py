@@ -57,7 +57,7 @@ def panel(found: Gathered, references: Sequence[Gathered], steps: Any) -> Panel:
         )
     log = bool((finite > 0).all())
     drawn = drawing(steps, 300, y_axis_type="log" if log else "linear", y_axis_label="loss")
-    _draw(drawn, runs)
+    _draw(drawn, runs[::-1])  # its own above the others
     floor = float(finite.min())
     _mark_bad(drawn, own, floor)
     _mark(drawn, found.checked.findings, own, floor)
@@ -76,7 +76,7 @@ def _draw(drawn: figure, runs: Sequence[tuple[str, Mapping[str, Course]]]) -> No
     from bokeh.models import ColumnDataSource, HoverTool
 
     dashes = ("solid", "dashed", "dotted", "dotdash", "dashdot", "dashed")
-    for number_of_run, (run, kinds) in enumerate(runs):
+    for number_of_run, (run, kinds) in zip(range(len(runs))[::-1], runs, strict=True):
         for number_of_kind, (name, course) in enumerate(kinds.items()):
             at, values, _ = course.points()
             if not len(at):
@@ -89,9 +89,8 @@ def _draw(drawn: figure, runs: Sequence[tuple[str, Mapping[str, Course]]]) -> No
             )
             colour = LINES[number_of_run % len(LINES)]
             style: dict[str, Any] = {"source": source, "color": colour, "legend_label": label}
-            line = drawn.line(
-                "step", "loss", line_width=2, line_dash=dashes[number_of_kind % len(dashes)], **style
-            )  # fmt: skip
+            width = 2 if number_of_run == 0 else 4  # so that an equal one is seen below
+            line = drawn.line("step", "loss", line_width=width, line_dash=dashes[number_of_kind % len(dashes)], **style)
             if len(chosen) < 3 or number_of_kind:
                 drawn.scatter("step", "loss", size=6, **style)
             drawn.add_tools(

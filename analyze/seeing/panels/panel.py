@@ -89,6 +89,7 @@ def drawing(steps: Any, height: int, **options: Any) -> figure:
         x_axis_label="step",
         **options,
     )
+    drawn.toolbar_inner = True
     drawn.toolbar.logo = None
     drawn.toolbar.autohide = True
     drawn.background_fill_color = drawn.border_fill_color = None
@@ -114,6 +115,15 @@ def name_rows(drawn: figure, names: Sequence[str], marked: Sequence[int] = ()) -
     drawn.yaxis.major_label_overrides = {row: short(plain(names[row])) for row in ticks}
     drawn.yaxis.major_tick_line_color = None
     drawn.ygrid.grid_line_color = None
+
+
+def tell_of_taps(drawn: figure, panel: str) -> None:
+    """Let the page's script know which row of a heat map is clicked."""
+    from bokeh.events import Tap
+    from bokeh.models import CustomJS
+
+    code = "document.dispatchEvent(new CustomEvent('layer-tap', {detail: {panel, y: cb_obj.y}}))"
+    drawn.js_on_event(Tap, CustomJS(args={"panel": panel}, code=code))
 
 
 def height_of(rows: int) -> int:

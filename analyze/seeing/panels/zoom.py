@@ -13,7 +13,7 @@ from analyze.seeing.gathered import Gathered
 from analyze.seeing.layers import Layer
 from analyze.seeing.listeners import AROUND
 from analyze.seeing.panels.heat import colours_of, measure_of
-from analyze.seeing.panels.panel import Panel, drawing, height_of, mark_findings, name_rows, packed
+from analyze.seeing.panels.panel import Panel, drawing, height_of, mark_findings, name_rows, packed, tell_of_taps
 from analyze.seeing.words import listed, plain, text, times
 
 PLACES = 8
@@ -79,6 +79,7 @@ def panel(found: Gathered, order: Sequence[Layer]) -> Panel:
         fill_color={"field": "shade", "transform": mapper}, name="zoom-rects",
     )  # fmt: skip
     picture.vspan(x=[start], name="zoom-step", line_dash="dashed", line_color="#888888", line_width=1.5)
+    tell_of_taps(picture, "zoom")
     mark_findings(picture, found.checked.findings, {name: row for row, name in enumerate(shown)}, "zoom")
     picture.hstrip(
         "y0", "y1", name="zoom-selected", fill_alpha=0, line_width=2, line_color="colour",
@@ -101,7 +102,7 @@ def panel(found: Gathered, order: Sequence[Layer]) -> Panel:
         title=title,
         before=f'<label>Around <select id="zoom-place">{options}</select></label>'
         f'<p class="note">Each recorded {text(what)}, coloured by its distance from the layer\'s own past; layers in '
-        f"recorded order{_left_out(len(courses), len(shown))}.</p>",
+        f"recorded order; what is not finite is pink{_left_out(len(courses), len(shown))}.</p>",
         picture=picture,
         alternative=_in_words(looked[0], what, shown, courses),
         data={"rows": shown, "names": [plain(name) for name in shown], "views": views},
@@ -147,7 +148,9 @@ def _in_words(place: _Place, what: str, shown: Sequence[str], courses: dict[str,
         if len(at):
             far.append((abs(float(shifts[at[0]])), name, float(shifts[at[0]])))
     far.sort(key=lambda one: -one[0])
-    told = [f"{name} {times(shift)} its past" for _, name, shift in far[:3]]
+    told = [
+        f"{name} {times(shift)} its past" if np.isfinite(shift) else f"{name} not finite" for _, name, shift in far[:3]
+    ]
     return f"The {what} around step {place.step} ({place.why}). " + (
         f"At that step: {listed(told)}." if told else "At that step nothing can be compared with its past."
     )
