@@ -38,7 +38,8 @@ class Layer:
     ratio, ratio_step
         The greatest update/weight ratio, and its step.
     away, away_step
-        The greatest distance of the ratio from its past, in powers of two, and its step; 0 and None without a past.
+        The greatest distance of the ratio from its past, up or down, in powers of two, and its step; 0 and None without
+        a past.
     dead : float or None
         The least share of silent units in the last batches.
     gradient : float or None
@@ -101,7 +102,8 @@ def _layer(
         settled = np.flatnonzero(np.isfinite(shifts[SETTLED:])) + SETTLED
         sizes = np.abs(shifts[settled])
         if len(sizes):
-            away, away_step = float(sizes.max()), int(steps[settled[np.argmax(sizes)]])
+            at = settled[np.argmax(sizes)]
+            away, away_step = float(shifts[at]), int(steps[at])
         far = settled[sizes >= FAR]
         if len(far):
             odd, why = int(steps[far[0]]), f"ratio {times(float(shifts[far[0]]))} its past"
@@ -135,4 +137,4 @@ def _greatest(steps: np.ndarray, values: np.ndarray) -> tuple[float | None, int 
 
 def _anomaly(layer: Layer) -> tuple[float, ...]:
     first = layer.odd if layer.severity and layer.odd is not None else math.inf
-    return -layer.severity, first, -layer.away, layer.place
+    return -layer.severity, first, -abs(layer.away), layer.place

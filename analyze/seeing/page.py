@@ -56,7 +56,7 @@ def _panels(found: Gathered, references: Sequence[Gathered], order: Sequence[Lay
     steps = Range1d(first - margin, last + margin, bounds=(first - margin, last + margin), name="steps")
     packs, known = curves.lines_of(found, order)
     selected = known[: curves.SELECTED]
-    asked = arrays.panel(found, steps)
+    asked = arrays.panel(found, order, steps)
     return [
         loss.panel(found, references, steps),
         heat.panel(found, references[0] if references else None, order, steps),
@@ -111,7 +111,7 @@ def _header(found: Gathered, references: Sequence[Gathered], name: str) -> str:
     badge = "" if severity is None else f'<span class="badge severity-{int(severity)}">{text(severity)}</span> '
     lines = [f"{text(name)}: {_extent(found)}; the run is {text(found.info['status'])}."]
     if references:
-        lines.append(f"Compared with {', '.join(text(one.checked.trace) for one in references)}.")
+        lines.append(f"Compared with {', '.join(text(Path(one.checked.trace).name) for one in references)}.")
     warnings = [*([found.damage] if found.damage else []), *map(str, found.info["problems"])]
     if found.damage:
         warnings.append("This page shows what could be read")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from analyze.seeing.gathered import Frames, Gathered, Key
+from analyze.seeing.layers import Layer
 from analyze.seeing.panels.panel import Panel, drawing, packed
 from analyze.seeing.words import plain, text
 
@@ -14,12 +15,14 @@ NUMBERS = 45_000
 NETWORK = "the network"
 
 
-def arrays_of(found: Gathered) -> list[dict[str, Any]]:
-    """The answers that are arrays, for the page's script: as many of them as there is room for."""
+def arrays_of(found: Gathered, order: Sequence[Layer]) -> list[dict[str, Any]]:
+    """The answers that are arrays, for the page's script: those of the most anomalous layers that there is room for."""
+    place = {layer.name: number for number, layer in enumerate(order)}
+    ranked = sorted(found.frames.items(), key=lambda one: place.get(one[0].layer or "", -1))
     edges = {key: one for key, one in found.frames.items() if key.what.endswith("_edges")}
     packs: list[dict[str, Any]] = []
     left = NUMBERS
-    for key, frames in found.frames.items():
+    for key, frames in ranked:
         if key in edges:
             continue
         steps, table = frames.points()
@@ -48,12 +51,12 @@ def _edges(edges: Frames, key: Key, frames: Frames) -> dict[str, Any]:
     return {"low": packed(table[:, 0]), "high": packed(table[:, -1])}
 
 
-def panel(found: Gathered, steps: Any) -> Panel | None:
+def panel(found: Gathered, order: Sequence[Layer], steps: Any) -> Panel | None:
     """The panel of histograms and spectra; None if no metric gave any."""
     from bokeh.models import ColorBar, ColumnDataSource, HoverTool, LinearColorMapper
     from bokeh.palettes import Viridis256
 
-    packs = arrays_of(found)
+    packs = arrays_of(found, order)
     if not packs:
         return None
     kinds = list(dict.fromkeys(str(one["what"]) for one in packs))

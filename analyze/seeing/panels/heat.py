@@ -224,7 +224,8 @@ def _in_words(what: str, order: Sequence[Layer], one: Map) -> str:
         measured = [(layer.ratio, layer) for layer in order if layer.ratio is not None]
         if measured:
             _, top = max(measured, key=lambda one: one[0] if np.isfinite(one[0]) else np.inf)
-            _, far = max(measured, key=lambda one: one[1].away)
+            _, far = max(measured, key=lambda one: abs(one[1].away))
             told += f"The greatest is {number(top.ratio)}, of {top.name} at step {top.ratio_step}. "
-            told += f"Farthest from its own past is {far.name}: {times(far.away)} it, or less by the same factor."
+            if far.away_step is not None:
+                told += f"Farthest from its own past is {far.name}: {times(far.away)} it, at step {far.away_step}."
     return told

@@ -160,7 +160,7 @@ def mark_findings(drawn: figure, findings: Iterable[Finding], rows: Mapping[str,
         source = ColumnDataSource(
             {
                 "step": [one.first for one in marked],
-                "row": [rows[layer_of(one) or ""] for one in marked],
+                "row": [rows[layer_of(one) or ""] + 0.4 for one in marked],  # not over the cell itself
                 "rule": [one.rule for one in marked],
                 "where": [plain(one.where) for one in marked],
                 "evidence": [plain(one.evidence) for one in marked],
@@ -168,7 +168,7 @@ def mark_findings(drawn: figure, findings: Iterable[Finding], rows: Mapping[str,
             name=f"{name}-findings-{severity}",
         )
         marks = drawn.scatter(
-            "step", "row", source=source, marker=MARKERS[severity], size=11, color=SHADES[severity],
+            "step", "row", source=source, marker=MARKERS[severity], size=9, color=SHADES[severity],
             line_color="#222222", level="overlay",
         )  # fmt: skip
         drawn.add_tools(HoverTool(renderers=[marks], tooltips=list(FINDING), visible=False))
