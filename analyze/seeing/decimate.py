@@ -6,7 +6,7 @@ Whatever stays is a recorded value at its own step: nothing is averaged, and not
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,3 +153,19 @@ def width_for(first: int, last: int, columns: int) -> int:
     (1, 2, 1)
     """
     return max(1, -(-(last - first + 1) // columns))
+
+
+def compact(values: NDArray[Any]) -> NDArray[Any]:
+    """Numbers in half of their bytes, where that holds them: float32 or int32, of about seven digits.
+
+    Examples
+    --------
+    >>> [compact(np.array(one)).dtype.name for one in ([1.0, np.inf], [1e300], [1e-42], [2], [2**40])]
+    ['float32', 'float64', 'float64', 'int32', 'float64']
+    """
+    if values.dtype.kind in "iu":
+        fits = not values.size or bool(np.abs(values).max() < 2**31)
+        return values.astype(np.int32 if fits else np.float64)
+    sizes = np.abs(values[np.isfinite(values) & (values != 0)])
+    fits = not sizes.size or bool(sizes.max() < 3e38 and sizes.min() > 2e-38)
+    return values.astype(np.float32 if fits else np.float64)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from analyze.seeing.course import Course, Grid
-from analyze.seeing.decimate import Values
+from analyze.seeing.decimate import Values, compact
 
 ROWS = 120
 """So many rows has a heat map, at most; beyond, neighbours share one."""
@@ -20,7 +20,7 @@ class Map:
 
     Attributes
     ----------
-    cells : ndarray of float32, (rows, columns)
+    cells : ndarray of float32, or of float64 where that is needed, (rows, columns)
         NaN where nothing was recorded, infinity where something was not finite.
     layers : tuple of tuple of str
         Of each row, in recorded order, the first at the top of the drawing and at the end here, as Bokeh draws.
@@ -73,7 +73,7 @@ def drawn(courses: Mapping[str, Course], order: Sequence[str], budget: int, *, s
     stride = max(_stride(courses[names[0]]), 1)
     factor = max(-(-stride // grid.width), -(-grid.columns * len(rows) // budget))
     cells, grid = _coarser(cells, grid, factor, shifts)
-    return Map(cells.astype(np.float32), tuple(groups), grid)
+    return Map(compact(cells), tuple(groups), grid)
 
 
 def compared(one: Map, other: Map) -> Map:
@@ -82,14 +82,14 @@ def compared(one: Map, other: Map) -> Map:
     NaN where one of the two has nothing or is not positive; infinity where the first is not finite.
     """
     known = {group: number for number, group in enumerate(other.layers)}
-    cells = np.full(one.cells.shape, np.nan, np.float32)
+    cells = np.full(one.cells.shape, np.nan)
     columns = min(one.cells.shape[1], other.cells.shape[1])
     for number, group in enumerate(one.layers):
         if group in known and one.grid[:2] == other.grid[:2]:
             a, b = one.cells[number, :columns], other.cells[known[group], :columns]
             usable = (a > 0) & (b > 0) & np.isfinite(b)
             cells[number, :columns][usable] = np.log2(a[usable]) - np.log2(b[usable])
-    return Map(cells, one.layers, one.grid)
+    return Map(compact(cells), one.layers, one.grid)
 
 
 def _stride(course: Course) -> int:

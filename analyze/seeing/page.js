@@ -8,9 +8,9 @@
   let doc = null;
   const model = (name) => doc && doc.get_model_by_name(name);
 
-  const bytes = (text) => Uint8Array.from(atob(text), (one) => one.charCodeAt(0)).buffer;
-  const floats = (text) => new Float32Array(bytes(text));
-  const integers = (text) => new Int32Array(bytes(text));
+  const kinds = { f: Float32Array, d: Float64Array, i: Int32Array };
+  const numbers = (text) =>
+    new kinds[text[0]](Uint8Array.from(atob(text.slice(1)), (one) => one.charCodeAt(0)).buffer);
 
   // -- light and dark ---------------------------------------------------------------------------------------------
   const root = document.documentElement;
@@ -189,13 +189,13 @@
     if (!choice) return;
     const draw = () => {
       const view = data.zoom.views[choice.value];
-      const rows = [...integers(view.rows)];
-      const shifts = [...floats(view.shifts)];
+      const rows = [...numbers(view.rows)];
+      const shifts = [...numbers(view.shifts)];
       model("zoom-cells").data = {
         row: rows,
-        step: [...integers(view.offsets)].map((one) => view.step + one),
+        step: [...numbers(view.offsets)].map((one) => view.step + one),
         name: rows.map((row) => data.zoom.names[row]),
-        value: [...floats(view.values)],
+        value: [...numbers(view.values)],
         shift: shifts,
         // what cannot be compared is as what is usual; only what is not finite has the colour beyond the last one
         shade: shifts.map((one) => (Number.isNaN(one) ? 0 : Number.isFinite(one) ? Math.max(-3.99, Math.min(one, 3.99)) : 9)),
@@ -212,7 +212,7 @@
   const cache = new Map();
   function curve(measure, line) {
     const key = `${measure} ${line.layer}`;
-    if (!cache.has(key)) cache.set(key, [integers(line.x), floats(line.y)]);
+    if (!cache.has(key)) cache.set(key, [numbers(line.x), numbers(line.y)]);
     return cache.get(key);
   }
   const colour = (slot) => data.curves.colours[slot % data.curves.colours.length];
@@ -257,7 +257,7 @@
     byId("curve-note").textContent = note;
   }
   function drawMap(map) {
-    const cells = floats(map.cells);
+    const cells = numbers(map.cells);
     const rows = map.names.length;
     const Image = model("curve-map-cells").data.image[0].constructor; // an array with a shape
     const image = new Image(cells, [rows, map.columns]);
@@ -294,10 +294,10 @@
     };
     const draw = () => {
       const pack = data.arrays.packs[layer.value];
-      const steps = [...integers(pack.steps)];
-      const cells = floats(pack.cells);
-      const low = pack.low && floats(pack.low);
-      const high = pack.high && floats(pack.high);
+      const steps = [...numbers(pack.steps)];
+      const cells = numbers(pack.cells);
+      const low = pack.low && numbers(pack.low);
+      const high = pack.high && numbers(pack.high);
       const columns = { left: [], right: [], bottom: [], top: [], value: [], step: [], at: [] };
       steps.forEach((step, number) => {
         const next = number + 1 < steps.length ? steps[number + 1] : step + (number ? step - steps[number - 1] : 1);

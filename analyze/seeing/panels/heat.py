@@ -143,7 +143,7 @@ def colours_of(mode: str, cells: np.ndarray) -> ColorMapper:
 def _draw(picture: figure, mode: str, one: Map, what: str, *, visible: bool) -> None:
     from bokeh.models import ColorBar, ColumnDataSource, CustomJSHover, HoverTool
 
-    width = one.last - one.grid.first
+    width = float(one.last - one.grid.first)
     source = ColumnDataSource(
         {"image": [one.cells], "x": [one.grid.first - 0.5], "y": [-0.5], "dw": [width], "dh": [len(one.layers)]}
     )
@@ -152,7 +152,7 @@ def _draw(picture: figure, mode: str, one: Map, what: str, *, visible: bool) -> 
         "image", "x", "y", "dw", "dh", source=source, color_mapper=mapper, name=f"heat-{mode}", visible=visible
     )
     names = [plain(name) for name in one.names]
-    grid = {"first": one.grid.first, "width": one.grid.width}
+    grid = {"first": float(one.grid.first), "width": float(one.grid.width)}
     row = CustomJSHover(args={"names": names}, code="return names[Math.round(special_vars.y)] ?? ''")
     step = CustomJSHover(
         args=grid,

@@ -10,7 +10,7 @@ import numpy as np
 
 from analyze.rules.finding import Finding
 from analyze.seeing.course import Course
-from analyze.seeing.decimate import extremes, width_for
+from analyze.seeing.decimate import compact, extremes, width_for
 from analyze.seeing.gathered import Gathered
 from analyze.seeing.panels.panel import FINDING, LINES, MARKERS, MARKS, SHADES, Panel, drawing
 from analyze.seeing.words import listed, number, plain, short, text
@@ -84,7 +84,7 @@ def _draw(drawn: figure, runs: Sequence[tuple[str, Mapping[str, Course]]]) -> No
             chosen = extremes(at, values, width_for(int(at[0]), int(at[-1]), COLUMNS))
             label = plain(f"{name} of {run}" if run else name)
             source = ColumnDataSource(
-                {"step": at[chosen], "loss": values[chosen], "name": [label] * len(chosen)},
+                {"step": compact(at[chosen]), "loss": values[chosen], "name": [label] * len(chosen)},
                 name=f"loss-{number_of_run}-{number_of_kind}",
             )
             colour = LINES[number_of_run % len(LINES)]
@@ -109,7 +109,13 @@ def _mark_bad(drawn: figure, own: Mapping[str, Course], floor: float) -> None:
     at = np.concatenate([steps[~np.isfinite(values)] for steps, values, _ in (one.points() for one in own.values())])
     if len(at):
         drawn.scatter(
-            at, np.full(len(at), floor), marker="x", size=9, line_width=2, color="#D55E00", legend_label="not finite"
+            compact(at),
+            np.full(len(at), floor),
+            marker="x",
+            size=9,
+            line_width=2,
+            color="#D55E00",
+            legend_label="not finite",
         )
 
 
@@ -126,7 +132,7 @@ def _mark(drawn: figure, findings: Sequence[Finding], own: Mapping[str, Course],
         heights = [float(np.interp(one.first, at, values)) if len(at) else floor for one in these]
         source = ColumnDataSource(
             {
-                "step": [one.first for one in these],
+                "step": compact(np.array([one.first for one in these])),
                 "loss": heights,
                 "rule": [one.rule for one in these],
                 "where": [plain(one.where) for one in these],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from analyze.rules.finding import Finding
+from analyze.seeing.decimate import compact
 from analyze.seeing.words import plain, short
 
 if TYPE_CHECKING:
@@ -146,9 +147,16 @@ def blend(colours: Sequence[str], count: int = 255) -> list[str]:
 
 
 def packed(values: np.ndarray) -> str:
-    """Numbers as the page's script reads them: base64 of float32, or of int32 if they are integers."""
-    kind = "<i4" if values.dtype.kind == "i" else "<f4"
-    return base64.b64encode(np.ascontiguousarray(values, kind).tobytes()).decode()
+    """Numbers as the page's script reads them: a letter for what they are, and base64 of their bytes.
+
+    Examples
+    --------
+    >>> packed(np.array([1.0])), packed(np.array([1])), packed(np.array([1e300]))[0]
+    ('fAACAPw==', 'iAQAAAA==', 'd')
+    """
+    small = compact(values)
+    letter = {"float32": "f", "float64": "d", "int32": "i"}[small.dtype.name]
+    return letter + base64.b64encode(np.ascontiguousarray(small, small.dtype.newbyteorder("<")).tobytes()).decode()
 
 
 def mark_findings(drawn: figure, findings: Iterable[Finding], rows: Mapping[str, int], name: str) -> None:
@@ -159,7 +167,7 @@ def mark_findings(drawn: figure, findings: Iterable[Finding], rows: Mapping[str,
         marked = [one for one in these if layer_of(one) in rows][:MARKS]
         source = ColumnDataSource(
             {
-                "step": [one.first for one in marked],
+                "step": compact(np.array([one.first for one in marked], np.int64)),
                 "row": [rows[layer_of(one) or ""] + 0.4 for one in marked],  # not over the cell itself
                 "rule": [one.rule for one in marked],
                 "where": [plain(one.where) for one in marked],

@@ -78,7 +78,7 @@ def panel(found: Gathered, order: Sequence[Layer]) -> Panel:
         "step", "row", _stride(courses, shown), 0.92, source=source, line_color=None,
         fill_color={"field": "shade", "transform": mapper}, name="zoom-rects",
     )  # fmt: skip
-    picture.vspan(x=[start], name="zoom-step", line_dash="dashed", line_color="#888888", line_width=1.5)
+    picture.vspan(x=[float(start)], name="zoom-step", line_dash="dashed", line_color="#888888", line_width=1.5)
     tell_of_taps(picture, "zoom")
     mark_findings(picture, found.checked.findings, {name: row for row, name in enumerate(shown)}, "zoom")
     picture.hstrip(

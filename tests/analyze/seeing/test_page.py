@@ -15,7 +15,7 @@ import torch
 from analyze.seeing.gather import gather, reference
 from analyze.seeing.page import page
 from tests.analyze.seeing.runs import HOSTILE, LAYERS, flip, messages, write
-from tracer.messaging.messages import ModuleMessage, NetworkMessage
+from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.trace.writer import TraceWriter
 
 VOID = {"meta", "input", "br"}
@@ -205,6 +205,20 @@ def test_a_run_that_begins_late(tmp_path: Path) -> None:
     parsed = Parsed(page_of(path))
     assert "steps 1000000 to 1000029" in parsed.text
     assert "at step 1000025" in parsed.text
+
+
+def test_a_run_of_odd_numbers(tmp_path: Path) -> None:
+    """Steps and values that need all of their 64 bits."""
+    made: list[Message] = []
+    for step, value in ((0, 1e-300), (2**40, 1.0), (2**60, 1e300)):
+        where = {"global_step": step, "train_step": 0, "epoch": 0}
+        made.append(NetworkMessage(kind="loss", data=torch.tensor(value, dtype=torch.float64), **where))
+        for kind in ("weights", "weight_updates"):
+            data = torch.full((2, 2), value if kind == "weight_updates" else 1.0, dtype=torch.float64)
+            made.append(ModuleMessage(kind=kind, module="fc", data=data, **where))
+    parsed = Parsed(page_of(write(tmp_path / "run.zarr", made)))
+    assert f"steps 0 to {2**60}, of which 3 were recorded" in parsed.text
+    assert f"1e+300 at step {2**60}" in parsed.text
 
 
 def test_a_thousand_modules(tmp_path: Path) -> None:
