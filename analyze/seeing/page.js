@@ -346,15 +346,14 @@
 
   function begin() {
     doc = window.Bokeh.documents[0];
-    linkSteps();
-    linkSelection();
-    linkHeat();
-    linkZoom();
-    linkCurves();
-    linkArrays();
-    selectionChanged();
-    fit();
-    paint(root.dataset.theme);
+    const parts = [linkSteps, linkSelection, linkHeat, linkZoom, linkCurves, linkArrays, selectionChanged, fit];
+    for (const part of [...parts, () => paint(root.dataset.theme)]) {
+      try {
+        part();
+      } catch (error) {
+        console.error(error); // the other parts work without it
+      }
+    }
     window.addEventListener("resize", fit);
     root.dataset.ready = "yes";
   }
