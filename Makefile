@@ -36,9 +36,11 @@ lint: $(INSTALLED) ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(INSTALLED) ## what is made of the metrics: docs/metrics.md, what `trace subscribers` says, the types of analyze.NAME
+docs: $(INSTALLED) ## what is made of metrics and rules: docs/metrics.md, docs/rules.md, what `trace subscribers` says, the types of analyze.NAME
 	$(BIN)/trace subscribers --markdown > docs/metrics.md.new
 	mv docs/metrics.md.new docs/metrics.md
+	$(BIN)/trace rules --markdown > docs/rules.md.new
+	mv docs/rules.md.new docs/rules.md
 	$(BIN)/python -c 'from analyze.catalogue import descriptions; print(descriptions(), end="")' > descriptions.new
 	mv descriptions.new analyze/descriptions.json
 	for package in tracer analyze; do \

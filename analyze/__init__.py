@@ -14,10 +14,16 @@ from analyze.metrics import BUILT_IN as _BUILT_IN
 
 HOMES: dict[str, str] = {
     "BatchResults": "analyze.batching.batch_results",
+    "Checked": "analyze.seeing.findings",
+    "Finding": "analyze.rules.finding",
     "Results": "analyze.tables.results",
     "accuracy": "analyze.metrics.predictions.accuracy",
     "analyze": "analyze.asking",
+    "TrainingStopped": "analyze.seeing.watch",
+    "Watch": "analyze.seeing.watch",
     "batch": "analyze.batching.batch",
+    "blame": "analyze.seeing.blame",
+    "check": "analyze.seeing.check",
     "compare": "analyze.comparing.compare",
     "describe": "analyze.registry",
     "pairs": "analyze.comparing.pairs",

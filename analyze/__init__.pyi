@@ -53,7 +53,12 @@ from analyze.metrics.spectra.saturation import Saturation, saturation
 from analyze.metrics.spectra.singular_values import ConditionNumber, SingularValues, condition_number, singular_values
 from analyze.metrics.spectra.spectral_norm import SpectralNorm, spectral_norm
 from analyze.registry import describe, parse, subscribers
+from analyze.rules.finding import Finding
+from analyze.seeing.blame import blame
+from analyze.seeing.check import check
+from analyze.seeing.findings import Checked
 from analyze.seeing.report import report
+from analyze.seeing.watch import TrainingStopped, Watch
 from analyze.tables.results import Results
 
 HOMES: dict[str, str]
@@ -70,12 +75,14 @@ __all__ = [
     "Alpha",
     "Angular",
     "BatchResults",
+    "Checked",
     "Churn",
     "ClassificationReport",
     "ConditionNumber",
     "DescentCosine",
     "Distance",
     "EffectiveRank",
+    "Finding",
     "Forgetting",
     "Freeze",
     "GradientGeometry",
@@ -103,7 +110,9 @@ __all__ = [
     "Sum",
     "TestAccuracy",
     "TrainAccuracy",
+    "TrainingStopped",
     "Variance",
+    "Watch",
     "WeightWatcher",
     "accuracy",
     "activation_rate",
@@ -113,7 +122,9 @@ __all__ = [
     "analyze",
     "angular",
     "batch",
+    "blame",
     "cca",
+    "check",
     "churn",
     "cka",
     "classification_report",

@@ -33,8 +33,8 @@ from torch import nn
 import tracer
 from analyze.registry import instances
 from analyze.rules import RULES
-from analyze.seeing.check import Checked
 from analyze.seeing.course import Course, Grid
+from analyze.seeing.findings import Checked
 from analyze.seeing.gather import POINTS
 from analyze.seeing.gathered import GRADIENT, LONGEST, RATIO, Gathered, Key
 from analyze.seeing.page import page
@@ -105,7 +105,9 @@ def made(series: int, steps: int) -> Gathered:
         "header": header,
     }
     layers = [f"encoder.layers.{number // 8}.block.{number % 8}.dense" for number in range(series // 2)]
-    found = Gathered(Checked("synthetic.zarr", (), (), {}, steps), info, 0, (0, steps - 1), grid, layers=layers)
+    found = Gathered(
+        Checked("synthetic.zarr", "finished", (), (), {}, steps), info, 0, (0, steps - 1), grid, layers=layers
+    )
     found.limit = min(LONGEST, max(512, POINTS // series))
     draw = np.random.default_rng(0)
     for number, layer in enumerate(layers):

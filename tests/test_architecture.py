@@ -40,7 +40,7 @@ FLOORS: list[set[str]] = [
     {"analyze.asking", "analyze.comparing"},
     {"analyze.batching", "analyze.seeing"},
     {"analyze"},
-    {"analyze.catalogue", "analyze.demo"},
+    {"analyze.catalogue", "analyze.rulebook", "analyze.demo"},
     {"tracereel"},
     {"cli"},
 ]

@@ -96,7 +96,7 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_lines_of_prose_end(page: Path) -> None:
     """Lines of prose have at most 120 characters; rows of tables, headings and lines of code may have more."""
-    if page.name == "metrics.md":
+    if page.name in ("metrics.md", "rules.md"):
         return  # made of docstrings, whose lines the linter bounds
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     long = [line for line in text.splitlines() if len(line) > 120 and not line.lstrip().startswith("|")]

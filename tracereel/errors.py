@@ -12,7 +12,7 @@ import click
 from tracer.errors import CaptureError, MessageError, TraceCorruptError, TraceLostError, TracerError, UnknownNameError
 from tracer.secrets import masked_urls
 
-FAILED, WRONG_USAGE, DAMAGED, SOME_FAILED, INTERRUPTED = 1, 2, 3, 4, 130
+FAILED, WRONG_USAGE, DAMAGED, SOME_FAILED, FOUND, INTERRUPTED = 1, 2, 3, 4, 6, 130
 """Exit codes; ``tracereel`` explains them."""
 _DEBUG = "debug"
 

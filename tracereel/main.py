@@ -12,6 +12,7 @@ from tracereel.errors import debug_option
 from tracereel.keeping import convert, recover, verify
 from tracereel.recording import record
 from tracereel.reporting import report
+from tracereel.seeing import blame, check, rules
 from tracereel.showing import cat, info, list_streams
 
 
@@ -25,5 +26,8 @@ def main() -> None:
     """
 
 
-for command in (batch, cat, convert, demo, info, list_streams, record, recover, replay, report, subscribers, verify):
+for command in (
+    *(batch, blame, cat, check, convert, demo, info, list_streams),
+    *(record, recover, replay, report, rules, subscribers, verify),
+):
     main.add_command(command)

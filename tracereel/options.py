@@ -165,10 +165,10 @@ def gather(**values: Any) -> Decorator:
 class Filters(NamedTuple):
     """Which messages of a trace a command is about. What is empty restricts nothing."""
 
-    kinds: tuple[str, ...]
-    modules: tuple[str, ...]
-    tags: tuple[str, ...]
-    steps: StepRange | None
+    kinds: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    steps: StepRange | None = None
     ranks: tuple[int, ...] = ()
 
     @property
@@ -228,10 +228,11 @@ def _reaches(span: tuple[int, int] | None, steps: StepRange) -> bool:
     return span is not None and span[1] >= steps[0] and (steps[1] is None or span[0] < steps[1])
 
 
+_STEPS = click.option("--steps", type=Steps(), help="Only these global steps: start inclusive, stop exclusive, stride.")
 _WHAT = (
     kinds(help="Only this kind; may be repeated."),
     modules(help="Only modules whose dotted names match; repeatable."),
-    click.option("--steps", type=Steps(), help="Only these global steps: start inclusive, stop exclusive, stride."),
+    _STEPS,
     several("--tag", "tags", metavar="TAG", help="Only this tag (a glob); may be repeated."),
 )
 _RANKS = several(
@@ -242,3 +243,5 @@ filters = together(*_WHAT, _RANKS, gather(filters=Filters))
 """The options of `Filters`, as the argument `filters`."""
 filters_of_all_ranks = together(*_WHAT, gather(filters=Filters))
 """As `filters`, without ``--rank``."""
+steps_and_ranks = together(_STEPS, _RANKS, gather(filters=Filters))
+"""As `filters`, with nothing but ``--steps`` and ``--rank``."""

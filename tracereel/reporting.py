@@ -66,18 +66,7 @@ def report(
         found = write(trace, target, against=others, metrics=metrics, rank=rank, overwrite=overwrite)
     checked = found.checked
     if as_json:
-        print_json(
-            {
-                "trace": checked.trace,
-                "report": target,
-                "verdict": checked.verdict,
-                "findings": [one.as_json() for one in checked.findings],
-                "looked": list(checked.looked),
-                "unjudged": dict(checked.unjudged),
-                "remarks": found.remarks,
-                "damage": found.damage or None,
-            }
-        )
+        print_json(checked.as_json() | {"report": target, "remarks": found.remarks})
     else:
         from analyze.tables.escapes import printable
 

@@ -34,7 +34,7 @@ def info(traces: tuple[str, ...], as_json: bool) -> None:
     --json, one trace is an object, and several, or a folder, are a list. Where some of several cannot be read, the
     exit code is 4.
     """
-    if len(traces) > 1 or _means_several(traces[0]):
+    if len(traces) > 1 or means_several(traces[0]):
         _info_of_several(traces, as_json)
         return
     found = _info(traces[0])
@@ -58,7 +58,7 @@ def _info(trace: str) -> dict[str, Any]:
     return found
 
 
-def _means_several(trace: str) -> bool:
+def means_several(trace: str) -> bool:
     """Whether it is a list, a glob, or a folder of traces, on a disk or at a URL, and no trace itself."""
     if Path(trace).suffix.lower() in TRACE_SUFFIXES and not set("*?[").intersection(trace):
         return trace.startswith("@") and not Path(trace).exists()

@@ -24,7 +24,7 @@ class AllZeros(Rule):
 
     Notes
     -----
-    *Fires* where all numbers are zero at `patience` steps in a row.
+    *Fires* where all numbers are zero at `patience` steps in a row. Gradients of a second backward are not judged.
     *Needs* activations, ``layer_gradients`` or ``weight_gradients``.
     *Source*: smdebug's ``AllZero``.
     """
@@ -39,7 +39,8 @@ class AllZeros(Rule):
     def look(self, message: Message) -> Iterator[Message]:
         """Judge one message."""
         data = message.data
-        if data is None or data.numel() < 2 or not data.is_floating_point():
+        second = "backward." in message.leaf  # a gradient of a gradient may well be zero
+        if second or data is None or data.numel() < 2 or not data.is_floating_point():
             return
         yield from self.judge(message, shared(message, "zeros") == data.numel(), 1.0, 1.0)
 

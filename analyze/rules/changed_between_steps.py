@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Unpack, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import as_array
@@ -36,6 +37,7 @@ class ChangedBetweenSteps(Rule):
     """
 
     name = "changed_between_steps"
+    memory = ("weights", "after", "times")
     judges = "weights and their updates at consecutive steps"
     numbers = ("elements",)
     advice = "look for what writes into the parameters: a hook, a callback, an averaged or restored copy, a clamp"
@@ -44,7 +46,7 @@ class ChangedBetweenSteps(Rule):
         super().__init__(["weights", "weight_updates"], **where)
         self.share = share
         self.weights: dict[Series, tuple[int, NDArray[np.float64]]] = {}
-        self.after: dict[Series, tuple[int, NDArray[np.float64], float]] = {}
+        self.after: dict[Series, tuple[int, NDArray[np.float64], NDArray[np.float64]]] = {}
         self.times: dict[Series, tuple[int, int]] = {}
 
     def look(self, message: Message) -> Iterator[Message]:
@@ -56,17 +58,19 @@ class ChangedBetweenSteps(Rule):
         if message.kind == "weight_updates":
             step, before = self.weights.get(series, (-1, x))
             if step == message.global_step and before.shape == x.shape:
-                rounding = 4 * float(np.finfo(np.float32).eps) if data.element_size() >= 4 else 0.02
-                self.after[series] = step, before + x, rounding
+                # of the sum and of the difference that was recorded, in the precision of the weights
+                epsilon = float(torch.finfo(data.dtype).eps)
+                self.after[series] = step, before + x, 4 * epsilon * (np.abs(before) + np.abs(x))
             return
         self.weights[series] = message.global_step, x
-        step, expected, rounding = self.after.pop(series, (-2, x, 0.0))
+        step, expected, rounding = self.after.pop(series, (-2, x, x))
         if step != message.global_step - 1 or expected.shape != x.shape:
             return
-        away = np.abs(x - expected)
-        wrong = away > rounding * (np.abs(x) + np.abs(expected) + float(np.abs(x).max(initial=0.0)) * 1e-2)
-        count = int(wrong.sum())
-        far = float(np.linalg.norm(x - expected)) / max(float(np.linalg.norm(expected)), 1e-300)
+        with np.errstate(all="ignore"):
+            away = np.abs(x - expected)
+            wrong = away > rounding
+            count = int(wrong.sum())
+            far = float(np.linalg.norm(away)) / max(float(np.linalg.norm(expected)), 1e-300)
         times, steps = self.times.get(series, (0, 0))
         times, steps = self.times[series] = times + (count > 0), steps + 1
         habit = times > max(self.share * steps, 3)

@@ -32,14 +32,14 @@ class ClassImbalance(Rule):
 
     Notes
     -----
-    *Fires* where both hold for a class of the network's output, over the last `datapoints`. Sequences, of which each
-    place has a label, are not judged: the words of a language are of different frequency.
-    *Needs* ``input_labels`` and ``network_output`` of a classifier, and ``input_data``.
+    *Fires* where both hold for a class of the network's output, over the last `datapoints`. Networks whose input are
+    whole numbers are not judged: the words of a language are of different frequency.
+    *Needs* ``input_labels`` and ``network_output`` of a classifier, and its ``input_data``.
     *Source*: smdebug's ``ClassImbalance``: a ratio of 10, and 70 % of the rare class mispredicted.
     """
 
     name = "class_imbalance"
-    judges = "labels and outputs of a classifier over enough datapoints"
+    memory = ("words", "output", "labels", "seen", "right")
     numbers = ("class", "count", "recall")
     advice = "weight the classes in the loss, or draw them evenly (torch.utils.data.WeightedRandomSampler)"
 
@@ -49,8 +49,10 @@ class ClassImbalance(Rule):
         check(is_number(ratio) and ratio > 1, "a ratio is a number above 1", ratio)
         check(is_number(recall) and 0 < recall <= 1, "a recall is a number from 0 to 1", recall)
         check(is_whole(datapoints, 1), "datapoints are a positive integer", datapoints)
-        super().__init__(["input_labels", "network_output"], **where)
+        super().__init__(["input_labels", "network_output", "input_data"], **where)
         self.ratio, self.recall, self.datapoints = ratio, recall, datapoints
+        self.judges = f"labels and outputs of a classifier for {datapoints:,} datapoints"
+        self.words = False
         self.output: tuple[int, int, NDArray[np.int64]] | None = None  # the call, how many classes, what it predicts
         self.labels: tuple[int, NDArray[np.int64]] | None = None
         self.seen: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -61,13 +63,16 @@ class ClassImbalance(Rule):
         data = message.data
         if data is None:
             return
+        if message.kind == "input_data":
+            self.words = self.words or not data.is_floating_point()
+            return
         if message.kind == "network_output":
             fits = data.ndim == 2 and data.shape[1] > 1 and data.is_floating_point()
             self.output = (message.call, data.shape[1], as_array(data).argmax(axis=1)) if fits else None
         else:
             fits = data.ndim == 1 and not data.is_floating_point() and not data.is_complex()
             self.labels = (message.call, as_array(data).astype(np.int64)) if fits else None
-        if self.output is None or self.labels is None or self.output[0] != self.labels[0]:
+        if self.words or self.output is None or self.labels is None or self.output[0] != self.labels[0]:
             return
         (_, classes, predicted), (_, labels) = self.output, self.labels
         self.output = self.labels = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Unpack, final
+from collections.abc import Iterator, Mapping
+from typing import Any, Unpack, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from analyze.metrics.streams import Series
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
+
+_LIKE_RELU = frozenset({"ReLU", "ReLU6", "Threshold", "Hardshrink", "Softshrink"})
 
 
 class _Units:
@@ -58,7 +60,8 @@ class DeadUnits(Rule):
     """
 
     name = "dead_units"
-    judges = "activations of layers that do ReLU, over at least as many steps as `steps`"
+    memory = ("layers",)
+    judges = "activations of layers that do ReLU"
     numbers = ("units", "dead")
     advice = (
         "look at the bias and the learning rate of the layer before it; units that died get no gradient, so they stay "
@@ -71,14 +74,24 @@ class DeadUnits(Rule):
         check(is_whole(datapoints, 1), "datapoints are a positive integer", datapoints)
         super().__init__([("activations", "layer_inputs")], **where)
         self.share, self.steps, self.datapoints = share, steps, datapoints
+        self.others: set[str] = set()  # modules of torch that are no ReLU
         self.layers: dict[tuple[str, Series], _Units] = {}
+
+    def know_model(self, model: Mapping[str, Any]) -> None:
+        """Learn which modules do something else, such as linear layers, of which all outputs may be zero, too."""
+        told = model.get("modules")
+        for one in told if isinstance(told, list) else ():
+            if isinstance(one, Mapping):
+                package, _, name = str(one.get("class")).rpartition(".")
+                if package.startswith("torch.nn.modules.") and name not in _LIKE_RELU:
+                    self.others.add(str(one.get("name")))
 
     def look(self, message: Message) -> Iterator[Message]:
         """Judge one output."""
         data = message.data
         if data is None or data.ndim < 2 or not data.is_floating_point() or data.numel() == 0:
             return
-        if shared(message, "min") != 0:
+        if (message.kind == "activations" and message.key in self.others) or shared(message, "min") != 0:
             return
         x = as_array(data)
         axis = 1 if x.ndim == 2 or x.ndim > 3 else 2
@@ -94,11 +107,11 @@ class DeadUnits(Rule):
             return
         count, needed = int(dead.sum()), int(np.ceil(self.share * len(dead)))
         bad = count >= needed
-        if bad:
-            # the step from which on enough of them were silent
+        since = None
+        if bad:  # from the step on at which enough of them were silent
             order = layer.since[:, dead][:, np.argsort(layer.since[0, dead], kind="stable")]
-            place = Place(place.kind, place.series, *order[:, needed - 1].tolist())
-        yield from self.judge(place, bad, count / len(dead), self.share, len(dead), count)
+            since = Place(place.kind, place.series, *order[:, needed - 1].tolist())
+        yield from self.judge(place, bad, count / len(dead), self.share, len(dead), count, since=since)
 
     def evidence(self, found: Finding) -> str:
         """What was seen."""

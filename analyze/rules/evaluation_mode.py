@@ -45,6 +45,7 @@ class EvaluationMode(Rule):
     """
 
     name = "evaluation_mode"
+    memory = ("passes", "updated", "before", "means", "biases", "offsets")
     judges = "updates of weights, and training passes"
     numbers = ("why",)
     advice = "call model.train() before each epoch of the training, after each evaluation"
@@ -60,7 +61,7 @@ class EvaluationMode(Rule):
         self.before: tuple[int, float] | None = None  # numbers and zeros of the output before this one
         self.means: dict[Series, tuple[Place, _Channels]] = {}
         self.biases: dict[str, NDArray[np.float64]] = {}
-        self.offsets: dict[Series, list[NDArray[np.float64]]] = {}
+        self.offsets: dict[Series, list[tuple[Place, NDArray[np.float64]]]] = {}
 
     def know_model(self, model: Mapping[str, Any]) -> None:
         """Learn which modules are dropouts and batch normalisations."""
@@ -87,13 +88,14 @@ class EvaluationMode(Rule):
         else:
             self.passes.setdefault(message.tag, message)
             if message.kind == "activations" and message.tag == DEFAULT_TAG:
-                zeros = shared(message, "zeros")
-                if message.key in self.dropouts and data.numel() >= 1000:
-                    unlike = self.before is not None and self.before[0] == data.numel() and zeros > self.before[1]
-                    yield from self.judge(message, not (unlike or (zeros and not self.before)), zeros, 0.0, _DROPOUT)
+                zeros, numbers = shared(message, "zeros"), data.numel()
+                judged = numbers >= 1000 and zeros < numbers and not shared(message, "nan")
+                if message.key in self.dropouts and judged:
+                    of_input = self.before[1] if self.before is not None and self.before[0] == numbers else 0
+                    yield from self.judge(message, zeros <= of_input, zeros, of_input, _DROPOUT)
                 if message.key in self.normalisations and data.ndim >= 2 and data.shape[0] >= 4:
                     self.means[series_of(message)] = Place.of(message), _standardised(as_array(data))
-                self.before = (data.numel(), zeros)
+                self.before = numbers, zeros
 
     def look_back(self) -> Iterator[Message]:
         """Judge the passes of a step, and the means of its batch normalisations."""
@@ -108,15 +110,18 @@ class EvaluationMode(Rule):
             if bias is None or len(bias) != len(mean):
                 continue
             offsets = self.offsets.setdefault(series, [])
-            offsets.append((mean - bias) / deviation)
+            with np.errstate(all="ignore"):
+                offsets.append((place, (mean - bias) / deviation))
             del offsets[: -self.patience]
             if len(offsets) == self.patience:
-                all_of = np.stack(offsets)
-                error = all_of.std(axis=0, ddof=1) / np.sqrt(len(all_of))
-                mean_off = np.abs(all_of.mean(axis=0))
+                all_of = np.stack([one for _, one in offsets])
+                with np.errstate(all="ignore"):
+                    error = all_of.std(axis=0, ddof=1) / np.sqrt(len(all_of))
+                    mean_off = np.abs(all_of.mean(axis=0))
                 off = (mean_off > _OFFSET) & (mean_off > _CERTAIN * error)
                 share = float(off.mean())
-                yield from self.judge(place, share >= 0.5, float(np.median(mean_off)), _OFFSET, _NORMALISATION)
+                usual = float(np.median(mean_off))
+                yield from self.judge(place, share >= 0.5, usual, _OFFSET, _NORMALISATION, since=offsets[0][0])
         self.passes, self.means, self.updated, self.before = {}, {}, False, None
 
     def evidence(self, found: Finding) -> str:
@@ -135,5 +140,6 @@ class EvaluationMode(Rule):
 def _standardised(x: NDArray[Any]) -> _Channels:
     """Mean and standard deviation of each channel."""
     axes = (0, *range(2, x.ndim))
-    x = x.astype(np.float64)
-    return x.mean(axis=axes), np.maximum(x.std(axis=axes), 1e-12)
+    with np.errstate(all="ignore"):
+        x = x.astype(np.float64)
+        return x.mean(axis=axes), np.maximum(x.std(axis=axes), 1e-12)

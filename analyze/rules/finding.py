@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 from tracer.errors import UnknownNameError
+from tracer.messaging.messages import DEFAULT_TAG
 
 
 class Severity(IntEnum):
@@ -93,6 +94,13 @@ class Finding:
         if self.module is None:
             return self.kind
         return f"{self.kind} of {self.module or 'the root'}"
+
+    @property
+    def title(self) -> str:
+        """Rule, place and step in words, such as ``dead_units in activations of relu1 at step 0``."""
+        told = "".join(f" ({name} {value})" for name, value in (("tag", self.tag), ("rank", self.rank)) if value)
+        told = "" if self.tag == DEFAULT_TAG and not self.rank else told
+        return f"{self.rule} in {self.where}{told} at step {self.first}"
 
     def as_json(self) -> dict[str, Any]:
         """The finding in JSON values; numbers that are not finite are texts, as in `Results.to_jsonl`."""

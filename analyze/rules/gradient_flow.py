@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Unpack, final
 
 from analyze.metrics.checks import check, is_number, is_whole
@@ -13,6 +13,9 @@ from analyze.rules.finding import Finding
 from analyze.rules.past import Past
 from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
+
+_BEYOND_START = 10.0
+"""A gradient that explodes is so many times as large as any at the start of the run."""
 
 
 @final
@@ -32,7 +35,8 @@ class VanishingGradient(Rule):
 
     Notes
     -----
-    *Fires* where the gradient of the loss by a layer's output is below `ratio` times the largest of all layers. The
+    *Fires* where the gradient of the loss by a layer's output is below `ratio` times the largest of all layers; where
+    several parts below the root have `least` layers, as generator and discriminator have, of those of the part. The
     finding is of the layer that has the least.
     *Needs* ``layer_gradients`` of several layers.
     *Source*: X. Glorot and Y. Bengio, "Understanding the difficulty of training deep feedforward neural networks",
@@ -40,6 +44,7 @@ class VanishingGradient(Rule):
     """
 
     name = "vanishing_gradient"
+    memory = ("now",)
     judges = "layer_gradients of several layers"
     numbers = ("largest", "smallest")
     advice = (
@@ -57,7 +62,7 @@ class VanishingGradient(Rule):
     def look(self, message: Message) -> Iterator[Message]:
         """Remember the norm of a gradient."""
         norm = shared(message, "norm2")
-        if math.isfinite(norm):
+        if math.isfinite(norm) and not message.leaf:
             series = series_of(message)
             self.now[series] = Place.of(message), max(norm, self.now[series][1] if series in self.now else 0.0)
         yield from ()
@@ -65,14 +70,23 @@ class VanishingGradient(Rule):
     def look_back(self) -> Iterator[Message]:
         """Judge the gradients of a step."""
         now, self.now = self.now, {}
-        if len(now) < self.least:
-            return
-        largest = max(norm for _, norm in now.values())
-        if largest == 0:
-            return
-        place, smallest = min(((place, norm) for place, norm in now.values() if norm > 0), key=lambda one: one[1])
-        bad = smallest < self.ratio * largest
-        yield from self.judge(place, bad, smallest / largest, self.ratio, largest, smallest, worse=False)
+        for norms in self.networks(now):
+            largest = max(norm for _, norm in norms)
+            if largest == 0:
+                continue
+            place, smallest = min((one for one in norms if one[1] > 0), key=lambda one: one[1])
+            bad = smallest < self.ratio * largest
+            yield from self.judge(place, bad, smallest / largest, self.ratio, largest, smallest, worse=False)
+
+    def networks(self, now: Mapping[Series, tuple[Place, float]]) -> list[list[tuple[Place, float]]]:
+        """The gradients of each network that is large enough: the parts below the root, if several are, else all."""
+        parts: dict[str, list[tuple[Place, float]]] = {}
+        for (module, *_), told in now.items():
+            parts.setdefault((module or "").partition(".")[0], []).append(told)
+        large = [one for one in parts.values() if len(one) >= self.least]
+        if len(large) > 1:
+            return large
+        return [list(now.values())] if len(now) >= self.least else []
 
     def evidence(self, found: Finding) -> str:
         """What was seen."""
@@ -102,14 +116,15 @@ class ExplodingGradient(Rule):
     Notes
     -----
     *Fires* where a layer's gradient is `growth` times that of the last layer at the first 3 steps, or where a weight's
-    gradient exceeds its past by both bounds.
+    gradient exceeds its past by both bounds, and is ten times as large as any of the warm-up: after a loss has
+    become small, an ordinary gradient is far above the small ones before it.
     *Needs* ``weight_gradients``, or ``layer_gradients`` of several layers.
     *Source*: R. Pascanu, T. Mikolov, Y. Bengio, "On the difficulty of training recurrent neural networks",
     arXiv:1211.5063.
     """
 
     name = "exploding_gradient"
-    judges = "weight_gradients over more steps than its warm-up, or layer_gradients of several layers"
+    memory = ("past", "start", "layers", "steps")
     numbers = ("usual", "of_past")
     advice = (
         "clip the norm of the gradients (torch.nn.utils.clip_grad_norm_), lower the learning rate or warm it up, or "
@@ -133,13 +148,16 @@ class ExplodingGradient(Rule):
         super().__init__([("weight_gradients", "layer_gradients")], **where)
         self.growth, self.factor, self.deviations = growth, factor, deviations
         self.window, self.warm_up = window, warm_up
+        self.judges = f"weight_gradients over more than {warm_up} steps, or layer_gradients of several layers"
         self.past: dict[Series, Past] = {}
+        self.start: dict[Series, float] = {}  # the largest of the warm-up
         self.layers: dict[Series, tuple[Place, float]] = {}
         self.steps = 0
 
     def look(self, message: Message) -> Iterator[Message]:
         """Judge the gradient of a weight, or remember that of a layer."""
         norm = shared(message, "norm2")
+        self.judged += norm == 0
         if not 0 < norm < math.inf:
             return
         series = series_of(message)
@@ -149,8 +167,11 @@ class ExplodingGradient(Rule):
         past = self.past.setdefault(series, Past(self.window))
         if len(past) >= self.warm_up:
             usual = math.exp(past.centre)
-            bound = usual * math.exp(max(math.log(self.factor), self.deviations * past.scale))
+            far = usual * math.exp(max(math.log(self.factor), self.deviations * past.scale))
+            bound = max(far, _BEYOND_START * self.start[series])
             yield from self.judge(message, norm > bound, norm, bound, usual, 1.0)
+        else:
+            self.start[series] = max(norm, self.start.get(series, 0.0))
         past.add(math.log(norm))
 
     def look_back(self) -> Iterator[Message]:

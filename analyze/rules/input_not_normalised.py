@@ -37,7 +37,7 @@ class InputNotNormalised(Rule):
 
     Notes
     -----
-    *Fires* where one of the three is exceeded. Whole numbers, such as words, are not judged.
+    *Fires* where the mean, the scale or the features exceed their bound. Whole numbers, such as words, are not judged.
     *Needs* ``input_data`` of floating-point numbers.
     *Source*: Y. LeCun, L. Bottou, G. Orr, K.-R. Müller, "Efficient BackProp", 1998, section 4.3. smdebug's
     ``NotNormalizedData`` takes a mean above 0.2.
@@ -75,7 +75,8 @@ class InputNotNormalised(Rule):
         if spread > 1e-6 * abs(mean):
             found.append((abs(mean) / spread / self.offset, abs(mean) / spread, self.offset, _OFFSET))
         if data.ndim == 2 and data.shape[0] >= 8:
-            spreads = as_array(data).std(axis=0, dtype=np.float64)
+            with np.errstate(all="ignore"):
+                spreads = as_array(data).std(axis=0, dtype=np.float64)
             spreads = spreads[spreads > 0]
             if len(spreads) > 1:
                 ratio = float(spreads.max() / spreads.min())

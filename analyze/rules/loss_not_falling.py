@@ -10,9 +10,13 @@ from typing import Unpack, final
 from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.inputs import single_number
 from analyze.metrics.streams import Series, series_of
+from analyze.rules.chance import Chance
 from analyze.rules.finding import Finding
-from analyze.rules.rule import Looking, Rule
+from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
+
+_NEAR = 0.03
+"""A loss this near to that of guessing is no better."""
 
 
 @final
@@ -22,57 +26,92 @@ class LossNotFalling(Rule):
     Parameters
     ----------
     steps : int
-        After how many recorded steps it is judged, and how many of the last ones are looked at.
+        After how many recorded steps it is judged while the run goes on.
+    least : int
+        How many recorded steps a run must have to be judged at its end.
     share : float
-        By which share of the loss at the start the median of the last steps must be lower.
+        By which share of the loss at the start it must once have been lower: in the median of `least` / 2 steps.
     tag, modules
         As in `tracer.Subscription`.
 
     Notes
     -----
-    *Fires* at a step if the median loss of the last `steps` is not lower than that of the first ten by `share`. The
-    finding stands at the first step that was judged.
-    *Needs* the loss of at least `steps` steps.
+    *Fires* if no median loss is lower than that of the first ten by `share`; or if the lowest is what guessing has:
+    within 3 % of log C, the cross-entropy of C equal columns of the network's output, where the labels
+    are class indices. The finding stands at the first step of the loss.
+    *Needs* the loss of at least `least` steps; for the second, ``network_output`` and ``input_labels``.
     *Source*: smdebug's rule ``LossNotDecreasing``, over a longer time and with medians.
     """
 
     name = "loss_not_falling"
-    judges = "a loss over at least as many steps as `steps`"
-    numbers = ("start",)
+    memory = ("losses", "chance")
+    numbers = ("start", "chance", "last")
     advice = (
         "look at the learning rate, at how the loss is scaled, and at whether gradients reach all layers and the "
         "optimizer has all parameters"
     )
 
-    def __init__(self, *, steps: int = 100, share: float = 0.02, **where: Unpack[Looking]) -> None:
-        check(is_whole(steps, 20), "steps are an integer from 20 on", steps)
+    def __init__(self, *, steps: int = 500, least: int = 100, share: float = 0.02, **where: Unpack[Looking]) -> None:
+        check(is_whole(least, 20), "least is an integer from 20 on", least)
+        check(is_whole(steps, least), "steps are an integer, and no less than least", steps)
         check(is_number(share) and 0 <= share < 1, "a share is a number from 0 to 1", share)
-        super().__init__(["loss"], **where)
-        self.steps, self.share = steps, share
-        self.start: dict[Series, list[float]] = {}
-        self.recent: dict[Series, list[float]] = {}
+        super().__init__([("loss", "network_output", "input_labels")], **where)
+        self.steps, self.least, self.share = steps, least, share
+        self.judges = f"a loss over {least} steps or more"
+        self.losses: dict[Series, _Losses] = {}
+        self.chance = Chance()
 
     def look(self, message: Message) -> Iterator[Message]:
-        """Judge one loss."""
+        """Remember a loss; judge it after many."""
+        if message.kind != "loss":
+            self.chance.hear(message)
+            return
         loss = single_number(message.data)
         if loss is None or not math.isfinite(loss):
             return
-        series = series_of(message)
-        start, recent = self.start.setdefault(series, []), self.recent.setdefault(series, [])
-        if len(start) < 10:
-            start.append(loss)
-            return
-        recent.append(loss)
-        if len(recent) < self.steps - 10:
-            return
-        del recent[: -self.steps]
-        begun, now = statistics.median(start), statistics.median(recent)
+        of = self.losses.setdefault(series_of(message), _Losses(Place.of(message)))
+        of.last = Place.of(message)
+        of.count += 1
+        if len(of.start) < 10:
+            of.start.append(loss)
+        of.recent.append(loss)
+        if len(of.recent) == self.least // 2:
+            of.lowest = min(of.lowest, statistics.median(of.recent))
+            of.recent.clear()
+        if of.count >= self.steps:
+            yield from self.judge_loss(of)
+
+    def conclude(self) -> Iterator[Message]:
+        """Judge a run that was shorter."""
+        for of in self.losses.values():
+            if self.least <= of.count < self.steps:
+                yield from self.judge_loss(of)
+        yield from super().conclude()
+
+    def judge_loss(self, of: _Losses) -> Iterator[Message]:
+        """Compare the last losses with the first ones."""
+        begun, lowest, chance = statistics.median(of.start), of.lowest, self.chance.loss
+        guesses = abs(lowest - chance) <= _NEAR * chance
         bound = begun - self.share * abs(begun)
-        yield from self.judge(message, now > bound, now, bound, begun)
+        told = begun, chance if guesses else math.nan, float(of.last.global_step)
+        yield from self.judge(of.last, lowest > bound or guesses, lowest, bound, *told, since=of.first)
 
     def evidence(self, found: Finding) -> str:
         """What was seen."""
+        start, chance, last = (found.numbers[name] for name in self.numbers)
+        guessing = "" if math.isnan(chance) else f"; guessing has {chance:.4g}"
         return (
-            f"the loss was {found.numbers['start']:.4g} at the start, and the median of the {self.steps} steps up to "
-            f"step {found.worst} is {found.value:.4g}"
+            f"the loss was {start:.4g} at the start, and up to step {last:.0f} the lowest median of "
+            f"{self.least // 2} steps is {found.value:.4g}{guessing}"
         )
+
+
+class _Losses:
+    """What is remembered of a loss."""
+
+    def __init__(self, first: Place) -> None:
+        self.first = self.last = first
+        self.count = 0
+        self.start: list[float] = []
+        self.recent: list[float] = []
+        self.lowest = math.inf

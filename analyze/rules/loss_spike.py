@@ -40,7 +40,7 @@ class LossSpike(Rule):
     """
 
     name = "loss_spike"
-    judges = "a loss over more steps than its warm-up"
+    memory = ("past", "start")
     numbers = ("usual",)
     advice = "look at this step's batch and at the updates just before it: `trace blame` ranks both"
 
@@ -48,7 +48,7 @@ class LossSpike(Rule):
         self,
         *,
         deviations: float = 8.0,
-        share: float = 0.35,
+        share: float = 0.6,
         window: int = 32,
         warm_up: int = 16,
         **where: Unpack[Looking],
@@ -59,6 +59,7 @@ class LossSpike(Rule):
         check(is_whole(window, warm_up), "a window is an integer, and no shorter than the warm-up", window)
         super().__init__(["loss"], **where)
         self.deviations, self.share, self.window, self.warm_up = deviations, share, window, warm_up
+        self.judges = f"a loss over more than {warm_up} steps"
         self.past: dict[Series, Past] = {}
         self.start: dict[Series, list[float]] = {}
 

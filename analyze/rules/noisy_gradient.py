@@ -40,6 +40,7 @@ class NoisyGradient(Rule):
     """
 
     name = "noisy_gradient"
+    memory = ("noise", "scales")
     severity = Severity.NOTE
     judges = "inputs and gradients of linear or convolutional layers, with all datapoints"
     numbers = ("batch",)

@@ -36,6 +36,7 @@ class NormDrift(Rule):
     """
 
     name = "norm_drift"
+    memory = ("start",)
     judges = "weights of two axes or more"
     numbers = ("start",)
     advice = "look at weight decay and learning rate; a layer before a normalisation keeps its function at any scale"

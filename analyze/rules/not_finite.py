@@ -37,6 +37,7 @@ class NotFinite(Rule):
     """
 
     name = "not_finite"
+    memory = ("origin", "first", "last", "followed")
     severity = Severity.ERROR
     judges = "messages of floating-point numbers"
     numbers = ("nan", "inf", "streams")
@@ -48,6 +49,7 @@ class NotFinite(Rule):
     def __init__(self, *, tag: str | None = None, modules: str | Iterable[str] | None = None) -> None:
         super().__init__([_KINDS], tag=tag, modules=modules)
         self.origin: Place | None = None  # of the numbers that are not finite in these steps
+        self.first = (0.0, 0.0)  # how many NaN and infinite numbers the origin has
         self.last = -1
         self.followed: set[tuple[object, ...]] = set()
 
@@ -62,16 +64,18 @@ class NotFinite(Rule):
             inf = 0.0
         if not (nan or inf):
             return
+        place = Place.of(message)
         if self.origin is None or message.global_step > self.last + 1:
-            self.origin, self.followed = Place.of(message), set()
+            self.origin, self.followed, self.first = place, set(), (nan, inf)
         self.last = message.global_step
-        self.followed.add((message.kind, *Place.of(message).series))
-        share = (nan + inf) / max(data.numel(), 1)
-        yield from self.judge(self.origin.at(message), True, share, 0.0, nan, inf, len(self.followed))
+        self.followed.add((message.kind, *place.series))
+        told = (*self.first, float(len(self.followed)))
+        yield from self.judge(self.origin.at(message), True, sum(self.first), 0.0, *told)
+        self.amend(self.origin.kind, self.origin.series, *told)
 
     def evidence(self, found: Finding) -> str:
         """What was seen."""
         nan, inf, streams = (int(found.numbers[name]) for name in self.numbers)
         what = " and ".join(f"{count:,} {name}" for count, name in ((nan, "NaN"), (inf, "infinite")) if count)
-        spread = "" if streams == 1 else f"; from there it reached {streams - 1} more streams"
-        return f"{what or 'some'} of its numbers in step {found.worst}{spread}"
+        spread = "" if streams == 1 else f"; from there on in {streams - 1} more stream{'s' if streams > 2 else ''}"
+        return f"{what}{spread}"

@@ -37,6 +37,7 @@ class Overfitting(Rule):
     """
 
     name = "overfitting"
+    memory = ("training", "evaluated", "place", "done", "best")
     judges = "losses of the training and of three evaluations"
     numbers = ("best", "best_step", "training")
     advice = "stop at the best evaluation, or take more data, augmentation, dropout or weight decay"

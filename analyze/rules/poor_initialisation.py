@@ -9,6 +9,7 @@ from typing import Unpack, final
 from analyze.metrics.checks import check, is_number
 from analyze.metrics.elementwise.sharing import shared
 from analyze.metrics.inputs import single_number
+from analyze.rules.chance import Chance
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
@@ -42,18 +43,18 @@ class PoorInitialisation(Rule):
     """
 
     name = "poor_initialisation"
+    memory = ("scales", "chance")
     judges = "the first step of the run"
     numbers = ("why", "other")
     advice = "initialise the layers for the nonlinearity that follows: torch.nn.init.kaiming_normal_, xavier_uniform_"
 
-    def __init__(self, *, loss: float = 4.0, growth: float = 300.0, **where: Unpack[Looking]) -> None:
+    def __init__(self, *, loss: float = 4.0, growth: float = 1e3, **where: Unpack[Looking]) -> None:
         check(is_number(loss) and loss > 1, "the factor of a loss is a number above 1", loss)
         check(is_number(growth) and growth > 1, "growth is a number above 1", growth)
         super().__init__([("weights", "activations", "loss", "input_labels", "network_output")], **where)
         self.loss, self.growth = loss, growth
         self.scales: list[tuple[Place, float]] = []
-        self.classes = 0
-        self.of_classes = False
+        self.chance = Chance()
 
     def look(self, message: Message) -> Iterator[Message]:
         """Judge one message of the first step."""
@@ -68,14 +69,11 @@ class PoorInitialisation(Rule):
             if data.ndim >= 2 and data.numel() > 1:
                 equal = shared(message, "min") == shared(message, "max")
                 yield from self.judge(message, equal, shared(message, "max"), 0.0, _EQUAL, data.numel())
-        elif message.kind == "network_output":
-            self.classes = data.shape[1] if data.ndim >= 2 else 0
-        elif message.kind == "input_labels":
-            self.of_classes = not data.is_floating_point() and data.dtype.is_signed
-        elif self.classes > 1 and self.of_classes and message.leaf == "":
-            found = single_number(data)
-            chance = math.log(self.classes)
-            if found is not None and math.isfinite(found):
+        elif message.kind != "loss":
+            self.chance.hear(message)
+        elif message.leaf == "":
+            found, chance = single_number(data), self.chance.loss
+            if found is not None and math.isfinite(found) and math.isfinite(chance):
                 yield from self.judge(message, found > self.loss * chance, found, self.loss * chance, _LOSS, chance)
 
     def look_back(self) -> Iterator[Message]:

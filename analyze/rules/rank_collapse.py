@@ -38,6 +38,7 @@ class RankCollapse(Rule):
     """
 
     name = "rank_collapse"
+    memory = ("constant",)
     judges = "activations of several datapoints"
     advice = "add normalisation or residual connections; look at whether the layers before it are dead or saturated"
 
@@ -55,11 +56,12 @@ class RankCollapse(Rule):
         x = as_array(data).reshape(data.shape[0], -1)
         if not x.size:
             return
-        x = x.astype(np.float32, copy=False)
-        norm = float(np.linalg.norm(x))
-        if not 0 < norm < np.inf:
-            return
-        spread = float(np.linalg.norm(x - x.mean(axis=0))) / norm
+        with np.errstate(all="ignore"):
+            x = x.astype(np.float64)
+            norm = float(np.linalg.norm(x))
+            if not 0 < norm < np.inf:
+                return
+            spread = float(np.linalg.norm(x - x.mean(axis=0))) / norm
         if self.constant.setdefault(tuple(Place.of(message)[:2]), spread == 0):
             return
         yield from self.judge(message, spread < self.spread, spread, self.spread, worse=False)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypedDict
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 
+from analyze.metrics.checks import check, is_whole
 from analyze.metrics.metric import Metric
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding, Severity
@@ -19,6 +21,9 @@ from tracer.messaging.subscription import Subscription
 
 FIELDS = ("severity", "kind", "worst", "last", "steps", "value", "threshold")
 """What the data of a finding's message begins with; the numbers that the rule names follow."""
+
+
+_MEMORY = ("judged", "_step", "_episodes")
 
 
 class Looking(TypedDict, total=False):
@@ -109,14 +114,17 @@ class Rule(Metric):
         What it judges, for the sentence that says that there was nothing of it.
     numbers : tuple of str
         The names of further numbers of a finding.
+    memory : tuple of str
+        The names of its attributes that change while it listens; those of this class need not be named.
     judged : int
         How many times it had an opinion.
     """
 
     severity: ClassVar[Severity] = Severity.WARNING
     advice: ClassVar[str]
-    judges: ClassVar[str]
+    judges: str
     numbers: ClassVar[tuple[str, ...]] = ()
+    memory: ClassVar[tuple[str, ...]] = ()
     bundled = False
 
     def __init__(
@@ -128,6 +136,7 @@ class Rule(Metric):
         tag: str | None = DEFAULT_TAG,
         modules: str | Iterable[str] | None = None,
     ) -> None:
+        check(is_whole(patience, 1), f"the patience of {self.name} is a positive integer", patience)
         wanted = [(one,) if isinstance(one, str) else tuple(one) for one in needs]
         subscriptions = [Subscription(kinds, tag, every, modules) for kinds in wanted]
         Subscriber.__init__(self, subscriptions, f"{self.name}_finding")
@@ -161,7 +170,7 @@ class Rule(Metric):
         """Judge the last step; say again what changed since it was found."""
         yield from self.look_back()
         for episode in self._episodes.values():
-            if 0 < episode.said < episode.steps:
+            if self.patience <= episode.steps and episode.said < episode.steps:
                 yield episode.message(self.produces[0], self.kinds)
 
     def judge(
@@ -171,6 +180,7 @@ class Rule(Metric):
         value: float,
         threshold: float,
         *numbers: float,
+        since: Place | None = None,
         severity: Severity | None = None,
         worse: bool = True,
     ) -> Iterator[Message]:
@@ -185,6 +195,8 @@ class Rule(Metric):
             What was measured, and what it was compared with.
         *numbers : float
             What `numbers` names.
+        since : Place, optional
+            Where the condition began to hold, if that was before.
         severity : Severity, optional
         worse : bool
             Whether a larger value is worse than a smaller one.
@@ -201,7 +213,7 @@ class Rule(Metric):
         step = place.global_step
         told = severity or self.severity
         if known is None:
-            known = _Episode(place, told, step, step, 1, value, threshold, numbers)
+            known = _Episode(since or place, told, step, step, 1, value, threshold, numbers)
             self._episodes[place.kind, place.series] = known
         else:
             known.steps += step != known.last
@@ -211,6 +223,12 @@ class Rule(Metric):
                 known.worst, known.value, known.threshold, known.numbers = step, value, threshold, numbers
         if not known.said and known.steps >= self.patience:
             yield known.message(self.produces[0], self.kinds)
+
+    def amend(self, kind: str, series: Series, *numbers: float) -> None:
+        """Replace the further numbers of a finding, for its last message."""
+        known = self._episodes[kind, series]
+        if known.numbers != numbers:
+            known.numbers, known.said = numbers, min(known.said, known.steps - 1)
 
     def finding(self, message: Message) -> Finding:
         """The finding that one of its messages carries.
@@ -246,6 +264,14 @@ class Rule(Metric):
         vars(found)["evidence"] = self.evidence(found)
         return found
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers, as copies of the objects that it remembers by."""
+        return {name: deepcopy(vars(self)[name]) for name in (*_MEMORY, *self.memory)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember what another one of the same class and parameters remembered."""
+        vars(self).update(deepcopy(dict(state)))
+
     def unjudged(self) -> str:
         """Why it had no opinion on anything, in a sentence; empty if it had."""
-        return "" if self.judged else f"there was nothing to judge: it needs {self.judges}"
+        return "" if self.judged else f"it needs {self.judges}"

@@ -9,12 +9,15 @@ import numpy as np
 
 from analyze.metrics.checks import check, is_number
 from analyze.metrics.inputs import as_array
-from analyze.rules.finding import Finding
+from analyze.metrics.streams import Series, series_of
+from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 
 _TANH, _SIGMOID, _SOFTMAX = 0, 1, 2
 _CLASSES = {"Tanh": _TANH, "Sigmoid": _SIGMOID, "Softmax": _SOFTMAX}
+_RECENT = 10
+"""Within so many recorded steps a saturation is sudden."""
 _WORDS = ("tanh", "sigmoid", "softmax")
 
 
@@ -37,13 +40,15 @@ class SaturatedActivations(Rule):
     -----
     *Fires* where the derivative is below a hundredth of its largest value in at least `share` of the outputs of a
     ``Tanh`` or ``Sigmoid``; or where one entry has nearly all probability in `share` of the distributions of a
-    ``Softmax`` whose output has three axes or more, as in an attention. A classifier may be as sure as it likes.
+    ``Softmax`` whose output has three axes or more, as in an attention. A classifier may be as sure as it likes, and an
+    attention that learns to look at one place becomes so over many steps: that is a note.
     *Needs* the activations of these modules, and a header that names the modules' classes.
     *Source*: X. Glorot and Y. Bengio, AISTATS 2010; for attention, S. Zhai et al., "Stabilizing Transformer Training by
     Preventing Attention Entropy Collapse", arXiv:2303.06296.
     """
 
     name = "saturated_activations"
+    memory = ("before",)
     judges = "activations of Tanh, Sigmoid or Softmax modules"
     numbers = ("function",)
     advice = (
@@ -59,6 +64,7 @@ class SaturatedActivations(Rule):
         super().__init__(["activations"], patience=patience, **where)
         self.share, self.attention = share, attention
         self.functions: dict[str, int] = {}
+        self.before: dict[Series, list[float]] = {}
 
     def know_model(self, model: Mapping[str, Any]) -> None:
         """Learn which modules are such functions."""
@@ -83,7 +89,12 @@ class SaturatedActivations(Rule):
         else:
             saturated = x.max(axis=-1) > self.attention
         share = float(saturated.mean())
-        yield from self.judge(message, share >= self.share, share, self.share, function)
+        before = self.before.setdefault(series_of(message), [])
+        gradual = function == _SOFTMAX and bool(before) and min(before) > self.share / 2
+        before.append(share)
+        del before[:-_RECENT]
+        severity = Severity.NOTE if gradual else None
+        yield from self.judge(message, share >= self.share, share, self.share, function, severity=severity)
 
     def evidence(self, found: Finding) -> str:
         """What was seen."""

@@ -14,7 +14,7 @@ from tracer.messaging.messages import Message
 
 @final
 class Unchanged(Rule):
-    """Weights that stay as they are while others learn: frozen, unknown to the optimizer, or out of the loss's reach.
+    """Weights that no step changes: frozen, unknown to the optimizer, or out of the reach of the loss.
 
     Parameters
     ----------
@@ -25,13 +25,15 @@ class Unchanged(Rule):
 
     Notes
     -----
-    *Fires* where an update is zero at `patience` steps in a row at which another layer's is not. It is a note where the
-    parameter asks for no gradient, because it was frozen on purpose; else a warning.
+    *Fires* where an update is zero at `patience` steps in a row. It is a note where the parameter asks for no gradient,
+    because it was frozen on purpose, and where it was changed before, because a small learning rate rounds to nothing;
+    else a warning.
     *Needs* ``weight_updates``.
     *Source*: smdebug's ``UnchangedTensor``, here without a tolerance.
     """
 
     name = "unchanged"
+    memory = ("changed", "now")
     judges = "updates of weights"
     numbers = ("frozen",)
     advice = "give it to the optimizer, use it in the loss, or freeze it with requires_grad_(False) if that is meant"
@@ -39,6 +41,7 @@ class Unchanged(Rule):
     def __init__(self, *, patience: int = 10, **where: Unpack[Looking]) -> None:
         super().__init__([("weight_updates",)], patience=patience, **where)
         self.frozen: set[str] = set()
+        self.changed: set[Series] = set()
         self.now: dict[Series, tuple[Place, bool]] = {}
 
     def know_model(self, model: Mapping[str, Any]) -> None:
@@ -58,14 +61,15 @@ class Unchanged(Rule):
     def look_back(self) -> Iterator[Message]:
         """Judge the updates of a step."""
         now, self.now = self.now, {}
-        if all(zero for _, zero in now.values()):
-            return
         for (module, _, _, _), (place, zero) in now.items():
             frozen = bool({module, f"{module}.weight" if module else "weight"} & self.frozen)
-            severity = Severity.NOTE if frozen else Severity.WARNING
+            series = place.series
+            if not zero:
+                self.changed.add(series)
+            severity = Severity.NOTE if frozen or series in self.changed else Severity.WARNING
             yield from self.judge(place, zero, 0.0, 0.0, float(frozen), severity=severity)
 
     def evidence(self, found: Finding) -> str:
         """What was seen."""
         why = "it asks for no gradient" if found.numbers["frozen"] else "it asks for gradients"
-        return f"no update changed it at {found.steps} recorded steps at which other layers learned; {why}"
+        return f"no update changed it at {found.steps} recorded steps; {why}"

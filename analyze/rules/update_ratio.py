@@ -14,14 +14,19 @@ from analyze.rules.past import Past, median
 from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
 
+_FEW = 3
+"""Of so many layers on, what they have in common is taken off."""
+_LONG = 5
+"""For so many steps in a row a ratio must be too large by itself."""
+
 
 @final
 class UpdateRatio(Rule):
     r"""Updates of a layer that leave their own past, or that are as large as its weights.
 
     Of each layer and step it takes :math:`r = \|\Delta W\| / \|W\|`. What all layers do at once, as under a schedule of
-    the learning rate, is taken off: :math:`d = \log r - \mathrm{median}_{past} \log r`, less the median of d over the
-    layers. Parameters of one dimension, such as biases, are passed over, because they start at zero.
+    the learning rate, is taken off: x is log r less its median over the layers of the step, where there are three
+    layers or more. Parameters of one dimension, such as biases, are passed over, because they start at zero.
 
     Parameters
     ----------
@@ -38,15 +43,16 @@ class UpdateRatio(Rule):
 
     Notes
     -----
-    *Fires* where d is larger than ``log(factor)`` and than `deviations` times the spread of the past; or where r is at
-    least `high` at 5 steps in a row after the first 10.
+    *Fires* where x exceeds its median of the last `window` steps by ``log(factor)`` and by `deviations` times their
+    spread; or where r is at
+    least `high` at 5 steps in a row, after the warm-up.
     *Needs* weights and their updates.
     *Source*: A. Karpathy, "CS231n, Neural Networks Part 3", for the ratio, of which about 1e-3 is healthy; for the
     spread 1.4826 median absolute deviations, P. Rousseeuw and C. Croux, J. Am. Stat. Assoc. 88 (1993) 1273.
     """
 
     name = "update_ratio"
-    judges = "updates of weights over more steps than its warm-up"
+    memory = ("weights", "past", "large", "now")
     numbers = ("usual", "alone")
     advice = "look at what changed in this step for this layer: its learning rate, its gradient, its optimizer's state"
 
@@ -67,8 +73,10 @@ class UpdateRatio(Rule):
         super().__init__(["weights", "weight_updates"], **where)
         self.factor, self.deviations, self.high = factor, deviations, high
         self.window, self.warm_up = window, warm_up
+        self.judges = f"updates of weights over more than {warm_up} steps"
         self.weights: dict[Series, float] = {}
         self.past: dict[Series, Past] = {}
+        self.large: dict[Series, int] = {}  # for how many steps in a row
         self.now: dict[Series, tuple[Place, float]] = {}
 
     def look(self, message: Message) -> Iterator[Message]:
@@ -81,28 +89,26 @@ class UpdateRatio(Rule):
             return
         weight = self.weights.get(series_of(message), 0.0)
         update = shared(message, "norm2")
+        self.judged += update == 0
         if weight > 0 and math.isfinite(weight) and 0 < update < math.inf:
             self.now[series_of(message)] = Place.of(message), update / weight
         yield from ()
 
     def look_back(self) -> Iterator[Message]:
         """Judge the ratios of a step."""
-        shifts = {
-            series: math.log(ratio) - self.past[series].centre
-            for series, (_, ratio) in self.now.items()
-            if series in self.past and len(self.past[series]) >= self.warm_up
-        }
-        common = median(list(shifts.values())) if len(shifts) > 1 else 0.0
+        logs = {series: math.log(ratio) for series, (_, ratio) in self.now.items()}
+        common = median(list(logs.values())) if len(logs) >= _FEW else 0.0
         for series, (place, ratio) in self.now.items():
             past = self.past.setdefault(series, Past(self.window))
-            if series in shifts:
-                alone = shifts[series] - common
+            beside = logs[series] - common
+            if len(past) >= self.warm_up:
                 far = max(math.log(self.factor), self.deviations * past.scale)
-                left = alone > far
+                left = beside - past.centre > far
                 usual = math.exp(past.centre + common)
-                value, threshold = (ratio, usual * math.exp(far)) if left else (ratio, self.high)
-                yield from self.judge(place, left or ratio >= self.high, value, threshold, usual, float(left))
-            past.add(math.log(ratio))
+                self.large[series] = self.large.get(series, 0) + 1 if ratio >= self.high else 0
+                bound = usual * math.exp(far) if left else self.high
+                yield from self.judge(place, left or self.large[series] >= _LONG, ratio, bound, usual, float(left))
+            past.add(beside)
         self.now = {}
 
     def evidence(self, found: Finding) -> str:

@@ -1,117 +1,55 @@
-"""A trace checked by rules: what went wrong, where, since when, and which rules found nothing."""
+"""A trace checked by rules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
 
 from analyze.registry import instances
 from analyze.rules import RULES
-from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Rule
-from tracer.errors import MessageError
+from analyze.seeing.findings import Checked, Findings, in_time
+from tracer.errors import MessageError, TraceCorruptError
 from tracer.format.journal import Column
-from tracer.messaging.bus import Receiver
-from tracer.messaging.messages import Message
-from tracer.messaging.subscriber import unmet
 from tracer.replaying.replay import replay
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 
+Wanted = str | Rule | Iterable[str | Rule]
 
-class Findings(Receiver):
-    """A receiver that keeps what rules find: of each finding what was said last.
 
-    Parameters
-    ----------
-    rules : iterable of Rule
-        Whose findings are kept.
+def rules_of(wanted: Wanted | None = None) -> list[Rule]:
+    """Rules, where each of one or many is given as an object or as a text for `parse`; by default all.
+
+    Raises
+    ------
+    UnknownNameError
+        If there is no rule of a name.
+    MessageError
+        If a subscriber is no rule, or a parameter is wrong.
+
+    Examples
+    --------
+    >>> [rule.name for rule in rules_of(["dead_units:share=0.9", "not_finite"])]
+    ['dead_units', 'not_finite']
     """
-
-    passive = True
-    scope = "message"
-    name = "findings"
-
-    def __init__(self, rules: Iterable[Rule]) -> None:
-        self.rules = {kind: rule for rule in rules for kind in rule.produces}
-        self.kept: dict[tuple[Any, ...], Finding] = {}
-
-    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """Whether one of the rules produces this kind."""
-        return kind in self.rules
-
-    def receive(self, message: Message) -> Iterable[Message]:
-        """Keep a finding."""
-        found = self.rules[message.kind].finding(message)
-        self.kept[found.rule, found.kind, found.module, found.tag, found.leaf, found.rank, found.first] = found
-        return ()
-
-    def __iter__(self) -> Iterator[Finding]:
-        """The findings in the order of their first steps, and at one step in that of causes."""
-        return iter(sorted(self.kept.values(), key=_time))
-
-
-_ORDER = {name: number for number, name in enumerate(RULES)}
-
-
-def _time(found: Finding) -> tuple[int, int]:
-    return found.first, _ORDER.get(found.rule, len(_ORDER))
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What rules say of a trace.
-
-    Attributes
-    ----------
-    trace : str
-        Its path.
-    findings : tuple of Finding
-        In the order of their first steps.
-    looked : tuple of str
-        The rules that had something to judge.
-    unjudged : mapping of str to str
-        For each other rule, why it could not judge.
-    steps : int
-        How many steps of training were recorded.
-    """
-
-    trace: str
-    findings: tuple[Finding, ...]
-    looked: tuple[str, ...]
-    unjudged: Mapping[str, str] = field(default_factory=dict)
-    steps: int = 0
-
-    @property
-    def worst(self) -> Finding | None:
-        """The first of the most severe findings; None without findings."""
-        return min(self.findings, key=lambda one: (-one.severity, *_time(one)), default=None)
-
-    @property
-    def severity(self) -> Severity | None:
-        """The highest severity; None without findings."""
-        return max((one.severity for one in self.findings), default=None)
-
-    @property
-    def verdict(self) -> str:
-        """What went wrong, in a sentence."""
-        worst = self.worst
-        looked = f"{len(self.looked)} rules over {self.steps:,} steps"
-        if worst is None:
-            return f"nothing found by {looked}" if self.looked else "nothing could be judged"
-        return f"{worst.rule} at step {worst.first}: {worst.where}: {worst.evidence}"
+    found = instances(list(RULES) if wanted is None else wanted)
+    for one in found:
+        if not isinstance(one, Rule):
+            raise MessageError(f"{one.name or type(one).__name__} is a metric and no rule: it has no opinion")
+    return found
 
 
 def check(
     path: Anywhere | TraceReader,
-    rules: str | Rule | Iterable[str | Rule] | None = None,
+    rules: Wanted | None = None,
     *,
     steps: Steps | None = None,
-    rank: int | None = None,
+    ranks: Iterable[int] | None = None,
 ) -> Checked:
-    """Replay a trace through rules.
+    """Replay a trace through rules, and say what they find.
 
     Parameters
     ----------
@@ -120,8 +58,8 @@ def check(
         As instances, or as `parse` reads them: ``"dead_units:share=0.9"``. By default all.
     steps
         What is replayed, as in `tracer.replay`.
-    rank : int, optional
-        Of a distributed run. By default all ranks, each by rules of its own.
+    ranks : iterable of int, optional
+        Of a distributed run; by default all. Each is judged by rules of its own.
 
     Returns
     -------
@@ -130,29 +68,65 @@ def check(
     Raises
     ------
     TracerError
-        What `parse` and `tracer.replay` raise.
+        What `rules_of`, `tracer.open` and `tracer.replay` raise; damage within the trace is told in the answer instead.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tracer
+    >>> path = tempfile.mkdtemp() + "/run.zarr"
+    >>> with tracer.TraceWriter(path) as writer:
+    ...     for step in range(3):
+    ...         where = dict(global_step=step, train_step=step, epoch=0)
+    ...         loss = torch.tensor(1.0 if step < 2 else float("nan"))
+    ...         writer.write(tracer.NetworkMessage(kind="loss", data=loss, **where))
+    >>> check(path).verdict
+    'error: not_finite in loss at step 2: 1 NaN'
     """
-    wanted: Sequence[str | Rule] | str | Rule | Iterable[str | Rule] = list(RULES) if rules is None else rules
-    reader = path if isinstance(path, TraceReader) else TraceReader(path)
-    try:
-        asked = instances(wanted)
-        for one in asked:
-            if not isinstance(one, Rule):
-                raise MessageError(f"{type(one).__name__} is no rule: it makes numbers, and no findings")
-        offered = [(stream.kind, stream.module, stream.tag) for stream in reader.streams]
-        unjudged = {one.name: "; ".join(unmet([one], offered, "the trace")) for one in asked}
-        able = [one for one in asked if not unjudged[one.name]]
-        findings = Findings(able)
-        if able:
-            replay(reader, *able, findings, steps=steps, rank=rank)
-        unjudged |= {one.name: one.unjudged() for one in able}
+    asked = rules_of(rules)
+    with nullcontext(path) if isinstance(path, TraceReader) else TraceReader(path) as reader:
+        chosen = reader.ranks if ranks is None else [rank for rank in reader.ranks if rank in set(ranks)]
+        each = [_check_rank(reader.of_rank(rank), deepcopy(asked), steps) for rank in chosen]
+        looked = {name for one in each for name in one.looked}
+        why = {name: reason for one in reversed(each) for name, reason in one.unjudged.items() if name not in looked}
         return Checked(
-            str(reader.path),
-            tuple(findings),
-            tuple(one.name for one in able if not unjudged[one.name]),
-            {name: why for name, why in unjudged.items() if why},
-            len(set(reader.journal[:, Column.GLOBAL_STEP].tolist())),
+            trace=str(reader.path),
+            status=reader.status,
+            findings=tuple(sorted((found for one in each for found in one.findings), key=in_time)),
+            looked=tuple(one.name for one in asked if one.name in looked),
+            unjudged={one.name: why[one.name] for one in asked if one.name in why},
+            steps=max((one.steps for one in each), default=0),
+            damage="; ".join(dict.fromkeys(one.damage for one in each if one.damage)),
         )
-    finally:
-        if reader is not path:
-            reader.close()
+
+
+def _check_rank(reader: TraceReader, rules: Sequence[Rule], steps: Steps | None) -> Checked:
+    """What rules say of a trace that has one rank."""
+    unjudged = {rule.name: lacking(rule, reader) for rule in rules}
+    able = [rule for rule in rules if not unjudged[rule.name]]
+    findings, damage = Findings(able), ""
+    if able:
+        try:
+            replay(reader, *able, findings, steps=steps)
+        except TraceCorruptError as error:
+            damage = str(error)
+    unjudged |= {rule.name: rule.unjudged() for rule in able}
+    replayed = reader.journal[reader.select(steps=steps), Column.GLOBAL_STEP]
+    return Checked(
+        trace=str(reader.path),
+        status=reader.status,
+        findings=tuple(findings),
+        looked=tuple(rule.name for rule in able if not unjudged[rule.name]),
+        unjudged={name: why for name, why in unjudged.items() if why},
+        steps=len(set(replayed.tolist())),
+        damage=damage,
+    )
+
+
+def lacking(rule: Rule, reader: TraceReader) -> str:
+    """What a rule needs and a trace does not have, in a sentence; empty if it has all."""
+    absent = [
+        " or ".join(subscription.kinds)
+        for subscription in rule.subscriptions
+        if not any(subscription.wants(one.kind, one.module, one.tag, None) for one in reader.streams)
+    ]
+    return f"it needs {', '.join(absent)}" if absent else ""

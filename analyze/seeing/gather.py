@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from analyze.registry import instances
-from analyze.rules import RULES
 from analyze.rules.rule import Rule
-from analyze.seeing.check import Checked, Findings
+from analyze.seeing.check import Wanted, lacking, rules_of
 from analyze.seeing.course import Grid
+from analyze.seeing.findings import Checked, Findings
 from analyze.seeing.gathered import LONGEST, Gathered
 from analyze.seeing.listeners import LOSSES, Answers, Measures, Windows
-from tracer.errors import CaptureError, MessageError, TraceCorruptError
+from tracer.errors import CaptureError, TraceCorruptError
 from tracer.format.journal import Column
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
@@ -31,7 +32,7 @@ def gather(
     path: Anywhere | TraceReader,
     metrics: str | Subscriber | Iterable[str | Subscriber] = (),
     *,
-    rules: str | Rule | Iterable[str | Rule] | None = None,
+    rules: Wanted | None = None,
     rank: int | None = None,
     kinds: Sequence[str] = _MEASURED,
     grid: Grid | None = None,
@@ -64,10 +65,7 @@ def gather(
     TracerError
         If the trace cannot be opened, has nothing of this rank, or a name or parameter is wrong.
     """
-    asked, judges = instances(metrics), instances(list(RULES) if rules is None else rules)
-    for one in judges:
-        if not isinstance(one, Rule):
-            raise MessageError(f"{type(one).__name__} is no rule: it makes numbers, and no findings")
+    asked, judges = instances(metrics), rules_of(rules)
     reader = path if isinstance(path, TraceReader) else TraceReader(path)
     try:
         if rank is None:
@@ -81,7 +79,7 @@ def gather(
             if sound and len(sound) < len(there):
                 damage = f"{found.damage}; left out for that: {', '.join(sorted(there - set(sound)))}"
                 found = _replayed(reader, asked, judges, rank, kinds, grid, sound)
-                found.damage = damage
+                found.damage, found.checked = damage, replace(found.checked, damage=damage)
         return found
     finally:
         if reader is not path:
@@ -91,7 +89,7 @@ def gather(
 def _replayed(
     reader: TraceReader,
     asked: Sequence[Subscriber],
-    judges: Sequence[Subscriber],
+    judges: Sequence[Rule],
     rank: int,
     kinds: Sequence[str],
     grid: Grid | None,
@@ -101,7 +99,7 @@ def _replayed(
     asked, judges = copy.deepcopy((list(asked), list(judges)))
     layers, span = _survey(reader)
     grid = grid or Grid.over(*(span or (0, 0)))
-    found = Gathered(Checked(str(reader.path), (), ()), reader.info, rank, span, grid, layers=layers)
+    found = Gathered(Checked(str(reader.path), reader.status, (), ()), reader.info, rank, span, grid, layers=layers)
     if len(reader.ranks) > 1:
         found.remarks.append(f"this is rank {rank} of {len(reader.ranks)}; --rank chooses another")
     if not len(reader):
@@ -111,11 +109,11 @@ def _replayed(
         """What a subscriber needs and the trace does not have, in a sentence."""
         return "; ".join(plan(reader, one, kinds=only, rank=rank).missing).replace(str(reader.path), "the trace")
 
-    unjudged = {describe(one): missing(one) for one in judges}
-    lacking = {describe(one): missing(one) for one in asked}
-    found.remarks += [sentence for sentence in lacking.values() if sentence]
-    able = [one for one in judges if isinstance(one, Rule) and not unjudged[describe(one)]]
-    answering = [one for one in asked if not lacking[describe(one)]]
+    unjudged = {one.name: lacking(one, reader) or missing(one) for one in judges}
+    unmet = {describe(one): missing(one) for one in asked}
+    found.remarks += [sentence for sentence in unmet.values() if sentence]
+    able = [one for one in judges if not unjudged[one.name]]
+    answering = [one for one in asked if not unmet[describe(one)]]
     found.limit = min(LONGEST, max(512, POINTS // max(1, len(layers) * (4 + len(answering)))))
     findings, measures = Findings(able), Measures(found, kinds)
     active: list[Receiver] = [*able, *answering, *([] if missing(measures) else [measures])]
@@ -127,11 +125,13 @@ def _replayed(
             found.damage = str(error)
     unjudged |= {one.name: one.unjudged() for one in able}
     found.checked = Checked(
-        str(reader.path),
-        tuple(findings),
-        tuple(one.name for one in able if not unjudged[one.name]),
-        {name: why for name, why in unjudged.items() if why},
-        len(set(reader.journal[:, Column.GLOBAL_STEP].tolist())),
+        trace=str(reader.path),
+        status=reader.status,
+        findings=tuple(findings),
+        looked=tuple(one.name for one in able if not unjudged[one.name]),
+        unjudged={name: why for name, why in unjudged.items() if why},
+        steps=len(set(reader.journal[:, Column.GLOBAL_STEP].tolist())),
+        damage=found.damage,
     )
     heard = {key.what for key in (*found.courses, *found.frames)}
     for one in answering:

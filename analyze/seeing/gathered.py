@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.seeing.check import Checked
 from analyze.seeing.course import Course, Grid
+from analyze.seeing.findings import Checked
 from tracer.messaging.messages import DEFAULT_TAG, Message
 
 LONGEST = 8192

@@ -9,8 +9,8 @@ import numpy as np
 from analyze.metrics.elementwise.activation_rate import activation_rate
 from analyze.metrics.elementwise.sharing import shared
 from analyze.metrics.inputs import as_array
-from analyze.seeing.check import Findings
 from analyze.seeing.course import Course
+from analyze.seeing.findings import Findings
 from analyze.seeing.gathered import (
     BAD,
     DEAD,

@@ -116,9 +116,10 @@ def _header(found: Gathered, references: Sequence[Gathered], name: str) -> str:
     if found.damage:
         warnings.append("This page shows what could be read")
     told = "".join(f'<p class="problem">{text(one)}.</p>' for one in warnings)
+    verdict = text(found.checked.verdict.removeprefix(f"{severity}: "))
     return (
         '<header><button type="button" id="theme" aria-label="Light or dark">◐</button>'
-        f"<h1>{badge}{text(found.checked.verdict)}</h1>{told}{''.join(f'<p>{line}</p>' for line in lines)}</header>"
+        f"<h1>{badge}{verdict}</h1>{told}{''.join(f'<p>{line}</p>' for line in lines)}</header>"
     )
 
 

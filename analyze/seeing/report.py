@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from analyze.rules.rule import Rule
+from analyze.seeing.check import Wanted
 from analyze.seeing.gather import gather, reference
 from analyze.seeing.gathered import Gathered
 from analyze.tables.writing import new_file, not_installed
@@ -22,7 +22,7 @@ def report(
     *,
     against: Anywhere | Sequence[Anywhere] = (),
     metrics: str | Subscriber | Iterable[str | Subscriber] = (),
-    rules: str | Rule | Iterable[str | Rule] | None = None,
+    rules: Wanted | None = None,
     rank: int | None = None,
     overwrite: bool = False,
 ) -> Gathered:

@@ -193,8 +193,18 @@ class Models:
         return name
 
     def structure(self) -> dict[str, Any]:
-        """The model as JSON."""
-        return {} if self.root is None else structure_of(self.root)
+        """The model as JSON; of several without a root, the modules and parameters of each, below its name."""
+        if self.root is not None:
+            return structure_of(self.root)
+        each = [(name, structure_of(top)) for name, top in self.tops if name]
+        if not each:
+            return {}
+        found: dict[str, Any] = {
+            part: [{**one, "name": f"{name}.{one['name']}".rstrip(".")} for name, told in each for one in told[part]]
+            for part in ("modules", "parameters")
+        }
+        found["tied"] = [[f"{name}.{one}" for one in names] for name, told in each for names in told["tied"]]
+        return found
 
     def summaries(self, optimizers: tuple[Optimizer, ...]) -> list[dict[str, Any]]:
         """The models that are observed, and those that are only looked at, as JSON.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from analyze.rules.finding import Finding
-from analyze.seeing.check import Checked
+from analyze.seeing.findings import Checked
 from analyze.seeing.panels.panel import Panel
 from analyze.seeing.words import text
 
@@ -13,8 +13,6 @@ SHOWN = 200
 
 def panel(checked: Checked) -> Panel:
     """The panel of the findings and the rules."""
-    fired = {one.rule for one in checked.findings}
-    silent = [rule for rule in checked.looked if rule not in fired]
     parts = []
     if checked.findings:
         rows = "".join(map(_row, checked.findings[:SHOWN]))
@@ -28,8 +26,10 @@ def panel(checked: Checked) -> Panel:
         )
     else:
         parts.append("<p>No rule found anything.</p>")
-    if silent:
-        parts.append(f"<p>{len(silent)} rules looked and found nothing: {', '.join(map(text, silent))}.</p>")
+    if checked.silent:
+        parts.append(
+            f"<p>{len(checked.silent)} rules looked and found nothing: {', '.join(map(text, checked.silent))}.</p>"
+        )
     if checked.unjudged:
         reasons = "".join(f"<dt>{text(rule)}</dt><dd>{text(why)}</dd>" for rule, why in checked.unjudged.items())
         parts.append(

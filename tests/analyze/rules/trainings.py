@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +135,7 @@ def batches(network: str, steps: int, seed: int) -> Iterator[tuple[Tensor, Tenso
     for _ in range(steps):
         if network == "transformer":
             x = torch.randint(0, WORDS, (BATCH, LENGTH), generator=draw)
-            yield x, (x + torch.roll(x, 1, dims=1)) % CLASSES
+            yield x, torch.roll(x, 1, dims=1) % CLASSES
             continue
         labels = torch.randint(0, CLASSES, (BATCH,), generator=draw)
         if network == "cnn":
@@ -154,32 +155,257 @@ def batches(network: str, steps: int, seed: int) -> Iterator[tuple[Tensor, Tenso
 class Fault:
     """Something that goes wrong in a training; each method is a place where it may."""
 
-    def model(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module) -> None:
         """Change the new model."""
 
-    def parameters(self, model: nn.Module) -> list[nn.Parameter]:
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """What the optimizer gets."""
-        return list(model.parameters())
+        return [{"params": [parameter]} for parameter in model.parameters()]
 
     def batch(self, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Change a batch."""
         return x, y
 
+    def begin(self, step: int, model: nn.Module) -> None:
+        """Change the model before its forward."""
+
+    def rate(self, step: int, name: str) -> float:
+        """By what the learning rate of a parameter is multiplied."""
+        return 1.0
+
     def loss(self, step: int, loss: Tensor) -> Tensor:
-        """Change the loss."""
+        """Change what is differentiated."""
         return loss
 
-    def before_step(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Change what a step of the optimizer meets."""
 
-    def after_step(self, step: int, model: nn.Module) -> None:
-        """Change what a step of the optimizer left."""
+@dataclass(frozen=True)
+class RateJump(Fault):
+    """The learning rate of one layer is raised for three steps."""
 
-    def begin_step(self, step: int, model: nn.Module) -> None:
-        """Change the model before its forward."""
+    module: str
+    at: int = 120
+    factor: float = 30.0
+
+    def rate(self, step: int, name: str) -> float:
+        return self.factor if name.startswith(f"{self.module}.") and self.at <= step < self.at + 3 else 1.0
+
+
+@dataclass(frozen=True)
+class NaNOutput(Fault):
+    """One module gives NaN in one step."""
+
+    module: str
+    at: int = 60
+
+    def begin(self, step: int, model: nn.Module) -> None:
+        if step == self.at:
+            nan = torch.full((), math.nan)
+            handle = model.get_submodule(self.module).register_forward_hook(
+                lambda *told: (handle.remove(), told[2] * nan)[1], prepend=True
+            )
+
+
+@dataclass(frozen=True)
+class InfiniteSample(Fault):
+    """One number of one datapoint is infinite in one step."""
+
+    at: int = 77
+
+    def batch(self, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if step == self.at:
+            x = x.clone()
+            x.view(len(x), -1)[5, 3] = math.inf
+        return x, y
+
+
+@dataclass(frozen=True)
+class Bias(Fault):
+    """A bias begins at another value."""
+
+    module: str
+    value: float = -10.0
+
+    def prepare(self, model: nn.Module) -> None:
+        nn.init.constant_(model.get_parameter(f"{self.module}.bias"), self.value)
+
+
+@dataclass(frozen=True)
+class Scaled(Fault):
+    """The weights of all layers of some classes, or of one, begin larger or smaller by a factor."""
+
+    factor: float
+    modules: tuple[str, ...] = ()
+
+    def prepare(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for name, one in model.named_modules():
+                weight = getattr(one, "weight", None)
+                if weight is not None and weight.ndim >= 2 and (not self.modules or name in self.modules):
+                    weight.mul_(self.factor)
+
+
+@dataclass(frozen=True)
+class ScaledLater(Fault):
+    """The weights of some layers grow by a factor in one step, by a change of the optimizer's step."""
+
+    factor: float
+    modules: tuple[str, ...]
+    at: int = 80
+
+    def rate(self, step: int, name: str) -> float:
+        return self.factor if step >= self.at and name.rpartition(".")[0] in self.modules else 1.0
+
+
+class ZeroInitialised(Fault):
+    """All weights begin at zero."""
+
+    def prepare(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+
+
+@dataclass(frozen=True)
+class Forgotten(Fault):
+    """The optimizer does not get the parameters of one module."""
+
+    module: str
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        known = {id(one) for one in model.get_submodule(self.module).parameters()}
+        return [{"params": [one]} for one in model.parameters() if id(one) not in known]
+
+
+@dataclass(frozen=True)
+class ShuffledLabels(Fault):
+    """From a step on, labels belong to other datapoints."""
+
+    at: int = 100
+    steps: int = 10**9
+
+    def batch(self, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (x, torch.roll(y, 1, dims=0)) if self.at <= step < self.at + self.steps else (x, y)
+
+
+@dataclass(frozen=True)
+class CorruptedBatch(Fault):
+    """The inputs of one batch are noise of a large scale."""
+
+    at: int = 90
+
+    def batch(self, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(step)
+        return (8 * torch.randn(x.shape, generator=draw) if step == self.at else x), y
+
+
+@dataclass(frozen=True)
+class CorruptedSample(Fault):
+    """One datapoint of one batch is noise of a large scale, or has another label."""
+
+    position: int
+    at: int = 90
+    label: bool = False
+
+    def batch(self, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if step == self.at:
+            x, y = x.clone(), y.clone()
+            if self.label:
+                y[self.position] = (y[self.position] + 3) % CLASSES
+            else:
+                x[self.position] = 8 * torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(step))
+        return x, y
+
+
+@dataclass(frozen=True)
+class Nudged(Fault):
+    """Something else than the optimizer adds to one weight, before one step."""
+
+    parameter: str
+    at: int = 70
+
+    def begin(self, step: int, model: nn.Module) -> None:
+        if step == self.at:
+            with torch.no_grad():
+                model.get_parameter(self.parameter).view(-1)[7] += 1e-3
+
+
+@dataclass(frozen=True)
+class InEvaluation(Fault):
+    """Modules are in evaluation mode while they are trained."""
+
+    classes: tuple[type[nn.Module], ...] = ()
+    since: int = 0
+
+    def begin(self, step: int, model: nn.Module) -> None:
+        if step == self.since:
+            for one in model.modules():
+                if not self.classes or isinstance(one, self.classes):
+                    one.training = False
+
+
+@dataclass(frozen=True)
+class ScaledLoss(Fault):
+    """The loss is divided before it is differentiated."""
+
+    factor: float
+
+    def loss(self, step: int, loss: Tensor) -> Tensor:
+        return loss * self.factor
+
+
+@dataclass(frozen=True)
+class DoubledRate(Fault):
+    """The learning rate is twice what was meant."""
+
+    def rate(self, step: int, name: str) -> float:
+        return 2.0
+
+
+@dataclass(frozen=True)
+class HighRate(Fault):
+    """From a step on, the learning rate of all parameters is far too high."""
+
+    at: int = 80
+    factor: float = 300.0
+
+    def rate(self, step: int, name: str) -> float:
+        return self.factor if step >= self.at else 1.0
+
+
+@dataclass(frozen=True)
+class RareClass(Fault):
+    """One class hardly ever occurs, and looks like another."""
+
+    def batch(self, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = x.clone(), y.clone()
+        rare, common = (y == 3).nonzero()[:, 0], (y == 2).nonzero()[:, 0]
+        if len(common):
+            x[rare] = x[common[torch.arange(len(rare)) % len(common)]]
+            y[rare if step % 3 else rare[1:]] = 2
+        return x, y
+
+
+@dataclass(frozen=True)
+class Raw(Fault):
+    """Inputs are of another scale and far from zero."""
+
+    scale: float = 60.0
+    offset: float = 120.0
+
+    def batch(self, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.scale * x + self.offset, y
 
 
 # -- a training ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a check is to say of a fault first: one of some rules, of one of some modules, at a step."""
+
+    rules: tuple[str, ...]
+    modules: tuple[str | None, ...]
+    step: int
+    tolerance: int = 0
 
 
 @dataclass(frozen=True)
@@ -197,10 +423,10 @@ class Training:
         The learning rate.
     schedule : str
         ``"constant"``, ``"warmup"``, ``"cosine"``, ``"restarts"`` or ``"steps"``.
-    steps, seed, threads : int
+    steps, seed : int
     fault : Fault
-    expected : tuple of (rules, modules, step, tolerance)
-        What a check is to say first; empty for a healthy training.
+    expected : Expected, optional
+        Of a training with a fault.
     """
 
     name: str
@@ -210,7 +436,8 @@ class Training:
     schedule: str = "constant"
     steps: int = 200
     seed: int = 0
-    fault: Fault | None = None
+    fault: Fault = field(default_factory=Fault)
+    expected: Expected | None = None
 
     def factor(self, step: int) -> float:
         """What the schedule makes of the learning rate at a step."""
@@ -224,31 +451,28 @@ class Training:
             return float(0.1 ** (step // 80))
         return 1.0
 
-    def run(self, path: Path, **options: object) -> None:
+    def run(self, path: Path, **options: Any) -> None:
         """Train, and record all of it."""
         torch.manual_seed(self.seed)
-        fault = self.fault or Fault()
         model = NETWORKS[self.network]()
-        fault.model(model)
-        optimizer = _optimizer(self.optimizer, fault.parameters(model), self.rate)
-        if not model.training:  # a fault that trains in evaluation mode
-            pass
-        with tracer.record(path, model, optimizer, loss=F.cross_entropy, **options):  # type: ignore[arg-type] # any
+        self.fault.prepare(model)
+        optimizer = _optimizer(self.optimizer, self.fault.groups(model), self.rate)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        with tracer.record(path, model, optimizer, loss=F.cross_entropy, **options):
             for step, (x, y) in enumerate(batches(self.network, self.steps, self.seed)):
                 for group in optimizer.param_groups:
-                    group["lr"] = self.rate * self.factor(step)
-                x, y = fault.batch(step, x, y)
-                fault.begin_step(step, model)
+                    of_fault = self.fault.rate(step, names[id(group["params"][0])])
+                    group["lr"] = self.rate * self.factor(step) * of_fault
+                self.fault.begin(step, model)
+                x, y = self.fault.batch(step, x, y)
                 optimizer.zero_grad()
                 output = model(x)
                 loss = F.cross_entropy(output.flatten(0, -2), y.flatten())
-                fault.loss(step, loss).backward()
-                fault.before_step(step, model, optimizer)
+                self.fault.loss(step, loss).backward()
                 optimizer.step()
-                fault.after_step(step, model)
 
 
-def _optimizer(name: str, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+def _optimizer(name: str, parameters: list[dict[str, Any]], rate: float) -> torch.optim.Optimizer:
     if name == "adam":
         return torch.optim.Adam(parameters, lr=rate)
     if name == "adamw":
@@ -271,3 +495,110 @@ HEALTHY = [
 """Ten healthy trainings; with another seed, ten more."""
 
 AGAIN = [replace(one, seed=one.seed + 1, name=f"{one.name}, again") for one in HEALTHY]
+
+
+def _broken(name: str, fault: Fault, expected: Expected, network: str = "", **settings: Any) -> Training:
+    return Training(name, network or name.partition(",")[0], fault=fault, expected=expected, **settings)
+
+
+FAULTY = [
+    _broken("mlp, rate of a layer jumps", RateJump("2"), Expected(("update_ratio",), ("2",), 120, 3)),
+    _broken("cnn, rate of a layer jumps", RateJump("4"), Expected(("update_ratio",), ("4",), 120, 3)),
+    _broken(
+        "transformer, rate of a layer jumps",
+        RateJump("blocks.1.up"),
+        Expected(("update_ratio",), ("blocks.1.up",), 120, 3),
+    ),
+    _broken("rnn, rate of a layer jumps", RateJump("head"), Expected(("update_ratio",), ("head",), 120, 3)),
+    _broken("mlp, NaN", NaNOutput("4"), Expected(("not_finite",), ("4",), 60)),
+    _broken("transformer, NaN", NaNOutput("blocks.0.down"), Expected(("not_finite",), ("blocks.0.down",), 60)),
+    _broken("cnn, infinity in a datapoint", InfiniteSample(), Expected(("not_finite",), (None,), 77)),
+    _broken("mlp, dead ReLU", Bias("2"), Expected(("dead_units",), ("3",), 0, 3)),
+    _broken("cnn, dead ReLU", Bias("9", -30.0), Expected(("dead_units",), ("10",), 0, 3)),
+    _broken(
+        "deep_tanh, vanishing gradient",
+        Scaled(0.25),
+        Expected(("vanishing_gradient", "poor_initialisation"), ("0", "1", "2", "22", "23", "24"), 0, 3),
+        rate=1e-4,
+    ),
+    _broken(
+        "mlp, exploding initialisation",
+        Scaled(30.0),
+        Expected(("exploding_gradient", "poor_initialisation"), (None, "0", "1", "2", "4", "6", "7"), 0, 3),
+        optimizer="sgd",
+        rate=1e-6,
+    ),
+    _broken(
+        "deep_tanh, saturated from the start",
+        Scaled(40.0),
+        Expected(("saturated_activations", "poor_initialisation"), (None, *map(str, range(25))), 0, 3),
+    ),
+    _broken("mlp, zero initialisation", ZeroInitialised(), Expected(("poor_initialisation",), ("0", "2", "4", "7"), 0)),
+    _broken(
+        "transformer, a layer the optimizer does not know",
+        Forgotten("blocks.0.up"),
+        Expected(("unchanged",), ("blocks.0.up",), 0),
+    ),
+    _broken("cnn, a layer the optimizer does not know", Forgotten("4"), Expected(("unchanged",), ("4",), 0)),
+    _broken("mlp, labels shuffled from a step on", ShuffledLabels(), Expected(("loss_spike",), (None,), 100)),
+    _broken(
+        "rnn, labels shuffled from a step on", ShuffledLabels(), Expected(("loss_spike",), (None,), 100), rate=5e-3
+    ),
+    _broken("cnn, a corrupted batch", CorruptedBatch(), Expected(("loss_spike",), (None,), 90)),
+    _broken("mlp, a corrupted batch", CorruptedBatch(), Expected(("loss_spike",), (None,), 90)),
+    _broken(
+        "transformer, labels of one batch",
+        ShuffledLabels(130, 1),
+        Expected(("loss_spike",), (None,), 130),
+    ),
+    _broken("rnn, a weight nudged", Nudged("head.weight"), Expected(("changed_between_steps",), ("head",), 70)),
+    _broken("mlp, a weight nudged", Nudged("2.weight"), Expected(("changed_between_steps",), ("2",), 70)),
+    _broken("cnn, dropout off", InEvaluation((nn.Dropout,)), Expected(("evaluation_mode",), ("11",), 0, 3)),
+    _broken(
+        "transformer, dropout off from a step on",
+        InEvaluation((nn.Dropout,), 50),
+        Expected(("evaluation_mode",), ("blocks.0.dropout", "blocks.1.dropout"), 50, 3),
+    ),
+    _broken(
+        "cnn, batch normalisation in evaluation mode",
+        InEvaluation((nn.BatchNorm2d,)),
+        Expected(("evaluation_mode",), ("1", "5"), 0, 10),
+    ),
+    _broken("mlp, all in evaluation mode", InEvaluation(), Expected(("evaluation_mode",), (None,), 0, 3)),
+    _broken("mlp, double learning rate", DoubledRate(), Expected(("update_ratio",), ("0", "2", "4", "7"), 0, 3)),
+    _broken(
+        "mlp, wrong loss scaling",
+        ScaledLoss(1e-3),
+        Expected(("loss_not_falling",), (None,), 0),
+        optimizer="sgd",
+        rate=0.1,
+    ),
+    _broken("cnn, a rare class", RareClass(), Expected(("class_imbalance",), (None,), 30, 40)),
+    _broken("mlp, inputs not normalised", Raw(), Expected(("input_not_normalised",), (None,), 0)),
+    _broken(
+        "transformer, attention logits explode",
+        ScaledLater(40.0, ("blocks.0.attention.query", "blocks.0.attention.key")),
+        Expected(
+            ("saturated_activations", "update_ratio"),
+            ("blocks.0.attention.softmax", "blocks.0.attention.query", "blocks.0.attention.key"),
+            80,
+            10,
+        ),
+    ),
+    _broken(
+        "rnn, learning rate too high from a step on",
+        HighRate(),
+        Expected(
+            ("exploding_gradient", "loss_spike"), (None, "head", "cells.weight_hh_l0", "cells.weight_ih_l0"), 80, 3
+        ),
+        optimizer="momentum",
+        rate=0.1,
+    ),
+]
+"""Trainings with one fault each, and what a check is to say of it first."""
+
+
+def as_expected(expected: Expected, rule: str, module: str | None, step: int) -> bool:
+    """Whether a finding is the one that was expected."""
+    named = rule in expected.rules and module in expected.modules
+    return named and abs(step - expected.step) <= expected.tolerance

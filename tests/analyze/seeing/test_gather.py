@@ -125,7 +125,12 @@ def test_what_came_before_damage_is_there(tmp_path: Path) -> None:
 def test_an_empty_trace_has_nothing(tmp_path: Path) -> None:
     """Neither steps nor layers, and no error."""
     found = gather(write(tmp_path / "run.zarr", []))
-    assert (found.span, found.layers, found.courses, found.checked.verdict) == (None, [], {}, "nothing could be judged")
+    assert (found.span, found.layers, found.courses, found.checked.verdict) == (
+        None,
+        [],
+        {},
+        "nothing could be judged in 0 steps",
+    )
 
 
 def test_a_rank_is_chosen(tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+"""The loss of a classifier that guesses."""
+
+from __future__ import annotations
+
+import math
+
+from tracer.messaging.messages import Message
+
+
+class Chance:
+    """Learns from a network's outputs and labels which cross-entropy guessing among its classes has.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer import NetworkMessage
+    >>> chance, where = Chance(), dict(global_step=0, train_step=0, epoch=0)
+    >>> chance.hear(NetworkMessage(kind="network_output", data=torch.zeros(4, 10), **where))
+    >>> chance.hear(NetworkMessage(kind="input_labels", data=torch.tensor([1, 0, 9, 4]), **where))
+    >>> round(chance.loss, 4)
+    2.3026
+    """
+
+    def __init__(self) -> None:
+        self.classes = 0
+        self.indices = False
+
+    def hear(self, message: Message) -> None:
+        """Learn from an output or from labels."""
+        data = message.data
+        if data is None:
+            return
+        if message.kind == "network_output":
+            self.classes = data.shape[1] if data.ndim >= 2 and data.is_floating_point() else 0
+        elif message.kind == "input_labels":
+            self.indices = not data.is_floating_point() and not data.is_complex() and data.element_size() > 1
+
+    @property
+    def loss(self) -> float:
+        """The logarithm of the number of columns of the output, if the labels are class indices; else NaN."""
+        return math.log(self.classes) if self.classes > 1 and self.indices else math.nan

@@ -1,0 +1,130 @@
+"""What rules find in a run, gathered: the findings, and the verdict on a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from analyze.rules import RULES
+from analyze.rules.finding import Finding, Severity
+from analyze.rules.rule import Rule
+from tracer.messaging.bus import Receiver
+from tracer.messaging.messages import Message
+
+_ORDER = {name: number for number, name in enumerate(RULES)}
+
+
+def in_time(found: Finding) -> tuple[int, int]:
+    """What findings are sorted by: their first steps, and at one step the order of causes, which is that of `RULES`."""
+    return found.first, _ORDER.get(found.rule, len(_ORDER))
+
+
+class Findings(Receiver):
+    """A receiver that keeps what rules find: of each finding, what was said last.
+
+    Parameters
+    ----------
+    rules : iterable of Rule
+        Whose findings are kept.
+    """
+
+    passive = True
+    scope = "message"
+    name = "findings"
+
+    def __init__(self, rules: Iterable[Rule]) -> None:
+        self.rules = {kind: rule for rule in rules for kind in rule.produces}
+        self.kept: dict[tuple[Any, ...], Finding] = {}
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether one of the rules produces this kind."""
+        return kind in self.rules
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Keep a finding."""
+        self.keep(message)
+        return ()
+
+    def keep(self, message: Message) -> tuple[Finding, bool]:
+        """Keep what a message says; the finding, and whether it is new."""
+        found = self.rules[message.kind].finding(message)
+        key = (found.rule, found.kind, found.module, found.tag, found.leaf, found.rank, found.first)
+        new = key not in self.kept
+        self.kept[key] = found
+        return found, new
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(sorted(self.kept.values(), key=in_time))
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What rules say of a trace.
+
+    Attributes
+    ----------
+    trace : str
+        Its path.
+    status : str
+        As `tracer.TraceReader.status`.
+    findings : tuple of Finding
+        In the order of their first steps.
+    looked : tuple of str
+        The rules that had something to judge.
+    unjudged : mapping of str to str
+        For each other rule, why it could not judge.
+    steps : int
+        How many steps were recorded.
+    damage : str
+        What ended the reading early; empty if nothing did.
+    """
+
+    trace: str
+    status: str
+    findings: tuple[Finding, ...]
+    looked: tuple[str, ...]
+    unjudged: Mapping[str, str] = field(default_factory=dict)
+    steps: int = 0
+    damage: str = ""
+
+    @property
+    def worst(self) -> Finding | None:
+        """The first of the most severe findings; None without findings."""
+        return min(self.findings, key=lambda one: (-one.severity, *in_time(one)), default=None)
+
+    @property
+    def severity(self) -> Severity | None:
+        """The highest severity; None without findings."""
+        return max((one.severity for one in self.findings), default=None)
+
+    @property
+    def silent(self) -> tuple[str, ...]:
+        """The rules that looked and found nothing."""
+        fired = {one.rule for one in self.findings}
+        return tuple(name for name in self.looked if name not in fired)
+
+    @property
+    def verdict(self) -> str:
+        """What went wrong, at which step, where and by which evidence; or that nothing was found, by how many rules."""
+        worst = self.worst
+        if worst is not None:
+            return f"{worst.severity}: {worst.title}: {worst.evidence}"
+        steps = f"{self.steps:,} step{'s' if self.steps != 1 else ''}"
+        if not self.looked:
+            return f"nothing could be judged in {steps}"
+        return f"nothing found by {len(self.looked)} rule{'s' if len(self.looked) != 1 else ''} over {steps}"
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it in JSON values, as `trace check --json` prints it."""
+        return {
+            "trace": self.trace,
+            "status": self.status,
+            "verdict": self.verdict,
+            "severity": None if self.severity is None else str(self.severity),
+            "steps": self.steps,
+            "findings": [one.as_json() for one in self.findings],
+            "silent": list(self.silent),
+            "unjudged": dict(self.unjudged),
+            "damage": self.damage,
+        }

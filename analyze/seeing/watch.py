@@ -1,0 +1,114 @@
+"""Rules that listen to a training while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, final
+
+from analyze.rules.finding import Finding, Severity
+from analyze.rules.rule import Rule
+from analyze.seeing.check import Wanted, rules_of
+from analyze.seeing.findings import Findings
+from tracer.messaging.bus import Receiver
+from tracer.messaging.messages import Message
+
+
+class TrainingStopped(BaseException):
+    """A rule found what a `Watch` was to stop the training for.
+
+    It is no `Exception`, as `KeyboardInterrupt` is none, so that neither a recorder nor a loop that goes on after
+    errors swallows it.
+
+    Attributes
+    ----------
+    finding : Finding
+    """
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(f"{finding.title}: {finding.evidence}")
+        self.finding = finding
+
+
+@final
+class Watch(Receiver):
+    """A receiver for `tracer.record` that judges a training by rules, on the messages that are recorded.
+
+    It asks for nothing by itself, so it costs the training nothing but the rules. What it finds is what
+    `analyze.check` finds in the trace.
+
+    Parameters
+    ----------
+    rules : Rule or str, or several
+        As in `analyze.check`; by default all.
+    on_finding : callable, optional
+        Called with each `Finding` when it is found. At the end, `findings` has each as it was then.
+    stop_on : {"note", "warning", "error"}, optional
+        From which severity on a finding raises `TrainingStopped` in the training loop.
+
+    Raises
+    ------
+    TracerError
+        What `analyze.check` raises for rules; if there is no such severity.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tracer
+    >>> watch = Watch(on_finding=lambda found: print(found.title), stop_on="error")
+    >>> model = torch.nn.Linear(3, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
+    >>> try:
+    ...     with tracer.record(tempfile.mkdtemp() + "/run.zarr", model, optimizer, receivers=[watch]):
+    ...         for _ in range(9):
+    ...             optimizer.zero_grad()
+    ...             model(torch.ones(4, 3)).square().mean().backward()
+    ...             optimizer.step()
+    ... except TrainingStopped as stopped:
+    ...     print(stopped.finding.rule)
+    not_finite in loss at step 1
+    not_finite
+    """
+
+    passive = True
+    name = "watch"
+
+    def __init__(
+        self,
+        rules: Wanted | None = None,
+        *,
+        on_finding: Callable[[Finding], object] | None = None,
+        stop_on: str | None = None,
+    ) -> None:
+        self.rules: list[Rule] = rules_of(rules)
+        self.findings = Findings(self.rules)
+        self.on_finding = on_finding
+        self.stop_on = None if stop_on is None else Severity.named(stop_on)
+        self.produces = tuple(kind for rule in self.rules for kind in rule.produces)
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether one of the rules takes such a message."""
+        return any(rule.wants(kind, module, tag, step) for rule in self.rules)
+
+    def know_model(self, model: Mapping[str, Any]) -> None:
+        """Tell the rules of the model."""
+        for rule in self.rules:
+            rule.know_model(model)
+
+    def receive(self, message: Message) -> Iterator[Message]:
+        """Have a message judged by the rules that take it."""
+        for rule in self.rules:
+            if rule.wants(message.kind, message.key, message.tag, message.step):
+                yield from self._kept(rule.receive(message), stop=True)
+
+    def finish(self) -> Iterator[Message]:
+        """Have the rules judge what they still remember."""
+        for rule in self.rules:
+            yield from self._kept(rule.finish(), stop=False)
+
+    def _kept(self, answers: Iterable[Message], *, stop: bool) -> Iterator[Message]:
+        for answer in answers:
+            found, new = self.findings.keep(answer)
+            if new and self.on_finding is not None:
+                self.on_finding(found)
+            yield answer
+            if new and stop and self.stop_on is not None and found.severity >= self.stop_on:
+                raise TrainingStopped(found)

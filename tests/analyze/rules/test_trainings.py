@@ -1,0 +1,123 @@
+"""Rules on trainings: faults that are really there are named, healthy runs are left alone, live and replay agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import tracer
+from analyze.registry import parse
+from analyze.rules import RULES
+from analyze.rules.finding import Finding, Severity
+from analyze.rules.rule import Rule
+from analyze.seeing.check import check, rules_of
+from analyze.seeing.findings import Findings
+from analyze.seeing.watch import TrainingStopped, Watch
+from tests.analyze.rules.trainings import AGAIN, FAULTY, HEALTHY, Training, as_expected
+from tracer.messaging.bus import MessageBus
+from tracer.messaging.messages import KINDS
+
+MISSED = {"mlp, double learning rate"}
+"""What no rule can know without a run to compare with."""
+QUICK = {
+    "rnn, rate of a layer jumps", "mlp, NaN", "mlp, dead ReLU", "mlp, zero initialisation", "rnn, a weight nudged",
+    "mlp, labels shuffled from a step on",
+}  # fmt: skip
+
+
+def chosen(trainings: Sequence[Training], quick: set[str]) -> list[object]:
+    """The trainings as parameters; those that are not quick are slow."""
+    marks = {True: (), False: (pytest.mark.slow,)}
+    return [pytest.param(one, id=one.name, marks=marks[one.name in quick]) for one in trainings]
+
+
+@pytest.mark.parametrize("training", chosen(FAULTY, QUICK))
+def test_a_fault_is_named_first(training: Training, tmp_path: Path) -> None:
+    """The verdict names the rule, the module and the step."""
+    training.run(tmp_path / "run.zarr")
+    worst = check(tmp_path / "run.zarr").worst
+    if training.name in MISSED:
+        assert worst is None
+        return
+    assert worst is not None
+    assert training.expected is not None
+    assert as_expected(training.expected, worst.rule, worst.module, worst.first), worst
+
+
+@pytest.mark.parametrize("training", chosen([*HEALTHY, *AGAIN], {"mlp, SGD", "rnn, momentum with warm-up"}))
+def test_a_healthy_training_has_no_finding(training: Training, tmp_path: Path) -> None:
+    """But for notes."""
+    training.run(tmp_path / "run.h5")
+    found = check(tmp_path / "run.h5")
+    assert [one for one in found.findings if one.severity > Severity.NOTE] == []
+    assert len(found.looked) >= 13
+
+
+# -- live ---------------------------------------------------------------------------------------------------------
+
+
+def by_name(name: str) -> Training:
+    """A training with a fault."""
+    (found,) = (one for one in FAULTY if one.name == name)
+    return found
+
+
+@pytest.mark.parametrize("name", ["mlp, NaN", "rnn, rate of a layer jumps"])
+def test_live_is_replay(name: str, tmp_path: Path) -> None:
+    """What a watch finds while a training runs is what a check finds in its trace, number for number."""
+    told: list[Finding] = []
+    watch = Watch(on_finding=told.append)
+    by_name(name).run(tmp_path / "run.zarr", receivers=[watch], capture=tracer.Capture(kinds=tuple(KINDS)))
+    found = check(tmp_path / "run.zarr")
+    assert [repr(one) for one in watch.findings] == [repr(one) for one in found.findings]
+    assert len(found.findings) > 0
+    assert {one.title for one in told} == {one.title for one in found.findings}
+
+
+def test_a_training_is_stopped(tmp_path: Path) -> None:
+    """At the finding; the trace is closed and says why it ended, and a check of it finds the same."""
+    watch = Watch(stop_on="error")
+    with pytest.raises(TrainingStopped, match="not_finite in activations of 4 at step 60"):
+        by_name("mlp, NaN").run(tmp_path / "run.zarr", receivers=[watch])
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.status.startswith("failed: TrainingStopped: not_finite in activations of 4 at step 60")
+        assert trace.info["steps"] == [0, 60]
+    worst = check(tmp_path / "run.zarr").worst
+    assert worst is not None
+    assert (worst.rule, worst.module, worst.first) == ("not_finite", "4", 60)
+
+
+@pytest.mark.parametrize("name", ["mlp, NaN", "rnn, rate of a layer jumps"])
+def test_a_replay_in_two_parts_finds_the_same(name: str, tmp_path: Path) -> None:
+    """With the state of the first part, rules go on where it stopped."""
+    replace(by_name(name), steps=130).run(tmp_path / "run.zarr")
+    whole = [repr(one) for one in check(tmp_path / "run.zarr").findings]
+    first = {rule: parse(rule) for rule in RULES if rule != "noisy_gradient"}
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        bus = MessageBus()
+        for one in first.values():
+            one.know_model(trace.header["model"])
+            bus.register(one)
+        for message in trace.messages(steps=(0, 121)):
+            bus.publish(message)
+    second = rules_of(list(first))
+    for rule in second:
+        rule.load_state_dict(first[rule.name].state_dict())
+    findings = Findings(second)
+    tracer.replay(tmp_path / "run.zarr", *second, findings, steps=(121, None))
+    assert [repr(one) for one in findings] == whole
+
+
+def test_rules_remember_what_they_say_they_do() -> None:
+    """Every attribute that changes while a rule listens is in its state, or follows from the model."""
+    told = {"judges", "frozen", "functions", "dropouts", "normalisations", "others"}
+    for name in RULES:
+        rule = parse(name)
+        assert isinstance(rule, Rule)
+        mutable = {
+            key for key, value in vars(rule).items() if isinstance(value, (dict, list, set)) and key != "_labels"
+        }
+        assert mutable - told <= rule.state_dict().keys(), name

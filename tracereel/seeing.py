@@ -1,0 +1,209 @@
+"""``trace check``, ``trace blame`` and ``trace rules``: what went wrong in a run, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+import tracer
+from analyze.tables.escapes import printable
+from tracer.errors import TracerError
+from tracereel import options
+from tracereel.command import Command, conclude
+from tracereel.errors import DAMAGED, FOUND, SOME_FAILED, as_typed, wrong_usage
+from tracereel.options import Filters
+from tracereel.printing import complain, note_problems, plain_warnings, print_json, print_table
+from tracereel.showing import means_several
+
+if TYPE_CHECKING:
+    from analyze.rules.finding import Finding
+    from analyze.rules.rule import Rule
+    from analyze.seeing.findings import Checked
+
+_OF_A_RULE = 3
+"""So many findings of a rule are printed; the others are counted."""
+
+
+@click.command(
+    cls=Command,
+    examples=[
+        "trace check run.zarr",
+        "trace check run.zarr --rule dead_units:share=0.9 --rule not_finite",
+        "trace check runs/ --fail-on warning",
+    ],
+)
+@options.traces
+@options.several(
+    "-s", "--rule", "rules", metavar="NAME[:key=value,...]",
+    help="Judge by this rule; may be repeated. Also path/to/file.py:ClassName[:key=value,...]. By default by all.",
+)  # fmt: skip
+@options.steps_and_ranks
+@click.option(
+    "--fail-on",
+    type=click.Choice(["note", "warning", "error"]),
+    help="Exit with code 6 if there is a finding as severe as this, or more.",
+)
+@options.as_json
+def check(
+    traces: tuple[str, ...], rules: tuple[str, ...], filters: Filters, fail_on: str | None, as_json: bool
+) -> None:
+    """Say what went wrong in a run, where and since when; of several, a line each.
+
+    TRACE is a trace, a folder with traces below it, a glob, a URL, or @FILE with one of these on each line. Rules judge
+    what was recorded; which of them found nothing, and which could not judge, is part of the answer. `trace rules NAME`
+    says when a rule fires. Where some of several traces cannot be read, the exit code is 4.
+    """
+    from analyze.seeing.check import rules_of
+
+    with wrong_usage():
+        asked = rules_of(rules or None)
+    if len(traces) > 1 or means_several(traces[0]):
+        found = list(_check_several(traces, asked, filters, as_json))
+    else:
+        found = [_check(traces[0], asked, filters)]
+        if as_json:
+            print_json(found[0].as_json())
+        else:
+            _print(found[0])
+        if found[0].damage:
+            complain(f"{found[0].damage}; the answer is to what comes before that")
+            conclude(DAMAGED)
+    if fail_on is not None:
+        from analyze.rules.finding import Severity
+
+        if any(one.severity is not None and one.severity >= Severity.named(fail_on) for one in found):
+            conclude(FOUND)
+
+
+def _check(trace: str, rules: list[Rule], filters: Filters) -> Checked:
+    from analyze.seeing.check import check as check_trace
+
+    with tracer.open(trace, ranks=filters.ranks or None) as reader, plain_warnings():
+        filters.check(reader)
+        note_problems(reader)
+        if reader.status != "finished":
+            complain(f"{trace} is of a run that is {reader.status}: this is what it holds so far")
+        return check_trace(reader, rules, steps=filters.steps)
+
+
+def _check_several(traces: tuple[str, ...], rules: list[Rule], filters: Filters, as_json: bool) -> Iterator[Checked]:
+    from analyze.batching.traces import find_traces
+
+    told = []
+    for trace in find_traces(traces):
+        try:
+            found = _check(trace, rules, filters)
+        except TracerError as error:
+            complain(str(error))
+            conclude(SOME_FAILED)
+            told.append({"trace": trace, "verdict": f"unreadable: {error}"})
+            if not as_json:
+                click.echo(f"{printable(trace)}: unreadable")
+            continue
+        if found.damage:
+            complain(f"{found.damage}; the answer is to what comes before that")
+            conclude(SOME_FAILED)
+        told.append(found.as_json())
+        if not as_json:
+            click.echo(f"{printable(trace)}: {printable(found.verdict)}")
+        yield found
+    if as_json:
+        print_json(told)
+
+
+def _print(found: Checked) -> None:
+    """The verdict, the findings in order of time, and what the other rules did."""
+    click.echo(printable(as_typed(found.verdict)))
+    worst = found.worst
+    if worst is not None:
+        click.echo(f"what to try: {worst.advice}")
+        click.echo()
+        columns = ("step", "severity", "rule", "where", "steps", "evidence")
+        rows = [_row(one) for one in _first_of_each_rule(found)]
+        print_table(columns, rows, right=("step", "steps"), names=("where",), prose=("evidence",))
+        for rule, more in _more(found).items():
+            click.echo(f"and {more:,} more of {rule} (--json tells all)")
+    if found.silent:
+        click.echo(f"\nlooked and found nothing: {', '.join(found.silent)}")
+    for name, why in found.unjudged.items():
+        click.echo(f"could not judge: {name}: {why}")
+
+
+def _row(found: Finding) -> tuple[object, ...]:
+    tag = "" if found.tag == "default" else f" ({found.tag})"
+    rank = f" (rank {found.rank})" if found.rank else ""
+    return found.first, str(found.severity), found.rule, f"{found.where}{tag}{rank}", found.steps, found.evidence
+
+
+def _first_of_each_rule(found: Checked) -> Iterator[Finding]:
+    counts: dict[str, int] = {}
+    for one in found.findings:
+        counts[one.rule] = counts.get(one.rule, 0) + 1
+        if counts[one.rule] <= _OF_A_RULE:
+            yield one
+
+
+def _more(found: Checked) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for one in found.findings:
+        counts[one.rule] = counts.get(one.rule, 0) + 1
+    return {rule: count - _OF_A_RULE for rule, count in counts.items() if count > _OF_A_RULE}
+
+
+@click.command(cls=Command, examples=["trace blame run.zarr", "trace blame run.zarr --step 1200 --most 20"])
+@options.path("trace")
+@click.option(
+    "--step", type=click.IntRange(min=0), metavar="N", help="The step of the spike; by default found by rules."
+)
+@options.number("--most", default=10, show_default=True, help="How many datapoints are told.")
+@options.as_json
+def blame(trace: str, step: int | None, most: int, as_json: bool) -> None:
+    """Say what caused a spike: the first stream that left its own past, and the datapoints with the largest gradients.
+
+    Datapoints can be told apart where layer_inputs and layer_gradients were recorded of all of them.
+    """
+    from analyze.seeing.blame import blame as blame_trace
+
+    with tracer.open(trace) as reader, plain_warnings():
+        note_problems(reader)
+        found = blame_trace(reader, step, most=most)
+    if as_json:
+        print_json(found.as_json())
+        return
+    click.echo(printable(as_typed(found.verdict)))
+    if found.why != "it was given":
+        click.echo(printable(f"the step is that of {found.why}"))
+    if found.suspects:
+        click.echo()
+        columns = ("step", "position in batch", "label", "gradient norm", "typical")
+        rows = [(one.step, one.position, one.label, one.norm, one.typical) for one in found.suspects]
+        print_table(columns, rows, right=(*columns[:2], *columns[3:]))
+    for sentence in found.unseen:
+        click.echo(printable(f"not seen: {sentence}"))
+
+
+@click.command(cls=Command, examples=["trace rules", "trace rules dead_units"])
+@click.argument("name", required=False)
+@options.flag("--markdown", help="Print the page docs/rules.md, which describes all rules.")
+@options.as_json
+def rules(name: str | None, markdown: bool, as_json: bool) -> None:
+    """List the rules that `trace check` judges by; with a NAME, when it fires and what it needs."""
+    from analyze import registry, rulebook
+
+    if markdown:
+        if name or as_json:
+            raise click.UsageError("--markdown describes all rules; it takes neither a NAME nor --json")
+        click.echo(rulebook.markdown(), nl=False)
+        return
+    with wrong_usage():
+        pages = [rulebook.describe(one) for one in ([name] if name else registry.rules())]
+    if as_json:
+        print_json(pages[0] if name else pages)
+    elif name:
+        for line in rulebook.page(pages[0]):
+            click.echo(line)
+    else:
+        rows = [(page["name"], page["severity"], page["summary"]) for page in pages]
+        print_table(("name", "severity", "what it finds"), rows, prose=("what it finds",))
