@@ -28,6 +28,7 @@ HOMES: dict[str, str] = {
     "describe": "analyze.registry",
     "pairs": "analyze.comparing.pairs",
     "parse": "analyze.registry",
+    "report": "analyze.seeing.report",
     "statistics_of_tensors": "analyze.metrics.elementwise.statistics",
     "statistics_over_time": "analyze.comparing.over_time",
     "subscribers": "analyze.registry",

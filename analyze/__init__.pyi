@@ -57,6 +57,7 @@ from analyze.rules.finding import Finding
 from analyze.seeing.blame import blame
 from analyze.seeing.check import check
 from analyze.seeing.findings import Checked
+from analyze.seeing.report import report
 from analyze.seeing.watch import TrainingStopped, Watch
 from analyze.tables.results import Results
 
@@ -155,6 +156,7 @@ __all__ = [
     "quantiles",
     "r2_cca",
     "ratio",
+    "report",
     "sample_norm",
     "saturation",
     "singular_values",

@@ -1,4 +1,4 @@
-"""What ``trace demo`` does: train a small network on real images, record it, replay it, plot what the replay says."""
+"""What ``trace demo`` does: train a small network on real images, record it, replay it, show what that says."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from analyze.metrics.gradients.ratio import Ratio
 from analyze.metrics.predictions.pooled_accuracy import TestAccuracy
 from analyze.metrics.similarity.svcca import SVCCA
 from analyze.metrics.spectra.spectral_norm import SpectralNorm
+from analyze.seeing.report import report
 from tracer.errors import TraceExistsError, TracerError
 from tracer.messaging.bus import Collect
 
@@ -63,7 +64,7 @@ def run(
     Parameters
     ----------
     folder : Path
-        Where ``digits.zarr`` and ``digits.png`` go.
+        Where ``digits.zarr``, ``digits.png`` and ``digits.html`` go.
     epochs, seed : int
     overwrite : bool
         Whether files that are there may be replaced.
@@ -75,12 +76,12 @@ def run(
     TraceExistsError
         If one of the files is there.
     TracerError
-        If scikit-learn (which has the images) or matplotlib (which plots) is not installed.
+        If scikit-learn (which has the images), matplotlib (which plots) or Bokeh (which reports) is not installed.
     """
     _check_installed()
     images, labels = _digits()
-    trace, plot = folder / "digits.zarr", folder / "digits.png"
-    for made in (trace, plot):
+    trace, plot, page = (folder / f"digits.{suffix}" for suffix in ("zarr", "png", "html"))
+    for made in (trace, plot, page):
         if made.exists() and not overwrite:
             raise TraceExistsError(f"{made} is already there; --overwrite replaces it, --out DIR spares it")
     shown = Shown()
@@ -98,7 +99,13 @@ def run(
     say(f"  {len(heard)} answers in {time.perf_counter() - began:.1f} s")
     shown.tables.append(_answers(heard))
     _plot(heard, plot)
+
+    say("Looking for what went wrong, and writing a report ...")
+    began = time.perf_counter()
+    found = report(trace, page, metrics=[SVCCA(tag="probe"), TestAccuracy()], overwrite=overwrite)
+    say(f"  {found.checked.verdict}, in {time.perf_counter() - began:.1f} s")
     shown.files.extend([(trace, "the trace"), (plot, "two of the metrics over the steps")])
+    shown.files.append((page, "the report: open it in a browser"))
     shown.commands.extend(
         [
             f"trace info {trace}",
@@ -111,7 +118,7 @@ def run(
 
 
 def _check_installed() -> None:
-    for package, name in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")):
+    for package, name in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib"), ("bokeh", "bokeh")):
         if find_spec(package) is None:
             raise TracerError(f"the demo needs {name}; get it with: pip install 'tracereel[demo]'")
 

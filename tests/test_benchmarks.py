@@ -22,6 +22,7 @@ CASES = {
     "memory": "--queue 4 --megabytes 16 --rate 50 --json",
     "objects": "--rounds 1 --scale 0.01 --latency 0 --json",
     "overhead": "--rounds 2 --steps 10 --json",
+    "report": "--rounds 1 --steps 10 --series 20 --long 600 --json",
     "startup": "--rounds 1 --json",
     "storage": "--rounds 1 --scale 0.05 --only scalars,open --json",
 }

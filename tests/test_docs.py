@@ -39,6 +39,7 @@ def run(*command: str) -> str:
         ("docs/tutorial.md", 9, "weights_spectral_norm"),
         ("docs/recording.md", 1, ""),
         ("docs/asking.md", 7, "weights_spectral_norm 0 0"),
+        ("docs/seeing.md", 2, ""),
     ],
 )
 def test_what_a_page_shows_runs(

@@ -19,7 +19,7 @@ HEADINGS: Mapping[str, Sequence[str]] = {
         *("kinds", "modules", "every", "start", "stop", "rows", "positions", "elements", "dtype", "config"),
         *("replicated", "probe", "probe_every", "no_command"),
     ),
-    "What is read": ("kinds", "modules", "steps", "tags", "ranks", "follow", "no_verify", "limit"),
+    "What is read": ("kinds", "modules", "steps", "tags", "ranks", "rank", "follow", "no_verify", "limit"),
     "Where it is computed": ("workers", "scheduler", "slurm", "part", "memory", "part_bytes", "force"),
     "What is written": (
         *("out", "log", "table", "tensorboard", "overwrite", "resume", "first_step", "max_bytes", "compression"),

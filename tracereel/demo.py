@@ -25,7 +25,7 @@ def demo(out: str, epochs: int, seed: int, overwrite: bool) -> None:
     The images are scikit-learn's handwritten digits, so nothing is downloaded. Takes less than a minute.
     """
     folder = Path(out)
-    for name in ("digits.zarr", "digits.png"):
+    for name in ("digits.zarr", "digits.png", "digits.html"):
         check_new(str(folder / name), (Path(name).suffix,), overwrite)
     with plain_warnings():
         from analyze import demo as demonstration

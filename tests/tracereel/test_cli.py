@@ -944,15 +944,16 @@ def test_record_an_example(tmp_path: Path) -> None:
 
 
 def test_demo(tmp_path: Path) -> None:
-    """The demo trains, replays, shows tables and leaves a trace and a picture; a second one replaces nothing."""
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
+    """The demo trains, replays, shows tables, leaves a trace, a picture and a report; a second one replaces nothing."""
+    for needed in ("sklearn", "matplotlib", "bokeh"):
+        pytest.importorskip(needed)
     command = spawn("demo", "--out", "shown", "--epochs", "1")
     done = processes.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    for fact in ("activations_svcca", "weights_spectral_norm", "test_accuracy", "digits.png"):
+    for fact in ("activations_svcca", "weights_spectral_norm", "test_accuracy", "digits.png", "shown/digits.html"):
         assert fact in done.stdout
     assert (tmp_path / "shown/digits.png").read_bytes().startswith(b"\x89PNG")
+    assert "test_accuracy" in (tmp_path / "shown/digits.html").read_text(encoding="utf-8")
     before = snapshot(tmp_path)
     again = processes.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert (again.returncode, again.stdout) == (1, "")

@@ -1,0 +1,140 @@
+"""A series of numbers over the steps of a run, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple, Self, final
+
+import numpy as np
+
+from analyze.seeing.decimate import Steps, Values, against_past, cells, extremes, width_for
+
+RECENT = 64
+"""So many of the last values are always there, so that what is found late can still be looked at closely."""
+COLUMNS = 512
+"""So many cells has a row of a heat map, at most."""
+
+
+class Grid(NamedTuple):
+    """The columns of a heat map: column k holds the steps from ``first + k * width`` on.
+
+    Examples
+    --------
+    >>> Grid.over(100, 534), Grid.over(0, 9_999)
+    (Grid(first=100, width=1, columns=435), Grid(first=0, width=20, columns=500))
+    """
+
+    first: int
+    width: int
+    columns: int
+
+    @classmethod
+    def over(cls, first: int, last: int) -> Self:
+        """That of a run between two steps, both inclusive."""
+        width = width_for(first, last, COLUMNS)
+        return cls(first, width, -(-(last - first + 1) // width))
+
+
+@final
+class Course:
+    """What was measured of one thing, step by step.
+
+    Up to `limit` values all stay. Beyond that, of each bin of steps the extremes stay, of the values and of their
+    distance from their past; and everything in the `windows`.
+
+    Parameters
+    ----------
+    limit : int
+        At least 512.
+    windows : sequence of (first, last)
+        Steps in which everything is kept. It may grow; what is left out already does not come back.
+    grid : Grid
+        Of its row in a heat map.
+
+    Attributes
+    ----------
+    count : int
+        How many values there were.
+    bad : int
+        How many of them were not finite.
+    thinned : bool
+        Whether some were left out.
+    cells : ndarray of float64, (2, columns)
+        The largest value of each cell, and the largest distance from the past, up or down; see `decimate.cells`.
+
+    Examples
+    --------
+    >>> course = Course(512, [], Grid.over(0, 99_999))
+    >>> for step in range(100_000):
+    ...     course.add(step, 9.0 if step == 70_001 else 1.0)
+    >>> steps, values, shifts = course.points()
+    >>> len(steps) <= 512, course.count, steps[values > 1].tolist(), bool(np.nanmax(shifts) == np.log2(9))
+    (True, 100000, [70001], True)
+    >>> [int(column) for column in np.flatnonzero(course.cells[0] > 1)] == [70_001 // course.grid.width]
+    True
+    """
+
+    __slots__ = (
+        *("_ahead", "_cells", "_head", "_past", "_steps", "_values"),
+        *("bad", "count", "grid", "limit", "thinned", "windows"),
+    )
+
+    def __init__(self, limit: int, windows: Sequence[tuple[int, int]], grid: Grid) -> None:
+        self.limit, self.windows, self.grid = limit, windows, grid
+        self.count = self.bad = 0
+        self.thinned = False
+        self._steps, self._values = array("q"), array("d")
+        self._head: tuple[Steps, Values, Values] = (np.empty(0, np.int64), np.empty(0), np.empty(0))
+        self._past: Values = np.empty(0)
+        self._cells: Values = np.full((2, grid.columns), np.nan)
+        self._ahead = limit
+
+    def add(self, step: int, value: float) -> None:
+        """Append a value; steps must not go backwards."""
+        self._steps.append(step)
+        self._values.append(value)
+        self.count += 1
+        if not math.isfinite(value):
+            self.bad += 1
+        if len(self._steps) >= self._ahead:
+            self._settle()
+
+    def points(self) -> tuple[Steps, Values, Values]:
+        """Steps, values, and each value's distance from its past as in `against_past`."""
+        self._settle()
+        return self._head
+
+    @property
+    def cells(self) -> Values:
+        """The row of a heat map, of values and of distances."""
+        self._settle()
+        return self._cells
+
+    def _settle(self) -> None:
+        """Put the newest values to the others, and leave out what is too much."""
+        if not self._steps:
+            return
+        values = np.array(self._values)
+        shifts, self._past = against_past(values, self._past)
+        new = (np.array(self._steps), values, shifts)
+        for row, numbers in zip(self._cells, (values, shifts), strict=True):
+            by_size = numbers is shifts
+            more = cells(new[0], numbers, *self.grid, by_size=by_size)
+            larger = np.abs(more) > np.abs(row) if by_size else more > row
+            row[:] = np.where(np.isnan(row) | larger, more, row)
+        steps, values, shifts = (np.concatenate([old, more]) for old, more in zip(self._head, new, strict=True))
+        del self._steps[:], self._values[:]
+        if len(steps) > self.limit:
+            self.thinned = True
+            old = len(steps) - RECENT
+            # of a bin up to six positions stay: three for the values and three for the distances
+            width = width_for(int(steps[0]), int(steps[old - 1]), self.limit // 10)
+            chosen = np.union1d(
+                extremes(steps[:old], values[:old], width, self.windows), extremes(steps[:old], shifts[:old], width)
+            )
+            chosen = np.concatenate([chosen, np.arange(old, len(steps))])
+            steps, values, shifts = steps[chosen], values[chosen], shifts[chosen]
+        self._head = steps, values, shifts
+        self._ahead = max(self.limit - len(steps), RECENT)

@@ -1,0 +1,171 @@
+"""Long series made short without losing what stands out: extremes of bins of steps, and the largest of each cell.
+
+Whatever stays is a recorded value at its own step: nothing is averaged, and nothing is interpolated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Steps: TypeAlias = NDArray[np.int64]
+Values: TypeAlias = NDArray[np.float64]
+
+WINDOW = 32
+"""How many values before one are its past."""
+LEAST = 5
+"""How many there must be at least."""
+
+
+def extremes(steps: Steps, values: Values, width: int, keep: Iterable[tuple[int, int]] = ()) -> NDArray[np.int64]:
+    """The positions of what a drawing of a series needs, if `width` steps share a column of pixels.
+
+    Parameters
+    ----------
+    steps : ndarray of int64, (n,)
+        Ascending; a step may occur several times.
+    values : ndarray of float64, (n,)
+    width : int
+        Steps in a bin.
+    keep : iterable of (first, last)
+        Steps, both inclusive, between which all values stay.
+
+    Returns
+    -------
+    ndarray of int64
+        Ascending: the first and the last position of all; of each bin the least and the greatest finite value, the
+        first of equal ones; and the first value that is not finite.
+
+    Examples
+    --------
+    >>> extremes(np.arange(8), np.array([0.0, 5, 1, 2, 3, 3, np.nan, 2]), 4).tolist()
+    [0, 1, 4, 6, 7]
+    """
+    count = len(steps)
+    if not count:
+        return np.empty(0, np.int64)
+    bins = steps // width
+    finite = np.isfinite(values)
+    chosen = [np.array([0, count - 1])]
+    if finite.any():
+        at = np.flatnonzero(finite)
+        for sign in (1.0, -1.0):
+            order = at[np.lexsort((sign * values[at], bins[at]))]  # stable, so the first of equal values comes first
+            chosen.append(order[_begins(bins[order])])
+    if not finite.all():
+        at = np.flatnonzero(~finite)
+        chosen.append(at[_begins(bins[at])])
+    for first, last in keep:
+        chosen.append(np.flatnonzero((steps >= first) & (steps <= last)))
+    return np.unique(np.concatenate(chosen))
+
+
+def _begins(sorted_bins: Steps) -> NDArray[np.bool_]:
+    """Where a bin begins."""
+    return np.concatenate([[True], sorted_bins[1:] != sorted_bins[:-1]])
+
+
+def cells(steps: Steps, values: Values, first: int, width: int, columns: int, *, by_size: bool = False) -> Values:
+    """The largest value of each cell of a row of a heat map.
+
+    Parameters
+    ----------
+    steps : ndarray of int64, (n,)
+    values : ndarray of float64, (n,)
+    first, width, columns : int
+        Cell k holds the steps from ``first + k * width`` on. Steps that are in none are passed over.
+    by_size : bool
+        Whether -3 is larger than 2.
+
+    Returns
+    -------
+    ndarray of float64, (columns,)
+        NaN where nothing was recorded (or nothing but NaN, if `by_size`), infinity where something was not finite.
+
+    Examples
+    --------
+    >>> cells(np.array([0, 1, 2, 7]), np.array([1.0, -3, 2, np.inf]), 0, 2, 4, by_size=True).tolist()
+    [-3.0, 2.0, nan, inf]
+    """
+    found = np.full(columns, np.nan)
+    at = (steps - first) // width
+    inside = (steps >= first) & (at < columns)
+    if by_size:
+        inside &= ~np.isnan(values)
+    at, values = at[inside], values[inside]
+    finite = np.isfinite(values)
+    order = np.argsort(np.abs(values[finite]) if by_size else values[finite], kind="stable")
+    found[at[finite][order]] = values[finite][order]  # of repeated cells the last assignment stays
+    found[at[~finite]] = np.inf
+    return found
+
+
+def against_past(values: Values, past: Values) -> tuple[Values, Values]:
+    """By how many powers of two each value is above the median of the values before it.
+
+    Parameters
+    ----------
+    values : ndarray of float64, (n,)
+    past : ndarray of float64
+        The base-2 logarithms of the usable values before, at most `WINDOW` of which count.
+
+    Returns
+    -------
+    shifts : ndarray of float64, (n,)
+        NaN where a value is not positive, or fewer than `LEAST` usable ones came before it; infinity where it is not
+        finite.
+    past : ndarray of float64
+        For the values that follow.
+
+    Examples
+    --------
+    >>> shifts, _ = against_past(np.array([1.0, 1, 1, 1, 1, 8, 0, 0.5]), np.empty(0))
+    >>> shifts.tolist()
+    [nan, nan, nan, nan, nan, 3.0, nan, -1.0]
+    """
+    shifts = np.full(len(values), np.nan)
+    shifts[~np.isfinite(values)] = np.inf
+    usable = np.flatnonzero(np.isfinite(values) & (values > 0))
+    logs = np.log2(values[usable])
+    padded = np.concatenate([np.full(WINDOW, np.nan), past[-WINDOW:], logs])
+    begin = len(padded) - len(logs)
+    known = min(len(past), WINDOW)
+    full = max(0, WINDOW - known)  # so many values lack a whole window before them
+    for number in range(min(full, len(logs))):
+        before = padded[begin - known : begin + number]
+        if len(before) >= LEAST:
+            shifts[usable[number]] = logs[number] - np.median(before)
+    if len(logs) > full:
+        windows = np.lib.stride_tricks.sliding_window_view(padded[begin + full - WINDOW : -1], WINDOW)
+        shifts[usable[full:]] = logs[full:] - np.median(windows, axis=1)
+    return shifts, padded[WINDOW:][-WINDOW:]
+
+
+def width_for(first: int, last: int, columns: int) -> int:
+    """How many steps share a column if there are at most so many columns.
+
+    Examples
+    --------
+    >>> width_for(0, 99, 100), width_for(0, 100, 100), width_for(7, 7, 100)
+    (1, 2, 1)
+    """
+    return max(1, -(-(last - first + 1) // columns))
+
+
+def compact(values: NDArray[Any]) -> NDArray[Any]:
+    """Numbers in half of their bytes, where that holds them: float32 or int32, of about seven digits.
+
+    Examples
+    --------
+    >>> [compact(np.array(one)).dtype.name for one in ([1.0, np.inf], [1e300], [1e-42], [2], [2**40])]
+    ['float32', 'float64', 'float64', 'int32', 'float64']
+    """
+    if values.dtype.kind in "iu":
+        fits = not values.size or bool(np.abs(values).max() < 2**31)
+        return values.astype(np.int32 if fits else np.float64)
+    sizes = np.abs(values[np.isfinite(values) & (values != 0)])
+    fits = not sizes.size or bool(sizes.max() < 3e38 and sizes.min() > 2e-38)
+    return values.astype(np.float32 if fits else np.float64)

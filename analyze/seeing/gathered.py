@@ -1,0 +1,141 @@
+"""What one replay of a trace brings, as plain arrays: series by measure and layer, losses, findings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.seeing.course import Course, Grid
+from analyze.seeing.findings import Checked
+from tracer.messaging.messages import DEFAULT_TAG, Message
+
+LONGEST = 8192
+"""So many values of one series are kept, at most."""
+FRAMES = 160
+"""So many answers of a series of arrays."""
+
+RATIO, GRADIENT, WEIGHT, SIGNAL, DEAD, BAD = (
+    *("update/weight ratio", "gradient norm of weights", "norm of weights", "gradient norm of outputs"),
+    *("dead share", "numbers not finite"),
+)
+"""What is measured of each layer, whatever is asked."""
+
+
+class Key(NamedTuple):
+    """What a series is of."""
+
+    what: str
+    layer: str | None
+    tag: str
+    rank: int
+
+
+def layer_of(message: Message) -> str | None:
+    """The module of a message; its other parameters and outputs are layers of their own, as in `Results`."""
+    return message.key if not message.leaf or message.key is None else f"{message.key}#{message.leaf}"
+
+
+@final
+class Frames:
+    """A series of arrays: so many of its answers that they can be drawn, evenly over the run.
+
+    Examples
+    --------
+    >>> frames = Frames()
+    >>> for step in range(1000):
+    ...     frames.add(step, np.array([step, 1.0]))
+    >>> steps, rows = frames.points()
+    >>> len(steps) <= FRAMES, steps[:3].tolist(), rows.shape[1]
+    (True, [0, 8, 16], 2)
+    """
+
+    def __init__(self) -> None:
+        self.stride, self.count = 1, 0
+        self.steps: list[int] = []
+        self.rows: list[NDArray[np.float64]] = []
+
+    def add(self, step: int, row: NDArray[np.float64]) -> None:
+        """Append an answer, if it is one of those that are kept."""
+        if self.count % self.stride == 0:
+            self.steps.append(step)
+            self.rows.append(row)
+            if len(self.steps) > FRAMES:
+                self.stride *= 2
+                del self.steps[1::2], self.rows[1::2]
+        self.count += 1
+
+    def points(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Steps, and a row of numbers for each; shorter ones are filled with NaN."""
+        table = np.full((len(self.rows), max(map(len, self.rows), default=0)), np.nan)
+        for number, row in enumerate(self.rows):
+            table[number, : len(row)] = row
+        return np.array(self.steps, np.int64), table
+
+
+@dataclass
+class Gathered:
+    """What one replay has brought.
+
+    Attributes
+    ----------
+    checked : Checked
+        What the rules say.
+    courses : mapping of Key to Course
+        Of the layers: what is measured of each, and the answers of metrics that are numbers.
+    losses : mapping of (kind, tag) to Course
+    frames : mapping of Key to Frames
+        The answers of metrics that are arrays; see `subscribers`.
+    subscribers : mapping of str to str
+        For the kind of each answer, the metric that gave it.
+    layers : list of str
+        In recorded order.
+    span : tuple of int or None
+        The first and the last recorded step of training.
+    grid : Grid
+        The columns of heat maps.
+    limit : int
+        How many values of a series are kept.
+    info : mapping
+        `TraceReader.info`.
+    remarks : list of str
+        A sentence for each thing that could not be had.
+    damage : str
+        Why the replay ended early; empty if it did not.
+    windows : list of (first, last)
+        Steps around findings of which all values are there.
+    rank : int
+    reached : int
+        The last step that was heard of.
+    """
+
+    checked: Checked
+    info: Mapping[str, Any]
+    rank: int
+    span: tuple[int, int] | None
+    grid: Grid
+    limit: int = LONGEST
+    layers: list[str] = field(default_factory=list)
+    courses: dict[Key, Course] = field(default_factory=dict)
+    losses: dict[tuple[str, str], Course] = field(default_factory=dict)
+    frames: dict[Key, Frames] = field(default_factory=dict)
+    subscribers: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+    damage: str = ""
+    windows: list[tuple[int, int]] = field(default_factory=list)
+    reached: int = -1
+
+    def course(self) -> Course:
+        """A new series of this run."""
+        return Course(self.limit, self.windows, self.grid)
+
+    def of(self, what: str, tag: str = DEFAULT_TAG) -> dict[str, Course]:
+        """The series of one measure or kind of answer, by layer."""
+        return {
+            key.layer: course
+            for key, course in self.courses.items()
+            if key.what == what and key.tag == tag and key.layer is not None
+        }

@@ -1,0 +1,155 @@
+"""Receivers that gather what a report shows while a trace is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from analyze.metrics.elementwise.activation_rate import activation_rate
+from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.inputs import as_array
+from analyze.seeing.course import Course
+from analyze.seeing.findings import Findings
+from analyze.seeing.gathered import (
+    BAD,
+    DEAD,
+    GRADIENT,
+    RATIO,
+    SIGNAL,
+    WEIGHT,
+    Frames,
+    Gathered,
+    Key,
+    layer_of,
+)
+from tracer.messaging.bus import Receiver, describe
+from tracer.messaging.messages import DEFAULT_TAG, Message
+from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.subscription import Subscription
+
+AROUND = 15
+"""So many steps before and after a finding are kept as they are."""
+WINDOWS = 24
+"""Around so many findings."""
+WIDEST = 512
+"""So many numbers may have an answer that is an array."""
+LOSSES = ("loss", "loss_terms")
+
+
+class Measures(Subscriber):
+    """Measures each layer in the pass over its numbers that the rules make anyway; answers nothing."""
+
+    scope = "stream"
+
+    def __init__(self, into: Gathered, kinds: Sequence[str]) -> None:
+        super().__init__([Subscription(kinds, None)], ())
+        self.into = into
+        self.weights: dict[tuple[str | None, int], float] = {}
+
+    def _course(self, what: str, message: Message) -> Course:
+        key = Key(what, layer_of(message), message.tag, message.rank)
+        course = self.into.courses.get(key)
+        if course is None:
+            course = self.into.courses[key] = self.into.course()
+        return course
+
+    def compute(self, message: Message) -> Iterator[Message]:
+        """Measure one message."""
+        data = message.data
+        if data is None or data.is_complex() or not data.numel():
+            return
+        kind, step = message.kind, message.global_step
+        self.into.reached = step
+        if kind in LOSSES:
+            self._loss(message)
+        if not data.is_floating_point():
+            return
+        bad = shared(message, "nan") + shared(message, "inf") if message.key is not None else 0.0
+        if bad:
+            self._course(BAD, message).add(step, bad)
+        if message.tag != DEFAULT_TAG:
+            return
+        if kind == "weights":
+            norm = shared(message, "norm2")
+            self.weights[layer_of(message), message.rank] = norm
+            self._course(WEIGHT, message).add(step, norm)
+        elif kind == "weight_updates":
+            weight = self.weights.get((layer_of(message), message.rank), 0.0)
+            if weight != 0:
+                self._course(RATIO, message).add(step, shared(message, "norm2") / weight)
+        elif kind == "weight_gradients":
+            self._course(GRADIENT, message).add(step, shared(message, "norm2"))
+        elif kind == "layer_gradients":
+            self._course(SIGNAL, message).add(step, shared(message, "norm2"))
+        elif kind == "activations" and data.ndim > 1 and shared(message, "min") == 0:
+            self._course(DEAD, message).add(step, activation_rate(as_array(data), threshold=0.0).death_rate)
+        yield from ()
+
+    def _loss(self, message: Message) -> None:
+        if message.key is not None or message.data is None or message.data.numel() != 1:
+            return
+        name = message.kind if not message.leaf else f"{message.kind} {message.leaf}"
+        key = (name, message.tag)
+        if key not in self.into.losses:
+            self.into.losses[key] = self.into.course()
+        self.into.losses[key].add(message.global_step, float(message.data))
+
+
+class Answers(Receiver):
+    """Keeps the answers of metrics: numbers as courses, short arrays as frames."""
+
+    passive = True
+    scope = "message"
+    name = "answers"
+
+    def __init__(self, into: Gathered, subscribers: Iterable[Subscriber]) -> None:
+        self.into = into
+        into.subscribers = {kind: describe(one) for one in subscribers for kind in one.produces}
+        self.large: set[str] = set()
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether one of the metrics produces this kind."""
+        return kind in self.into.subscribers
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Keep an answer."""
+        data = message.data
+        if data is None or data.is_complex():
+            return ()
+        key = Key(message.kind, layer_of(message), message.tag, message.rank)
+        if data.numel() == 1:
+            if key not in self.into.courses:
+                self.into.courses[key] = self.into.course()
+            self.into.courses[key].add(message.global_step, float(data))
+        elif data.ndim == 1 and data.numel() <= WIDEST:
+            if key not in self.into.frames:
+                self.into.frames[key] = Frames()
+            self.into.frames[key].add(message.global_step, as_array(data).astype(np.float64))
+        elif message.kind not in self.large:
+            self.large.add(message.kind)
+            shape = " x ".join(map(str, data.shape))
+            self.into.remarks.append(f"{message.kind} is not drawn: its answers are arrays of {shape} numbers")
+        return ()
+
+
+class Windows(Receiver):
+    """Has everything kept around the first findings, as soon as they are made."""
+
+    passive = True
+    scope = "message"
+    name = "windows"
+
+    def __init__(self, findings: Findings, windows: list[tuple[int, int]]) -> None:
+        self.findings, self.windows = findings, windows
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether it is a finding."""
+        return self.findings.wants(kind, module, tag, step)
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Remember the steps around a finding."""
+        window = (message.global_step - AROUND, message.global_step + AROUND)
+        if len(self.windows) < WINDOWS and window not in self.windows:
+            self.windows.append(window)
+        return ()

@@ -1,0 +1,91 @@
+"""Answers that are arrays, such as histograms and spectra, over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from analyze.seeing.gathered import Frames, Gathered, Key
+from analyze.seeing.layers import Layer
+from analyze.seeing.panels.panel import Panel, drawing, packed
+from analyze.seeing.words import plain, text
+
+NUMBERS = 45_000
+"""So many numbers have all of them together."""
+NETWORK = "the network"
+
+
+def arrays_of(found: Gathered, order: Sequence[Layer]) -> list[dict[str, Any]]:
+    """The answers that are arrays, for the page's script: those of the most anomalous layers that there is room for."""
+    place = {layer.name: number for number, layer in enumerate(order)}
+    ranked = sorted(found.frames.items(), key=lambda one: place.get(one[0].layer or "", -1))
+    edges = {key: one for key, one in found.frames.items() if key.what.endswith("_edges")}
+    packs: list[dict[str, Any]] = []
+    left = NUMBERS
+    for key, frames in ranked:
+        if key in edges:
+            continue
+        steps, table = frames.points()
+        if table.size > left:
+            break
+        left -= table.size
+        pack = {
+            "what": plain(key.what if key.tag == "default" else f"{key.what} (tag {key.tag})"),
+            "layer": key.layer if key.layer is not None else NETWORK,
+            "steps": packed(steps),
+            "width": table.shape[1],
+            "cells": packed(table),
+        }
+        with_edges = edges.get(key._replace(what=f"{key.what}_edges"))
+        if with_edges is not None:
+            pack |= _edges(with_edges, key, frames)
+        packs.append(pack)
+    return packs
+
+
+def _edges(edges: Frames, key: Key, frames: Frames) -> dict[str, Any]:
+    """The least and the greatest edge of each histogram."""
+    _, table = edges.points()
+    if len(table) != len(frames.steps) or not table.size:
+        return {}
+    return {"low": packed(table[:, 0]), "high": packed(table[:, -1])}
+
+
+def panel(found: Gathered, order: Sequence[Layer], steps: Any) -> Panel | None:
+    """The panel of histograms and spectra; None if no metric gave any."""
+    from bokeh.models import ColorBar, ColumnDataSource, HoverTool, LinearColorMapper
+    from bokeh.palettes import Viridis256
+
+    packs = arrays_of(found, order)
+    if not packs:
+        return None
+    kinds = list(dict.fromkeys(str(one["what"]) for one in packs))
+    options = "".join(f"<option>{text(kind)}</option>" for kind in kinds)
+    picture = drawing(steps, 340, name="arrays")
+    names = ("left", "right", "bottom", "top", "value", "step", "at")
+    source = ColumnDataSource({name: [] for name in names}, name="array-cells")
+    mapper = LinearColorMapper(palette=Viridis256, low=0, high=1, name="array-colours")
+    marks = picture.quad(
+        "left", "right", "bottom", "top", source=source, line_color=None,
+        fill_color={"field": "value", "transform": mapper},
+    )  # fmt: skip
+    told = [("step", "@step"), ("at", "@at"), ("value", "@value{%.6g}")]
+    picture.add_tools(HoverTool(renderers=[marks], tooltips=told, formatters={"@value": "printf"}, visible=False))
+    picture.add_layout(ColorBar(color_mapper=mapper, width=10, padding=4, background_fill_color=None), "right")
+    there = sum(not key.what.endswith("_edges") for key in found.frames)
+    left_out = f" Of {there:,} series, {len(packs):,} have room in the page." if there > len(packs) else ""
+    return Panel(
+        name="arrays",
+        title="Histograms and spectra over the steps",
+        before=f'<label>Show <select id="array-what">{options}</select></label> '
+        f'<label>of <select id="array-layer"></select></label><p class="note">A column is an answer: of a histogram '
+        f"its bins, between their edges; of other arrays their numbers in order.{left_out}</p>",
+        picture=picture,
+        alternative=_in_words(packs),
+        data={"packs": packs},
+    )
+
+
+def _in_words(packs: Sequence[Mapping[str, Any]]) -> str:
+    shown = ", ".join(dict.fromkeys(f"{one['what']} of {one['layer']}" for one in packs[:6]))
+    return f"Heat maps of arrays over the steps: {shown}{' and others' if len(packs) > 6 else ''}."

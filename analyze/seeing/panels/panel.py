@@ -1,0 +1,187 @@
+"""What all panels are made of: their parts, and how their pictures look."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from analyze.rules.finding import Finding
+from analyze.seeing.decimate import compact
+from analyze.seeing.words import plain, short
+
+if TYPE_CHECKING:
+    from bokeh.plotting import figure
+
+LINES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+"""Colours that the colour-blind tell apart, too: M. Okabe and K. Ito, "Color Universal Design" (2008)."""
+SLOTS = 8
+"""So many layers can be looked at together; the last two have the colours of the first two, and dashes."""
+DASHES = ("solid",) * len(LINES) + ("dashed",) * (SLOTS - len(LINES))
+AWAY = {"light": ("#0072B2", "#f4f4f4", "#D55E00"), "dark": ("#56B4E9", "#26282e", "#E69F00")}
+"""Below, at and above what is usual."""
+FARTHEST = 4.0
+"""Where the colours of `AWAY` end, in powers of two."""
+NOT_FINITE = "#CC79A7"
+MARKS = 60
+"""So many findings of a severity are marked in a picture."""
+MARKERS = {1: "circle", 2: "inverted_triangle", 3: "star"}
+SHADES = {1: "#56B4E9", 2: "#E69F00", 3: "#D55E00"}
+"""How a finding of each severity looks."""
+FINDING = (("step", "@step"), ("rule", "@rule"), ("where", "@where"), ("", "@evidence"))
+"""What is told of it."""
+LABELS = 26
+"""So many rows of a heat map have their names beside them, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A part of the page.
+
+    Attributes
+    ----------
+    name : str
+        Its id.
+    title : str
+    before, after : str
+        HTML, escaped already, that stands before and behind the picture.
+    picture : figure, optional
+    alternative : str
+        What the picture shows, in words.
+    data : mapping
+        JSON values for the page's script, below the panel's name.
+    """
+
+    name: str
+    title: str
+    before: str = ""
+    picture: figure | None = None
+    alternative: str = ""
+    after: str = ""
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+def drawing(steps: Any, height: int, **options: Any) -> figure:
+    """An empty picture over the steps, with the tools that all have.
+
+    Parameters
+    ----------
+    steps : bokeh.models.Range1d
+        Its horizontal range, which others may share.
+    height : int
+    **options
+        Of `bokeh.plotting.figure`.
+    """
+    from bokeh.models import BoxZoomTool, PanTool, ResetTool, WheelZoomTool
+    from bokeh.plotting import figure
+
+    tools = [BoxZoomTool(dimensions="width"), PanTool(dimensions="width"), WheelZoomTool(dimensions="width")]
+    drawn = figure(
+        height=height,
+        sizing_mode="stretch_width",
+        x_range=steps,
+        tools=[*tools, ResetTool()],
+        active_drag=tools[0],
+        toolbar_location="above",
+        x_axis_label="step",
+        **options,
+    )
+    drawn.toolbar_inner = True
+    drawn.toolbar.logo = None
+    drawn.toolbar.autohide = True
+    drawn.background_fill_color = drawn.border_fill_color = None
+    for axis in drawn.axis:
+        axis.axis_label_text_font_style = "normal"
+        axis.major_label_text_font_size = axis.axis_label_text_font_size = "12px"
+    drawn.xgrid.grid_line_color = None
+    drawn.ygrid.grid_line_alpha = 0.3
+    return drawn
+
+
+def name_rows(drawn: figure, names: Sequence[str], marked: Sequence[int] = ()) -> None:
+    """Write names beside the rows of a heat map: of all if there is room, else of some and of those that are marked."""
+    from bokeh.models import FixedTicker
+
+    count = len(names)
+    ticks = list(range(count))
+    if count > LABELS:
+        every = -(-count // LABELS)
+        near = {row for one in marked[:6] for row in range(one - every + 1, one + every)}
+        ticks = sorted({*marked[:6], *(row for row in range(0, count, every) if row not in near)})
+    drawn.yaxis.ticker = FixedTicker(ticks=ticks)
+    drawn.yaxis.major_label_overrides = {row: short(plain(names[row])) for row in ticks}
+    drawn.yaxis.major_tick_line_color = None
+    drawn.ygrid.grid_line_color = None
+
+
+def tell_of_taps(drawn: figure, panel: str) -> None:
+    """Let the page's script know which row of a heat map is clicked."""
+    from bokeh.events import Tap
+    from bokeh.models import CustomJS
+
+    code = "document.dispatchEvent(new CustomEvent('layer-tap', {detail: {panel, y: cb_obj.y}}))"
+    drawn.js_on_event(Tap, CustomJS(args={"panel": panel}, code=code))
+
+
+def height_of(rows: int) -> int:
+    """How high a heat map of so many rows is."""
+    return int(np.clip(18 * rows, 110, 560)) + 70
+
+
+def blend(colours: Sequence[str], count: int = 255) -> list[str]:
+    """Colours from the first over the second to the third.
+
+    Examples
+    --------
+    >>> blend(("#000000", "#808080", "#ffffff"), 5)
+    ['#000000', '#404040', '#808080', '#c0c0c0', '#ffffff']
+    """
+    anchors = np.array([[int(one[at : at + 2], 16) for at in (1, 3, 5)] for one in colours])
+    at = np.linspace(0, len(colours) - 1, count)
+    mixed = np.stack([np.interp(at, np.arange(len(colours)), anchors[:, channel]) for channel in range(3)], axis=1)
+    return ["#" + "".join(f"{channel:02x}" for channel in row) for row in np.rint(mixed).astype(int)]
+
+
+def packed(values: np.ndarray) -> str:
+    """Numbers as the page's script reads them: a letter for what they are, and base64 of their bytes.
+
+    Examples
+    --------
+    >>> packed(np.array([1.0])), packed(np.array([1])), packed(np.array([1e300]))[0]
+    ('fAACAPw==', 'iAQAAAA==', 'd')
+    """
+    small = compact(values)
+    letter = {"float32": "f", "float64": "d", "int32": "i"}[small.dtype.name]
+    return letter + base64.b64encode(np.ascontiguousarray(small, small.dtype.newbyteorder("<")).tobytes()).decode()
+
+
+def mark_findings(drawn: figure, findings: Iterable[Finding], rows: Mapping[str, int], name: str) -> None:
+    """Mark the first steps of findings in the rows of their layers."""
+    from bokeh.models import ColumnDataSource, HoverTool
+
+    for severity, these in groupby(sorted(findings, key=lambda one: one.severity), key=lambda one: one.severity):
+        marked = [one for one in these if layer_of(one) in rows][:MARKS]
+        source = ColumnDataSource(
+            {
+                "step": compact(np.array([one.first for one in marked], np.int64)),
+                "row": [rows[layer_of(one) or ""] + 0.4 for one in marked],  # not over the cell itself
+                "rule": [one.rule for one in marked],
+                "where": [plain(one.where) for one in marked],
+                "evidence": [plain(one.evidence) for one in marked],
+            },
+            name=f"{name}-findings-{severity}",
+        )
+        marks = drawn.scatter(
+            "step", "row", source=source, marker=MARKERS[severity], size=9, color=SHADES[severity],
+            line_color="#222222", level="overlay",
+        )  # fmt: skip
+        drawn.add_tools(HoverTool(renderers=[marks], tooltips=list(FINDING), visible=False))
+
+
+def layer_of(one: Finding) -> str | None:
+    """The layer that a finding is about."""
+    return one.module if not one.leaf or one.module is None else f"{one.module}#{one.leaf}"

@@ -1,0 +1,48 @@
+"""What rules found, which found nothing, and which could not judge."""
+
+from __future__ import annotations
+
+from analyze.rules.finding import Finding
+from analyze.seeing.findings import Checked
+from analyze.seeing.panels.panel import Panel
+from analyze.seeing.words import text
+
+SHOWN = 200
+"""So many findings are listed."""
+
+
+def panel(checked: Checked) -> Panel:
+    """The panel of the findings and the rules."""
+    parts = []
+    if checked.findings:
+        rows = "".join(map(_row, checked.findings[:SHOWN]))
+        more = len(checked.findings) - SHOWN
+        left_out = f"<p>{more:,} more findings are left out.</p>" if more > 0 else ""
+        parts.append(
+            '<div class="wide" tabindex="0" role="region" aria-label="Findings"><table><thead><tr>'
+            '<th scope="col">severity</th><th scope="col">rule</th><th scope="col">where</th>'
+            '<th scope="col">steps</th><th scope="col">evidence, and what to try</th>'
+            f"</tr></thead><tbody>{rows}</tbody></table></div>{left_out}"
+        )
+    else:
+        parts.append("<p>No rule found anything.</p>")
+    if checked.silent:
+        parts.append(
+            f"<p>{len(checked.silent)} rules looked and found nothing: {', '.join(map(text, checked.silent))}.</p>"
+        )
+    if checked.unjudged:
+        reasons = "".join(f"<dt>{text(rule)}</dt><dd>{text(why)}</dd>" for rule, why in checked.unjudged.items())
+        parts.append(
+            f"<details><summary>{len(checked.unjudged)} rules could not judge, and why</summary>"
+            f"<dl>{reasons}</dl></details>"
+        )
+    return Panel(name="rules", title="Rules", before="".join(parts))
+
+
+def _row(one: Finding) -> str:
+    steps = f"{one.first}" if one.first == one.last else f"{one.first} to {one.last}, worst at {one.worst}"
+    return (
+        f'<tr class="severity-{int(one.severity)}"><td>{text(one.severity)}</td><td>{text(one.rule)}</td>'
+        f'<td class="name">{text(one.where)}</td><td>{steps}</td>'
+        f"<td>{text(one.evidence)}.<br><span class=note>{text(one.advice)}.</span></td></tr>"
+    )

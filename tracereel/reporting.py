@@ -1,0 +1,79 @@
+"""``trace report``: a page that shows what went wrong in a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from tracereel import options
+from tracereel.checks import check_apart, check_installed, check_new
+from tracereel.command import Command, conclude
+from tracereel.errors import DAMAGED, wrong_usage
+from tracereel.printing import complain, plain_warnings, print_json, say
+
+
+@click.command(
+    cls=Command,
+    examples=[
+        "trace report run.zarr",
+        "trace report run.zarr good.zarr -o compared.html",
+        "trace report run.zarr -s histogram -s svcca:tag=probe --overwrite",
+    ],
+)
+@options.path("trace")
+@click.argument("others", metavar="[OTHER]...", nargs=-1, type=click.Path(path_type=str))
+@click.option(
+    "-o", "--out", metavar="FILE", type=click.Path(), help="The page; by default TRACE's name with .html, here."
+)
+@options.several(
+    "-s",
+    "--subscriber",
+    "specs",
+    metavar="NAME[:key=value,...]",
+    help="Show this metric, too; may be repeated.",
+)
+@options.number("--rank", least=0, help="Of a distributed run; by default the lowest.")
+@options.overwrite
+@options.as_json
+def report(
+    trace: str,
+    others: tuple[str, ...],
+    out: str | None,
+    specs: tuple[str, ...],
+    rank: int | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Write a page that shows a run: what went wrong, where and since when, in pictures.
+
+    The page is one file that needs no network. The losses of OTHER runs are drawn beside those of TRACE, and its
+    layers can be shown against those of the first.
+    """  # fmt: skip
+    target = out if out is not None else f"{Path(trace.rstrip('/')).stem}.html"
+    check_new(target, (".html", ".htm"), overwrite)
+    for one in (trace, *others):
+        check_apart(target, one)
+    check_installed("bokeh", "report", "a report")
+    with plain_warnings():
+        from analyze.registry import instances
+        from analyze.seeing.report import report as write
+
+        with wrong_usage():
+            metrics = instances(specs)
+        say(f"Replaying {trace} ...")
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        found = write(trace, target, against=others, metrics=metrics, rank=rank, overwrite=overwrite)
+    checked = found.checked
+    if as_json:
+        print_json(checked.as_json() | {"report": target, "remarks": found.remarks})
+    else:
+        from analyze.tables.escapes import printable
+
+        click.echo(printable(checked.verdict))
+        click.echo(f"{target}  {Path(target).stat().st_size / 1e6:.1f} MB; open it in a browser")
+    for sentence in found.remarks:
+        complain(sentence)
+    if found.damage:
+        complain(f"{found.damage}; the report shows what could be read")
+        conclude(DAMAGED)
