@@ -14,12 +14,14 @@ from analyze.metrics import BUILT_IN as _BUILT_IN
 
 HOMES: dict[str, str] = {
     "BatchResults": "analyze.batching.batch_results",
+    "Difference": "analyze.comparing.difference",
     "Results": "analyze.tables.results",
     "accuracy": "analyze.metrics.predictions.accuracy",
     "analyze": "analyze.asking",
     "batch": "analyze.batching.batch",
     "compare": "analyze.comparing.compare",
     "describe": "analyze.registry",
+    "diff": "analyze.comparing.diff",
     "pairs": "analyze.comparing.pairs",
     "parse": "analyze.registry",
     "statistics_of_tensors": "analyze.metrics.elementwise.statistics",
