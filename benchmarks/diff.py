@@ -56,20 +56,22 @@ class Transformer(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM and a linear layer on its last state."""
+    """Normalised inputs, an LSTM, and a linear layer on its last state."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.before = nn.LayerNorm(24)
         self.cells, self.head = nn.LSTM(24, 64, batch_first=True), nn.Linear(64, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.cells(x)[0][:, -1])
+        found: Tensor = self.head(self.cells(self.before(x))[0][:, -1])
         return found
 
 
 def mlp() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(48, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 8)
+        nn.Linear(48, 256), nn.LayerNorm(256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.2),
+        nn.Linear(256, 8),
     )  # fmt: skip
 
 
@@ -83,8 +85,7 @@ def cnn() -> nn.Module:
 
 NETWORKS = {"mlp": mlp, "cnn": cnn, "transformer": Transformer, "lstm": Recurrent}
 SHAPES = {"mlp": (48,), "cnn": (1, 8, 8), "transformer": (16,), "lstm": (12, 24)}
-BATCHES = {"mlp": 256, "cnn": 64, "transformer": 64, "lstm": 256}
-"""Where a batch is small, two threads add up in the same order as one."""
+BATCHES = {"mlp": 128, "cnn": 64, "transformer": 64, "lstm": 64}
 KINDS = (("mlp", "adam"), ("cnn", "adam"), ("cnn", "momentum"), ("transformer", "adamw"), ("lstm", "adam"))
 
 

@@ -7,6 +7,7 @@ import click
 import tracer
 from tracereel.asking import replay, subscribers
 from tracereel.batching import batch
+from tracereel.comparing import diff
 from tracereel.demo import demo
 from tracereel.errors import debug_option
 from tracereel.keeping import convert, recover, verify
@@ -24,5 +25,5 @@ def main() -> None:
     """
 
 
-for command in (batch, cat, convert, demo, info, list_streams, record, recover, replay, subscribers, verify):
+for command in (batch, cat, convert, demo, diff, info, list_streams, record, recover, replay, subscribers, verify):
     main.add_command(command)

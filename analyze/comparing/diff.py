@@ -97,7 +97,7 @@ def diff(
     >>> found.parted, found.first.step, str(found.first.name), float(found.first.amount.largest)
     (True, 2, 'biases of fc', 1.0)
     >>> diff(*paths, steps=(0, 2)).verdict
-    'A and B are bit-identical: 2 messages of 1 streams over the steps 0 to 1'
+    'A and B are bit-identical: 2 messages of 1 stream over the steps 0 to 1'
     """
     for what, value in (("rtol", rtol), ("atol", atol)):
         if not value >= 0 or math.isinf(value):

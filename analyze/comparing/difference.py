@@ -197,13 +197,14 @@ class Difference:
     @property
     def verdict(self) -> str:
         """What came out, in a sentence."""
-        whole = f"{self.compared:,} messages of {self.compared_streams:,} streams{self._over()}"
+        streams = counted(self.compared_streams, "stream")
+        whole = f"{counted(self.compared, 'message')} of {streams}{self._over()}"
         lacking = self._lacking()
         if not self.compared:
             return f"nothing could be compared{lacking or ': neither trace has messages'}"
         if self.first is not None:
             parts = sum(one.first is not None for one in self.streams)
-            return f"A and B part at {self.first}; in all, {parts:,} of {self.compared_streams:,} streams part{lacking}"
+            return f"A and B part at {self.first}; in all, {parts:,} of {streams} part{lacking}"
         if not self.differing:
             same = "have the same checksums" if self.quick else "are bit-identical"
             return f"A and B {same}: {whole}{lacking}"
@@ -224,7 +225,7 @@ class Difference:
         for one in self.uncompared:
             whys[one.why] = whys.get(one.why, 0) + one.count
         told = "; ".join(f"{count:,} {'are ' if why.startswith('only') else ''}{why}" for why, count in whys.items())
-        return f". Not compared: {sum(whys.values()):,} messages, of which {told}"
+        return f". Not compared: {counted(sum(whys.values()), 'message')}, of which {told}"
 
     def as_json(self) -> dict[str, Any]:
         """All of it in JSON values."""
@@ -249,6 +250,17 @@ class Difference:
             "margins": dict(self.margins),
             "remarks": list(self.remarks),
         }
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things.
+
+    Examples
+    --------
+    >>> counted(1, "stream"), counted(1200, "stream")
+    ('1 stream', '1,200 streams')
+    """
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def _name(name: Name) -> dict[str, Any]:

@@ -7,10 +7,10 @@ there. The relative difference is the norm of the difference divided by the norm
 1. **Envelope.** Rounding grows smoothly, so what noise has reached once it may reach again: for each stream, the
    largest relative difference up to the step, and `WINDOW` recorded steps beyond, since no two runs grow in step.
 2. **Floor.** A noise run may begin to differ later than the judged run. So the envelope is at least ``amplification *
-   max(median envelope of the kind, machine epsilon)``, where the amplification of a stream is how much noisier it is
-   than the median stream of its kind (at nine steps of ten). The gradient of a bias before a normalisation, for
-   example, is rounding and nothing else. An update is a difference of two rounded weights, so two units in their last
-   place are allowed.
+   max(median envelope of the kind, what that was when it began, machine epsilon)``, where the amplification of a
+   stream is how much noisier it is than the median stream of its kind (at nine steps of ten). The gradient of a bias
+   before a normalisation, for example, is rounding and nothing else. An update is a difference of two rounded weights,
+   so two units in their last place are allowed.
 3. **Several noise runs.** Of the envelopes of m runs the upper median counts, so that of three runs one may have had
    an accident.
 4. **Margin.** Noise exceeds the envelope of other noise by a factor, whose tail is estimated from the noise runs
@@ -182,7 +182,8 @@ def _envelope(curve: NDArray[np.float64], epsilon: NDArray[np.float64], ahead: i
     else:
         reached = reached[:, np.minimum(np.arange(last + 1) + ahead, last)]
     level = np.median(reached, axis=0)
-    floor = amplification[:, None] * np.maximum(level, epsilon[:, None])
+    begun = level[level > 0]
+    floor = amplification[:, None] * np.maximum(np.maximum(level, begun[0] if len(begun) else 0.0), epsilon[:, None])
     floor[epsilon == 0] = 0.0
     found: NDArray[np.float64] = np.minimum(np.maximum(reached, floor), 1.0)
     return found

@@ -111,7 +111,7 @@ def _brief(told: Mapping[str, Any]) -> Any:
 def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Any, Any]:
     """What is told differently of a module or parameter."""
     keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
-    if keys == ["class"]:
+    if "class" in keys:  # of another class, the rest says little
         return one.get("class"), other.get("class")
     return {key: one.get(key) for key in keys}, {key: other.get(key) for key in keys}
 

@@ -476,7 +476,7 @@ def test_empty(tmp_path: Path) -> None:
     found = diff(one, other)
     assert not found.identical
     assert not found.parted
-    assert found.verdict.startswith("nothing could be compared. Not compared: 1 messages, of which 1 are only in B")
+    assert found.verdict.startswith("nothing could be compared. Not compared: 1 message, of which 1 are only in B")
 
 
 def test_interrupted_and_running(tmp_path: Path) -> None:
