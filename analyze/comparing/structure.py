@@ -52,6 +52,9 @@ def structure_differences(one: TraceReader, other: TraceReader, renaming: Renami
     if mine.get("argv") != theirs.get("argv"):
         found.append(StructureDifference("argv", "", mine.get("argv"), theirs.get("argv")))
     found += _of_captures(mine.get("capture"), theirs.get("capture"))
+    tied = [_mapping(header.get("model")).get("tied") for header in (mine, theirs)]
+    if tied[0] != tied[1] and not renaming.rules:
+        found.append(StructureDifference("tied parameters", "", *tied))
     if one.ranks != other.ranks:
         found.append(StructureDifference("ranks", "", one.ranks, other.ranks))
     if one.status != other.status:
