@@ -109,8 +109,9 @@ def amount(one: NDArray[Any], other: NDArray[Any], rtol: float = 0.0, atol: floa
     if not len(places):
         return None
     with np.errstate(all="ignore"):
-        x, y = a[places], b[places]
+        x, y = (a, b) if len(places) == a.size else (a[places], b[places])
         apart = _apart(x, y)
+        size = _norm(apart)
         largest = int(apart.argmax())
         allowed = atol + rtol * np.abs(_wide(x)) if rtol or atol else None
         beyond = True if allowed is None else bool(((apart > allowed) | np.isinf(apart)).any())
@@ -118,13 +119,13 @@ def amount(one: NDArray[Any], other: NDArray[Any], rtol: float = 0.0, atol: floa
             elements=len(places),
             of=a.size,
             largest=float(apart[largest]),
-            relative=_relative(apart, a),
+            relative=_relative(size, a),
             place=tuple(map(int, np.unravel_index(int(places[largest]), shape))),
             here=a[places[largest]],
             there=b[places[largest]],
             beyond=beyond,
-            signs=bool((apart == 0).all() and (x == 0).all()),
-            switched=_switched(apart, x, y, a.size),
+            signs=size == 0.0 and bool((x == 0).all()),
+            switched=_switched(apart, size, x, y, a.size),
         )
 
 
@@ -165,33 +166,39 @@ def _apart(x: NDArray[Any], y: NDArray[Any]) -> NDArray[np.float64]:
     return apart
 
 
-def _relative(apart: NDArray[np.float64], a: NDArray[Any]) -> float:
-    size = _norm(apart)
+def _relative(size: float, a: NDArray[Any]) -> float:
+    """The norm of a difference, divided by that of the finite numbers of an array."""
     if size == 0.0 or math.isinf(size):
         return size
-    whole = np.abs(_wide(a))
-    whole = whole[np.isfinite(whole)]
-    scale = _norm(whole) if len(whole) else 0.0
+    whole = _wide(a)
+    whole = np.abs(whole) if whole.dtype.kind == "c" else whole
+    if not math.isfinite(scale := _norm(whole)):
+        whole = whole[np.isfinite(whole)]
+        scale = _norm(whole) if len(whole) else 0.0
     return size / scale if scale else math.inf
 
 
 def _norm(x: NDArray[np.float64]) -> float:
-    """The Euclidean norm of numbers that are not negative, without overflow."""
-    largest = float(x.max())
-    if largest == 0.0 or math.isinf(largest):
+    """The Euclidean norm of real numbers, without overflow; NaN or infinite where one of them is."""
+    squared = float(np.dot(x, x))
+    if 1e-280 < squared < math.inf:
+        return math.sqrt(squared)
+    largest = float(np.abs(x).max())
+    if largest == 0.0 or not math.isfinite(largest):
         return largest
     return largest * math.sqrt(float(np.square(x / largest).sum()))
 
 
-def _switched(apart: NDArray[np.float64], x: NDArray[Any], y: NDArray[Any], size: int) -> bool:
+def _switched(apart: NDArray[np.float64], norm: float, x: NDArray[Any], y: NDArray[Any], size: int) -> bool:
+    """As `Amount.switched`."""
+    most = max(2.5, _ISOLATED * size)
     largest = float(apart.max())
-    if largest == 0.0 or math.isinf(largest):
+    if largest == 0.0 or math.isinf(largest) or (norm / largest) ** 2 > most:
         return False
     energy = np.square(apart / largest)
     total = float(energy.sum())
-    # how many elements of equal differences would have these moments
-    carrying = total**2 / float(np.square(energy).sum())
-    if carrying > max(2.5, _ISOLATED * size):
+    # how many elements of equal differences would have these moments; at least (norm / largest)²
+    if total**2 / float(np.square(energy).sum()) > most:
         return False
     on_and_off = (x == 0) != (y == 0)
     return float(energy[on_and_off].sum()) >= 0.99 * total
