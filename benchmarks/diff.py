@@ -11,7 +11,7 @@ fused, so that no noise run has B's own rounding. Printed for each: whether B is
 whether B with the fault parts at the fault's step or within five steps. The traces of one seed take 4 GB, and are
 removed before the next seed unless they are kept.
 
-    python benchmarks/diff.py [--seeds 4] [--steps 40] [--first-seed 0] [--keep DIR] [--json]
+    python benchmarks/diff.py [--seeds 4] [--steps 40] [--first-seed 0] [--noise 3 1] [--keep DIR] [--json]
 """
 
 from __future__ import annotations
@@ -198,6 +198,7 @@ def judged(folder: Path, case: Case, kind: str, count: int) -> dict[str, object]
     return {
         "case": case.name,
         "rounding": kind,
+        "noise": count,
         "differing": clean.differing,
         "within": not clean.parted,
         "first": None if clean.first is None else str(clean.first),
@@ -214,7 +215,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4, help="seeds of each of the five trainings")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--noise", type=int, default=3, choices=(1, 2, 3), help="noise runs by which each is judged")
+    parser.add_argument(
+        "--noise", type=int, nargs="+", default=[3, 1], choices=(1, 2, 3), help="noise runs by which each is judged"
+    )
     parser.add_argument("--keep", type=Path, help="a folder for the traces; those that are there are not made again")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--variant", help=argparse.SUPPRESS)
@@ -230,26 +233,34 @@ def main() -> None:
             folder.mkdir(exist_ok=True)
             for variant in VARIANTS:
                 train_all(folder, variant, seed, options)
-            rows += [judged(folder, case, kind, options.noise) for case in cases(seed, options.steps) for kind in NOISE]
+            rows += [
+                judged(folder, case, kind, count)
+                for case in cases(seed, options.steps)
+                for kind in NOISE
+                for count in options.noise
+            ]
     rows.sort(key=lambda row: str(row["case"]))
     if options.json:
         print(json.dumps(rows))
         return
-    print(f"{'training':22} {'rounding':8} {'differ':>7}  {'within':6} {'fault':>5}  {'told':5} first too large")
+    print(
+        f"{'training':22} {'rounding':8} {'by':>2} {'differ':>7}  {'within':6} {'fault':>5}  {'told':5} first too large"
+    )
     for row in rows:
         where = row["parted"] if row["told"] or row["within"] else row["first"]
         print(
-            f"{row['case']:22} {row['rounding']:8} {row['differing']:7}  {'yes' if row['within'] else 'NO':6} "
+            f"{row['case']:22} {row['rounding']:8} {row['noise']:2} {row['differing']:7}  {'yes' if row['within'] else 'NO':6} "
             f"{row['fault_step']:5}  {'yes' if row['told'] else 'NO':5} {str(where)[:110]}"
         )
-    for kind in NOISE:
-        mine = [row for row in rows if row["rounding"] == kind]
-        rounded = sum(bool(row["differing"]) for row in mine)
-        print(
-            f"{kind}: {sum(bool(row['within']) for row in mine)} of {len(mine)} within the tolerance ({rounded} of "
-            f"them differ from A at all), {sum(bool(row['told']) for row in mine)} of {len(mine)} faults told within "
-            f"{WITHIN} steps"
-        )
+    for count in options.noise:
+        for kind in NOISE:
+            mine = [row for row in rows if (row["rounding"], row["noise"]) == (kind, count)]
+            rounded = sum(bool(row["differing"]) for row in mine)
+            print(
+                f"{kind}, judged by {count}: {sum(bool(row['within']) for row in mine)} of {len(mine)} within the "
+                f"tolerance ({rounded} of them differ from A at all), {sum(bool(row['told']) for row in mine)} of "
+                f"{len(mine)} faults told within {WITHIN} steps"
+            )
 
 
 if __name__ == "__main__":

@@ -16,12 +16,14 @@ there. The relative difference is the norm of the difference divided by the norm
 4. **Margin.** Noise exceeds the envelope of other noise by a factor, whose tail is estimated from the noise runs
    themselves: each against the others, or one alone against its own past. Of each kind, the factor that is exceeded in
    one run of a hundred (`FALSE_ALARMS`, shared by the kinds) follows from the largest ratios by the estimators of Hill
-   (1975) and Weissman (1978). It is at least `LEAST` (`ALONE` of one noise run) and at most `MOST`.
+   (1975) and Weissman (1978). It is at least `LEAST` (`ALONE` of one noise run, `UPDATES` of updates) and at most
+   `MOST`.
 5. **Kinks.** A unit of a ReLU or a maximum that is within rounding of its kink is on in one run and off in the other.
    Its gradient jumps, and no noise run has the same jump at the same step. It is told from a fault by what is seen
    first: in the order of observation, the first difference that is too large is in the gradient of a layer's output,
    few elements carry it, and each of these is exactly zero in one of the runs. Then nothing is judged for
-   `RECOVERY` recorded steps, and later each stream against what it reached in these. A remark tells the step.
+   `RECOVERY` recorded steps, and later each stream against what it reached in these. A remark tells the step. The
+   steps in which noise runs have a kink are no part of their envelopes.
 
 A number that is finite in one run only, and a difference in whole numbers or bools that no noise run has, is never
 explained by rounding.
@@ -43,6 +45,8 @@ FALSE_ALARMS: Final = 0.01
 LEAST: Final = 8.0
 MOST: Final = 64.0
 """Bounds of the margin."""
+UPDATES: Final = 64.0
+"""The least margin of updates: an adaptive optimizer magnifies the rounding of small gradients, more in some steps."""
 ALONE: Final = 20.0
 """The least margin where there is one noise run, and the margin where too little is known of its tail."""
 RECOVERY: Final = 10
@@ -138,6 +142,8 @@ def judge(journal: Journal, run: Observed, noise: Sequence[Observed]) -> Judgeme
     found = Judgement(np.zeros(len(journal.name), np.bool_), np.full(len(journal.name), np.nan))
     numbers = journal.name[chosen]
     of_kind = sorted(set(journal.kinds))
+    kinks = [np.searchsorted(steps, _kinks(journal, one)) for one in noise]
+    ends = [int(one.min()) if len(one) else len(steps) for one in kinks]
     for kind in of_kind:
         streams = np.flatnonzero(np.array([one == kind for one in journal.kinds]))
         rows = np.flatnonzero(np.isin(numbers, streams))
@@ -145,10 +151,12 @@ def judge(journal: Journal, run: Observed, noise: Sequence[Observed]) -> Judgeme
             continue
         at = (np.searchsorted(streams, numbers[rows]), place[rows])
         curves = [_curve(_clipped(one)[chosen[rows]], at, (len(streams), len(steps))) for one in noise]
+        for curve, at_kinks in zip(curves, kinks, strict=True):
+            curve[:, at_kinks] = np.nan
         epsilon = journal.epsilon[streams]
-        ends = [_first_kink(journal, one, steps) for one in noise]
         envelopes = [_envelope(curve, epsilon, ahead=WINDOW) for curve in curves]
-        margin = _margin(curves, envelopes, epsilon, ends, FALSE_ALARMS / len(of_kind))
+        least = UPDATES if kind.endswith("_updates") else LEAST
+        margin = _margin(curves, envelopes, epsilon, ends, FALSE_ALARMS / len(of_kind), least)
         found.margins[kind] = margin
         found.tolerance[chosen[rows]] = np.maximum(
             (margin * _upper_median(envelopes))[at], 2 * journal.rounding[chosen[rows]]
@@ -205,12 +213,16 @@ def _upper_median(curves: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     return found
 
 
-def _first_kink(journal: Journal, run: Observed, steps: NDArray[np.int64]) -> int:
-    """The place, among the steps, of the first difference of a noise run that a kink may have made."""
+def _kinks(journal: Journal, run: Observed) -> NDArray[np.int64]:
+    """The global steps in which a noise run has a kink that stands out of what its stream has otherwise."""
     kinked = np.array([kind in KINKED for kind in journal.kinds])
     rows = np.flatnonzero(run.switched & (journal.name >= 0))
-    rows = rows[kinked[journal.name[rows]]]
-    return int(np.searchsorted(steps, journal.step[rows].min())) if len(rows) else len(steps)
+    found = []
+    for row in rows[kinked[journal.name[rows]]].tolist():
+        usual = np.nanmedian(run.relative[journal.name == journal.name[row]])
+        if run.relative[row] > LEAST * usual:
+            found.append(int(journal.step[row]))
+    return np.unique(np.array(found, np.int64))
 
 
 def _margin(
@@ -219,6 +231,7 @@ def _margin(
     epsilon: NDArray[np.float64],
     ends: Sequence[int],
     false_alarms: float,
+    least: float,
 ) -> float:
     """By which factor noise exceeds its envelope in so large a share of runs, from the noise runs themselves."""
     ratios = []
@@ -234,9 +247,9 @@ def _margin(
         ratios.append(ratio[told])
     found = np.sort(np.concatenate(ratios))[::-1]
     # how two noise runs differ cannot be seen of one
-    least = LEAST if len(curves) > 1 else ALONE
+    least = max(least, LEAST if len(curves) > 1 else ALONE)
     if len(found) < _FEW:
-        return ALONE
+        return max(least, ALONE)
     k = max(10, len(found) // 100)
     logs = np.log(found[:k])
     gamma = float((logs - logs[-1]).mean())

@@ -154,6 +154,19 @@ def test_what_is_not_there_is_not_judged() -> None:
     assert np.isnan(found.tolerance[NAMES == 3]).all()
 
 
+def test_kinks_of_noise_runs_are_no_yardstick() -> None:
+    """A step in which a noise run has a kink allows nothing later: a fault of that size is told."""
+    others = [noise(np.random.default_rng(seed), growth=0.0) for seed in range(3)]
+    for one in others:
+        step = 15
+        one.switched[row(5, step)] = True
+        one.relative[row(5, step) : row(0, step + 1)] = 1e-2
+    run = noise(np.random.default_rng(7), growth=0.0)
+    assert not judge(JOURNAL, run, others).alarms.any()
+    run.relative[row(9, 30)] = 1e-3
+    assert np.flatnonzero(judge(JOURNAL, run, others).alarms).tolist() == [row(9, 30)]
+
+
 # -- trainings ----------------------------------------------------------------------------------------------------
 
 
