@@ -248,9 +248,10 @@ def main() -> None:
     )
     for row in rows:
         where = row["parted"] if row["told"] or row["within"] else row["first"]
+        within, seen = ("yes" if row[key] else "NO" for key in ("within", "told"))
         print(
-            f"{row['case']:22} {row['rounding']:8} {row['noise']:2} {row['differing']:7}  {'yes' if row['within'] else 'NO':6} "
-            f"{row['fault_step']:5}  {'yes' if row['told'] else 'NO':5} {str(where)[:110]}"
+            f"{row['case']:22} {row['rounding']:8} {row['noise']:2} {row['differing']:7}  {within:6} "
+            f"{row['fault_step']:5}  {seen:5} {str(where)[:110]}"
         )
     for count in options.noise:
         for kind in NOISE:
