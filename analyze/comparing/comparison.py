@@ -19,10 +19,12 @@ from analyze.comparing.structure import StructureDifference
 from tracer.errors import CaptureError
 from tracer.format.journal import NONE, Column
 from tracer.trace.reader import TraceReader
+from tracer.trace.streams import StreamInfo
 
 Align = Literal["step", "sample"]
 UPDATED = {"weight_updates": "weights", "bias_updates": "biases"}
 """Kinds that are differences of others, before and after a step."""
+_WAYS = ("equal", "by checksum", "read", "data in one of them only", "recorded with another sampling")
 _ONLY = ("only in A", "only in B")
 
 
@@ -64,6 +66,9 @@ class Comparison:
         self.observed = Observed.nothing(len(self.readers[0].journal))
         self.beyond = np.zeros(len(self.readers[0].journal), np.bool_)
         self.samples = Samples() if self.align == "sample" else None
+        for reader in self.readers if self.samples else ():
+            if not any(stream.kind == INPUT for stream in reader.streams):
+                raise CaptureError(f"{reader.path} has no {INPUT}, by which samples are aligned; align by step")
 
     def run(self) -> None:
         """Compare all messages that both have."""
@@ -188,34 +193,28 @@ class Comparison:
         one, other = self.readers
         mine, theirs = self.matched.rows
         first, second = one.journal[mine], other.journal[theirs]
-        equal = np.zeros(len(mine), np.bool_)
-        unread: list[tuple[int, str]] = []
-        left = np.ones(len(mine), np.bool_)
         streams = np.stack([first[:, Column.STREAM], second[:, Column.STREAM]], axis=1)
-        for a, b in np.unique(streams, axis=0).tolist():
-            here = (streams == (a, b)).all(axis=1)
-            x, y = self.matched.streams[0][a], self.matched.streams[1][b]
-            if x.dtype is None and y.dtype is None:
-                equal |= here
-                left &= ~here
-            elif (x.dtype is None) is not (y.dtype is None):
-                unread += [(row, "data in one of them only") for row in mine[here].tolist()]
-                left &= ~here
-            elif _sampled(x.sampling) != _sampled(y.sampling):
-                unread += [(row, "recorded with another sampling") for row in mine[here].tolist()]
-                left &= ~here
-            elif self.quick and x.dtype == y.dtype and x.shapes == y.shapes and len(x.shapes) == 1 and not self.samples:
-                equal |= here & self._same_checksums(first, second)
-                left &= ~equal
-        unread.sort()
+        found, of_pair = np.unique(streams, axis=0, return_inverse=True)
+        ways = [self._way(self.matched.streams[0][a], self.matched.streams[1][b]) for a, b in found.tolist()]
+        way = np.array([_WAYS.index(one) for one in ways], np.int64)[of_pair.reshape(-1)]
+        checksums = first[:, Column.CRC32C]
+        same = (checksums == second[:, Column.CRC32C]) & (checksums != NONE)
+        equal = (way == _WAYS.index("equal")) | ((way == _WAYS.index("by checksum")) & same)
+        left = ~equal & ((way == _WAYS.index("read")) | (way == _WAYS.index("by checksum")))
+        out = ~equal & ~left
+        unread = [(row, _WAYS[one]) for row, one in zip(mine[out].tolist(), way[out].tolist(), strict=True)]
         return mine[equal], unread, (mine[left], theirs[left])
 
-    def _same_checksums(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which messages have the same checksum in both."""
-        same: NDArray[np.bool_] = (first[:, Column.CRC32C] == second[:, Column.CRC32C]) & (
-            first[:, Column.CRC32C] != NONE
-        )
-        return same
+    def _way(self, x: StreamInfo, y: StreamInfo) -> str:
+        """How messages of two streams are compared, or why not: one of `_WAYS`."""
+        if x.dtype is None and y.dtype is None:
+            return "equal"
+        if x.dtype is None or y.dtype is None:
+            return "data in one of them only"
+        if _sampled(x.sampling) != _sampled(y.sampling):
+            return "recorded with another sampling"
+        alike = x.dtype == y.dtype and x.shapes == y.shapes and len(x.shapes) == 1
+        return "by checksum" if self.quick and alike and self.samples is None else "read"
 
     def _tally(self, number: int) -> _Tally:
         return self.tallies.setdefault(number, _Tally())
@@ -267,19 +266,8 @@ class Comparison:
         return found
 
     def remarks(self) -> list[str]:
-        """Sentences on what aligned samples left out.
-
-        Raises
-        ------
-        CaptureError
-            If samples are to be aligned, and a trace has no inputs.
-        """
-        if self.samples is None:
-            return []
-        for reader in self.readers:
-            if not any(stream.kind == INPUT for stream in reader.streams):
-                raise CaptureError(f"{reader.path} has no {INPUT}, by which samples are aligned; align by step")
-        left = self.samples.left_out
+        """Sentences on what aligned samples left out."""
+        left = (0, 0) if self.samples is None else self.samples.left_out
         return [
             f"{n:,} rows of the batches of {side} are not in those of the other"
             for n, side in zip(left, "AB", strict=True)
@@ -306,12 +294,14 @@ class Comparison:
 
     def _of_other_ranks(self, side: int, why: str) -> list[Uncompared]:
         """Streams of ranks that the other run lacks."""
-        compared = {pair[side] for pair in self.matched.ranks}
-        return [
-            Uncompared(why, Name(one.kind, one.module, one.tag, one.leaf, one.rank), one.count, one.steps[0], True)
-            for one in self.matched.streams[side]
-            if one.rank not in compared and one.steps is not None and not self.of_a_rank
-        ]
+        found = []
+        for number in self.matched.strangers[side]:
+            one, reader = self.matched.streams[side][number], self.readers[side]
+            rows = reader.select(steps=self.matched.steps, streams=[number])
+            if len(rows):
+                name = Name(one.kind, one.module, one.tag, one.leaf, one.rank)
+                found.append(Uncompared(why, name, len(rows), int(reader.journal[rows[0], Column.GLOBAL_STEP]), True))
+        return found
 
     def difference(self, **told: Any) -> Difference:
         """All of it as a value."""
@@ -330,8 +320,6 @@ class Comparison:
             streams=tuple(streams),
             uncompared=tuple(self.uncompared()),
             compared=sum(tally.compared for tally in self.tallies.values()),
-            differing=sum(tally.differing for tally in self.tallies.values()),
-            parted_messages=sum(tally.parted for tally in self.tallies.values()),
             compared_streams=len(self.tallies),
             steps=(int(steps.min()), int(steps.max())) if len(steps) else None,
             first=self.first,

@@ -144,8 +144,8 @@ class Difference:
         that differ most first.
     uncompared : tuple of Uncompared
         What could not be compared.
-    compared, differing, parted_messages : int
-        Messages that were compared, that differ in a bit, and that differ by more than the tolerance allows.
+    compared : int
+        Messages that were compared.
     compared_streams : int
         Streams of which messages were compared.
     steps : tuple of int or None
@@ -160,6 +160,8 @@ class Difference:
         Modules that only A has, and modules that only B has that may be the same ones.
     quick : bool
         Whether messages with equal checksums were taken for equal.
+    margins : mapping of str to float
+        Of each kind, by which factor noise may exceed what other noise reached; empty without noise.
     """
 
     one: str
@@ -168,8 +170,6 @@ class Difference:
     streams: tuple[StreamDifference, ...] = ()
     uncompared: tuple[Uncompared, ...] = ()
     compared: int = 0
-    differing: int = 0
-    parted_messages: int = 0
     compared_streams: int = 0
     steps: tuple[int, int] | None = None
     first: Parting | None = None
@@ -183,6 +183,16 @@ class Difference:
     def parted(self) -> bool:
         """Whether a message differs by more than the tolerance allows."""
         return self.first is not None
+
+    @property
+    def differing(self) -> int:
+        """Messages that differ in a bit."""
+        return sum(one.differing for one in self.streams)
+
+    @property
+    def parted_messages(self) -> int:
+        """Messages that differ by more than the tolerance allows."""
+        return sum(one.parted for one in self.streams)
 
     @property
     def complete(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,10 @@ class Matched:
         The ranks that are compared.
     streams : pair of list of StreamInfo
         Those of both traces.
+    strangers : pair of list of int
+        The streams that pass the filters, of ranks that are not compared.
+    steps : tuple or None
+        The filter of steps.
     """
 
     names: list[Name]
@@ -65,7 +69,9 @@ class Matched:
     rows: tuple[NDArray[np.int64], NDArray[np.int64]]
     alone: tuple[NDArray[np.int64], NDArray[np.int64]]
     ranks: list[tuple[int, int]]
-    streams: tuple[list[StreamInfo], list[StreamInfo]] = field(repr=False, default=([], []))
+    streams: tuple[list[StreamInfo], list[StreamInfo]]
+    strangers: tuple[list[int], list[int]]
+    steps: Steps | None
 
 
 def matched(
@@ -99,6 +105,7 @@ def matched(
     names: dict[tuple[Any, ...], int] = {}
     shown: list[Name] = []
     numbers = []
+    strangers: tuple[list[int], list[int]] = ([], [])
     for side, streams in enumerate((mine, theirs)):
         found: list[int] = []
         for stream in streams:
@@ -108,7 +115,9 @@ def matched(
             displaced = not side and module == "" and back.get(there or "") != ""
             here = module if module is None or not side else back.get(module, module)
             rank = 0 if of_a_rank else of_rank[side].get(stream.rank)
-            if rank is None or not passes(replace(stream, module=here), kinds, modules, tags):
+            wanted = passes(replace(stream, module=here), kinds, modules, tags)
+            if rank is None or not wanted:
+                strangers[side].extend([stream.id] if wanted else [])
                 found.append(NONE)
                 continue
             key = (stream.kind, there, stream.tag, stream.leaf, rank, displaced)
@@ -124,7 +133,7 @@ def matched(
         within[reader.select(steps=steps)] = True
         name_of.append(np.where(within, of_row, NONE))
     rows, alone = _pairs((one, other), name_of)
-    return Matched(shown, (name_of[0], name_of[1]), rows, alone, ranks, (mine, theirs))
+    return Matched(shown, (name_of[0], name_of[1]), rows, alone, ranks, (mine, theirs), strangers, steps)
 
 
 def _pairs(

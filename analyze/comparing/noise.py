@@ -217,12 +217,11 @@ def _kinks(journal: Journal, run: Observed) -> NDArray[np.int64]:
     """The global steps in which a noise run has a kink that stands out of what its stream has otherwise."""
     kinked = np.array([kind in KINKED for kind in journal.kinds])
     rows = np.flatnonzero(run.switched & (journal.name >= 0))
-    found = []
-    for row in rows[kinked[journal.name[rows]]].tolist():
-        usual = np.nanmedian(run.relative[journal.name == journal.name[row]])
-        if run.relative[row] > LEAST * usual:
-            found.append(int(journal.step[row]))
-    return np.unique(np.array(found, np.int64))
+    rows = rows[kinked[journal.name[rows]]]
+    usual = np.full(len(journal.kinds), np.inf)
+    for number in np.unique(journal.name[rows]).tolist():
+        usual[number] = np.nanmedian(run.relative[journal.name == number])
+    return np.unique(journal.step[rows[run.relative[rows] > LEAST * usual[journal.name[rows]]]])
 
 
 def _margin(
