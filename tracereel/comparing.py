@@ -121,7 +121,7 @@ def _print_structure(found: Difference) -> None:
     for what, facts in groups.items():
         for one in facts[:_FACTS]:
             name = f" {one.name or '(root)'}" if what in ("module", "parameter") else f" {one.name}".rstrip()
-            click.echo(f"  {printable(f'{what}{name}: {_said(one.one)} → {_said(one.other)}')}")
+            click.echo(f"  {printable(f'{what}{name}: {_change(one.one, one.other)}')}")
         if len(facts) > _FACTS:
             click.echo(f"  and {len(facts) - _FACTS:,} more of {what} (--json tells all)")
     if found.likely_renamings:
@@ -129,11 +129,21 @@ def _print_structure(found: Difference) -> None:
         click.echo(f"  perhaps only the names are others: {printable(words)}")
 
 
+def _change(one: Any, other: Any) -> str:
+    """What a header said in A, and what it says in B."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return ", ".join(f"{key} {_said(one.get(key))} → {_said(other.get(key))}" for key in {**one, **other})
+    return f"{_said(one)} → {_said(other)}"
+
+
 def _said(value: Any) -> str:
     """A value of a header in some characters."""
     if value is None:
         return "nothing"
-    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, dict):
+        text = ", ".join(f"{key} {item}" for key, item in value.items())
+    else:
+        text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
 
 

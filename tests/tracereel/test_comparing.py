@@ -86,6 +86,20 @@ def test_only_one_has_it(tmp_path: Path) -> None:
     assert "nothing could be compared" in run("diff", a, b, "-k", "weights").stdout
 
 
+def test_parameters_of_another_shape(tmp_path: Path) -> None:
+    """What is told of a parameter is said in words, without what is the same."""
+    paths = []
+    for run_, size in (("a", 3), ("b", 4)):
+        parameter = {"name": "fc.weight", "shape": [2, size], "dtype": "float32", "requires_grad": True}
+        model = {"modules": [{"name": "fc", "class": "L"}], "parameters": [parameter]}
+        values = [torch.ones(2, size)] * 2
+        paths.append(write(tmp_path / f"{run_}.zarr", series(values), header={"model": model}))
+    result = run("diff", *paths)
+    assert result.exit_code == 1
+    assert "  parameter fc.weight: shape 2 3 → 2 4" in result.stdout.splitlines()
+    assert "the shapes are (2, 3) and (2, 4)" in result.stdout
+
+
 def test_many_streams(tmp_path: Path) -> None:
     """Twenty rows are printed, and how many more there are."""
     where = {"kind": "biases", "global_step": 0, "train_step": 0, "epoch": 0}
