@@ -7,6 +7,7 @@ import click
 import tracer
 from tracereel.asking import plot, replay, subscribers
 from tracereel.batching import batch
+from tracereel.comparing import diff
 from tracereel.demo import demo
 from tracereel.errors import debug_option
 from tracereel.keeping import convert, recover, verify
@@ -27,7 +28,7 @@ def main() -> None:
 
 
 for command in (
-    *(batch, blame, cat, check, convert, demo, info, list_streams),
+    *(batch, blame, cat, check, convert, demo, diff, info, list_streams),
     *(plot, record, recover, replay, report, rules, subscribers, verify),
 ):
     main.add_command(command)
