@@ -107,8 +107,8 @@ def two(tmp_path: Path, one: Iterable[Message], other: Iterable[Message]) -> tup
 class Nudge(Fault):
     """One element of a weight is moved by one unit in its last place, after a step of the optimizer."""
 
-    def after_step(self, step: int, model: nn.Module) -> None:
-        if step == 3:
+    def begin(self, step: int, model: nn.Module) -> None:
+        if step == 4:
             weight = model.get_parameter("4.weight").data
             weight[5, 7] = torch.nextafter(weight[5, 7], torch.tensor(math.inf))
 
@@ -126,7 +126,7 @@ class Label(Fault):
 class Masks(Fault):
     """The generator of the dropout is another one from a step on."""
 
-    def begin_step(self, step: int, model: nn.Module) -> None:
+    def begin(self, step: int, model: nn.Module) -> None:
         if step == 2:
             torch.manual_seed(77)
 
@@ -134,7 +134,7 @@ class Masks(Fault):
 class Gradient(Fault):
     """One layer's gradient is wrong by a little."""
 
-    def before_step(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, step: int, model: nn.Module) -> None:
         if step == 4:
             grad = model.get_parameter("2.weight").grad
             assert grad is not None
@@ -188,15 +188,14 @@ def named_by(fault: Fault) -> str:
 class Rate(Fault):
     """The learning rate jumps for a step."""
 
-    def before_step(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] *= 10 if step == 3 else 1
+    def rate(self, step: int, name: str) -> float:
+        return 10.0 if step == 3 else 1.0
 
 
 class Evaluation(Fault):
     """The network is in evaluation mode from a step on."""
 
-    def begin_step(self, step: int, model: nn.Module) -> None:
+    def begin(self, step: int, model: nn.Module) -> None:
         model.train(step < 4)
 
 
@@ -210,7 +209,7 @@ class Scaled(Fault):
 class Frozen(Fault):
     """The first parameter is no longer trained."""
 
-    def before_step(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, step: int, model: nn.Module) -> None:
         if step >= 4:
             next(model.parameters()).grad = None
 
@@ -218,7 +217,7 @@ class Frozen(Fault):
 class LargerNudge(Fault):
     """The first parameter is moved by 1e-3."""
 
-    def begin_step(self, step: int, model: nn.Module) -> None:
+    def begin(self, step: int, model: nn.Module) -> None:
         if step == 6:
             next(model.parameters()).data.view(-1)[0] += 1e-3
 
