@@ -60,7 +60,8 @@ class ChangedBetweenSteps(Rule):
             if step == message.global_step and before.shape == x.shape:
                 # of the sum and of the difference that was recorded, in the precision of the weights
                 epsilon = float(torch.finfo(data.dtype).eps)
-                self.after[series] = step, before + x, 4 * epsilon * (np.abs(before) + np.abs(x))
+                with np.errstate(all="ignore"):
+                    self.after[series] = step, before + x, 4 * epsilon * (np.abs(before) + np.abs(x))
             return
         self.weights[series] = message.global_step, x
         step, expected, rounding = self.after.pop(series, (-2, x, x))

@@ -107,9 +107,11 @@ class EvaluationMode(Rule):
             yield from self.judge(place, training is None, 1.0, 1.0, _PASSES)
         for series, (place, (mean, deviation)) in self.means.items():
             bias = self.biases.get(series[0] or "")
-            if bias is None or len(bias) != len(mean):
+            if bias is None or bias.shape != mean.shape:
                 continue
             offsets = self.offsets.setdefault(series, [])
+            if offsets and offsets[0][1].shape != mean.shape:
+                offsets.clear()
             with np.errstate(all="ignore"):
                 offsets.append((place, (mean - bias) / deviation))
             del offsets[: -self.patience]

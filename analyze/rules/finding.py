@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
@@ -104,4 +105,12 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         """The finding in JSON values; numbers that are not finite are texts, as in `Results.to_jsonl`."""
-        return asdict(self) | {"severity": str(self.severity)}
+        told = asdict(self) | {"severity": str(self.severity)}
+        told["numbers"] = {name: _finite(number) for name, number in self.numbers.items()}
+        return {name: _finite(value) for name, value in told.items()}
+
+
+def _finite(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import random
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,7 +21,7 @@ from analyze.rules.rule import Rule
 from analyze.seeing.findings import Findings
 from tracer.errors import MessageError, TracerError, UnknownNameError
 from tracer.messaging.bus import MessageBus
-from tracer.messaging.messages import Message, message_of
+from tracer.messaging.messages import KINDS, Message, message_of
 
 
 def at(step: int, kind: str, data: Any, module: str | None = None, **more: Any) -> Message:
@@ -506,3 +509,50 @@ def test_gradients_that_are_noise() -> None:
     assert (str(found.severity), found.numbers["batch"]) == ("note", 8)
     assert found.value >= 0.99 * scale
     assert findings("noisy_gradient", run(5.0)[0]) == []
+
+
+# -- anything -----------------------------------------------------------------------------------------------------
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
+SHAPES = ((), (0,), (1,), (5,), (0, 3), (3, 0), (6, 4), (1, 1), (4, 3, 2), (2, 3, 4, 4), (2, 1, 1, 1, 2))
+EXTREMES = (0.0, 1.0, -1.0, 1e30, -1e30, math.nan, math.inf, -math.inf, 1e-30)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("seed", range(6))
+def test_no_mixture_of_messages_ends_a_replay(seed: int) -> None:
+    """Any dtype, any shape, numbers of any size, tags and calls in any order: a finding or nothing, never an error."""
+    draw = random.Random(seed)
+    kinds = [name for name, kind in KINDS.items() if not kind.event]
+    classes = ("Tanh", "Softmax", "BatchNorm2d", "ReLU", "Linear", "Dropout", "Sigmoid")
+    told = [
+        {"name": f"m{n}", "class": f"torch.nn.modules.x.{one}", "probability": 0.5} for n, one in enumerate(classes)
+    ]
+    messages = []
+    for step in range(60):
+        for _ in range(20):
+            kind, shape = draw.choice(kinds), draw.choice(SHAPES)
+            values = [draw.choice(EXTREMES) for _ in range(math.prod(shape))]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                data = torch.tensor(values, dtype=torch.float64).reshape(shape).nan_to_num(0, 9, 9).to(torch.float64)
+                if draw.random() < 0.5:
+                    data = torch.tensor(values, dtype=torch.float64).reshape(shape)
+                dtype = draw.choice(DTYPES)
+                data = data.to(dtype) if dtype.is_floating_point else data.nan_to_num(0, 9, 9).clamp(-9, 9).to(dtype)
+            module = None if KINDS[kind].network else draw.choice(["", *(one["name"] for one in told)])
+            tag, call = draw.choice(["default", "default", "eval", "probe"]), draw.choice([0, 0, 1])
+            messages.append(at(step, kind, data, module, tag=tag, call=call))
+    for name in RULES:
+        for found in findings(name, messages, {"modules": told}):
+            assert found.evidence
+            assert json.dumps(found.as_json(), allow_nan=False)
