@@ -8,15 +8,16 @@ taken at random, has an error of 1e-4 of its norm in a random direction.
 
 B with other threads is judged by three noise runs without threads, B with a fused optimizer by three that are not
 fused, so that no noise run has B's own rounding. Printed for each: whether B is within the estimated tolerance, and
-whether B with the fault parts at the fault's step or within five steps. The traces of one seed take 4 GB, and are
+whether B with the fault parts at the fault's step or within five steps. The traces of one seed take 2 GB, and are
 removed before the next seed unless they are kept.
 
-    python benchmarks/diff.py [--seeds 4] [--steps 40] [--first-seed 0] [--noise 3 1] [--keep DIR] [--json]
+    python benchmarks/diff.py [--seeds 4] [--steps 30] [--first-seed 0] [--noise 3 1] [--keep DIR] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -86,7 +87,7 @@ def cnn() -> nn.Module:
 
 NETWORKS = {"mlp": mlp, "cnn": cnn, "transformer": Transformer, "lstm": Recurrent}
 SHAPES = {"mlp": (48,), "cnn": (1, 8, 8), "transformer": (16,), "lstm": (12, 24)}
-BATCHES = {"mlp": 128, "cnn": 64, "transformer": 64, "lstm": 64}
+BATCHES = {"mlp": 64, "cnn": 32, "transformer": 32, "lstm": 32}
 KINDS = (("mlp", "adam"), ("cnn", "adam"), ("cnn", "momentum"), ("transformer", "adamw"), ("lstm", "adam"))
 
 
@@ -210,11 +211,20 @@ def judged(folder: Path, case: Case, kind: str, count: int) -> dict[str, object]
     }
 
 
+def line(row: dict[str, object]) -> str:
+    where = row["parted"] if row["told"] or row["within"] else row["first"]
+    within, seen = ("yes" if row[key] else "NO" for key in ("within", "told"))
+    return (
+        f"{row['case']:22} {row['rounding']:8} {row['noise']:2} {row['differing']:7}  {within:6} "
+        f"{row['fault_step']:5}  {seen:5} {str(where)[:110]}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=4, help="seeds of each of the five trainings")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument(
         "--noise", type=int, nargs="+", default=[3, 1], choices=(1, 2, 3), help="noise runs by which each is judged"
     )
@@ -226,6 +236,8 @@ def main() -> None:
     if options.variant:
         train_all(options.keep, options.variant, options.first_seed, options)
         return
+    if not options.json:
+        print(f"{'training':22} {'rounding':8} by {'differ':>7}  within fault  told  first too large", flush=True)
     rows = []
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         with nullcontext(options.keep) if options.keep else tempfile.TemporaryDirectory() as place:
@@ -233,26 +245,13 @@ def main() -> None:
             folder.mkdir(exist_ok=True)
             for variant in VARIANTS:
                 train_all(folder, variant, seed, options)
-            rows += [
-                judged(folder, case, kind, count)
-                for case in cases(seed, options.steps)
-                for kind in NOISE
-                for count in options.noise
-            ]
-    rows.sort(key=lambda row: str(row["case"]))
+            for case, kind, count in itertools.product(cases(seed, options.steps), NOISE, options.noise):
+                rows.append(judged(folder, case, kind, count))
+                if not options.json:
+                    print(line(rows[-1]), flush=True)
     if options.json:
         print(json.dumps(rows))
         return
-    print(
-        f"{'training':22} {'rounding':8} {'by':>2} {'differ':>7}  {'within':6} {'fault':>5}  {'told':5} first too large"
-    )
-    for row in rows:
-        where = row["parted"] if row["told"] or row["within"] else row["first"]
-        within, seen = ("yes" if row[key] else "NO" for key in ("within", "told"))
-        print(
-            f"{row['case']:22} {row['rounding']:8} {row['noise']:2} {row['differing']:7}  {within:6} "
-            f"{row['fault_step']:5}  {seen:5} {str(where)[:110]}"
-        )
     for count in options.noise:
         for kind in NOISE:
             mine = [row for row in rows if (row["rounding"], row["noise"]) == (kind, count)]
