@@ -4,6 +4,8 @@ from analyze.asking import analyze
 from analyze.batching.batch import batch
 from analyze.batching.batch_results import BatchResults
 from analyze.comparing.compare import compare
+from analyze.comparing.diff import diff
+from analyze.comparing.difference import Difference
 from analyze.comparing.over_time import statistics_over_time
 from analyze.comparing.pairs import pairs
 from analyze.metrics.advice.freeze import Freeze, freeze
@@ -80,6 +82,7 @@ __all__ = [
     "ClassificationReport",
     "ConditionNumber",
     "DescentCosine",
+    "Difference",
     "Distance",
     "EffectiveRank",
     "Finding",
@@ -132,6 +135,7 @@ __all__ = [
     "condition_number",
     "descent_cosine",
     "describe",
+    "diff",
     "distance",
     "effective_rank",
     "ema",

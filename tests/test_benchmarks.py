@@ -29,6 +29,7 @@ CASES = {
 LONG = ("compression", "overhead")
 """Their smallest sizes take too long for each `make test`."""
 ELSEWHERE = {
+    "diff": "its smallest size trains forty networks, and takes a minute",
     "gpu": "it needs one, and tests/observing/test_cuda.py is for that",
     "least": "it is what two of the others compare with",
     "metrics": "it calls the four others of metrics",

@@ -36,7 +36,7 @@ def run(*command: str) -> str:
     ("page", "commands", "says"),
     [
         ("README.md", 5, "activations_sparsity"),
-        ("docs/tutorial.md", 9, "weights_spectral_norm"),
+        ("docs/tutorial.md", 11, "weights_spectral_norm"),
         ("docs/recording.md", 1, ""),
         ("docs/asking.md", 7, "weights_spectral_norm 0 0"),
         ("docs/seeing.md", 2, ""),

@@ -1,4 +1,4 @@
-"""``trace replay`` and ``trace subscribers``: a trace is asked, and what there is to ask."""
+"""``trace replay``, ``plot`` and ``subscribers``: a trace is asked, its answers drawn, and what there is to ask."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tracer.errors import TraceCorruptError, TraceExistsError, UnknownNameError
 from tracereel import options
 from tracereel.checks import RESULT_SUFFIXES, check_apart, check_installed, check_new
 from tracereel.command import Command, conclude
-from tracereel.errors import DAMAGED, WRONG_USAGE, Failure, wrong_usage
+from tracereel.errors import DAMAGED, FAILED, WRONG_USAGE, Failure, wrong_usage
 from tracereel.facts import answer_facts, message_line
 from tracereel.options import Filters
 from tracereel.printing import (
@@ -321,6 +321,51 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
         click.echo(f"partial: {sentence}")
     for sentence in plan.missing:
         click.echo(f"missing: {sentence}")
+
+
+# -- plot ---------------------------------------------------------------------------------------------------------
+
+
+@click.command(
+    cls=Command,
+    examples=[
+        "trace plot run.zarr -s ratio --out ratio.png",
+        "trace plot run.zarr -s norm:kind=layer_gradients -o n.svg",
+    ],
+)
+@options.path("trace")
+@options.subscribers(help="Draw the answers of this metric; may be repeated.")
+@options.filters
+@click.option(
+    "-o", "--out", metavar="FILE", type=click.Path(), required=True, help="Where the figure goes: .png, .svg or .pdf."
+)
+@options.flag("--log/--linear", "log", default=None, help="The scale of values; by default what fits them.")
+@options.overwrite
+def plot(trace: str, specs: tuple[str, ...], filters: Filters, out: str, log: bool | None, overwrite: bool) -> None:
+    """Draw what metrics say of a trace, over its steps.
+
+    Each kind of answer has a panel: a line for each series, or a map with a row for each where there are more than
+    eight; a cell of a map shows the largest of its values.
+    """
+    check_new(out, (".png", ".svg", ".pdf"), overwrite)
+    check_installed("matplotlib", "plot", "drawing")
+    with tracer.open(trace, ranks=filters.ranks or None) as reader, plain_warnings():
+        from analyze.tables.results import Results
+
+        filters.check(reader)
+        _note_status(reader)
+        questions = _questions(reader, trace, specs, filters)
+        results, damage = Results(), None
+        for question in questions:
+            damage = damage or question.ask(results)
+    if len(results):
+        results.plot(out, log=log, overwrite=overwrite)
+        say(f"{len(results):,} answers drawn to {out}")
+    if damage is not None:
+        raise Failure(f"{damage}; the figure shows what comes before that", DAMAGED)
+    _note_silent(results, [subscriber for question in questions for subscriber in question.subscribers])
+    if not len(results):
+        conclude(FAILED)
 
 
 # -- subscribers --------------------------------------------------------------------------------------------------

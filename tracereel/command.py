@@ -15,6 +15,7 @@ from tracereel.errors import INTERRUPTED, Failure, debug_option, debugging
 HEADINGS: Mapping[str, Sequence[str]] = {
     "What is run": ("module", "epochs", "seed"),
     "What is asked": ("specs", "pairs", "rules", "fail_on", "step", "most"),
+    "What counts as different": ("rtol", "atol", "noise", "rename", "align", "quick", "complete"),
     "What is recorded": (
         *("kinds", "modules", "every", "start", "stop", "rows", "positions", "elements", "dtype", "config"),
         *("replicated", "probe", "probe_every", "no_command"),
@@ -22,7 +23,7 @@ HEADINGS: Mapping[str, Sequence[str]] = {
     "What is read": ("kinds", "modules", "steps", "tags", "ranks", "rank", "follow", "no_verify", "limit"),
     "Where it is computed": ("workers", "scheduler", "slurm", "part", "memory", "part_bytes", "force"),
     "What is written": (
-        *("out", "table", "tensorboard", "overwrite", "resume", "first_step", "max_bytes", "compression"),
+        *("out", "log", "table", "tensorboard", "overwrite", "resume", "first_step", "max_bytes", "compression"),
         *("chunk_bytes", "queue_bytes", "on_full", "strict", "commit_steps", "commit_seconds", "durable"),
     ),
     "Before it is done": ("only_plan", "dry_run", "certify_steps", "require_identical", "only_dry_run", "run_steps"),

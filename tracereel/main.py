@@ -5,8 +5,9 @@ from __future__ import annotations
 import click
 
 import tracer
-from tracereel.asking import replay, subscribers
+from tracereel.asking import plot, replay, subscribers
 from tracereel.batching import batch
+from tracereel.comparing import diff
 from tracereel.demo import demo
 from tracereel.errors import debug_option
 from tracereel.keeping import convert, recover, verify
@@ -27,7 +28,7 @@ def main() -> None:
 
 
 for command in (
-    *(batch, blame, cat, check, convert, demo, info, list_streams),
-    *(record, recover, replay, report, rules, subscribers, verify),
+    *(batch, blame, cat, check, convert, demo, diff, info, list_streams),
+    *(plot, record, recover, replay, report, rules, subscribers, verify),
 ):
     main.add_command(command)

@@ -9,6 +9,7 @@ from typing import Any
 from analyze.rules import RULES
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Rule
+from analyze.tables import html
 from tracer.messaging.bus import Receiver
 from tracer.messaging.messages import Message
 
@@ -114,6 +115,12 @@ class Checked:
         if not self.looked:
             return f"nothing could be judged in {steps}"
         return f"nothing found by {len(self.looked)} rule{'s' if len(self.looked) != 1 else ''} over {steps}"
+
+    def _repr_html_(self) -> str:
+        """The verdict and the findings, for notebooks."""
+        columns = ("step", "severity", "rule", "where", "steps", "evidence")
+        rows = [(one.first, one.severity, one.rule, one.where, one.steps, one.evidence) for one in self.findings]
+        return html.table(columns, rows, self.verdict)
 
     def as_json(self) -> dict[str, Any]:
         """All of it in JSON values, as `trace check --json` prints it."""

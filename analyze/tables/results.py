@@ -8,11 +8,13 @@ from typing import Any, final
 
 from numpy.typing import NDArray
 
+from analyze.tables import html
 from analyze.tables.columns import COLUMNS, Answers, Columns, Row
+from analyze.tables.plotting import FORMATS, figure_of
 from analyze.tables.results_table import ResultsTable
 from analyze.tables.series import Series, series_of
 from analyze.tables.tensorboard import Clock, write_events
-from analyze.tables.writing import PathLike, not_installed, write_csv, write_jsonl, write_parquet, write_trace
+from analyze.tables.writing import PathLike, new_file, not_installed, write_csv, write_jsonl, write_parquet, write_trace
 from tracer.errors import UnknownNameError
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import Message
@@ -140,6 +142,52 @@ class Results:
     def columns(self) -> dict[str, list[str] | NDArray[Any]]:
         """The table by columns: lists of words, and arrays of int64 and (``value``) float64."""
         return self._gathered().table()
+
+    def plot(self, path: PathLike | None = None, *, log: bool | None = None, overwrite: bool = False) -> Any:
+        """Draw the answers over their steps: a panel for each kind, a line for each series, a map of more than eight.
+
+        Parameters
+        ----------
+        path : path, optional
+            Of a file to write: ``.png``, ``.svg`` or ``.pdf``.
+        log : bool, optional
+            Whether values have a logarithmic scale. By default where all are positive and span two decades.
+        overwrite : bool
+            Whether a file at `path` may be replaced.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            No window is opened; a notebook shows it.
+
+        Raises
+        ------
+        MessageError
+            If there are no answers.
+        TraceExistsError
+            If there is a file, unless `overwrite`.
+        UnknownNameError
+            If the suffix of `path` is none of these.
+        TracerError
+            If matplotlib is not installed.
+        """
+        if path is not None and Path(path).suffix not in FORMATS:
+            raise UnknownNameError.of("format of figures", Path(path).suffix, FORMATS)
+        figure = figure_of(self._gathered(), log=log)
+        if path is not None:
+            with new_file(path, overwrite=overwrite) as temporary:
+                figure.savefig(temporary, format=Path(path).suffix[1:], dpi=150)
+        return figure
+
+    def _repr_html_(self) -> str:
+        """The series at a glance, for notebooks."""
+        columns = ("kind", "module", "tag", "n", "first", "last", "min", "at", "max", "at", "trend")
+        rows = [
+            (one.kind, one.module, one.tag, one.n, one.first, one.last)
+            + (one.min, one.min_step, one.max, one.max_step, one.trend)
+            for one in self.summary()
+        ]
+        return html.table(columns, rows, repr(self))
 
     def summary(self) -> list[Series]:
         """Each series at a glance: how many answers, first, last, least and greatest value, and a line of its course.

@@ -177,6 +177,9 @@ class Fault:
         """Change what is differentiated."""
         return loss
 
+    def before_step(self, step: int, model: nn.Module) -> None:
+        """Change the gradients."""
+
 
 @dataclass(frozen=True)
 class RateJump(Fault):
@@ -469,6 +472,7 @@ class Training:
                 output = model(x)
                 loss = F.cross_entropy(output.flatten(0, -2), y.flatten())
                 self.fault.loss(step, loss).backward()
+                self.fault.before_step(step, model)
                 optimizer.step()
 
 

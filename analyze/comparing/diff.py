@@ -1,0 +1,230 @@
+"""Where two recorded runs part: in their structure, and in which message first, bit for bit or beyond a tolerance."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from analyze.comparing.comparison import Align, Comparison
+from analyze.comparing.difference import Difference
+from analyze.comparing.matching import matched
+from analyze.comparing.noise import Journal, Judgement, judge
+from analyze.comparing.renaming import Renaming
+from analyze.comparing.structure import likely_renamings, structure_differences
+from tracer.errors import CaptureError
+from tracer.format.journal import Column
+from tracer.stores.locations import Anywhere
+from tracer.trace.reader import TraceReader
+from tracer.trace.selection import Steps
+
+_EPSILON = {"float64": 2.0**-52, "complex128": 2.0**-52, "float32": 2.0**-23, "complex64": 2.0**-23}
+_EPSILON |= {"float16": 2.0**-10, "complex32": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def diff(
+    one: Anywhere | TraceReader,
+    other: Anywhere | TraceReader,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    rename: Mapping[str, str] | Iterable[str] | str | None = None,
+    align: Align = "step",
+    noise: Anywhere | TraceReader | Iterable[Anywhere | TraceReader] = (),
+    steps: Steps | None = None,
+    tags: str | Iterable[str] | None = None,
+    kinds: str | Iterable[str] | None = None,
+    modules: str | Iterable[str] | None = None,
+    rank: int | None = None,
+    quick: bool = False,
+) -> Difference:
+    """Where and by how much two recorded runs differ, A and B.
+
+    Messages are matched by kind, module, tag, leaf, rank, step and call, and compared in the order in which A observed
+    them. Each trace is read once, a few megabytes at a time.
+
+    Parameters
+    ----------
+    one, other : path, URL or TraceReader
+        A and B.
+    rtol, atol : float
+        An element may differ by ``atol + rtol * abs(a)``. Without both, by no bit; NaN is the same as NaN.
+    rename : mapping of str to str, or ``"old=new"``, or several
+        Modules of A that have another name in B: dotted paths or beginnings of them; ``*`` stands for anything, see
+        `analyze.comparing.renaming.Renaming`.
+    align : {"step", "sample"}
+        Whether row i of a batch is compared with row i of the other run's batch, or with the row of the same sample:
+        the one whose `input_data` is the same to the bit. Weights and their gradients have no rows of samples, and
+        are compared as they are.
+    noise : path, URL or TraceReader, or several
+        Other runs of A's seed and program that differ from it by rounding alone: other threads, another machine, a
+        fused optimizer. A difference is then allowed where theirs explain it; see `analyze.comparing.noise`. Three
+        runs are better than one. With `rtol` or `atol` as well, either may allow it.
+    steps, tags, kinds, modules
+        What is compared, as `TraceReader.messages` has them; modules by their names in A.
+    rank : int, optional
+        Only this rank of both, with what it shares with others. By default ranks are compared number by number.
+    quick : bool
+        Whether messages with the same checksum, dtype and shape are taken for equal, and not read. One of four billion
+        messages that differ is then overlooked; a difference within 32 bits that follow each other never is.
+
+    Returns
+    -------
+    Difference
+
+    Raises
+    ------
+    CaptureError
+        If a renaming fits no module, a number is negative, or a trace has no such rank or, to align samples, no
+        `input_data`.
+    TraceError
+        If a trace cannot be read, or is damaged where it is compared.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tracer
+    >>> paths = [tempfile.mkdtemp() + "/run.zarr" for _ in range(2)]
+    >>> for number, path in enumerate(paths):
+    ...     with tracer.TraceWriter(path) as writer:
+    ...         for step in range(4):
+    ...             where = dict(global_step=step, train_step=step, epoch=0)
+    ...             x = torch.tensor([1.0, 2.0 + number * (step >= 2)])
+    ...             writer.write(tracer.ModuleMessage(kind="biases", module="fc", data=x, **where))
+    >>> found = diff(*paths)
+    >>> found.parted, found.first.step, str(found.first.name), float(found.first.amount.largest)
+    (True, 2, 'biases of fc', 1.0)
+    >>> diff(*paths, steps=(0, 2)).verdict
+    'A and B are bit-identical: 2 messages of 1 stream over the steps 0 to 1'
+    """
+    for what, value in (("rtol", rtol), ("atol", atol)):
+        if not value >= 0 or math.isinf(value):
+            raise CaptureError(f"{what} is a number from 0, not {value}")
+    if align not in ("step", "sample"):
+        raise CaptureError(f"align is 'step' or 'sample', not {align!r}")
+    renaming = Renaming.of(rename)
+    with contextlib.ExitStack() as stack:
+        first, second = (_opened(trace, rank, stack) for trace in (one, other))
+        others = [_opened(trace, rank, stack) for trace in _several(noise)]
+        renaming.check(_modules(first))
+        filters: dict[str, Any] = {
+            "kinds": _texts(kinds), "modules": _texts(modules), "tags": _texts(tags), "steps": steps,
+            "of_a_rank": rank is not None,
+        }  # fmt: skip
+        pairing = matched(first, second, renaming=renaming, **filters)
+        comparison = Comparison((first, second), pairing, align, rtol, atol, quick, rank is not None, bool(others))
+        comparison.run()
+        structure = [*structure_differences(first, second, renaming), *comparison.structure()]
+        tolerance, judgement = _words(rtol, atol), None
+        remarks = [*first.problems, *second.problems, *comparison.remarks()]
+        if others:
+            judgement = _judged(comparison, first, others, filters, remarks)
+            if judgement is not None:
+                comparison.judged(judgement)
+                tolerance = " or ".join([*([tolerance] if rtol or atol else []), f"the noise of {_runs(len(others))}"])
+                remarks += _remarks(judgement, comparison)
+        return comparison.difference(
+            structure=tuple(structure),
+            likely_renamings=tuple(likely_renamings(structure)),
+            tolerance=tolerance,
+            remarks=tuple(remarks),
+            margins={} if judgement is None else judgement.margins,
+        )
+
+
+# -- what was given -----------------------------------------------------------------------------------------------
+
+
+def _opened(trace: Anywhere | TraceReader, rank: int | None, stack: contextlib.ExitStack) -> TraceReader:
+    reader = trace if isinstance(trace, TraceReader) else stack.enter_context(TraceReader(trace))
+    return reader if rank is None else reader.of_rank(rank)
+
+
+def _several(traces: Anywhere | TraceReader | Iterable[Anywhere | TraceReader]) -> list[Anywhere | TraceReader]:
+    if isinstance(traces, str | TraceReader) or not isinstance(traces, Iterable):
+        return [traces]
+    return list(traces)
+
+
+def _texts(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _modules(reader: TraceReader) -> set[str]:
+    """The modules that a trace knows of, recorded or not."""
+    found = {stream.module for stream in reader.streams if stream.module is not None}
+    model = reader.header.get("model")
+    listed = model.get("modules", ()) if isinstance(model, Mapping) else ()
+    return found | {str(one.get("name")) for one in listed if isinstance(one, Mapping)}
+
+
+def _words(rtol: float, atol: float) -> str:
+    told = [f"{name}={value:g}" for name, value in (("rtol", rtol), ("atol", atol)) if value]
+    return ", ".join(told)
+
+
+def _runs(count: int) -> str:
+    return "another run" if count == 1 else f"{count} other runs"
+
+
+# -- noise --------------------------------------------------------------------------------------------------------
+
+
+def _judged(
+    comparison: Comparison,
+    first: TraceReader,
+    others: Sequence[TraceReader],
+    filters: dict[str, Any],
+    remarks: list[str],
+) -> Judgement | None:
+    """What the noise of other runs does not explain; None where they have none."""
+    noise = []
+    for other in others:
+        pairing = matched(first, other, renaming=Renaming(), **filters)
+        heard = Comparison((first, other), pairing, comparison.align, 0.0, 0.0, False, of_a_rank=comparison.of_a_rank)
+        heard.run()
+        remarks += [f"{other.path}: {problem}" for problem in other.problems]
+        if not heard.tallies:
+            raise CaptureError(f"{other.path} has no message that {first.path} has: it is no noise run of it")
+        if any(tally.differing for tally in heard.tallies.values()):
+            noise.append(heard.observed)
+        else:
+            remarks.append(f"{other.path} is bit-identical to A, so it tells nothing of rounding")
+    if not noise:
+        return None
+    epsilon = np.zeros(len(comparison.matched.names))
+    numbers = comparison.matched.name_of[0]
+    streams = first.journal[:, Column.STREAM]
+    for row in np.unique(streams, return_index=True)[1].tolist():
+        if numbers[row] >= 0:
+            dtype = comparison.matched.streams[0][int(streams[row])].dtype
+            epsilon[numbers[row]] = _EPSILON.get(dtype or "", 2.0**-2 if "float" in (dtype or "") else 0.0)
+    kinds = [name.kind for name in comparison.matched.names]
+    steps, rounding = first.journal[:, Column.GLOBAL_STEP], comparison.roundings(epsilon)
+    return judge(Journal(numbers, steps, kinds, epsilon, rounding), comparison.observed, noise)
+
+
+def _remarks(judgement: Judgement, comparison: Comparison) -> list[str]:
+    """What noise explained in a special way, and what it leaves open."""
+    found = []
+    names, journal = comparison.matched.name_of[0], comparison.readers[0].journal
+    for row in judgement.kinks:
+        name, step = comparison.matched.names[int(names[row])], int(journal[row, Column.GLOBAL_STEP])
+        found.append(
+            f"at step {step} a unit is on in one run and off in the other, which rounding decides at a kink: first in "
+            f"{name}; the steps after it are judged by what it led to"
+        )
+    told = ~np.isnan(judgement.tolerance)
+    hopeless = told & (judgement.tolerance >= 1.0)
+    numbers = set(names[hopeless].tolist()) - set(names[told & ~hopeless].tolist())
+    if numbers:
+        shown = sorted(str(comparison.matched.names[number]) for number in numbers)
+        rest = f" and {len(shown) - 5:,} more" if len(shown) > 5 else ""
+        found.append(
+            f"rounding alone may make these entirely others, so they are not judged: {', '.join(shown[:5])}{rest}"
+        )
+    return found

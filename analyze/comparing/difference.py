@@ -1,0 +1,283 @@
+"""What a comparison of two traces found, as values and as a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from analyze.comparing.amounts import Amount, number
+from analyze.comparing.matching import Name
+from analyze.comparing.structure import StructureDifference
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """A message that differs between two traces.
+
+    Attributes
+    ----------
+    name : Name
+        Its stream: kind, module, tag, leaf and rank.
+    step, call : int
+        Its global step, and which of the stream's messages in this step it is.
+    epoch : int
+        In the first trace.
+    amount : Amount
+        How much it differs.
+    tolerance : float or None
+        The relative difference that the noise allows; None where it was not judged by noise.
+    """
+
+    name: Name
+    step: int
+    call: int
+    epoch: int
+    amount: Amount
+    tolerance: float | None = None
+
+    def __str__(self) -> str:
+        call = f", call {self.call}" if self.call else ""
+        rank = f", rank {self.name.rank}" if self.name.rank else ""
+        allowed = "" if self.tolerance is None else f" (the noise allows {self.tolerance:.2g})"
+        return f"step {self.step}: {self.name}{call}{rank}: {self.amount}{allowed}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The message and its difference in JSON values."""
+        amount = self.amount
+        found: dict[str, Any] = {
+            "step": self.step,
+            "epoch": self.epoch,
+            **_name(self.name),
+            "call": self.call,
+            "elements": amount.elements,
+            "of": amount.of,
+            "largest": amount.largest,
+            "relative": amount.relative,
+            "place": list(amount.place),
+            "one": _plain(amount.here),
+            "other": _plain(amount.there),
+            "beyond": amount.beyond,
+        }
+        if amount.shapes is not None:
+            found["shapes"] = [list(shape) for shape in amount.shapes]
+        if self.tolerance is not None:
+            found["tolerance"] = self.tolerance
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDifference:
+    """How one stream differs between two traces.
+
+    Attributes
+    ----------
+    name : Name
+    compared, differing, parted : int
+        Messages that were compared, that differ in a bit, and that differ by more than the tolerance allows.
+    first : Parting or None
+        The first message that differs by more than the tolerance allows.
+    largest : Parting
+        The message that differs most, by its relative difference.
+    """
+
+    name: Name
+    compared: int
+    differing: int
+    parted: int
+    first: Parting | None
+    largest: Parting
+
+    def as_json(self) -> dict[str, Any]:
+        """The stream in JSON values."""
+        return {
+            **_name(self.name),
+            "compared": self.compared,
+            "differing": self.differing,
+            "parted": self.parted,
+            "first": None if self.first is None else self.first.as_json(),
+            "largest": self.largest.as_json(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Uncompared:
+    """Messages that could not be compared.
+
+    Attributes
+    ----------
+    why : str
+        ``"only in A"``, ``"only in B"``, or another reason.
+    name : Name
+        Their stream.
+    count : int
+        How many there are.
+    first : int
+        The global step of the first.
+    whole : bool
+        Whether nothing of the stream was compared.
+    """
+
+    why: str
+    name: Name
+    count: int
+    first: int
+    whole: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """The messages in JSON values."""
+        return {"why": self.why, **_name(self.name), "count": self.count, "first": self.first, "whole": self.whole}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What a comparison of two traces found; `analyze.diff` makes it.
+
+    Attributes
+    ----------
+    one, other : str
+        The paths of the traces, A and B.
+    structure : tuple of StructureDifference
+        What the headers say differently. It does not make runs part.
+    streams : tuple of StreamDifference
+        The streams of which a message differs: those that part in the order in which they do, then the others, those
+        that differ most first.
+    uncompared : tuple of Uncompared
+        What could not be compared.
+    compared : int
+        Messages that were compared.
+    compared_streams : int
+        Streams of which messages were compared.
+    steps : tuple of int or None
+        The first and the last step of which messages were compared.
+    first : Parting or None
+        The first message, in the order of observation of A, that differs by more than the tolerance allows.
+    tolerance : str
+        What is allowed, in words: nothing, so much, or what the noise of other runs does.
+    remarks : tuple of str
+        Sentences on the comparison: what of a trace is missing, what noise could not tell.
+    likely_renamings : tuple of (str, str)
+        Modules that only A has, and modules that only B has that may be the same ones.
+    quick : bool
+        Whether messages with equal checksums were taken for equal.
+    margins : mapping of str to float
+        Of each kind, by which factor noise may exceed what other noise reached; empty without noise.
+    """
+
+    one: str
+    other: str
+    structure: tuple[StructureDifference, ...] = ()
+    streams: tuple[StreamDifference, ...] = ()
+    uncompared: tuple[Uncompared, ...] = ()
+    compared: int = 0
+    compared_streams: int = 0
+    steps: tuple[int, int] | None = None
+    first: Parting | None = None
+    tolerance: str = ""
+    remarks: tuple[str, ...] = ()
+    likely_renamings: tuple[tuple[str, str], ...] = ()
+    quick: bool = False
+    margins: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def parted(self) -> bool:
+        """Whether a message differs by more than the tolerance allows."""
+        return self.first is not None
+
+    @property
+    def differing(self) -> int:
+        """Messages that differ in a bit."""
+        return sum(one.differing for one in self.streams)
+
+    @property
+    def parted_messages(self) -> int:
+        """Messages that differ by more than the tolerance allows."""
+        return sum(one.parted for one in self.streams)
+
+    @property
+    def complete(self) -> bool:
+        """Whether each message of both traces was compared."""
+        return not self.uncompared
+
+    @property
+    def identical(self) -> bool:
+        """Whether each message of both traces was compared, and is the same in both to the bit."""
+        return self.compared > 0 and self.complete and not self.differing
+
+    @property
+    def verdict(self) -> str:
+        """What came out, in a sentence."""
+        streams = counted(self.compared_streams, "stream")
+        whole = f"{counted(self.compared, 'message')} of {streams}{self._over()}"
+        lacking = self._lacking()
+        if not self.compared:
+            return f"nothing could be compared{lacking or ': neither trace has messages'}"
+        if self.first is not None:
+            parts = sum(one.first is not None for one in self.streams)
+            return f"A and B part at {self.first}; in all, {parts:,} of {streams} part{lacking}"
+        if not self.differing:
+            same = "have the same checksums" if self.quick else "are bit-identical"
+            return f"A and B {same}: {whole}{lacking}"
+        most = max((one.largest for one in self.streams), key=lambda one: one.amount.relative)
+        return f"A and B agree within {self.tolerance}: {self.differing:,} of {whole} differ, most at {most}{lacking}"
+
+    def _over(self) -> str:
+        if self.steps is None:
+            return ""
+        first, last = self.steps
+        return f" at step {first}" if first == last else f" over the steps {first} to {last}"
+
+    def _lacking(self) -> str:
+        """The end of the verdict, where something was not compared."""
+        if not self.uncompared:
+            return ""
+        whys: dict[str, int] = {}
+        for one in self.uncompared:
+            whys[one.why] = whys.get(one.why, 0) + one.count
+        told = "; ".join(f"{count:,} {'are ' if why.startswith('only') else ''}{why}" for why, count in whys.items())
+        return f". Not compared: {counted(sum(whys.values()), 'message')}, of which {told}"
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it in JSON values."""
+        return {
+            "one": self.one,
+            "other": self.other,
+            "verdict": self.verdict,
+            "identical": self.identical,
+            "parted": self.parted,
+            "complete": self.complete,
+            "compared": self.compared,
+            "differing": self.differing,
+            "parted_messages": self.parted_messages,
+            "compared_streams": self.compared_streams,
+            "steps": None if self.steps is None else list(self.steps),
+            "tolerance": self.tolerance,
+            "first": None if self.first is None else self.first.as_json(),
+            "streams": [one.as_json() for one in self.streams],
+            "structure": [one.as_json() for one in self.structure],
+            "uncompared": [one.as_json() for one in self.uncompared],
+            "likely_renamings": [list(one) for one in self.likely_renamings],
+            "margins": dict(self.margins),
+            "remarks": list(self.remarks),
+        }
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things.
+
+    Examples
+    --------
+    >>> counted(1, "stream"), counted(1200, "stream")
+    ('1 stream', '1,200 streams')
+    """
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def _name(name: Name) -> dict[str, Any]:
+    return {"kind": name.kind, "module": name.module, "tag": name.tag, "leaf": name.leaf, "rank": name.rank}
+
+
+def _plain(value: Any) -> Any:
+    """A numpy scalar as a JSON value; complex numbers as text."""
+    item = value.item() if hasattr(value, "item") else value
+    return number(value) if isinstance(item, complex) else item

@@ -1,0 +1,199 @@
+"""Which message of one trace is which of another, from their journals alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.comparing.ranks import both_ranks
+from analyze.comparing.renaming import Renaming
+from tracer.format.journal import NONE, Column
+from tracer.messaging.subscription import passes
+from tracer.trace.reader import TraceReader
+from tracer.trace.selection import Steps
+from tracer.trace.streams import StreamInfo, stream_name
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What a stream is called, in both traces: a kind, a module, a tag, a leaf and a rank.
+
+    Attributes
+    ----------
+    kind, tag, leaf : str
+    module : str or None
+        Dotted path in the first trace; None for the network.
+    rank : int
+    """
+
+    kind: str
+    module: str | None
+    tag: str
+    leaf: str
+    rank: int
+
+    def __str__(self) -> str:
+        return stream_name(self.kind, self.module, self.tag, self.leaf)
+
+
+@dataclass(eq=False)
+class Matched:
+    """The messages of two traces, matched.
+
+    Attributes
+    ----------
+    names : list of Name
+        Of all streams of both.
+    name_of : pair of ndarray of int64
+        For each row of each journal, the number of its name; -1 where a filter leaves it out.
+    rows : pair of ndarray of int64, (n,)
+        The rows that belong together, in the order of the first journal.
+    alone : pair of ndarray of int64
+        The rows that the other trace lacks, ascending.
+    ranks : list of (int, int)
+        The ranks that are compared.
+    streams : pair of list of StreamInfo
+        Those of both traces.
+    strangers : pair of list of int
+        The streams that pass the filters, of ranks that are not compared.
+    steps : tuple or None
+        The filter of steps.
+    """
+
+    names: list[Name]
+    name_of: tuple[NDArray[np.int64], NDArray[np.int64]]
+    rows: tuple[NDArray[np.int64], NDArray[np.int64]]
+    alone: tuple[NDArray[np.int64], NDArray[np.int64]]
+    ranks: list[tuple[int, int]]
+    streams: tuple[list[StreamInfo], list[StreamInfo]]
+    strangers: tuple[list[int], list[int]]
+    steps: Steps | None
+
+
+def matched(
+    one: TraceReader,
+    other: TraceReader,
+    *,
+    renaming: Renaming,
+    kinds: Sequence[str] | None = None,
+    modules: Sequence[str] | None = None,
+    tags: Sequence[str] | None = None,
+    steps: Steps | None = None,
+    of_a_rank: bool = False,
+) -> Matched:
+    """Match the messages of two traces by kind, module, tag, leaf, rank, step and call.
+
+    Parameters
+    ----------
+    one, other : TraceReader
+    renaming : Renaming
+        From the modules of `one` to those of `other`.
+    kinds, modules, tags, steps
+        Filters, as `TraceReader.messages` has them, by the names of `one`.
+    of_a_rank : bool
+        Whether both readers are of one rank, so that it does not matter which rank recorded what it shares with others.
+    """
+    ranks = both_ranks(one.ranks, other.ranks)
+    mine, theirs = one.streams, other.streams
+    # the root comes first, so that another module may take its place
+    back = {renaming(module): module for module in sorted({stream.module or "" for stream in mine})}
+    of_rank: tuple[dict[int, int], dict[int, int]] = ({a: a for a, _ in ranks}, {b: a for a, b in ranks})
+    names: dict[tuple[Any, ...], int] = {}
+    shown: list[Name] = []
+    numbers = []
+    strangers: tuple[list[int], list[int]] = ([], [])
+    for side, streams in enumerate((mine, theirs)):
+        found: list[int] = []
+        for stream in streams:
+            # both are matched by the names of the second trace, and shown by those of the first
+            module = stream.module
+            there = module if module is None or side else renaming(module)
+            displaced = not side and module == "" and back.get(there or "") != ""
+            here = module if module is None or not side else back.get(module, module)
+            rank = 0 if of_a_rank else of_rank[side].get(stream.rank)
+            wanted = passes(replace(stream, module=here), kinds, modules, tags)
+            if rank is None or not wanted:
+                strangers[side].extend([stream.id] if wanted else [])
+                found.append(NONE)
+                continue
+            key = (stream.kind, there, stream.tag, stream.leaf, rank, displaced)
+            if key not in names:
+                names[key] = len(names)
+                shown.append(Name(stream.kind, here, stream.tag, stream.leaf, stream.rank if of_a_rank else rank))
+            found.append(names[key])
+        numbers.append(np.array([*found, NONE], np.int64))
+    name_of = []
+    for reader, number in zip((one, other), numbers, strict=True):
+        of_row = number[reader.journal[:, Column.STREAM]]
+        within = np.zeros(len(of_row), np.bool_)
+        within[reader.select(steps=steps)] = True
+        name_of.append(np.where(within, of_row, NONE))
+    rows, alone = _pairs((one, other), name_of)
+    return Matched(shown, (name_of[0], name_of[1]), rows, alone, ranks, (mine, theirs), strangers, steps)
+
+
+def _pairs(
+    readers: tuple[TraceReader, TraceReader], name_of: Sequence[NDArray[np.int64]]
+) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """The rows of two journals that have the same name, step and call, and those that have none in the other."""
+    rows, keys = [], []
+    for reader, names in zip(readers, name_of, strict=True):
+        chosen = np.flatnonzero(names != NONE)
+        key = np.stack(
+            [names[chosen], reader.journal[chosen, Column.GLOBAL_STEP], reader.journal[chosen, Column.CALL]], axis=1
+        )
+        rows.append(chosen)
+        keys.append(np.column_stack([key, _repeated(key)]))
+    joined = np.concatenate(keys)
+    side = np.repeat([0, 1], [len(rows[0]), len(rows[1])])
+    row = np.concatenate(rows)
+    order = np.lexsort((side, *joined.T[::-1]))
+    same = (joined[order[1:]] == joined[order[:-1]]).all(axis=1)
+    first, second = row[order[:-1][same]], row[order[1:][same]]
+    in_order = np.argsort(first)
+    first, second = first[in_order], second[in_order]
+    return (first, second), (np.setdiff1d(rows[0], first), np.setdiff1d(rows[1], second))
+
+
+def _repeated(key: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each row, how many equal ones are before it."""
+    if not len(key):
+        return np.zeros(0, np.int64)
+    order = np.lexsort(key.T[::-1])
+    begins = np.flatnonzero(np.r_[True, (key[order[1:]] != key[order[:-1]]).any(axis=1)])
+    length = np.diff(np.r_[begins, len(key)])
+    found = np.empty(len(key), np.int64)
+    found[order] = np.arange(len(key)) - np.repeat(begins, length)
+    return found
+
+
+def values_of_pairs(
+    readers: tuple[TraceReader, TraceReader], rows: tuple[NDArray[np.int64], NDArray[np.int64]]
+) -> Iterator[tuple[int, int, NDArray[Any], NDArray[Any]]]:
+    """The data of rows that belong together, in the order of the first: both rows, and both arrays.
+
+    Each trace is read once, in its own order. Only where the second has another order than the first, data of it waits
+    in memory.
+    """
+    masks = []
+    for reader, chosen in zip(readers, rows, strict=True):
+        mask = np.zeros(len(reader.journal), np.bool_)
+        mask[chosen] = True
+        masks.append(mask)
+    theirs = readers[1].values(where=masks[1])
+    waiting: dict[int, NDArray[Any]] = {}
+    for (row, mine), partner in zip(readers[0].values(where=masks[0]), rows[1].tolist(), strict=True):
+        found = waiting.pop(partner, None)
+        while found is None:
+            number, data = next(theirs)
+            assert data is not None
+            if number == partner:
+                found = data
+            else:
+                waiting[number] = data.copy()  # a view would keep the whole block in memory
+        assert mine is not None
+        yield row, partner, mine, found

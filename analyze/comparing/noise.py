@@ -1,0 +1,288 @@
+"""Which differences between two runs rounding explains, judged by other runs that differ from the first by it alone.
+
+A noise run has the seed and the program of the first run, and another order of its sums: other threads, another
+machine, a fused optimizer. How far it is from the first run, stream by stream and step by step, is what rounding does
+there. The relative difference is the norm of the difference divided by the norm of the first run's tensor, at most 1.
+
+1. **Envelope.** Rounding grows smoothly, so what noise has reached once it may reach again: for each stream, the
+   largest relative difference up to the step, and `WINDOW` recorded steps beyond, since no two runs grow in step.
+2. **Floor.** A noise run may begin to differ later than the judged run. So the envelope is at least ``amplification *
+   max(median envelope of the kind, what that was when it began, machine epsilon)``, where the amplification of a
+   stream is how much noisier it is than the median stream of its kind (at nine steps of ten). The gradient of a bias
+   before a normalisation, for example, is rounding and nothing else. An update is a difference of two rounded weights,
+   so two units in their last place are allowed.
+3. **Several noise runs.** Of the envelopes of m runs the upper median counts, so that of three runs one may have had
+   an accident.
+4. **Margin.** Noise exceeds the envelope of other noise by a factor, whose tail is estimated from the noise runs
+   themselves: each against the others, or one alone against its own past. Of each kind, the factor that is exceeded in
+   one run of a hundred (`FALSE_ALARMS`, shared by the kinds) follows from the largest ratios by the estimators of Hill
+   (1975) and Weissman (1978). It is at least `LEAST` (`ALONE` of one noise run, `UPDATES` of updates) and at most
+   `MOST`.
+5. **Kinks.** A unit of a ReLU or a maximum that is within rounding of its kink is on in one run and off in the other.
+   Its gradient jumps, and no noise run has the same jump at the same step. It is told from a fault by what is seen
+   first: in the order of observation, the first difference that is too large is in the gradient of a layer's output,
+   few elements carry it, and each of these is exactly zero in one of the runs. Then nothing is judged for
+   `RECOVERY` recorded steps, and later each stream against what it reached in these. A remark tells the step. The
+   steps in which noise runs have a kink are no part of their envelopes.
+
+A number that is finite in one run only, and a difference in whole numbers or bools that no noise run has, is never
+explained by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+WINDOW: Final = 5
+"""Recorded steps that a judged run may be ahead of a noise run."""
+FALSE_ALARMS: Final = 0.01
+"""Runs that differ by rounding alone and are said to part, as a share."""
+LEAST: Final = 8.0
+MOST: Final = 64.0
+"""Bounds of the margin."""
+UPDATES: Final = 64.0
+"""The least margin of updates: an adaptive optimizer magnifies the rounding of small gradients, more in some steps."""
+ALONE: Final = 20.0
+"""The least margin where there is one noise run, and the margin where too little is known of its tail."""
+RECOVERY: Final = 10
+"""Recorded steps after a kink in which nothing is judged: an optimizer with a momentum of 0.9 remembers so many."""
+KINKED: Final = ("layer_gradients", "input_gradients")
+"""Kinds in which a kink is seen first."""
+_FEW: Final = 50
+"""Ratios of which no tail is estimated."""
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """How far a run is from the first one, message by message of the first run's journal.
+
+    Attributes
+    ----------
+    relative : ndarray of float64, (messages,)
+        The relative difference; NaN where nothing was compared.
+    switched : ndarray of bool, (messages,)
+        As `Amount.switched`.
+    broken : ndarray of bool, (messages,)
+        Whether a number is finite in one run only, or the shapes differ.
+    """
+
+    relative: NDArray[np.float64]
+    switched: NDArray[np.bool_]
+    broken: NDArray[np.bool_]
+
+    @classmethod
+    def nothing(cls, messages: int) -> Observed:
+        """An observation that is to be filled."""
+        return cls(np.full(messages, np.nan), np.zeros(messages, np.bool_), np.zeros(messages, np.bool_))
+
+
+@dataclass(frozen=True, eq=False)
+class Journal:
+    """What the judge knows of the first run's messages.
+
+    Attributes
+    ----------
+    name : ndarray of int64, (messages,)
+        The number of each message's stream; -1 where a filter leaves it out.
+    step : ndarray of int64, (messages,)
+    kinds : list of str
+        Of each stream.
+    epsilon : ndarray of float64, (streams,)
+        The machine epsilon of each stream's dtype; 0 for whole numbers and bools.
+    rounding : ndarray of float64, (messages,)
+        The relative error that a message has by how it was made; 0 where nothing is known.
+    """
+
+    name: NDArray[np.int64]
+    step: NDArray[np.int64]
+    kinds: list[str]
+    epsilon: NDArray[np.float64]
+    rounding: NDArray[np.float64]
+
+
+@dataclass(eq=False)
+class Judgement:
+    """What noise does not explain.
+
+    Attributes
+    ----------
+    alarms : ndarray of bool, (messages,)
+        The messages that differ by more than it does.
+    tolerance : ndarray of float64, (messages,)
+        The relative difference that is allowed.
+    margins : dict of str to float
+        Of each kind.
+    kinks : list of int
+        The rows in which a kink was seen.
+    """
+
+    alarms: NDArray[np.bool_]
+    tolerance: NDArray[np.float64]
+    margins: dict[str, float] = field(default_factory=dict)
+    kinks: list[int] = field(default_factory=list)
+
+
+def judge(journal: Journal, run: Observed, noise: Sequence[Observed]) -> Judgement:
+    """Which messages of a run differ from the first run by more than noise explains; see the module.
+
+    Parameters
+    ----------
+    journal : Journal
+    run : Observed
+    noise : sequence of Observed
+        At least one.
+    """
+    chosen = np.flatnonzero(journal.name >= 0)
+    steps, place = np.unique(journal.step[chosen], return_inverse=True)
+    found = Judgement(np.zeros(len(journal.name), np.bool_), np.full(len(journal.name), np.nan))
+    numbers = journal.name[chosen]
+    of_kind = sorted(set(journal.kinds))
+    kinks = [np.searchsorted(steps, _kinks(journal, one)) for one in noise]
+    ends = [int(one.min()) if len(one) else len(steps) for one in kinks]
+    for kind in of_kind:
+        streams = np.flatnonzero(np.array([one == kind for one in journal.kinds]))
+        rows = np.flatnonzero(np.isin(numbers, streams))
+        if not len(rows):
+            continue
+        at = (np.searchsorted(streams, numbers[rows]), place[rows])
+        curves = [_curve(_clipped(one)[chosen[rows]], at, (len(streams), len(steps))) for one in noise]
+        for curve, at_kinks in zip(curves, kinks, strict=True):
+            curve[:, at_kinks] = np.nan
+        epsilon = journal.epsilon[streams]
+        envelopes = [_envelope(curve, epsilon, ahead=WINDOW) for curve in curves]
+        least = UPDATES if kind.endswith("_updates") else LEAST
+        margin = _margin(curves, envelopes, epsilon, ends, FALSE_ALARMS / len(of_kind), least)
+        found.margins[kind] = margin
+        found.tolerance[chosen[rows]] = np.maximum(
+            (margin * _upper_median(envelopes))[at], 2 * journal.rounding[chosen[rows]]
+        )
+    _walk(journal, run, noise, steps, found)
+    return found
+
+
+def _clipped(run: Observed) -> NDArray[np.float64]:
+    """Relative differences, at most 1: a tensor that is entirely another one."""
+    return np.minimum(run.relative, 1.0)
+
+
+def _curve(
+    values: NDArray[np.float64], at: tuple[NDArray[np.int64], NDArray[np.int64]], shape: tuple[int, int]
+) -> NDArray[np.float64]:
+    """The largest value of each stream at each step, (streams, steps); NaN where there is none."""
+    curve = np.full(shape, -np.inf)
+    np.maximum.at(curve, at, np.where(np.isnan(values), -np.inf, values))
+    curve[np.isinf(curve)] = np.nan
+    return curve
+
+
+def _envelope(curve: NDArray[np.float64], epsilon: NDArray[np.float64], ahead: int) -> NDArray[np.float64]:
+    """What a noise run reached up to each step and `ahead` steps beyond (-1: before it), and at least the floor."""
+    reached = np.maximum.accumulate(np.nan_to_num(curve, nan=0.0), axis=1)
+    amplification = _amplification(curve, reached)
+    last = reached.shape[1] - 1
+    if ahead < 0:
+        reached = np.concatenate([np.zeros((len(reached), 1)), reached[:, :-1]], axis=1)
+    else:
+        reached = reached[:, np.minimum(np.arange(last + 1) + ahead, last)]
+    level = np.median(reached, axis=0)
+    begun = level[level > 0]
+    floor = amplification[:, None] * np.maximum(np.maximum(level, begun[0] if len(begun) else 0.0), epsilon[:, None])
+    floor[epsilon == 0] = 0.0
+    found: NDArray[np.float64] = np.minimum(np.maximum(reached, floor), 1.0)
+    return found
+
+
+def _amplification(curve: NDArray[np.float64], reached: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How much noisier each stream is than the median stream of its kind, at nine steps of ten."""
+    level = np.median(reached, axis=0)
+    ratio = np.where(level > 0, curve, np.nan) / np.where(level > 0, level, 1.0)
+    known = np.isfinite(ratio).any(axis=1)
+    found = np.ones(len(curve))
+    if known.any():
+        found[known] = np.nanquantile(ratio[known], 0.9, axis=1)
+    return np.maximum(found, 1.0)
+
+
+def _upper_median(curves: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = np.sort(np.stack(curves), axis=0)[len(curves) // 2]
+    return found
+
+
+def _kinks(journal: Journal, run: Observed) -> NDArray[np.int64]:
+    """The global steps in which a noise run has a kink that stands out of what its stream has otherwise."""
+    kinked = np.array([kind in KINKED for kind in journal.kinds])
+    rows = np.flatnonzero(run.switched & (journal.name >= 0))
+    rows = rows[kinked[journal.name[rows]]]
+    usual = np.full(len(journal.kinds), np.inf)
+    for number in np.unique(journal.name[rows]).tolist():
+        usual[number] = np.nanmedian(run.relative[journal.name == number])
+    return np.unique(journal.step[rows[run.relative[rows] > LEAST * usual[journal.name[rows]]]])
+
+
+def _margin(
+    curves: Sequence[NDArray[np.float64]],
+    envelopes: Sequence[NDArray[np.float64]],
+    epsilon: NDArray[np.float64],
+    ends: Sequence[int],
+    false_alarms: float,
+    least: float,
+) -> float:
+    """By which factor noise exceeds its envelope in so large a share of runs, from the noise runs themselves."""
+    ratios = []
+    for number, curve in enumerate(curves):
+        others = [one for place, one in enumerate(envelopes) if place != number]
+        reference = _upper_median(others) if others else _envelope(curve, epsilon, ahead=-1)
+        end = min([ends[number], *(ends if others else [])])
+        if not others:  # its own past begins when it has one
+            reference = np.where(np.cumsum(np.nan_to_num(curve) > 0, axis=1) > WINDOW, reference, np.nan)
+        with np.errstate(all="ignore"):
+            ratio = (curve / reference)[:, :end]
+        told = np.isfinite(ratio) & (ratio > 0) & (reference[:, :end] < 1.0 / LEAST)
+        ratios.append(ratio[told])
+    found = np.sort(np.concatenate(ratios))[::-1]
+    # how two noise runs differ cannot be seen of one
+    least = max(least, LEAST if len(curves) > 1 else ALONE)
+    if len(found) < _FEW:
+        return max(least, ALONE)
+    k = max(10, len(found) // 100)
+    logs = np.log(found[:k])
+    gamma = float((logs - logs[-1]).mean())
+    return float(np.clip(found[k - 1] * (k / (len(curves) * false_alarms)) ** gamma, least, MOST))
+
+
+def _walk(
+    journal: Journal, run: Observed, noise: Sequence[Observed], steps: NDArray[np.int64], found: Judgement
+) -> None:
+    """Judge the messages in the order of observation, and begin anew after each kink."""
+    relative = _clipped(run)
+    broken = run.broken & ~np.logical_or.reduce([one.broken for one in noise])
+    compared = (journal.name >= 0) & ~np.isnan(run.relative)
+    kinked = np.array([*(kind in KINKED for kind in journal.kinds), False])[journal.name]
+    margins = np.array([*(found.margins.get(kind, LEAST) for kind in journal.kinds), LEAST])[journal.name]
+    beginning = 0
+    while True:
+        # what differs entirely is beyond a tolerance that is less than everything
+        beyond = compared & (broken | (relative > found.tolerance))
+        beyond[:beginning] = False
+        first = int(beyond.argmax()) if beyond.any() else len(beyond)
+        if first == len(beyond) or broken[first] or not (run.switched[first] and kinked[first]):
+            found.alarms[:] = beyond
+            return
+        found.kinks.append(first)
+        here = int(np.searchsorted(steps, journal.step[first]))
+        last = int(steps[min(here + RECOVERY, len(steps) - 1)])
+        within = compared & (np.arange(len(compared)) >= first) & (journal.step <= last)
+        reached = np.zeros(len(journal.kinds))
+        np.maximum.at(reached, journal.name[within], relative[within])
+        later = compared & (np.arange(len(compared)) >= first)
+        rebased = np.maximum(found.tolerance[later], margins[later] * reached[journal.name[later]])
+        found.tolerance[later] = rebased
+        ahead = np.flatnonzero(within)
+        # numbers that are not finite are told even now
+        shown = ahead[broken[ahead]]
+        beginning = int(shown[0]) if len(shown) else int(ahead[-1]) + 1

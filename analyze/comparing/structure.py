@@ -1,0 +1,144 @@
+"""How two runs differ before any value is compared: in their models, options, arguments, versions and seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from analyze.comparing.renaming import Renaming
+from tracer.trace.reader import TraceReader
+
+_OWN: Final = ("run_id", "created", "process", "launch", "recording", "attempt", "first_step", "certificate", "kinds")
+"""What each run has of its own, and what says how it was written or what could have been recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class StructureDifference:
+    """Something that the headers or the tables of two traces say differently.
+
+    Attributes
+    ----------
+    what : str
+        What it is: ``"module"``, ``"parameter"``, ``"version"``, ``"seed"``, ``"argv"`` and so on.
+    name : str
+        Which one; empty where there is one only.
+    one, other : JSON value
+        What each trace says; None where it says nothing.
+    """
+
+    what: str
+    name: str
+    one: Any
+    other: Any
+
+    def as_json(self) -> dict[str, Any]:
+        """The difference in JSON values."""
+        return {"what": self.what, "name": self.name, "one": self.one, "other": self.other}
+
+
+def structure_differences(one: TraceReader, other: TraceReader, renaming: Renaming) -> list[StructureDifference]:
+    """What the headers of two traces say differently, modules of the first under their names in it.
+
+    Parameters
+    ----------
+    one, other : TraceReader
+    renaming : Renaming
+    """
+    mine, theirs = one.header, other.header
+    found = [*_of_models(mine.get("model"), theirs.get("model"), renaming)]
+    for key, what in (("versions", "version"), ("seeds", "seed")):
+        found += _of_mappings(what, _mapping(mine.get(key)), _mapping(theirs.get(key)))
+    if mine.get("argv") != theirs.get("argv"):
+        found.append(StructureDifference("argv", "", mine.get("argv"), theirs.get("argv")))
+    found += _of_captures(mine.get("capture"), theirs.get("capture"))
+    tied = [_mapping(header.get("model")).get("tied") for header in (mine, theirs)]
+    if tied[0] != tied[1] and not renaming.rules:
+        found.append(StructureDifference("tied parameters", "", *tied))
+    if one.ranks != other.ranks:
+        found.append(StructureDifference("ranks", "", one.ranks, other.ranks))
+    if one.status != other.status:
+        found.append(StructureDifference("status", "", one.status, other.status))
+    if one.dropped != other.dropped:
+        found.append(StructureDifference("dropped messages", "", one.dropped or None, other.dropped or None))
+    known = {*_OWN, "model", "models", "versions", "seeds", "argv", "capture", "ranks"}
+    rest = [{key: value for key, value in header.items() if key not in known} for header in (mine, theirs)]
+    found += _of_mappings("header", *rest)
+    return found
+
+
+def likely_renamings(differences: Iterable[StructureDifference]) -> list[tuple[str, str]]:
+    """Modules that only one run has, and what they may be called in the other: in order, where the classes agree."""
+    modules = [one for one in differences if one.what == "module"]
+    gone = [one for one in modules if one.other is None]
+    new = [one for one in modules if one.one is None]
+    if not gone or [one.one for one in gone] != [one.other for one in new]:
+        return []
+    return [(old.name, other.name) for old, other in zip(gone, new, strict=True)]
+
+
+def _of_models(one: Any, other: Any, renaming: Renaming) -> Iterable[StructureDifference]:
+    """Modules with their classes, and parameters with their shapes, dtypes and whether they are trained."""
+    mine, theirs = _mapping(one), _mapping(other)
+    found: list[StructureDifference] = []
+    for key, what in (("modules", "module"), ("parameters", "parameter")):
+        first, second = _by_name(mine.get(key)), _by_name(theirs.get(key))
+        if not first or not second:  # one of the traces was not told of its model
+            continue
+        for name, told in first.items():
+            module, _, own = name.rpartition(".") if key == "parameters" else (name, "", "")
+            there = second.pop(".".join(part for part in (renaming(module), own) if part), None)
+            if there is None:
+                found.append(StructureDifference(what, name, _brief(told), None))
+            elif told != there:
+                found.append(StructureDifference(what, name, *_unlike(told, there)))
+        found += [StructureDifference(what, name, None, _brief(there)) for name, there in second.items()]
+    return found
+
+
+def _by_name(listed: Any) -> dict[str, dict[str, Any]]:
+    if not isinstance(listed, Sequence) or isinstance(listed, str):
+        return {}
+    return {
+        str(one["name"]): {key: value for key, value in one.items() if key != "name"}
+        for one in listed
+        if isinstance(one, Mapping) and "name" in one
+    }
+
+
+def _brief(told: Mapping[str, Any]) -> Any:
+    """A module's class, or what is told of a parameter."""
+    return told["class"] if "class" in told else dict(told)
+
+
+def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What is told differently of a module or parameter."""
+    keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+    if "class" in keys:  # of another class, the rest says little
+        return one.get("class"), other.get("class")
+    return {key: one.get(key) for key in keys}, {key: other.get(key) for key in keys}
+
+
+def _of_captures(one: Any, other: Any) -> Iterable[StructureDifference]:
+    """Which messages were to be recorded, and how much of them."""
+    if one == other:
+        return []
+    if not (_is_single(one) and _is_single(other)):
+        return [StructureDifference("capture", "", one, other)]
+    return _of_mappings("capture", dict(one[0]), dict(other[0]))
+
+
+def _is_single(captures: Any) -> bool:
+    return isinstance(captures, list) and len(captures) == 1 and isinstance(captures[0], Mapping)
+
+
+def _of_mappings(what: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[StructureDifference]:
+    return [
+        StructureDifference(what, str(key), one.get(key), other.get(key))
+        for key in {**one, **other}
+        if one.get(key) != other.get(key)
+    ]
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,187 @@
+"""Answers as a figure: a panel for each kind, with a line for each series, or a map where there are many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.tables.columns import Columns
+from analyze.tables.escapes import printable
+from analyze.tables.layout import shortened
+from analyze.tables.sparkline import mean_of
+from analyze.tables.writing import not_installed
+from tracer.errors import MessageError
+from tracer.messaging.messages import DEFAULT_TAG
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS: Final = (".png", ".svg", ".pdf")
+"""The suffixes of files that a figure is written to."""
+_LINES: Final = 8
+"""The most series that are lines; more are the rows of a map."""
+_PANELS: Final = 12
+_CELLS: Final = 600
+"""The most cells of a row of a map; each shows the largest of its values."""
+_NAME: Final = 40
+# Okabe and Ito's colours, which people of all kinds of colour vision tell apart, from dark to light
+_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00", "#7F7F00")
+_MARKERS: Final = "osD^vPX*"
+
+
+class _Course(NamedTuple):
+    """A series: its name, its steps in ascending order, and a value at each."""
+
+    name: str
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+
+def figure_of(answers: Columns, *, log: bool | None = None) -> Figure:
+    """Draw answers over their global steps.
+
+    Parameters
+    ----------
+    answers : Columns
+    log : bool, optional
+        Whether values have a logarithmic scale. By default where all are positive and span two decades.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        It belongs to nobody: no window is opened, and pyplot does not know it.
+
+    Raises
+    ------
+    MessageError
+        If there are no answers.
+    TracerError
+        If matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise not_installed("a figure", "matplotlib", "plot") from error
+
+    courses = _courses(answers)
+    if not courses:
+        raise MessageError("there is nothing to draw: there are no answers")
+    kinds = list(courses)[:_PANELS]
+    heights = [2.6 if len(courses[kind]) <= _LINES else min(1.6 + 0.16 * len(courses[kind]), 9.0) for kind in kinds]
+    figure = Figure(figsize=(8.5, sum(heights) + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(kinds), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for kind, one in zip(kinds, axes, strict=True):
+        drawn = courses[kind]
+        is_log = _spans_decades(drawn) if log is None else log and _has_positive(drawn)
+        (_lines if len(drawn) <= _LINES else _map)(one, drawn, is_log)
+        left_out = len(courses) - len(kinds)
+        more = f"   (and {left_out} more kinds, not drawn)" if left_out and kind == kinds[-1] else ""
+        _text(one.set_title(printable(kind) + more, fontsize=10, loc="left"))
+        one.set_xlabel("global step", fontsize=9)
+        one.tick_params(labelsize=8)
+    return figure
+
+
+def _courses(answers: Columns) -> dict[str, list[_Course]]:
+    """The series of each kind; of answers that are arrays, the means of their finite numbers."""
+    positions: dict[tuple[str, str], list[int]] = {}
+    several = len({stream.trace for stream in answers.streams}) > 1
+    for position, number in enumerate(answers.stream_ids):
+        stream = answers.streams[number]
+        marks = [stream.tag] if stream.tag != DEFAULT_TAG else []
+        marks += [f"rank {stream.rank}"] if stream.rank else []
+        marks += [stream.trace] if several else []
+        name = stream.place or "network"
+        positions.setdefault((stream.kind, f"{name} ({', '.join(marks)})" if marks else name), []).append(position)
+    values = np.array(answers.values, dtype=np.float64)
+    steps = answers.counters["global_step"]
+    found: dict[str, list[_Course]] = {}
+    for (kind, name), these in positions.items():
+        at = np.array([steps[one] for one in these], np.int64)
+        of_each = np.array([mean_of(values[answers.starts[one] : answers.starts[one + 1]]) for one in these])
+        order = np.argsort(at, kind="stable")
+        found.setdefault(kind, []).append(_Course(name, at[order], of_each[order]))
+    return found
+
+
+def _has_positive(drawn: Sequence[_Course]) -> bool:
+    return any(bool((one.values[np.isfinite(one.values)] > 0).any()) for one in drawn)
+
+
+def _spans_decades(drawn: Sequence[_Course]) -> bool:
+    """Whether all finite values are positive, and the largest is a hundred times the least."""
+    values = np.concatenate([one.values[np.isfinite(one.values)] for one in drawn])
+    return bool(values.size and values.min() > 0 and values.max() > 100 * values.min())
+
+
+def _lines(axes: Axes, drawn: Sequence[_Course], is_log: bool) -> None:
+    for number, one in enumerate(drawn):
+        colour = _COLOURS[number % len(_COLOURS)]
+        axes.plot(
+            one.steps,
+            np.where(np.isfinite(one.values), one.values, np.nan),
+            color=colour,
+            marker=_MARKERS[number % len(_MARKERS)],
+            markevery=max(1, len(one.steps) // 8),
+            markersize=4,
+            linewidth=1.4,
+            label=f"\u200b{shortened(printable(one.name), _NAME)}",  # a label that begins with _ would be left out
+        )
+        strange = one.steps[~np.isfinite(one.values)]
+        if strange.size:
+            told: dict[str, Any] = {
+                "color": colour,
+                "marker": "x",
+                "linestyle": "none",
+                "markersize": 5,
+                "clip_on": False,
+            }
+            axes.plot(strange, np.zeros(len(strange)), transform=axes.get_xaxis_transform(), **told)
+    if is_log:
+        axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    legend = axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    for text in legend.get_texts():
+        _text(text)
+
+
+def _map(axes: Axes, drawn: Sequence[_Course], is_log: bool) -> None:
+    """Series as rows, steps as columns; a cell has the largest of its values, and is grey if none is finite."""
+    from matplotlib.colors import LogNorm, Normalize
+
+    first = min(int(one.steps[0]) for one in drawn)
+    last = max(int(one.steps[-1]) for one in drawn)
+    cells = min(_CELLS, last - first + 1)
+    grid = np.full((len(drawn), cells), np.nan)
+    for row, one in enumerate(drawn):
+        finite = np.isfinite(one.values)
+        columns = (one.steps[finite] - first) * cells // (last - first + 1)
+        np.fmax.at(grid[row], columns, one.values[finite])
+    seen = grid[np.isfinite(grid) & ((grid > 0) | (not is_log))]
+    low, high = (float(seen.min()), float(seen.max())) if seen.size else (0.0, 1.0)
+    norm = LogNorm(low, high) if is_log and seen.size and high > low else Normalize(low, high)
+    axes.set_facecolor("0.85")
+    edges = np.linspace(first, last + 1, cells + 1)
+    drawn_map = axes.pcolormesh(edges, np.arange(len(drawn) + 1), np.ma.masked_invalid(grid), norm=norm, cmap="cividis")
+    axes.invert_yaxis()
+    every = max(1, math.ceil(len(drawn) / 40))
+    axes.set_yticks(np.arange(0, len(drawn), every) + 0.5)
+    names = [shortened(printable(one.name), _NAME) for one in drawn[::every]]
+    for label in axes.set_yticklabels(names, fontsize=7):
+        _text(label)
+    figure = axes.get_figure()
+    if figure is not None:
+        figure.colorbar(drawn_map, ax=axes, pad=0.01).ax.tick_params(labelsize=7)
+
+
+def _text(text: Any) -> None:
+    """Names are no formulas, though they may have dollar signs."""
+    text.set_parse_math(False)

@@ -1,0 +1,196 @@
+"""``trace diff``: where two runs part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import tracer
+from analyze.tables.escapes import printable
+from tracereel import options
+from tracereel.command import Command, conclude
+from tracereel.errors import FAILED, as_typed
+from tracereel.options import Filters
+from tracereel.printing import complain, path_in_model, print_json, print_table
+
+if TYPE_CHECKING:
+    from analyze.comparing.difference import Difference, StreamDifference, Uncompared
+    from analyze.comparing.structure import StructureDifference
+
+_ROWS = 20
+"""How many streams are printed."""
+_FACTS = 8
+"""How many facts of one sort, or streams that were not compared, are printed."""
+_WIDEST = 60
+"""Characters of a value of a header, at most."""
+
+
+@click.command(
+    cls=Command,
+    examples=[
+        "trace diff good.zarr bad.zarr",
+        "trace diff a.zarr b.h5 --rtol 1e-5 --atol 1e-8 -k weights",
+        "trace diff a.zarr b.zarr --noise threads.zarr --noise fused.zarr",
+        "trace diff old.zarr new.zarr --rename encoder=enc --rename 'blocks.*.attn=layers.*.attention'",
+    ],
+)
+@options.path("a")
+@options.path("b")
+@click.option(
+    "--rtol", type=float, default=0.0, show_default=True, help="What an element of A may differ by, relative."
+)
+@click.option("--atol", type=float, default=0.0, show_default=True, help="And absolute, added to it.")
+@options.several(
+    "--noise", metavar="TRACE",
+    help="Another run of A's seed that differs from A by rounding alone (threads, machine, fused optimizer): what it "
+    "explains is no difference. May be repeated; three are better than one.",
+)  # fmt: skip
+@options.several(
+    "--rename", metavar="OLD=NEW",
+    help="Modules of A that are called NEW in B, with all below them; * stands for anything. May be repeated.",
+)  # fmt: skip
+@options.one_of(
+    "--align", "step", "sample",
+    help="Compare rows of batches at their places, or those whose input_data is the same.",
+)  # fmt: skip
+@options.flag("--quick", help="Take messages with equal checksums for equal, and do not read them.")
+@options.flag("--complete", help="End with 1, too, if one trace has messages that the other lacks.")
+@options.filters
+@options.as_json
+def diff(
+    a: str,
+    b: str,
+    rtol: float,
+    atol: float,
+    noise: tuple[str, ...],
+    rename: tuple[str, ...],
+    align: Any,
+    quick: bool,
+    complete: bool,
+    filters: Filters,
+    as_json: bool,
+) -> None:
+    """Say where two runs first part: at which step, in which module and kind, and by how much.
+
+    Messages of A and B are matched by kind, module, tag, leaf, rank, step and call, and compared bit for bit in the
+    order in which A observed them. What only one of them has is told, and keeps nothing from being compared. The exit
+    code is 0 if what both have is the same or within the tolerance, and 1 if it is not, or if nothing could be
+    compared.
+    """
+    from analyze.comparing.diff import diff as compare
+
+    with tracer.open(a) as reader:
+        filters.check(reader)
+    if len(filters.ranks) > 1:
+        raise click.BadParameter("it may be given once here", param_hint="--rank")
+    found = compare(
+        a,
+        b,
+        rtol=rtol,
+        atol=atol,
+        rename=rename,
+        align=align,
+        noise=noise,
+        rank=filters.ranks[0] if filters.ranks else None,
+        quick=quick,
+        **filters.of_a_rank,
+    )
+    if found.parted or not found.compared or (complete and not found.complete):
+        conclude(FAILED)
+    if as_json:
+        print_json(found.as_json())
+        return
+    click.echo(printable(as_typed(found.verdict)))
+    for remark in found.remarks:
+        complain(printable(remark))
+    _print_structure(found)
+    _print_streams(found.streams)
+    _print_uncompared(found.uncompared)
+
+
+def _print_structure(found: Difference) -> None:
+    """What the headers say differently, grouped by what it is."""
+    if not found.structure:
+        return
+    click.echo("\nThe runs were not set up alike (A → B):")
+    groups: dict[str, list[StructureDifference]] = {}
+    for one in found.structure:
+        groups.setdefault(one.what, []).append(one)
+    for what, facts in groups.items():
+        for one in facts[:_FACTS]:
+            name = f" {one.name or '(root)'}" if what in ("module", "parameter") else f" {one.name}".rstrip()
+            click.echo(f"  {printable(f'{what}{name}: {_change(one.one, one.other)}')}")
+        if len(facts) > _FACTS:
+            click.echo(f"  and {len(facts) - _FACTS:,} more of {what} (--json tells all)")
+    if found.likely_renamings:
+        words = " ".join(f"--rename {old}={new}" for old, new in found.likely_renamings[:_FACTS])
+        click.echo(f"  perhaps only the names are others: {printable(words)}")
+
+
+def _change(one: Any, other: Any) -> str:
+    """What a header said in A, and what it says in B."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return ", ".join(f"{key} {_said(one.get(key))} → {_said(other.get(key))}" for key in {**one, **other})
+    return f"{_said(one)} → {_said(other)}"
+
+
+def _said(value: Any) -> str:
+    """A value of a header in some characters."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, dict):
+        text = ", ".join(f"{key} {item}" for key, item in value.items())
+    else:
+        text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
+
+
+def _print_streams(streams: Sequence[StreamDifference]) -> None:
+    """The streams that differ, a row each: first those that part, in the order in which they do."""
+    if not streams:
+        return
+    click.echo("\nStreams that differ, the first to part first:")
+    rows: list[list[Any]] = []
+    for one in streams[:_ROWS]:
+        name, most = one.name, one.largest
+        rows.append(
+            [
+                "" if one.first is None else one.first.step,
+                name.kind, path_in_model(name.module, name.leaf), name.tag, name.rank,
+                f"{one.parted:,} of {one.compared:,}",
+                "" if one.first is None or one.first.amount.shapes else f"{one.first.amount.relative:.2g}",
+                "shape" if most.amount.shapes else f"{most.amount.relative:.2g}",
+                "shape" if most.amount.shapes else f"{most.amount.largest:.2g}",
+                most.step,
+            ]
+        )  # fmt: skip
+    columns = ["parts at", "kind", "module", "tag", "rank", "parted", "relative", "largest", "absolute", "at step"]
+    for column in ("tag", "rank"):  # they would say the same in each row
+        place = columns.index(column)
+        if all(row[place] in ("default", 0) for row in rows):
+            columns.pop(place)
+            for row in rows:
+                row.pop(place)
+    right = [name for name in columns if name not in ("kind", "module", "tag")]
+    print_table(columns, rows, right=right, names=("module",))
+    if len(streams) > _ROWS:
+        click.echo(f"and {len(streams) - _ROWS:,} more streams (--json tells all)")
+
+
+def _print_uncompared(uncompared: Sequence[Uncompared]) -> None:
+    """What could not be compared, grouped by the reason."""
+    if not uncompared:
+        return
+    click.echo("\nNot compared:")
+    groups: dict[str, list[Uncompared]] = {}
+    for one in uncompared:
+        groups.setdefault(one.why, []).append(one)
+    for why, ones in groups.items():
+        for one in ones[:_FACTS]:
+            rank = f", rank {one.name.rank}" if one.name.rank else ""
+            whole = "" if one.whole else "some of "
+            click.echo(printable(f"  {why}: {whole}{one.name}{rank}, {one.count:,} messages from step {one.first} on"))
+        if len(ones) > _FACTS:
+            click.echo(f"  {why}: {len(ones) - _FACTS:,} more streams (--json tells all)")
