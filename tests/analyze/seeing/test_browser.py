@@ -186,7 +186,12 @@ def test_one_zoom_moves_all(opened: Opened) -> None:
     start, end = opened.steps()
     assert 20 < start < end < 75
     assert int(page.input_value("#from")) >= start
-    page.click("#all")
+    page.mouse.dblclick(box["x"] + box["width"] * 0.5, box["y"] + 60)
+    assert opened.steps() == pytest.approx(whole)
+    page.focus("#zoom-picture")
+    page.keyboard.press("+")
+    start, end = opened.run("const one = model('zoom-steps'); return [one.start, one.end];")
+    assert end - start == pytest.approx(15.5)
     assert opened.steps() == pytest.approx(whole)
 
 
