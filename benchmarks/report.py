@@ -2,8 +2,8 @@
 
 First a run is recorded: ``--steps`` steps of a network of eight linear layers, with six kinds of each: 48 streams. Each
 round takes turns, in one process: a replay of the rules and of the metrics that a report shows (`ratio`, three norms,
-`activation_rate`) into `Results`; and a report, from the open trace to the file. CPU time of all threads, medians of
-the rounds.
+`activation_rate`) into `Results`; a check by the rules alone; and a report, from the path of the trace to the file. CPU
+time of all threads, medians of the rounds.
 
 Then a page is made of ``--series`` series of ``--long`` steps, as a replay would give them one by one, and shown by an
 installed Chromium (left out where there is none, or no Playwright): from the navigation to the first contentful paint,
@@ -33,6 +33,7 @@ from torch import nn
 import tracer
 from analyze.registry import instances
 from analyze.rules import RULES
+from analyze.seeing.check import check
 from analyze.seeing.course import Course, Grid
 from analyze.seeing.findings import Checked
 from analyze.seeing.gather import POINTS
@@ -43,6 +44,7 @@ from analyze.tables.results import Results
 
 METRICS = ("ratio", "norm:kind=weights", "norm:kind=weight_gradients,as=g", "norm:kind=layer_gradients,as=s",
            "activation_rate")  # fmt: skip
+TURNS = ("replay", "check", "report")
 KINDS = ("activations", "layer_gradients", "weights", "weight_gradients", "weight_updates", "biases", "loss")
 
 
@@ -73,6 +75,13 @@ def cpu_of_replay(path: Path) -> float:
         asked = instances([*METRICS, *RULES])
         able = [one for one in asked if not tracer.plan(reader, one).missing]
         tracer.replay(reader, *able, results.sink(able, str(path)))
+    return time.process_time() - began
+
+
+def cpu_of_check(path: Path) -> float:
+    """CPU time of the rules alone."""
+    began = time.process_time()
+    check(path)
     return time.process_time() - began
 
 
@@ -172,10 +181,10 @@ def main() -> None:
         with tracer.open(trace) as reader:
             told["streams"] = len(reader.streams)
         cpu_of_replay(trace), cpu_of_report(trace, out)  # everything is imported and in the system's cache
-        turns = [(cpu_of_replay(trace), cpu_of_report(trace, out)) for _ in range(options.rounds)]
-        told["replay_s"] = statistics.median(replay for replay, _ in turns)
-        told["report_s"] = statistics.median(made_in for _, made_in in turns)
-        told["report_over_replay"] = statistics.median(made_in / replay for replay, made_in in turns)
+        turns = [(cpu_of_replay(trace), cpu_of_check(trace), cpu_of_report(trace, out)) for _ in range(options.rounds)]
+        told |= {f"{name}_s": statistics.median(one) for name, one in zip(TURNS, zip(*turns, strict=True), strict=True)}
+        told["report_over_replay"] = statistics.median(report_s / replay_s for replay_s, _, report_s in turns)
+        told["report_over_check"] = statistics.median(report_s / check_s for _, check_s, report_s in turns)
         told["page_mb"] = out.stat().st_size / 1e6
         told |= {f"run_{name}": value for name, value in browsed(out, options.rounds).items()}
 

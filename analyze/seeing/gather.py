@@ -109,7 +109,7 @@ def _replayed(
         """What a subscriber needs and the trace does not have, in a sentence."""
         return "; ".join(plan(reader, one, kinds=only, rank=rank).missing).replace(str(reader.path), "the trace")
 
-    unjudged = {one.name: lacking(one, reader) or missing(one) for one in judges}
+    unjudged = {one.name: lacking(one, reader) or (missing(one) if only else "") for one in judges}
     unmet = {describe(one): missing(one) for one in asked}
     found.remarks += [sentence for sentence in unmet.values() if sentence]
     able = [one for one in judges if not unjudged[one.name]]

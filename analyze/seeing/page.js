@@ -49,8 +49,7 @@
   root.dataset.theme = wish.matches ? "dark" : "light";
 
   // -- the steps that all pictures show ---------------------------------------------------------------------------
-  function show(start, end) {
-    const range = model("steps");
+  function show(start, end, range = model("steps")) {
     const [low, high] = range.bounds;
     const length = Math.min(Math.max(end - start, 2), high - low);
     start = Math.min(Math.max(start, low), high - length);
@@ -61,33 +60,39 @@
     byId("from").value = Math.max(first, Math.ceil(range.start));
     byId("to").value = Math.min(last, Math.floor(range.end));
   }
-  function zoom(factor) {
-    const { start, end } = model("steps");
+  function zoom(factor, range) {
+    const { start, end } = range;
     const middle = (start + end) / 2;
-    show(middle - ((end - start) / 2) * factor, middle + ((end - start) / 2) * factor);
+    show(middle - ((end - start) / 2) * factor, middle + ((end - start) / 2) * factor, range);
   }
-  function pan(share) {
-    const { start, end } = model("steps");
-    show(start + (end - start) * share, end + (end - start) * share);
+  function pan(share, range) {
+    const { start, end } = range;
+    show(start + (end - start) * share, end + (end - start) * share, range);
   }
-  const whole = () => model("steps").setv({ start: model("steps").bounds[0], end: model("steps").bounds[1] });
-  const moves = { closer: () => zoom(0.5), farther: () => zoom(2), earlier: () => pan(-0.25), later: () => pan(0.25) };
+  const moves = {
+    closer: (range) => zoom(0.5, range),
+    farther: (range) => zoom(2, range),
+    earlier: (range) => pan(-0.25, range),
+    later: (range) => pan(0.25, range),
+    all: (range) => show(range.bounds[0], range.bounds[1], range),
+  };
   function linkSteps() {
-    for (const [id, move] of Object.entries({ ...moves, all: whole })) byId(id).addEventListener("click", move);
+    for (const [id, move] of Object.entries(moves)) byId(id).addEventListener("click", () => move(model("steps")));
     for (const id of ["from", "to"])
       byId(id).addEventListener("change", () => show(Number(byId("from").value) - 0.5, Number(byId("to").value) + 0.5));
     const range = model("steps");
     range.properties.start.change.connect(told);
     range.properties.end.change.connect(told);
-    const keys = { "+": "closer", "=": "closer", "-": "farther", ArrowLeft: "earlier", ArrowRight: "later" };
-    for (const picture of all(".picture"))
+    const keys = { "+": "closer", "=": "closer", "-": "farther", ArrowLeft: "earlier", ArrowRight: "later", 0: "all" };
+    for (const picture of all(".picture")) {
+      const own = () => model(picture.id === "zoom-picture" ? "zoom-steps" : "steps");
       picture.addEventListener("keydown", (event) => {
-        if (event.ctrlKey || event.metaKey || event.altKey) return;
-        if (event.key === "0") whole();
-        else if (event.key in keys) moves[keys[event.key]]();
-        else return;
+        if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in keys)) return;
+        moves[keys[event.key]](own());
         event.preventDefault();
       });
+      picture.addEventListener("dblclick", () => moves.all(own()));
+    }
   }
 
   // -- which layers are selected ----------------------------------------------------------------------------------
@@ -201,7 +206,10 @@
         shade: shifts.map((one) => (Number.isNaN(one) ? 0 : Number.isFinite(one) ? Math.max(-3.99, Math.min(one, 3.99)) : 9)),
       };
       const range = model("zoom-steps");
-      range.setv({ start: view.step - 15.5, end: view.step + 15.5 });
+      const bounds = [view.step - 15.5, view.step + 15.5];
+      range.bounds = null; // the old ones would hold it
+      range.setv({ start: bounds[0], end: bounds[1] });
+      range.bounds = bounds;
       model("zoom-step").data_source.data = { x: [view.step] };
     };
     choice.addEventListener("change", draw);

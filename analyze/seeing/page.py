@@ -112,7 +112,9 @@ def _header(found: Gathered, references: Sequence[Gathered], name: str) -> str:
     lines = [f"{text(name)}: {_extent(found)}; the run is {text(found.info['status'])}."]
     if references:
         lines.append(f"Compared with {', '.join(text(Path(one.checked.trace).name) for one in references)}.")
+    lines += [f"{text(remark)}." for remark in found.remarks]
     warnings = [*([found.damage] if found.damage else []), *map(str, found.info["problems"])]
+    warnings += [f"{Path(one.checked.trace).name}: {one.damage}" for one in references if one.damage]
     if found.damage:
         warnings.append("This page shows what could be read")
     told = "".join(f'<p class="problem">{text(one)}.</p>' for one in warnings)

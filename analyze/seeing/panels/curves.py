@@ -96,11 +96,10 @@ def panel(found: Gathered, packs: Sequence[Mapping[str, Any]], steps: Any) -> Pa
     if not packs:
         return Panel(name="curves", title="Curves", before="<p>Nothing was measured of any layer.</p>")
     options = "".join(f'<option value="{at}">{text(pack["title"])}</option>' for at, pack in enumerate(packs))
-    remarks = "".join(f'<p class="note">{text(remark)}.</p>' for remark in found.remarks)
     return Panel(
         name="curves",
         title="Curves and maps on demand",
-        before=f'{remarks}<label>Show <select id="curve-measure">{options}</select></label> '
+        before=f'<label>Show <select id="curve-measure">{options}</select></label> '
         "<fieldset><legend>as</legend>"
         '<label><input type="radio" name="curve-view" value="lines" checked> curves of the ticked layers</label>'
         '<label><input type="radio" name="curve-view" value="map"> heat map of all layers</label></fieldset>'

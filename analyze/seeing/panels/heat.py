@@ -44,6 +44,12 @@ MODES = {
 }
 
 
+APART = (
+    '<p class="note">The reference run has no layer with the same steps, or was recorded at others, so the two are not '
+    "compared here.</p>"
+)
+
+
 def measure_of(found: Gathered) -> str | None:
     """What the heat map is of: the ratio, or what comes closest to it."""
     return next((what for what in (RATIO, GRADIENT, SIGNAL) if found.of(what)), None)
@@ -92,7 +98,7 @@ def panel(found: Gathered, reference: Gathered | None, order: Sequence[Layer], s
     return Panel(
         name="heat",
         title=f"{what[0].upper()}{what[1:]} of each layer",
-        before=_controls(maps, what),
+        before=_controls(maps, what) + ("" if reference is None or "reference" in maps else APART),
         picture=picture,
         alternative=_in_words(what, order, first),
         data={
@@ -110,8 +116,9 @@ def _maps(found: Gathered, reference: Gathered | None, what: str) -> dict[str, M
     assert past is not None
     maps = {"value": value, "past": past}
     other = drawn(reference.of(what), found.layers, CELLS) if reference is not None else None
-    if other is not None:
-        maps["reference"] = compared(value, other)
+    both = None if other is None else compared(value, other)
+    if both is not None and not np.isnan(both.cells).all():
+        maps["reference"] = both
     return maps
 
 

@@ -76,23 +76,20 @@ def drawing(steps: Any, height: int, **options: Any) -> figure:
     **options
         Of `bokeh.plotting.figure`.
     """
-    from bokeh.models import BoxZoomTool, PanTool, ResetTool, WheelZoomTool
+    from bokeh.models import BoxZoomTool
     from bokeh.plotting import figure
 
-    tools = [BoxZoomTool(dimensions="width"), PanTool(dimensions="width"), WheelZoomTool(dimensions="width")]
+    zoom = BoxZoomTool(dimensions="width")
     drawn = figure(
         height=height,
         sizing_mode="stretch_width",
         x_range=steps,
-        tools=[*tools, ResetTool()],
-        active_drag=tools[0],
-        toolbar_location="above",
+        tools=[zoom],
+        active_drag=zoom,
+        toolbar_location=None,  # the page has buttons of its own, which cover nothing
         x_axis_label="step",
         **options,
     )
-    drawn.toolbar_inner = True
-    drawn.toolbar.logo = None
-    drawn.toolbar.autohide = True
     drawn.background_fill_color = drawn.border_fill_color = None
     for axis in drawn.axis:
         axis.axis_label_text_font_style = "normal"

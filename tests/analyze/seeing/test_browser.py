@@ -6,6 +6,7 @@ none; nothing is downloaded.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import shutil
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from analyze.seeing.page import page
 from analyze.seeing.report import report
 from tests.analyze.seeing.runs import HOSTILE, messages, write
 
@@ -184,7 +186,12 @@ def test_one_zoom_moves_all(opened: Opened) -> None:
     start, end = opened.steps()
     assert 20 < start < end < 75
     assert int(page.input_value("#from")) >= start
-    page.click("#all")
+    page.mouse.dblclick(box["x"] + box["width"] * 0.5, box["y"] + 60)
+    assert opened.steps() == pytest.approx(whole)
+    page.focus("#zoom-picture")
+    page.keyboard.press("+")
+    start, end = opened.run("const one = model('zoom-steps'); return [one.start, one.end];")
+    assert end - start == pytest.approx(15.5)
     assert opened.steps() == pytest.approx(whole)
 
 
@@ -344,4 +351,25 @@ def test_names_are_never_code(browser: Any, tmp_path: Path) -> None:
     assert found.page.locator("#layer-table td.name").all_inner_texts() != []
     assert found.complaints == []
     assert {one.partition(":")[0] for one in found.requests} <= {"file", "data", "blob"}
+    found.context.close()
+
+
+@pytest.mark.slow
+def test_ten_thousand_series(browser: Any, tmp_path: Path) -> None:
+    """A page of 10,000 series of 1,200 steps is below 3 MB, opens, and has the one spike in its first row."""
+    spec = importlib.util.spec_from_file_location("report", Path(__file__).parents[3] / "benchmarks" / "report.py")
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    out = tmp_path / "long.html"
+    out.write_text(page(benchmark.made(10_000, 1_200)), encoding="utf-8")
+    assert out.stat().st_size < 3_000_000
+    found = Opened(browser, out)
+    first = found.page.locator("#layer-table tbody tr").first
+    assert first.locator("td").nth(2).inner_text() == "600"
+    for name in ("loss", "heat", "zoom", "curves"):
+        assert colours(found.painted(name)) > 12, name
+    found.page.click("#closer")
+    assert found.complaints == []
     found.context.close()

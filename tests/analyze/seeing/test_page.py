@@ -145,6 +145,23 @@ def test_a_reference_is_drawn_and_named(tmp_path: Path, run: Path) -> None:
     assert any("loss of good.zarr" in text for _, text in parsed.scripts)
 
 
+def test_a_reference_with_other_steps_is_not_compared(tmp_path: Path, run: Path) -> None:
+    """Layer by layer: the page says so, and draws its loss."""
+    other = write(tmp_path / "late.zarr", messages(first=5000))
+    parsed = Parsed(page_of(run, other))
+    assert "reference" not in [one.get("value") for _, one in parsed.tags if one.get("name") == "heat-mode"]
+    assert "so the two are not compared here" in parsed.text
+    assert any("loss of late.zarr" in text for _, text in parsed.scripts)
+
+
+def test_damage_of_a_reference_is_told(tmp_path: Path, run: Path) -> None:
+    """With the name of the trace."""
+    made = messages()
+    other = write(tmp_path / "torn.zarr", made)
+    flip(other, next(one for one in made if one.kind == "weights").data.numpy().tobytes())  # type: ignore[union-attr]
+    assert "torn.zarr: " in Parsed(page_of(run, other)).text
+
+
 def test_metrics_that_were_asked_are_there(run: Path) -> None:
     """Curves among the measures, arrays in a part of their own; what was not to be had is said."""
     parsed = Parsed(page_of(run, metrics=("spectral_norm", "histogram:bins=5", "cka:tag=probe")))
@@ -224,7 +241,7 @@ def test_a_run_of_odd_numbers(tmp_path: Path) -> None:
 def test_a_thousand_modules(tmp_path: Path) -> None:
     """The page stays small, and says what it leaves out."""
     names = [f"encoder.layers.{number}.attention.query" for number in range(1000)]
-    made = [one for one in messages(names, 2, loss=False) if one.kind != "activations"]
+    made = [one for one in messages(names, 1, loss=False) if one.kind != "activations"]
     document = page_of(write(tmp_path / "run.zarr", made))
     parsed = Parsed(document)
     assert len(document) < 3_000_000
