@@ -122,11 +122,17 @@ def _check_rank(reader: TraceReader, rules: Sequence[Rule], steps: Steps | None)
     )
 
 
+_DERIVED = {"weights": "weight_updates", "biases": "bias_updates"}
+"""What a replay makes of consecutive messages of a kind."""
+
+
 def lacking(rule: Rule, reader: TraceReader) -> str:
-    """What a rule needs and a trace does not have, in a sentence; empty if it has all."""
+    """What a rule needs and a trace neither has nor a replay derives, in a sentence; empty if there is all."""
+    there = {(one.kind, one.module, one.tag) for one in reader.streams}
+    there |= {(_DERIVED[kind], module, tag) for kind, module, tag in there if kind in _DERIVED}
     absent = [
         " or ".join(subscription.kinds)
         for subscription in rule.subscriptions
-        if not any(subscription.wants(one.kind, one.module, one.tag, None) for one in reader.streams)
+        if not any(subscription.wants(*one, None) for one in there)
     ]
     return f"it needs {', '.join(absent)}" if absent else ""

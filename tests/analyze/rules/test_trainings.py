@@ -90,6 +90,15 @@ def test_a_training_is_stopped(tmp_path: Path) -> None:
     assert (worst.rule, worst.module, worst.first) == ("not_finite", "4", 60)
 
 
+def test_updates_are_derived_where_only_weights_were_recorded(tmp_path: Path) -> None:
+    """The finding is that of a trace with updates."""
+    by_name("rnn, rate of a layer jumps").run(tmp_path / "run.zarr", capture=tracer.Capture(kinds=("weights", "loss")))
+    found = check(tmp_path / "run.zarr")
+    assert found.worst is not None
+    assert (found.worst.rule, found.worst.module, found.worst.first) == ("update_ratio", "head", 120)
+    assert "changed_between_steps" in found.looked
+
+
 @pytest.mark.parametrize("name", ["mlp, NaN", "rnn, rate of a layer jumps"])
 def test_a_replay_in_two_parts_finds_the_same(name: str, tmp_path: Path) -> None:
     """With the state of the first part, rules go on where it stopped."""
