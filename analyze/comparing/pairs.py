@@ -28,6 +28,8 @@ from analyze.metrics.similarity.datapoints import Channels, Positions
 from analyze.metrics.similarity.similarity import Origin, Similarity
 from analyze.metrics.similarity.svcca import SVCCA
 from analyze.registry import instances
+from analyze.tables import html
+from analyze.tables.plotting import matrix_of
 from tracer.errors import CaptureError, MessageError
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
@@ -57,7 +59,7 @@ class Item:
     leaf: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Similarities:
     """The similarity of each pair of items.
 
@@ -96,6 +98,37 @@ class Similarities:
         items = tuple(self.items[place] for place in chosen)
         return Similarities(items, self.values[both], self.codes[both], self.k[chosen], self.n[chosen])
 
+    def __repr__(self) -> str:
+        return f"Similarities of {len(self.items):,} items: {_range(self.values)}"
+
+    def _repr_html_(self) -> str:
+        """What was compared, for notebooks; `plot` draws it."""
+        columns = ("item", "datapoints", "directions", "mean similarity to the others")
+        means = [_mean(np.delete(row, place)) for place, row in enumerate(self.values)]
+        names = map(name_of, self.items)
+        return html.table(columns, zip(names, self.n.tolist(), self.k.tolist(), means, strict=True), repr(self))
+
+    def plot(self, title: str = "") -> Any:
+        """Draw the matrix.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            No window is opened; a notebook shows it.
+
+        Raises
+        ------
+        MessageError
+            If nothing was compared.
+        TracerError
+            If matplotlib is not installed.
+        """
+        return matrix_of(self.values, [name_of(item) for item in self.items], title)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """The values, for NumPy."""
+        return np.array(self.values, dtype=dtype, copy=copy)
+
     def rows(self) -> Iterator[dict[str, Any]]:
         """Each pair once, as a row of a table: both items, value, status, directions kept and null baseline."""
         for i, one in enumerate(self.items):
@@ -109,6 +142,30 @@ class Similarities:
                     "m": int(self.k[j]),
                     "null": self.null(i, j),
                 }
+
+
+def name_of(item: Any) -> str:
+    """What to call an item: its layer and step, and which of several calls and outputs it is.
+
+    Examples
+    --------
+    >>> name_of(Item("run.zarr", "fc", 30, 0, "")), name_of(("any", "key"))
+    ('fc @30', "('any', 'key')")
+    """
+    if not isinstance(item, Item):
+        return str(item)
+    more = "".join(f" {name} {value}" for name, value in (("call", item.call), ("leaf", item.leaf)) if value)
+    return f"{'network' if item.module is None else item.module or 'the root'} @{item.global_step}{more}"
+
+
+def _mean(values: NDArray[np.float64]) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if finite.size else math.nan
+
+
+def _range(values: NDArray[np.float64]) -> str:
+    apart = values[~np.eye(len(values), dtype=bool) & np.isfinite(values)]
+    return f"{apart.min():.4g} to {apart.max():.4g}" if apart.size else "no pair has a value"
 
 
 class _Known(NamedTuple):

@@ -89,6 +89,50 @@ def figure_of(answers: Columns, *, log: bool | None = None) -> Figure:
     return figure
 
 
+def matrix_of(values: NDArray[np.float64], names: Sequence[str], title: str = "") -> Figure:
+    """Draw a square matrix of similarities, from 0 to 1; what is NaN is grey.
+
+    Parameters
+    ----------
+    values : ndarray of float64, (n, n)
+    names : sequence of str
+        Of the rows and columns; of many, some are written.
+    title : str
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Raises
+    ------
+    MessageError
+        If the matrix is empty.
+    TracerError
+        If matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise not_installed("a figure", "matplotlib", "plot") from error
+    if not len(values):
+        raise MessageError("there is nothing to draw: nothing was compared")
+    figure = Figure(figsize=(7.5, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.set_facecolor("0.85")
+    drawn = axes.imshow(np.ma.masked_invalid(values), vmin=0, vmax=1, cmap="cividis", interpolation="nearest")
+    places = list(range(0, len(names), max(1, math.ceil(len(names) / 30))))
+    axes.set_xticks(places)
+    axes.set_yticks(places)
+    written = [shortened(printable(names[place]), _NAME) for place in places]
+    for label in axes.set_xticklabels(written, fontsize=7, rotation=90) + axes.set_yticklabels(written, fontsize=7):
+        _text(label)
+    _text(axes.set_title(printable(title), fontsize=10, loc="left"))
+    figure.colorbar(drawn, ax=axes, pad=0.01).ax.tick_params(labelsize=7)
+    return figure
+
+
 def _courses(answers: Columns) -> dict[str, list[_Course]]:
     """The series of each kind; of answers that are arrays, the means of their finite numbers."""
     positions: dict[tuple[str, str], list[int]] = {}

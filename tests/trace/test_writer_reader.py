@@ -650,3 +650,15 @@ def test_a_long_kind_with_a_long_tag(suffix: str, tmp_path: Path) -> None:
     with tracer.open(tmp_path / f"run{suffix}") as reader:
         assert [one.tag[-1] for one in reader] == ["x", "y"]
         assert all(torch.equal(one.data, sent) for one in reader)
+
+
+def test_a_table_for_notebooks(tmp_path: Path) -> None:
+    """What there is of each kind; a name of any kind is text."""
+    with TraceWriter(tmp_path / "run.zarr") as writer:
+        for step in range(3):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(NetworkMessage(kind="<script>", data=torch.zeros(2), **where))
+    with TraceReader(tmp_path / "run.zarr") as trace:
+        told = trace._repr_html_()
+    assert "<tr><td>&lt;script&gt;</td><td>1</td><td>3</td><td>24</td></tr>" in told
+    assert "<script>" not in told

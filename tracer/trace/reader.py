@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from html import escape
 from types import TracebackType
 from typing import Any, final
 
@@ -506,3 +507,16 @@ class TraceReader:
 
     def __repr__(self) -> str:
         return f"TraceReader({str(self.path)!r}: {len(self)} messages, {self.status})"
+
+    def _repr_html_(self) -> str:
+        """What the trace holds of each kind, for notebooks."""
+        found: dict[str, list[int]] = {}
+        for stream in self.streams:
+            row = found.setdefault(stream.kind, [0, 0, 0])
+            row[:] = row[0] + 1, row[1] + stream.count, row[2] + stream.bytes
+        head = "<tr><th>kind</th><th>streams</th><th>messages</th><th>bytes</th></tr>"
+        rows = "".join(
+            f"<tr><td>{escape(kind)}</td>{''.join(f'<td>{number:,}</td>' for number in row)}</tr>"
+            for kind, row in found.items()
+        )
+        return f"<table><caption>{escape(repr(self))}</caption>{head}{rows}</table>"
