@@ -64,11 +64,12 @@ class _Episode:
     value: float
     threshold: float
     numbers: tuple[float, ...]
-    said: int = 0  # how many steps it had when it was last published
+    said: bool = False
+    changed: bool = True  # since it was last published
 
     def message(self, produces: str, kinds: Sequence[str]) -> Message:
         """The finding as a message that stands at its first step."""
-        self.said = self.steps
+        self.said, self.changed = True, False
         module, tag, leaf, rank = self.place.series
         counters = (self.severity, kinds.index(self.place.kind), self.worst, self.last, self.steps)
         return message_of(
@@ -170,7 +171,7 @@ class Rule(Metric):
         """Judge the last step; say again what changed since it was found."""
         yield from self.look_back()
         for episode in self._episodes.values():
-            if self.patience <= episode.steps and episode.said < episode.steps:
+            if episode.said and episode.changed:
                 yield episode.message(self.produces[0], self.kinds)
 
     def judge(
@@ -216,10 +217,12 @@ class Rule(Metric):
             known = _Episode(since or place, told, step, step, 1, value, threshold, numbers)
             self._episodes[place.kind, place.series] = known
         else:
+            is_worst = value > known.value if worse else value < known.value
+            known.changed |= is_worst or step != known.last or told > known.severity
             known.steps += step != known.last
             known.last = step
             known.severity = max(known.severity, told)
-            if (value > known.value) if worse else (value < known.value):
+            if is_worst:
                 known.worst, known.value, known.threshold, known.numbers = step, value, threshold, numbers
         if not known.said and known.steps >= self.patience:
             yield known.message(self.produces[0], self.kinds)
@@ -228,7 +231,7 @@ class Rule(Metric):
         """Replace the further numbers of a finding, for its last message."""
         known = self._episodes[kind, series]
         if known.numbers != numbers:
-            known.numbers, known.said = numbers, min(known.said, known.steps - 1)
+            known.numbers, known.changed = numbers, True
 
     def finding(self, message: Message) -> Finding:
         """The finding that one of its messages carries.

@@ -129,6 +129,24 @@ def test_the_first_that_is_not_finite_is_named() -> None:
     assert (found.last, found.steps) == (5, 3)
 
 
+def test_a_finding_is_said_when_it_is_found_and_at_the_end() -> None:
+    """And not in between, whatever follows; at the end only if more is known by then."""
+    rule = parse("not_finite")
+    heard = [
+        one
+        for step in range(5)
+        for kind in ("loss", "network_output")
+        for one in rule.compute(at(step, kind, math.nan))
+    ]
+    assert [one.global_step for one in heard] == [0]
+    (last,) = rule.conclude()
+    assert isinstance(rule, Rule)
+    assert (rule.finding(heard[0]).steps, rule.finding(last).steps) == (1, 5)
+    once = parse("not_finite")
+    assert len(list(once.compute(at(0, "loss", math.nan)))) == 1
+    assert list(once.conclude()) == []
+
+
 def test_two_bursts_are_two_findings() -> None:
     """A step with finite numbers only ends the first."""
     messages = [
