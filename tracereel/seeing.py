@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -121,10 +122,16 @@ def _print(found: Checked) -> None:
         click.echo(f"what to try: {worst.advice}")
         click.echo()
         columns = ("step", "severity", "rule", "where", "steps", "evidence")
-        rows = [_row(one) for one in _first_of_each_rule(found)]
+        counts: Counter[str] = Counter()
+        rows = []
+        for one in found.findings:
+            counts[one.rule] += 1
+            if counts[one.rule] <= _OF_A_RULE:
+                rows.append(_row(one))
         print_table(columns, rows, right=("step", "steps"), names=("where",), prose=("evidence",))
-        for rule, more in _more(found).items():
-            click.echo(f"and {more:,} more of {rule} (--json tells all)")
+        for rule, count in counts.items():
+            if count > _OF_A_RULE:
+                click.echo(f"and {count - _OF_A_RULE:,} more of {rule} (--json tells all)")
     if found.silent:
         click.echo(f"\nlooked and found nothing: {', '.join(found.silent)}")
     for name, why in found.unjudged.items():
@@ -135,21 +142,6 @@ def _row(found: Finding) -> tuple[object, ...]:
     tag = "" if found.tag == "default" else f" ({found.tag})"
     rank = f" (rank {found.rank})" if found.rank else ""
     return found.first, str(found.severity), found.rule, f"{found.where}{tag}{rank}", found.steps, found.evidence
-
-
-def _first_of_each_rule(found: Checked) -> Iterator[Finding]:
-    counts: dict[str, int] = {}
-    for one in found.findings:
-        counts[one.rule] = counts.get(one.rule, 0) + 1
-        if counts[one.rule] <= _OF_A_RULE:
-            yield one
-
-
-def _more(found: Checked) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for one in found.findings:
-        counts[one.rule] = counts.get(one.rule, 0) + 1
-    return {rule: count - _OF_A_RULE for rule, count in counts.items() if count > _OF_A_RULE}
 
 
 @click.command(cls=Command, examples=["trace blame run.zarr", "trace blame run.zarr --step 1200 --most 20"])

@@ -13,6 +13,7 @@ from analyze.metrics.elementwise.sharing import shared
 from analyze.metrics.inputs import as_array
 from analyze.metrics.streams import Series
 from analyze.rules.finding import Finding
+from analyze.rules.header import modules_of
 from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
 
@@ -79,12 +80,11 @@ class DeadUnits(Rule):
 
     def know_model(self, model: Mapping[str, Any]) -> None:
         """Learn which modules do something else, such as linear layers, of which all outputs may be zero, too."""
-        told = model.get("modules")
-        for one in told if isinstance(told, list) else ():
-            if isinstance(one, Mapping):
-                package, _, name = str(one.get("class")).rpartition(".")
-                if package.startswith("torch.nn.modules.") and name not in _LIKE_RELU:
-                    self.others.add(str(one.get("name")))
+        self.others = {
+            one.name
+            for one in modules_of(model)
+            if one.package.startswith("torch.nn.modules.") and one.kind not in _LIKE_RELU
+        }
 
     def look(self, message: Message) -> Iterator[Message]:
         """Judge one output."""

@@ -13,6 +13,7 @@ from analyze.metrics.elementwise.sharing import shared
 from analyze.metrics.inputs import as_array
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding
+from analyze.rules.header import modules_of
 from analyze.rules.rule import Place, Rule
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, Message
 
@@ -65,15 +66,12 @@ class EvaluationMode(Rule):
 
     def know_model(self, model: Mapping[str, Any]) -> None:
         """Learn which modules are dropouts and batch normalisations."""
-        told = model.get("modules")
-        for one in told if isinstance(told, list) else ():
-            if isinstance(one, Mapping):
-                name, kind = str(one.get("name")), str(one.get("class")).rpartition(".")[2]
-                probability = one.get("probability")
-                if isinstance(probability, (int, float)) and probability >= 0.01:
-                    self.dropouts.add(name)
-                if kind in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"):
-                    self.normalisations.add(name)
+        for one in modules_of(model):
+            probability = one.said.get("probability")
+            if isinstance(probability, (int, float)) and probability >= 0.01:
+                self.dropouts.add(one.name)
+            if one.kind in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"):
+                self.normalisations.add(one.name)
 
     def look(self, message: Message) -> Iterator[Message]:
         """Remember what a step has, and judge what a dropout gives."""

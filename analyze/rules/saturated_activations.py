@@ -11,6 +11,7 @@ from analyze.metrics.checks import check, is_number
 from analyze.metrics.inputs import as_array
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding, Severity
+from analyze.rules.header import modules_of
 from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 
@@ -68,12 +69,7 @@ class SaturatedActivations(Rule):
 
     def know_model(self, model: Mapping[str, Any]) -> None:
         """Learn which modules are such functions."""
-        told = model.get("modules")
-        for one in told if isinstance(told, list) else ():
-            if isinstance(one, Mapping):
-                function = _CLASSES.get(str(one.get("class")).rpartition(".")[2])
-                if function is not None:
-                    self.functions[str(one.get("name"))] = function
+        self.functions = {one.name: _CLASSES[one.kind] for one in modules_of(model) if one.kind in _CLASSES}
 
     def look(self, message: Message) -> Iterator[Message]:
         """Judge one output."""

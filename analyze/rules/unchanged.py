@@ -8,6 +8,7 @@ from typing import Any, Unpack, final
 from analyze.metrics.elementwise.sharing import shared
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding, Severity
+from analyze.rules.header import entries
 from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
 
@@ -46,10 +47,9 @@ class Unchanged(Rule):
 
     def know_model(self, model: Mapping[str, Any]) -> None:
         """Learn which parameters ask for no gradient."""
-        told = model.get("parameters")
-        for one in told if isinstance(told, list) else ():
-            if isinstance(one, Mapping) and one.get("requires_grad") is False:
-                self.frozen.add(str(one.get("name")))
+        self.frozen = {
+            str(one.get("name")) for one in entries(model, "parameters") if one.get("requires_grad") is False
+        }
 
     def look(self, message: Message) -> Iterator[Message]:
         """Remember whether an update is zero."""

@@ -63,19 +63,12 @@ def figure_of(answers: Columns, *, log: bool | None = None) -> Figure:
     TracerError
         If matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise not_installed("a figure", "matplotlib", "plot") from error
-
     courses = _courses(answers)
     if not courses:
         raise MessageError("there is nothing to draw: there are no answers")
     kinds = list(courses)[:_PANELS]
     heights = [2.6 if len(courses[kind]) <= _LINES else min(1.6 + 0.16 * len(courses[kind]), 9.0) for kind in kinds]
-    figure = Figure(figsize=(8.5, sum(heights) + 0.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(8.5, sum(heights) + 0.4)
     axes = figure.subplots(len(kinds), 1, squeeze=False, height_ratios=heights)[:, 0]
     for kind, one in zip(kinds, axes, strict=True):
         drawn = courses[kind]
@@ -110,15 +103,9 @@ def matrix_of(values: NDArray[np.float64], names: Sequence[str], title: str = ""
     TracerError
         If matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise not_installed("a figure", "matplotlib", "plot") from error
     if not len(values):
         raise MessageError("there is nothing to draw: nothing was compared")
-    figure = Figure(figsize=(7.5, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(7.5, 6.5)
     axes = figure.subplots()
     axes.set_facecolor("0.85")
     drawn = axes.imshow(np.ma.masked_invalid(values), vmin=0, vmax=1, cmap="cividis", interpolation="nearest")
@@ -130,6 +117,18 @@ def matrix_of(values: NDArray[np.float64], names: Sequence[str], title: str = ""
         _text(label)
     _text(axes.set_title(printable(title), fontsize=10, loc="left"))
     figure.colorbar(drawn, ax=axes, pad=0.01).ax.tick_params(labelsize=7)
+    return figure
+
+
+def _figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches, that pyplot does not know."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise not_installed("a figure", "matplotlib", "plot") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
     return figure
 
 
