@@ -61,9 +61,9 @@ class Unchanged(Rule):
     def look_back(self) -> Iterator[Message]:
         """Judge the updates of a step."""
         now, self.now = self.now, {}
-        for (module, _, _, _), (place, zero) in now.items():
+        for series, (place, zero) in now.items():
+            module = series[0]
             frozen = bool({module, f"{module}.weight" if module else "weight"} & self.frozen)
-            series = place.series
             if not zero:
                 self.changed.add(series)
             severity = Severity.NOTE if frozen or series in self.changed else Severity.WARNING

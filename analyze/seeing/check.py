@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 
@@ -109,14 +109,41 @@ def _check_rank(reader: TraceReader, rules: Sequence[Rule], steps: Steps | None)
             replay(reader, *able, findings, steps=steps)
         except TraceCorruptError as error:
             damage = str(error)
-    unjudged |= {rule.name: rule.unjudged() for rule in able}
+    return concluded(reader, able, unjudged, findings, steps=steps, damage=damage)
+
+
+def concluded(
+    reader: TraceReader,
+    able: Sequence[Rule],
+    unjudged: Mapping[str, str],
+    findings: Findings,
+    *,
+    steps: Steps | None = None,
+    damage: str = "",
+) -> Checked:
+    """What rules say of a trace, after its replay.
+
+    Parameters
+    ----------
+    reader : TraceReader
+    able : sequence of Rule
+        Those that listened.
+    unjudged : mapping of str to str
+        Why not, of the others.
+    findings : Findings
+    steps
+        What was replayed.
+    damage : str
+        What ended the replay early.
+    """
+    told = {**unjudged, **{rule.name: rule.unjudged() for rule in able}}
     replayed = reader.journal[reader.select(steps=steps), Column.GLOBAL_STEP]
     return Checked(
         trace=str(reader.path),
         status=reader.status,
         findings=tuple(findings),
-        looked=tuple(rule.name for rule in able if not unjudged[rule.name]),
-        unjudged={name: why for name, why in unjudged.items() if why},
+        looked=tuple(rule.name for rule in able if not told[rule.name]),
+        unjudged={name: why for name, why in told.items() if why},
         steps=len(set(replayed.tolist())),
         damage=damage,
     )

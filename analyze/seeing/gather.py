@@ -8,13 +8,12 @@ from dataclasses import replace
 
 from analyze.registry import instances
 from analyze.rules.rule import Rule
-from analyze.seeing.check import Wanted, lacking, rules_of
+from analyze.seeing.check import Wanted, concluded, lacking, rules_of
 from analyze.seeing.course import Grid
 from analyze.seeing.findings import Checked, Findings
 from analyze.seeing.gathered import LONGEST, Gathered
 from analyze.seeing.listeners import LOSSES, Answers, Measures, Windows
 from tracer.errors import CaptureError, TraceCorruptError
-from tracer.format.journal import Column
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.messaging.subscriber import Subscriber
@@ -123,16 +122,7 @@ def _replayed(
             replay(reader, *active, *watching, kinds=only, rank=rank)
         except TraceCorruptError as error:
             found.damage = str(error)
-    unjudged |= {one.name: one.unjudged() for one in able}
-    found.checked = Checked(
-        trace=str(reader.path),
-        status=reader.status,
-        findings=tuple(findings),
-        looked=tuple(one.name for one in able if not unjudged[one.name]),
-        unjudged={name: why for name, why in unjudged.items() if why},
-        steps=len(set(reader.journal[:, Column.GLOBAL_STEP].tolist())),
-        damage=found.damage,
-    )
+    found.checked = concluded(reader, able, unjudged, findings, damage=found.damage)
     heard = {key.what for key in (*found.courses, *found.frames)}
     for one in answering:
         if not heard.intersection(one.produces):
