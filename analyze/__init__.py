@@ -34,6 +34,7 @@ HOMES: dict[str, str] = {
     "statistics_of_tensors": "analyze.metrics.elementwise.statistics",
     "statistics_over_time": "analyze.comparing.over_time",
     "subscribers": "analyze.registry",
+    "view": "analyze.seeing.viewing.server",
 }
 """Public name → its module: first the names that no registered metric brings, then the function and class of each."""
 

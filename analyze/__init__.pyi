@@ -60,6 +60,7 @@ from analyze.seeing.blame import blame
 from analyze.seeing.check import check
 from analyze.seeing.findings import Checked
 from analyze.seeing.report import report
+from analyze.seeing.viewing.server import view
 from analyze.seeing.watch import TrainingStopped, Watch
 from analyze.tables.results import Results
 
@@ -175,5 +176,6 @@ __all__ = [
     "test_accuracy",
     "train_accuracy",
     "variance",
+    "view",
     "weightwatcher",
 ]

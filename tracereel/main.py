@@ -12,7 +12,7 @@ from tracereel.demo import demo
 from tracereel.errors import debug_option
 from tracereel.keeping import convert, recover, verify
 from tracereel.recording import record
-from tracereel.reporting import report
+from tracereel.reporting import report, view
 from tracereel.seeing import blame, check, rules
 from tracereel.showing import cat, info, list_streams
 
@@ -29,6 +29,6 @@ def main() -> None:
 
 for command in (
     *(batch, blame, cat, check, convert, demo, diff, info, list_streams),
-    *(plot, record, recover, replay, report, rules, subscribers, verify),
+    *(plot, record, recover, replay, report, rules, subscribers, verify, view),
 ):
     main.add_command(command)

@@ -1,7 +1,8 @@
-"""``trace report``: a page that shows what went wrong in a run."""
+"""``trace report`` and ``trace view``: a page that shows what went wrong in a run, as a file or served."""
 
 from __future__ import annotations
 
+import webbrowser
 from pathlib import Path
 
 import click
@@ -11,6 +12,16 @@ from tracereel.checks import check_apart, check_installed, check_new
 from tracereel.command import Command, conclude
 from tracereel.errors import DAMAGED, wrong_usage
 from tracereel.printing import complain, plain_warnings, print_json, say
+
+_metrics = options.several(
+    "-s",
+    "--subscriber",
+    "specs",
+    metavar="NAME[:key=value,...]",
+    help="Show this metric, too; may be repeated.",
+)
+_others = click.argument("others", metavar="[OTHER]...", nargs=-1, type=click.Path(path_type=str))
+_rank = options.number("--rank", least=0, help="Of a distributed run; by default the lowest.")
 
 
 @click.command(
@@ -22,18 +33,12 @@ from tracereel.printing import complain, plain_warnings, print_json, say
     ],
 )
 @options.path("trace")
-@click.argument("others", metavar="[OTHER]...", nargs=-1, type=click.Path(path_type=str))
+@_others
 @click.option(
     "-o", "--out", metavar="FILE", type=click.Path(), help="The page; by default TRACE's name with .html, here."
 )
-@options.several(
-    "-s",
-    "--subscriber",
-    "specs",
-    metavar="NAME[:key=value,...]",
-    help="Show this metric, too; may be repeated.",
-)
-@options.number("--rank", least=0, help="Of a distributed run; by default the lowest.")
+@_metrics
+@_rank
 @options.overwrite
 @options.as_json
 def report(
@@ -77,3 +82,42 @@ def report(
     if found.damage:
         complain(f"{found.damage}; the report shows what could be read")
         conclude(DAMAGED)
+
+
+@click.command(
+    cls=Command,
+    examples=[
+        "trace view run.zarr",
+        "trace view run.zarr good.zarr -s spectral_norm",
+        "trace view run.zarr --no-open --port 8765",
+    ],
+)
+@options.path("trace")
+@_others
+@_metrics
+@_rank
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Of this machine; by default one that is free.")
+@options.flag("--no-open", help="Print the address, and open no browser.")
+def view(
+    trace: str, others: tuple[str, ...], specs: tuple[str, ...], rank: int | None, port: int, no_open: bool
+) -> None:
+    """Show the page of `trace report` in a browser, and follow a run that is being recorded.
+
+    In the page, metrics can be asked, and steps be zoomed into to see all that was recorded of them. The page is served
+    on 127.0.0.1 only, under an address that holds a secret, until Ctrl-C ends it. Nothing is written.
+    """
+    check_installed("bokeh", "report", "a view")
+    with plain_warnings():
+        from analyze.registry import instances
+        from analyze.seeing.viewing.server import view as serve
+
+        with wrong_usage():
+            metrics = instances(specs)
+
+        def opened(address: str) -> None:
+            click.echo(address)
+            say("Ctrl-C ends it.")
+            if not no_open:
+                webbrowser.open(address)
+
+        serve(trace, metrics, against=others, rank=rank, port=port, opened=opened)

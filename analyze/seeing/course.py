@@ -9,7 +9,7 @@ from typing import NamedTuple, Self, final
 
 import numpy as np
 
-from analyze.seeing.decimate import Steps, Values, against_past, cells, extremes, width_for
+from analyze.seeing.decimate import Steps, Values, against_past, cells, coarser, extremes, width_for
 
 RECENT = 64
 """So many of the last values are always there, so that what is found late can still be looked at closely."""
@@ -52,6 +52,8 @@ class Course:
         Steps in which everything is kept. It may grow; what is left out already does not come back.
     grid : Grid
         Of its row in a heat map.
+    grows : bool
+        Whether the columns become twice as wide when a step is beyond the last; else such steps are in none.
 
     Attributes
     ----------
@@ -78,11 +80,11 @@ class Course:
 
     __slots__ = (
         *("_ahead", "_cells", "_head", "_past", "_steps", "_values"),
-        *("bad", "count", "grid", "limit", "thinned", "windows"),
+        *("bad", "count", "grid", "grows", "limit", "thinned", "windows"),
     )
 
-    def __init__(self, limit: int, windows: Sequence[tuple[int, int]], grid: Grid) -> None:
-        self.limit, self.windows, self.grid = limit, windows, grid
+    def __init__(self, limit: int, windows: Sequence[tuple[int, int]], grid: Grid, *, grows: bool = False) -> None:
+        self.limit, self.windows, self.grid, self.grows = limit, windows, grid, grows
         self.count = self.bad = 0
         self.thinned = False
         self._steps, self._values = array("q"), array("d")
@@ -112,6 +114,18 @@ class Course:
         self._settle()
         return self._cells
 
+    def cut(self, first: int, last: int) -> Course:
+        """What is there of some steps, both inclusive, with the distances from the past that is outside of them."""
+        steps, values, shifts = self.points()
+        inside = (steps >= first) & (steps <= last)
+        found = Course(self.limit, (), Grid.over(first, last))
+        found._head = steps[inside], values[inside], shifts[inside]
+        found.count, found.bad = int(inside.sum()), int((~np.isfinite(values[inside])).sum())
+        found._cells = np.stack(
+            [cells(steps, numbers, *found.grid, by_size=numbers is shifts) for numbers in (values, shifts)]
+        )
+        return found
+
     def _settle(self) -> None:
         """Put the newest values to the others, and leave out what is too much."""
         if not self._steps:
@@ -119,6 +133,7 @@ class Course:
         values = np.array(self._values)
         shifts, self._past = against_past(values, self._past)
         new = (np.array(self._steps), values, shifts)
+        self._widen(int(new[0].max()))
         for row, numbers in zip(self._cells, (values, shifts), strict=True):
             by_size = numbers is shifts
             more = cells(new[0], numbers, *self.grid, by_size=by_size)
@@ -138,3 +153,12 @@ class Course:
             steps, values, shifts = steps[chosen], values[chosen], shifts[chosen]
         self._head = steps, values, shifts
         self._ahead = max(self.limit - len(steps), RECENT)
+
+    def _widen(self, last: int) -> None:
+        """Have a column for the last step."""
+        while self.grows and last >= self.grid.first + self.grid.width * self.grid.columns:
+            first, width, columns = self.grid
+            halves = [coarser(row[None], 2, by_size=bool(number)) for number, row in enumerate(self._cells)]
+            self._cells = np.full((2, columns), np.nan)
+            self._cells[:, : halves[0].shape[1]] = np.concatenate(halves)
+            self.grid = Grid(first, 2 * width, columns)

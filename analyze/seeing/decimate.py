@@ -5,7 +5,7 @@ Whatever stays is a recorded value at its own step: nothing is averaged, and not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -101,6 +101,50 @@ def cells(steps: Steps, values: Values, first: int, width: int, columns: int, *,
     found[at[finite][order]] = values[finite][order]  # of repeated cells the last assignment stays
     found[at[~finite]] = np.inf
     return found
+
+
+def largest(rows: Sequence[Values], *, by_size: bool = False) -> Values:
+    """The largest of each column of several rows of cells.
+
+    Examples
+    --------
+    >>> largest([np.array([1.0, np.nan]), np.array([-3.0, 2.0])], by_size=True).tolist()
+    [-3.0, 2.0]
+    """
+    table = np.array(rows)
+    if not by_size:
+        greatest: Values = np.fmax.reduce(table, axis=0)
+        return greatest
+    at = np.argmax(np.where(np.isnan(table), -1.0, np.abs(table)), axis=0)
+    found: Values = np.take_along_axis(table, at[None], axis=0)[0]
+    return found
+
+
+def coarser(cells: Values, factor: int, *, by_size: bool = False) -> Values:
+    """Rows of cells of which so many that follow each other become their largest.
+
+    Parameters
+    ----------
+    cells : ndarray of float64, (rows, columns)
+    factor : int
+    by_size : bool
+        Whether -3 is larger than 2.
+
+    Returns
+    -------
+    ndarray of float64, (rows, ceil(columns / factor))
+
+    Examples
+    --------
+    >>> coarser(np.array([[1.0, 3, 2]]), 2).tolist()
+    [[3.0, 2.0]]
+    """
+    if factor <= 1:
+        return cells
+    columns = -(-cells.shape[1] // factor)
+    padded = np.full((len(cells), columns * factor), np.nan)
+    padded[:, : cells.shape[1]] = cells
+    return largest([padded[:, number::factor] for number in range(factor)], by_size=by_size)
 
 
 def against_past(values: Values, past: Values) -> tuple[Values, Values]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from analyze.registry import instances
 from analyze.rules.rule import Rule
 from analyze.seeing.check import Wanted, concluded, lacking, rules_of
-from analyze.seeing.course import Grid
+from analyze.seeing.course import COLUMNS, Grid
 from analyze.seeing.findings import Checked, Findings
 from analyze.seeing.gathered import LONGEST, Gathered
-from analyze.seeing.listeners import LOSSES, Answers, Measures, Windows
+from analyze.seeing.listeners import LOSSES, Answers, Measures, Reached, Windows
 from tracer.errors import CaptureError, TraceCorruptError
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
@@ -35,6 +36,7 @@ def gather(
     rank: int | None = None,
     kinds: Sequence[str] = _MEASURED,
     grid: Grid | None = None,
+    grows: bool = False,
 ) -> Gathered:
     """Replay a trace once, through rules and metrics, and measure its layers on the way.
 
@@ -53,6 +55,8 @@ def gather(
         Of what layers are measured.
     grid : Grid, optional
         The columns of heat maps; by default over all steps.
+    grows : bool
+        Whether the columns become wider where the run has more steps than they hold.
 
     Returns
     -------
@@ -65,69 +69,179 @@ def gather(
         If the trace cannot be opened, has nothing of this rank, or a name or parameter is wrong.
     """
     asked, judges = instances(metrics), rules_of(rules)
-    reader = path if isinstance(path, TraceReader) else TraceReader(path)
-    try:
-        if rank is None:
-            rank = min(reader.ranks, default=0)
-        elif rank not in reader.ranks:
-            raise CaptureError(f"{reader.path} has nothing of rank {rank}; it has {', '.join(map(str, reader.ranks))}")
-        found = _replayed(reader, asked, judges, rank, kinds, grid, None)
-        if found.damage and found.span is not None and 2 * found.reached < sum(found.span):
-            there = {stream.kind for stream in reader.streams if stream.rank == rank}
-            sound = [kind for kind in sorted(there) if _is_readable(reader, kind)]
-            if sound and len(sound) < len(there):
-                damage = f"{found.damage}; left out for that: {', '.join(sorted(there - set(sound)))}"
-                found = _replayed(reader, asked, judges, rank, kinds, grid, sound)
-                found.damage, found.checked = damage, replace(found.checked, damage=damage)
-        return found
-    finally:
-        if reader is not path:
-            reader.close()
+    with nullcontext(path) if isinstance(path, TraceReader) else TraceReader(path) as reader:
+        rank = rank_shown(reader, rank)
+        once = Gathering(reader, asked, judges, rank=rank, kinds=kinds, grid=grid, grows=grows)
+        once.run(reader)
+        once.conclude(reader)
+        return without_damage(once, reader).found
 
 
-def _replayed(
-    reader: TraceReader,
-    asked: Sequence[Subscriber],
-    judges: Sequence[Rule],
-    rank: int,
-    kinds: Sequence[str],
-    grid: Grid | None,
-    only: Sequence[str] | None,
-) -> Gathered:
-    """One replay; of kinds that can be read, if they are given."""
-    asked, judges = copy.deepcopy((list(asked), list(judges)))
-    layers, span = _survey(reader)
-    grid = grid or Grid.over(*(span or (0, 0)))
-    found = Gathered(Checked(str(reader.path), reader.status, (), ()), reader.info, rank, span, grid, layers=layers)
-    if len(reader.ranks) > 1:
-        found.remarks.append(f"this is rank {rank} of {len(reader.ranks)}; --rank chooses another")
-    if not len(reader):
-        return found
+def rank_shown(reader: TraceReader, rank: int | None) -> int:
+    """The rank that is asked for, by default the lowest.
 
-    def missing(one: Receiver) -> str:
-        """What a subscriber needs and the trace does not have, in a sentence."""
-        return "; ".join(plan(reader, one, kinds=only, rank=rank).missing).replace(str(reader.path), "the trace")
+    Raises
+    ------
+    CaptureError
+        If the trace has nothing of it.
+    """
+    if rank is None:
+        return min(reader.ranks, default=0)
+    if rank not in reader.ranks:
+        raise CaptureError(f"{reader.path} has nothing of rank {rank}; it has {', '.join(map(str, reader.ranks))}")
+    return rank
 
-    unjudged = {one.name: lacking(one, reader) or (missing(one) if only else "") for one in judges}
-    unmet = {describe(one): missing(one) for one in asked}
-    found.remarks += [sentence for sentence in unmet.values() if sentence]
-    able = [one for one in judges if not unjudged[one.name]]
-    answering = [one for one in asked if not unmet[describe(one)]]
-    found.limit = min(LONGEST, max(512, POINTS // max(1, len(layers) * (4 + len(answering)))))
-    findings, measures = Findings(able), Measures(found, kinds)
-    active: list[Receiver] = [*able, *answering, *([] if missing(measures) else [measures])]
-    if active:
-        watching = [findings, Windows(findings, found.windows), Answers(found, answering)]
-        try:
-            replay(reader, *active, *watching, kinds=only, rank=rank)
-        except TraceCorruptError as error:
-            found.damage = str(error)
-    found.checked = concluded(reader, able, unjudged, findings, damage=found.damage)
-    heard = {key.what for key in (*found.courses, *found.frames)}
-    for one in answering:
-        if not heard.intersection(one.produces):
-            found.remarks.append(f"{describe(one)} answered nothing")
-    return found
+
+class Gathering:
+    """One replay that fills a `Gathered`.
+
+    Parameters
+    ----------
+    reader : TraceReader
+        Of what there is now.
+    metrics : sequence of Subscriber
+    rules : sequence of Rule
+        Both are copied.
+    rank : int
+    kinds : sequence of str
+        Of what layers are measured.
+    grid : Grid, optional
+        The columns of heat maps; by default over all steps.
+    only : sequence of str, optional
+        Kinds that can be read; by default all.
+    steps
+        What is replayed, as in `tracer.replay`.
+    grows : bool
+        Whether the run may go on.
+
+    Attributes
+    ----------
+    found : Gathered
+        What the replay has brought so far.
+    answering : list of str
+        The rules and metrics that have what they need.
+    ended : bool
+        Whether the replay is over.
+    """
+
+    def __init__(
+        self,
+        reader: TraceReader,
+        metrics: Sequence[Subscriber],
+        rules: Sequence[Rule],
+        *,
+        rank: int,
+        kinds: Sequence[str] = _MEASURED,
+        grid: Grid | None = None,
+        only: Sequence[str] | None = None,
+        steps: tuple[int, int] | None = None,
+        grows: bool = False,
+    ) -> None:
+        self.asked = (list(metrics), list(rules))
+        self.kinds, self.grid, self.only, self.steps = kinds, grid, only, steps
+        metrics, rules = copy.deepcopy(self.asked)
+        _, span = _survey(reader)
+        checked = Checked(str(reader.path), reader.status, (), ())
+        grid = grid or (Grid(span[0] if span else 0, 1, COLUMNS) if grows else Grid.over(*(span or (0, 0))))
+        self.found = Gathered(checked, reader.info, rank, span, grid, grows=grows)
+        self.ended = False
+        if len(reader.ranks) > 1:
+            self.found.remarks.append(f"this is rank {rank} of {len(reader.ranks)}; --rank chooses another")
+        self.unjudged = {one.name: lacking(one, reader) or (self.missing(one, reader) if only else "") for one in rules}
+        self.able = [one for one in rules if not self.unjudged[one.name]]
+        self.findings = Findings(self.able)
+        self.metrics: list[Subscriber] = []
+        for one in metrics:
+            missing = self.missing(one, reader)
+            self.metrics += [] if missing else [one]
+            self.found.remarks += [missing] if missing and missing not in self.found.remarks else []
+        measures = Measures(self.found, kinds)
+        self.measures = [] if self.missing(measures, reader) else [measures]
+        self.answering = [one.name for one in self.able] + [describe(one) for one in self.metrics]
+        self._look(reader)
+
+    def missing(self, one: Receiver, reader: TraceReader) -> str:
+        """What a subscriber needs and the trace does not have, in a sentence; empty if there is all."""
+        if not len(reader):
+            return "the trace is empty"
+        told = plan(reader, one, kinds=self.only, rank=self.found.rank).missing
+        return "; ".join(told).replace(str(reader.path), "the trace")
+
+    def answerable(self, reader: TraceReader) -> list[str]:
+        """What `answering` would be by what the trace has now."""
+        metrics, rules = self.asked
+        judging = [one.name for one in rules if not lacking(one, reader)]
+        return judging + [describe(one) for one in metrics if not self.missing(one, reader)]
+
+    def _look(self, reader: TraceReader) -> None:
+        """Take over what the trace says of itself."""
+        found = self.found
+        found.layers, found.span = _survey(reader)
+        found.info = reader.info
+        found.bound(min(LONGEST, max(512, POINTS // max(1, len(found.layers) * (4 + len(self.metrics))))))
+
+    def run(
+        self,
+        trace: Anywhere | TraceReader,
+        *heard: Receiver,
+        follow: bool = False,
+        guard: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """Replay; damage ends it and is told in `found`.
+
+        Parameters
+        ----------
+        trace : path, URL or TraceReader
+        *heard : Receiver
+            Others who listen.
+        follow, guard
+            As in `tracer.replay`.
+
+        Raises
+        ------
+        TracerError
+            What `tracer.replay` raises but for damage.
+        """
+        active: list[Receiver] = [*self.able, *self.metrics, *self.measures]
+        found, rank = self.found, self.found.rank
+        if active:
+            answers = Answers(found, self.metrics)
+            passive = [self.findings, Windows(self.findings, found.windows), answers, Reached(found), *heard]
+            receivers = [*active, *passive]
+            try:
+                replay(trace, *receivers, kinds=self.only, steps=self.steps, rank=rank, follow=follow, guard=guard)
+            except TraceCorruptError as error:
+                found.damage = str(error)
+        self.ended = True
+
+    def conclude(self, reader: TraceReader) -> None:
+        """Say in `found` what the rules have found so far, and what was asked in vain."""
+        found = self.found
+        self._look(reader)
+        steps = self.steps if self.ended else (None, found.reached + 1)
+        found.checked = concluded(reader, self.able, self.unjudged, self.findings, steps=steps, damage=found.damage)
+        if self.ended and len(reader):
+            heard = {key.what for key in (*found.courses, *found.frames)}
+            silent = [describe(one) for one in self.metrics if not heard.intersection(one.produces)]
+            found.remarks += [f"{one} answered nothing" for one in silent]
+
+
+def without_damage(once: Gathering, reader: TraceReader) -> Gathering:
+    """A replay, or where damage ended it in the first half another of the kinds that can be read."""
+    found = once.found
+    if not found.damage or found.span is None or 2 * found.reached >= sum(found.span):
+        return once
+    there = {stream.kind for stream in reader.streams if stream.rank == found.rank}
+    sound = [kind for kind in sorted(there) if _is_readable(reader, kind)]
+    if not sound or len(sound) == len(there):
+        return once
+    metrics, rules = once.asked
+    again = Gathering(reader, metrics, rules, rank=found.rank, kinds=once.kinds, grid=once.grid, only=sound)
+    again.run(reader)
+    again.conclude(reader)
+    again.found.damage = f"{found.damage}; left out for that: {', '.join(sorted(there - set(sound)))}"
+    again.found.checked = replace(again.found.checked, damage=again.found.damage)
+    return again
 
 
 def _survey(reader: TraceReader) -> tuple[list[str], tuple[int, int] | None]:
@@ -153,6 +267,7 @@ def _is_readable(reader: TraceReader, kind: str) -> bool:
     return True
 
 
-def reference(path: Anywhere | TraceReader, grid: Grid, rank: int | None = None) -> Gathered:
+def reference(path: Anywhere | TraceReader, grid: Grid, rank: int | None = None, *, grows: bool = False) -> Gathered:
     """What a report overlays of another run: its losses and its update/weight ratios, in the columns of the first."""
-    return gather(path, rules=(), rank=rank, kinds=(*LOSSES, "weights", "weight_updates"), grid=grid)
+    kinds = (*LOSSES, "weights", "weight_updates")
+    return gather(path, rules=(), rank=rank, kinds=kinds, grid=grid, grows=grows)

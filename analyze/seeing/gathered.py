@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -68,6 +68,14 @@ class Frames:
                 del self.steps[1::2], self.rows[1::2]
         self.count += 1
 
+    def cut(self, first: int, last: int) -> Frames:
+        """Those of some steps, both inclusive."""
+        found = Frames()
+        for step, row in zip(self.steps, self.rows, strict=True):
+            if first <= step <= last:
+                found.add(step, row)
+        return found
+
     def points(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Steps, and a row of numbers for each; shorter ones are filled with NaN."""
         table = np.full((len(self.rows), max(map(len, self.rows), default=0)), np.nan)
@@ -107,6 +115,8 @@ class Gathered:
         Why the replay ended early; empty if it did not.
     windows : list of (first, last)
         Steps around findings of which all values are there.
+    grows : bool
+        Whether the run may go on, beyond the columns that there are.
     rank : int
     reached : int
         The last step that was heard of.
@@ -127,10 +137,44 @@ class Gathered:
     damage: str = ""
     windows: list[tuple[int, int]] = field(default_factory=list)
     reached: int = -1
+    grows: bool = False
 
     def course(self) -> Course:
         """A new series of this run."""
-        return Course(self.limit, self.windows, self.grid)
+        return Course(self.limit, self.windows, self.grid, grows=self.grows)
+
+    def bound(self, limit: int) -> None:
+        """Keep so many values of each series from now on."""
+        self.limit = limit
+        for course in (*self.courses.values(), *self.losses.values()):
+            course.limit = limit
+
+    def forget(self, kinds: Collection[str]) -> None:
+        """Drop the answers of these kinds."""
+        for series in (self.courses, self.frames):
+            for key in [key for key in series if key.what in kinds]:
+                del series[key]
+        for kind in kinds:
+            self.subscribers.pop(kind, None)
+
+    @property
+    def thinned(self) -> bool:
+        """Whether something was left out of a series, which a replay of fewer steps would keep."""
+        series = (*self.courses.values(), *self.losses.values())
+        return any(course.thinned for course in series) or any(one.stride > 1 for one in self.frames.values())
+
+    def cut(self, first: int, last: int) -> Gathered:
+        """What is there of some steps, both inclusive."""
+        courses = {key: one.cut(first, last) for key, one in self.courses.items()}
+        losses = {key: one.cut(first, last) for key, one in self.losses.items()}
+        frames = {key: one.cut(first, last) for key, one in self.frames.items()}
+        return replace(
+            self,
+            grid=Grid.over(first, last),
+            courses={key: one for key, one in courses.items() if one.count},
+            losses={key: one for key, one in losses.items() if one.count},
+            frames={key: one for key, one in frames.items() if one.count},
+        )
 
     def of(self, what: str, tag: str = DEFAULT_TAG) -> dict[str, Course]:
         """The series of one measure or kind of answer, by layer."""

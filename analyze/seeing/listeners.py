@@ -60,7 +60,6 @@ class Measures(Subscriber):
         if data is None or data.is_complex() or not data.numel():
             return
         kind, step = message.kind, message.global_step
-        self.into.reached = step
         if kind in LOSSES:
             self._loss(message)
         if not data.is_floating_point():
@@ -105,12 +104,13 @@ class Answers(Receiver):
 
     def __init__(self, into: Gathered, subscribers: Iterable[Subscriber]) -> None:
         self.into = into
-        into.subscribers = {kind: describe(one) for one in subscribers for kind in one.produces}
+        self.kinds = {kind: describe(one) for one in subscribers for kind in one.produces}
+        into.subscribers.update(self.kinds)
         self.large: set[str] = set()
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         """Whether one of the metrics produces this kind."""
-        return kind in self.into.subscribers
+        return kind in self.kinds
 
     def receive(self, message: Message) -> Iterable[Message]:
         """Keep an answer."""
@@ -130,6 +130,26 @@ class Answers(Receiver):
             self.large.add(message.kind)
             shape = " x ".join(map(str, data.shape))
             self.into.remarks.append(f"{message.kind} is not drawn: its answers are arrays of {shape} numbers")
+        return ()
+
+
+class Reached(Receiver):
+    """Notes how far the replay is, without asking for anything."""
+
+    passive = True
+    scope = "message"
+    name = "reached"
+
+    def __init__(self, into: Gathered) -> None:
+        self.into = into
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Everything that is read for others."""
+        return True
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Note its step."""
+        self.into.reached = message.global_step
         return ()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from analyze.seeing.course import Course, Grid
-from analyze.seeing.decimate import Values, compact
+from analyze.seeing.decimate import Values, coarser, compact, largest
 
 ROWS = 120
 """So many rows has a heat map, at most; beyond, neighbours share one."""
@@ -67,53 +67,53 @@ def drawn(courses: Mapping[str, Course], order: Sequence[str], budget: int, *, s
         return None
     share = -(-len(names) // ROWS)
     groups = [tuple(names[at : at + share]) for at in range(0, len(names), share)][::-1]
-    rows = [_largest([courses[name].cells[int(shifts)] for name in group], shifts) for group in groups]
-    grid = courses[names[0]].grid
+    grid = max((courses[name].grid for name in names), key=lambda one: one.width)  # a series that grew is wider
+    rows = [largest([_cells(courses[name], grid, shifts) for name in group], by_size=shifts) for group in groups]
     cells = np.array(rows)
+    if any(courses[name].grows for name in names):
+        cells = _trimmed(cells)
     stride = max(_stride(courses[names[0]]), 1)
-    factor = max(-(-stride // grid.width), -(-grid.columns * len(rows) // budget))
-    cells, grid = _coarser(cells, grid, factor, shifts)
-    return Map(compact(cells), tuple(groups), grid)
+    factor = max(-(-stride // grid.width), -(-cells.shape[1] * len(rows) // budget))
+    cells = coarser(cells, factor, by_size=shifts)
+    return Map(compact(cells), tuple(groups), Grid(grid.first, grid.width * factor, cells.shape[1]))
+
+
+def _cells(course: Course, grid: Grid, shifts: bool) -> Values:
+    """A row in the columns of a grid that is as wide as the course's own, or wider."""
+    row = coarser(course.cells[int(shifts)][None], grid.width // course.grid.width, by_size=shifts)[0]
+    padded = np.full(grid.columns, np.nan)
+    padded[: len(row)] = row[: grid.columns]
+    return padded
+
+
+def _trimmed(cells: Values) -> Values:
+    """Without the columns at the end in which nothing was recorded yet."""
+    recorded = np.flatnonzero(~np.isnan(cells).all(axis=0))
+    return cells[:, : int(recorded[-1]) + 1] if len(recorded) else cells[:, :1]
 
 
 def compared(one: Map, other: Map) -> Map:
-    """By how many powers of two each cell of one map is above that of another with the same columns.
+    """By how many powers of two each cell of one map is above that of another that begins at the same step.
 
-    NaN where one of the two has nothing or is not positive; infinity where the first is not finite.
+    The columns are the wider ones; where they cannot be made of the narrower ones, nothing is compared. NaN where one
+    of the two has nothing or is not positive; infinity where the first is not finite.
     """
     known = {group: number for number, group in enumerate(other.layers)}
-    cells = np.full(one.cells.shape, np.nan)
-    columns = min(one.cells.shape[1], other.cells.shape[1])
+    width = max(one.grid.width, other.grid.width)
+    if one.grid.first != other.grid.first or width % one.grid.width or width % other.grid.width:
+        return Map(np.full(one.cells.shape, np.nan, np.float32), one.layers, one.grid)
+    ours, theirs = (coarser(each.cells, width // each.grid.width) for each in (one, other))
+    cells = np.full(ours.shape, np.nan)
+    columns = min(ours.shape[1], theirs.shape[1])
     for number, group in enumerate(one.layers):
-        if group in known and one.grid[:2] == other.grid[:2]:
-            a, b = one.cells[number, :columns], other.cells[known[group], :columns]
+        if group in known:
+            a, b = ours[number, :columns], theirs[known[group], :columns]
             usable = (a > 0) & (b > 0) & np.isfinite(b)
             cells[number, :columns][usable] = np.log2(a[usable]) - np.log2(b[usable])
-    return Map(compact(cells), one.layers, one.grid)
+    return Map(compact(cells), one.layers, Grid(one.grid.first, width, ours.shape[1]))
 
 
 def _stride(course: Course) -> int:
     """How many steps usually lie between two recorded ones."""
     steps = np.unique(course.points()[0][-64:])
     return int(np.median(np.diff(steps))) if len(steps) > 1 else 1
-
-
-def _largest(rows: Sequence[Values], by_size: bool) -> Values:
-    table = np.array(rows)
-    if not by_size:
-        greatest: Values = np.fmax.reduce(table, axis=0)
-        return greatest
-    at = np.argmax(np.where(np.isnan(table), -1.0, np.abs(table)), axis=0)
-    found: Values = np.take_along_axis(table, at[None], axis=0)[0]
-    return found
-
-
-def _coarser(cells: Values, grid: Grid, factor: int, by_size: bool) -> tuple[Values, Grid]:
-    """So many columns in one."""
-    if factor <= 1:
-        return cells, grid
-    columns = -(-cells.shape[1] // factor)
-    padded = np.full((len(cells), columns * factor), np.nan)
-    padded[:, : cells.shape[1]] = cells
-    parts = [padded[:, number::factor] for number in range(factor)]
-    return _largest(parts, by_size), Grid(grid.first, grid.width * factor, columns)

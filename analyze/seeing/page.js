@@ -1,8 +1,8 @@
 "use strict";
-// What the page does besides what its pictures do by themselves. Names of a trace only ever become text.
+// What the page does besides what its pictures do by themselves. Names of a trace only ever become text: what is set as
+// HTML comes from the server of the page itself, which has escaped them.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const [first, last] = data.steps;
+  let data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
   const all = (selector) => [...document.querySelectorAll(selector)];
   let doc = null;
@@ -11,6 +11,13 @@
   const kinds = { f: Float32Array, d: Float64Array, i: Int32Array };
   const numbers = (text) =>
     new kinds[text[0]](Uint8Array.from(atob(text.slice(1)), (one) => one.charCodeAt(0)).buffer);
+
+  // parts of the page may be replaced, so the document listens for all of them
+  const on = (kind, selector, act) =>
+    document.addEventListener(kind, (event) => {
+      const found = event.target.closest && event.target.closest(selector);
+      if (found) act(found, event);
+    });
 
   // -- light and dark ---------------------------------------------------------------------------------------------
   const root = document.documentElement;
@@ -57,8 +64,9 @@
   }
   function told() {
     const range = model("steps");
-    byId("from").value = Math.max(first, Math.ceil(range.start));
-    byId("to").value = Math.min(last, Math.floor(range.end));
+    const [from, to] = [byId("from"), byId("to")];
+    from.value = Math.max(from.min, Math.ceil(range.start));
+    to.value = Math.min(to.max, Math.floor(range.end));
   }
   function zoom(factor, range) {
     const { start, end } = range;
@@ -77,26 +85,23 @@
     all: (range) => show(range.bounds[0], range.bounds[1], range),
   };
   function linkSteps() {
-    for (const [id, move] of Object.entries(moves)) byId(id).addEventListener("click", () => move(model("steps")));
-    for (const id of ["from", "to"])
-      byId(id).addEventListener("change", () => show(Number(byId("from").value) - 0.5, Number(byId("to").value) + 0.5));
+    for (const id of Object.keys(moves)) on("click", `#${id}`, () => moves[id](model("steps")));
+    on("change", "#from, #to", () => show(Number(byId("from").value) - 0.5, Number(byId("to").value) + 0.5));
     const range = model("steps");
     range.properties.start.change.connect(told);
     range.properties.end.change.connect(told);
     const keys = { "+": "closer", "=": "closer", "-": "farther", ArrowLeft: "earlier", ArrowRight: "later", 0: "all" };
-    for (const picture of all(".picture")) {
-      const own = () => model(picture.id === "zoom-picture" ? "zoom-steps" : "steps");
-      picture.addEventListener("keydown", (event) => {
-        if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in keys)) return;
-        moves[keys[event.key]](own());
-        event.preventDefault();
-      });
-      picture.addEventListener("dblclick", () => moves.all(own()));
-    }
+    const own = (picture) => model(picture.id === "zoom-picture" ? "zoom-steps" : "steps");
+    on("keydown", ".picture", (picture, event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in keys)) return;
+      moves[keys[event.key]](own(picture));
+      event.preventDefault();
+    });
+    on("dblclick", ".picture", (picture) => moves.all(own(picture)));
   }
 
   // -- which layers are selected ----------------------------------------------------------------------------------
-  const ticks = all("input[data-layer]");
+  const ticks = () => all("input[data-layer]");
   const slots = data.curves ? data.curves.slots : 8;
   const selected = new Array(slots).fill(null); // the layer of each colour
   function select(layer, on) {
@@ -109,7 +114,7 @@
     return true;
   }
   function selectionChanged() {
-    for (const tick of ticks) tick.checked = selected.includes(tick.dataset.layer);
+    for (const tick of ticks()) tick.checked = selected.includes(tick.dataset.layer);
     for (const [name, rows] of [
       ["heat-selected", data.heat && data.heat.rows],
       ["zoom-selected", data.zoom && data.zoom.rows.map((one) => [one])],
@@ -129,24 +134,20 @@
     drawCurves();
   }
   function linkSelection() {
-    for (const tick of ticks) {
-      if (tick.checked) select(tick.dataset.layer, true);
-      tick.addEventListener("change", () => {
-        select(tick.dataset.layer, tick.checked);
-        selectionChanged();
-      });
-    }
-    const none = byId("select-none");
-    if (none)
-      none.addEventListener("click", () => {
-        selected.fill(null);
-        selectionChanged();
-      });
+    for (const tick of ticks()) if (tick.checked) select(tick.dataset.layer, true);
+    on("change", "input[data-layer]", (tick) => {
+      select(tick.dataset.layer, tick.checked);
+      selectionChanged();
+    });
+    on("click", "#select-none", () => {
+      selected.fill(null);
+      selectionChanged();
+    });
     document.addEventListener("layer-tap", ({ detail }) => {
       const rows = detail.panel === "heat" ? data.heat.rows : data.zoom.rows.map((one) => [one]);
       const group = rows[Math.round(detail.y)];
       if (!group) return;
-      const layer = group.find((one) => ticks.some((tick) => tick.dataset.layer === one && !tick.disabled));
+      const layer = group.find((one) => ticks().some((tick) => tick.dataset.layer === one && !tick.disabled));
       if (layer === undefined) return;
       select(layer, !selected.includes(layer));
       selectionChanged();
@@ -155,65 +156,58 @@
 
   // -- the table --------------------------------------------------------------------------------------------------
   function linkTable() {
-    const table = byId("layer-table");
-    if (!table) return;
-    const heads = [...table.tHead.rows[0].cells];
-    heads.forEach((head, column) => {
-      const button = head.querySelector("button");
-      if (!button) return;
-      button.addEventListener("click", () => {
-        const up = head.getAttribute("aria-sort") === "descending" || (column === 1 && head.ariaSort === "none");
-        heads.forEach((one) => one.hasAttribute("aria-sort") && one.setAttribute("aria-sort", "none"));
-        head.setAttribute("aria-sort", up ? "ascending" : "descending");
-        const rows = [...table.tBodies[0].rows].map((row) => [row.cells[column].dataset.key, row]);
-        rows.sort(([a], [b]) => {
-          if (a === "" || b === "") return (a === "") - (b === ""); // what is missing comes last
-          const order = Number.isNaN(Number(a)) || Number.isNaN(Number(b)) ? a.localeCompare(b) : a - b;
-          return up ? order : -order;
-        });
-        table.tBodies[0].append(...rows.map(([, row]) => row));
-      });
+    on("click", "#layer-table th button", (button) => {
+      const head = button.closest("th");
+      const up = head.ariaSort === "descending" || (head.cellIndex === 1 && head.ariaSort === "none");
+      sort(head.cellIndex, up);
     });
+  }
+  function sort(column, up) {
+    const table = byId("layer-table");
+    for (const one of table.tHead.rows[0].cells) if (one.hasAttribute("aria-sort")) one.ariaSort = "none";
+    table.tHead.rows[0].cells[column].ariaSort = up ? "ascending" : "descending";
+    const rows = [...table.tBodies[0].rows].map((row) => [row.cells[column].dataset.key, row]);
+    rows.sort(([a], [b]) => {
+      if (a === "" || b === "") return (a === "") - (b === ""); // what is missing comes last
+      const order = Number.isNaN(Number(a)) || Number.isNaN(Number(b)) ? a.localeCompare(b) : a - b;
+      return up ? order : -order;
+    });
+    table.tBodies[0].append(...rows.map(([, row]) => row));
   }
 
   // -- the heat map -----------------------------------------------------------------------------------------------
-  function linkHeat() {
-    for (const radio of all('input[name="heat-mode"]'))
-      radio.addEventListener("change", () => {
-        for (const mode of data.heat.modes) {
-          model(`heat-${mode}`).visible = mode === radio.value;
-          model(`heat-bar-${mode}`).visible = mode === radio.value;
-        }
-        for (const note of all("p[data-mode]")) note.hidden = note.dataset.mode !== radio.value;
-      });
+  function drawHeat() {
+    const chosen = document.querySelector('input[name="heat-mode"]:checked');
+    if (!chosen) return;
+    for (const mode of data.heat.modes) {
+      model(`heat-${mode}`).visible = mode === chosen.value;
+      model(`heat-bar-${mode}`).visible = mode === chosen.value;
+    }
+    for (const note of all("p[data-mode]")) note.hidden = note.dataset.mode !== chosen.value;
   }
 
   // -- the steps around a finding ---------------------------------------------------------------------------------
-  function linkZoom() {
+  function drawZoom() {
     const choice = byId("zoom-place");
     if (!choice) return;
-    const draw = () => {
-      const view = data.zoom.views[choice.value];
-      const rows = [...numbers(view.rows)];
-      const shifts = [...numbers(view.shifts)];
-      model("zoom-cells").data = {
-        row: rows,
-        step: [...numbers(view.offsets)].map((one) => view.step + one),
-        name: rows.map((row) => data.zoom.names[row]),
-        value: [...numbers(view.values)],
-        shift: shifts,
-        // what cannot be compared is as what is usual; only what is not finite has the colour beyond the last one
-        shade: shifts.map((one) => (Number.isNaN(one) ? 0 : Number.isFinite(one) ? Math.max(-3.99, Math.min(one, 3.99)) : 9)),
-      };
-      const range = model("zoom-steps");
-      const bounds = [view.step - 15.5, view.step + 15.5];
-      range.bounds = null; // the old ones would hold it
-      range.setv({ start: bounds[0], end: bounds[1] });
-      range.bounds = bounds;
-      model("zoom-step").data_source.data = { x: [view.step] };
+    const view = data.zoom.views[choice.value];
+    const rows = [...numbers(view.rows)];
+    const shifts = [...numbers(view.shifts)];
+    model("zoom-cells").data = {
+      row: rows,
+      step: [...numbers(view.offsets)].map((one) => view.step + one),
+      name: rows.map((row) => data.zoom.names[row]),
+      value: [...numbers(view.values)],
+      shift: shifts,
+      // what cannot be compared is as what is usual; only what is not finite has the colour beyond the last one
+      shade: shifts.map((one) => (Number.isNaN(one) ? 0 : Number.isFinite(one) ? Math.max(-3.99, Math.min(one, 3.99)) : 9)),
     };
-    choice.addEventListener("change", draw);
-    draw();
+    const range = model("zoom-steps");
+    const bounds = [view.step - 15.5, view.step + 15.5];
+    range.bounds = null; // the old ones would hold it
+    range.setv({ start: bounds[0], end: bounds[1] });
+    range.bounds = bounds;
+    model("zoom-step").data_source.data = { x: [view.step] };
   }
 
   // -- curves and maps on demand ----------------------------------------------------------------------------------
@@ -284,54 +278,48 @@
     };
   }
   const shortened = (name) => (name.length <= 24 ? name : "…" + name.slice(-23));
-  function linkCurves() {
-    if (!byId("curve-measure")) return;
-    byId("curve-measure").addEventListener("change", drawCurves);
-    for (const radio of all('input[name="curve-view"]')) radio.addEventListener("change", drawCurves);
-  }
-
   // -- answers that are arrays ------------------------------------------------------------------------------------
-  function linkArrays() {
+  function offerArrays() {
     const what = byId("array-what");
     const layer = byId("array-layer");
     if (!what) return;
-    const offer = () => {
-      const packs = data.arrays.packs.filter((one) => one.what === what.value);
-      layer.replaceChildren(...packs.map((one) => new Option(one.layer, data.arrays.packs.indexOf(one))));
-      draw();
-    };
-    const draw = () => {
-      const pack = data.arrays.packs[layer.value];
-      const steps = [...numbers(pack.steps)];
-      const cells = numbers(pack.cells);
-      const low = pack.low && numbers(pack.low);
-      const high = pack.high && numbers(pack.high);
-      const columns = { left: [], right: [], bottom: [], top: [], value: [], step: [], at: [] };
-      steps.forEach((step, number) => {
-        const next = number + 1 < steps.length ? steps[number + 1] : step + (number ? step - steps[number - 1] : 1);
-        const size = low ? (high[number] - low[number]) / pack.width : 1;
-        const start = low ? low[number] : -0.5;
-        for (let at = 0; at < pack.width; at++) {
-          const value = cells[number * pack.width + at];
-          if (!Number.isFinite(value) || !Number.isFinite(start) || (low && value === 0)) continue;
-          columns.left.push(step);
-          columns.right.push(next);
-          columns.bottom.push(start + at * size);
-          columns.top.push(start + (at + 1) * size);
-          columns.value.push(value);
-          columns.step.push(step);
-          columns.at.push(low ? `${(start + at * size).toPrecision(4)} to ${(start + (at + 1) * size).toPrecision(4)}` : `${at}`);
-        }
-      });
-      const finite = columns.value;
-      const least = finite.reduce((a, b) => Math.min(a, b), Infinity);
-      const most = finite.reduce((a, b) => Math.max(a, b), -Infinity);
-      model("array-colours").setv({ low: finite.length ? least : 0, high: finite.length ? Math.max(most, least + 1e-9) : 1 });
-      model("array-cells").data = columns;
-    };
-    what.addEventListener("change", offer);
-    layer.addEventListener("change", draw);
-    offer();
+    const before = layer.selectedOptions.length ? layer.selectedOptions[0].text : null;
+    const packs = data.arrays.packs.filter((one) => one.what === what.value);
+    layer.replaceChildren(...packs.map((one) => new Option(one.layer, data.arrays.packs.indexOf(one))));
+    const same = [...layer.options].find((one) => one.text === before);
+    if (same) layer.value = same.value;
+    drawArrays();
+  }
+  function drawArrays() {
+    const layer = byId("array-layer");
+    if (!layer || layer.value === "") return;
+    const pack = data.arrays.packs[layer.value];
+    const steps = [...numbers(pack.steps)];
+    const cells = numbers(pack.cells);
+    const low = pack.low && numbers(pack.low);
+    const high = pack.high && numbers(pack.high);
+    const columns = { left: [], right: [], bottom: [], top: [], value: [], step: [], at: [] };
+    steps.forEach((step, number) => {
+      const next = number + 1 < steps.length ? steps[number + 1] : step + (number ? step - steps[number - 1] : 1);
+      const size = low ? (high[number] - low[number]) / pack.width : 1;
+      const start = low ? low[number] : -0.5;
+      for (let at = 0; at < pack.width; at++) {
+        const value = cells[number * pack.width + at];
+        if (!Number.isFinite(value) || !Number.isFinite(start) || (low && value === 0)) continue;
+        columns.left.push(step);
+        columns.right.push(next);
+        columns.bottom.push(start + at * size);
+        columns.top.push(start + (at + 1) * size);
+        columns.value.push(value);
+        columns.step.push(step);
+        columns.at.push(low ? `${(start + at * size).toPrecision(4)} to ${(start + (at + 1) * size).toPrecision(4)}` : `${at}`);
+      }
+    });
+    const finite = columns.value;
+    const least = finite.reduce((a, b) => Math.min(a, b), Infinity);
+    const most = finite.reduce((a, b) => Math.max(a, b), -Infinity);
+    model("array-colours").setv({ low: finite.length ? least : 0, high: finite.length ? Math.max(most, least + 1e-9) : 1 });
+    model("array-cells").data = columns;
   }
 
   // -- narrow windows ---------------------------------------------------------------------------------------------
@@ -352,17 +340,127 @@
       if (window.matchMedia("(pointer: coarse)").matches) picture.toolbar.active_drag = null; // a finger scrolls
   }
 
-  function begin() {
-    doc = window.Bokeh.documents[0];
-    const parts = [linkSteps, linkSelection, linkHeat, linkZoom, linkCurves, linkArrays, selectionChanged, fit];
-    for (const part of [...parts, () => paint(root.dataset.theme)]) {
+  // -- a server behind the page -----------------------------------------------------------------------------------
+  let awaited = null; // the metric that was asked last, to show it once it is there
+  function linkServer() {
+    const link = model("link");
+    if (!link) return;
+    let number = 0; // so that no wish is equal to the one before
+    const wish = (what) => {
+      link.wish = JSON.stringify({ number: ++number, ...what });
+    };
+    const ask = () => {
+      awaited = byId("metric-name").value;
+      wish({ compute: [awaited, byId("metric-options").value.trim()] });
+    };
+    on("click", "#metric-ask", ask);
+    on("keydown", "#metric-options", (_, event) => event.key === "Enter" && ask());
+    on("click", "#jobs button", (button) => wish({ cancel: Number(button.dataset.number) }));
+    on("change", "#follow", (tick) => wish({ follow: tick.checked }));
+    let timer = null;
+    const range = model("steps");
+    const look = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => wish({ look: [Math.ceil(range.start), Math.floor(range.end)] }), 350);
+    };
+    range.properties.start.change.connect(look);
+    range.properties.end.change.connect(look);
+    link.properties.told.change.connect(() => setTimeout(() => replace(JSON.parse(link.told)))); // after all that came with it
+    link.properties.state.change.connect(() => tell(JSON.parse(link.state)));
+    if (link.state) tell(JSON.parse(link.state));
+    if (link.told) replace(JSON.parse(link.told));
+    doc.on_event("connection_lost", () => tell({ told: "The server has ended; this is what it showed last.", jobs: [] }));
+  }
+  function tell(state) {
+    byId("state").textContent = state.told;
+    byId("follow-label").hidden = !state.following;
+    byId("asking-trouble").hidden = !state.trouble;
+    byId("asking-trouble").textContent = state.trouble || "";
+    byId("jobs").replaceChildren(
+      ...state.jobs.map((job) => {
+        const line = document.createElement("li");
+        line.append(`${job.title}: ${job.error ? `${job.state}: ${job.error}` : job.state} `);
+        if (job.state === "running") {
+          const share = document.createElement("progress");
+          share.value = job.share;
+          const button = document.createElement("button");
+          button.type = "button";
+          button.dataset.number = job.number;
+          button.textContent = "Cancel";
+          line.append(share, " ", button);
+        }
+        return line;
+      }),
+    );
+  }
+  const shownHtml = new Map();
+  const forget = () => doc.freeze_all_models(() => {}); // at its end Bokeh forgets replaced pictures, else it waits
+  function replace(news) {
+    data = news.data;
+    cache.clear();
+    forget();
+    const chosen = all("main select").map((one) => [one.id, one.selectedOptions.length ? one.selectedOptions[0].text : ""]);
+    const picked = all("main input[type=radio]:checked").map((one) => [one.name, one.value]);
+    const order = [...document.querySelectorAll("#layer-table th")].find((one) => /ending$/.test(one.ariaSort || ""));
+    const sorted = order && [order.cellIndex, order.ariaSort === "ascending"];
+    const scrolled = all("main .wide").map((one) => [one.getAttribute("aria-label"), one.scrollTop, one.scrollLeft]);
+    document.querySelector("header").innerHTML = news.header;
+    for (const [name, part] of Object.entries(news.parts)) {
+      const section = byId(name);
+      section.querySelector("h2").textContent = part.title;
+      document.querySelector(`nav a[href="#${name}"]`).textContent = part.title;
+      if (shownHtml.get(name) !== part.before) section.querySelector(".before").innerHTML = part.before;
+      shownHtml.set(name, part.before);
+      section.querySelector("figure").hidden = !part.drawn;
+      section.querySelector("figcaption").textContent = part.alternative;
+      section.querySelector(".picture").setAttribute("aria-label", part.alternative);
+    }
+    for (const [id, text] of chosen) {
+      const one = byId(id);
+      const same = one && [...one.options].find((option) => option.text === text);
+      if (same) one.value = same.value;
+    }
+    for (const [name, value] of picked) {
+      const one = all("main input[type=radio]").find((radio) => radio.name === name && radio.value === value);
+      if (one) one.checked = true;
+    }
+    for (const [label, top, left] of scrolled) {
+      const one = all("main .wide").find((wide) => wide.getAttribute("aria-label") === label);
+      if (one) one.scrollTo(left, top);
+    }
+    if (sorted && byId("layer-table")) sort(...sorted);
+    for (const id of ["from", "to"]) [byId(id).min, byId(id).max] = news.span;
+    const asked = awaited === null ? -1 : ((data.curves || {}).measures || []).findIndex((one) => one.by === awaited);
+    if (asked >= 0) {
+      byId("curve-measure").value = asked;
+      awaited = null;
+    }
+    told();
+    each(drawn);
+  }
+
+  const drawn = [drawHeat, drawZoom, offerArrays, selectionChanged, fit, () => paint(root.dataset.theme)];
+  function each(parts) {
+    for (const part of parts) {
       try {
         part();
       } catch (error) {
         console.error(error); // the other parts work without it
       }
     }
+  }
+  function linkControls() {
+    on("change", 'input[name="heat-mode"]', drawHeat);
+    on("change", "#zoom-place", drawZoom);
+    on("change", '#curve-measure, input[name="curve-view"]', drawCurves);
+    on("change", "#array-what", offerArrays);
+    on("change", "#array-layer", drawArrays);
     window.addEventListener("resize", fit);
+  }
+  function begin() {
+    doc = window.Bokeh.documents[0];
+    forget();
+    each([linkSteps, linkSelection, linkControls, ...drawn, linkServer]);
     root.dataset.ready = "yes";
   }
   linkTable();

@@ -8,23 +8,32 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from analyze.seeing.gathered import Gathered
-from analyze.seeing.layers import Layer, layers
+from analyze.seeing.layers import layers
 from analyze.seeing.panels import arrays, curves, heat, loss, provenance, rules, table, zoom
 from analyze.seeing.panels.panel import Panel
 from analyze.seeing.words import text
 
+if TYPE_CHECKING:
+    from bokeh.models import Range1d
+
 POLICY = (
     "default-src 'none'; script-src 'unsafe-eval' {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
-    "font-src data:; base-uri 'none'; form-action 'none'"
+    "font-src data:; connect-src {connects}; base-uri 'none'; form-action 'none'"
 )
 """No request leaves the page, and no script runs but those of these digests; Bokeh makes functions of its callbacks."""
 
+LIVE = (
+    '<div class="bar live"><label id="follow-label" hidden><input type="checkbox" id="follow" checked> follow the run'
+    '</label> <span id="state" role="status">Connects to its server.</span></div>'
+)
+"""What a page with a server says of it."""
+
 
 def page(found: Gathered, references: Sequence[Gathered] = ()) -> str:
-    """The page of a run.
+    """The page of a run, which needs nothing else.
 
     Parameters
     ----------
@@ -42,50 +51,92 @@ def page(found: Gathered, references: Sequence[Gathered] = ()) -> str:
     TracerError
         If Bokeh is not installed.
     """
-    order = layers(found)
-    panels = _panels(found, references, order)
-    return _html(found, references, panels, _data(found, order, panels))
+    from bokeh.embed import components
+
+    panels = panels_of(found, references, steps_of(found))
+    pictures = {one.name: one.picture for one in panels if one.picture is not None}
+    script, places = components(pictures, wrap_script=False) if pictures else ("", {})
+    return html_of(found, references, panels, places, script)
 
 
-def _panels(found: Gathered, references: Sequence[Gathered], order: Sequence[Layer]) -> list[Panel]:
+def steps_of(found: Gathered) -> Range1d:
+    """The steps that all pictures over the whole run show; they share it, so that one zoom moves all."""
     from bokeh.models import Range1d
 
+    start, end = bounds_of(found)
+    return Range1d(start, end, bounds=(start, end), name="steps")
+
+
+def bounds_of(found: Gathered) -> tuple[float, float]:
+    """The steps of a run, with a margin."""
     first, last = found.span or (0, 0)
     margin = max(0.5, (last - first) * 0.01)
-    # the pictures over all steps share it, so that one zoom moves all
-    steps = Range1d(first - margin, last + margin, bounds=(first - margin, last + margin), name="steps")
-    packs, known = curves.lines_of(found, order)
-    selected = known[: curves.SELECTED]
-    asked = arrays.panel(found, order, steps)
+    return first - margin, last + margin
+
+
+def panels_of(
+    found: Gathered, references: Sequence[Gathered], steps: Range1d, closer: Gathered | None = None
+) -> list[Panel]:
+    """The panels of a run.
+
+    Parameters
+    ----------
+    found : Gathered
+    references : sequence of Gathered
+    steps : bokeh.models.Range1d
+        See `steps_of`.
+    closer : Gathered, optional
+        Some steps of the run in more detail, which the pictures over the steps show instead.
+    """
+    order = layers(found)
+    shown = found if closer is None else closer
+    packs, known = curves.lines_of(shown, order)
     return [
-        loss.panel(found, references, steps),
-        heat.panel(found, references[0] if references else None, order, steps),
+        loss.panel(shown, references, steps),
+        heat.panel(shown, references[0] if references else None, order, steps),
         zoom.panel(found, order),
-        table.panel(order, set(known), selected),
+        table.panel(order, set(known), known[: curves.SELECTED]),
         rules.panel(found.checked),
-        curves.panel(found, packs, steps),
-        *([] if asked is None else [asked]),
+        curves.panel(shown, packs, steps),
+        arrays.panel(shown, order, steps),
         provenance.panel(found),
     ]
 
 
-def _data(found: Gathered, order: Sequence[Layer], panels: Iterable[Panel]) -> dict[str, Any]:
-    """What the page's script reads."""
-    first, last = found.span or (0, 0)
-    return {"steps": [first, last]} | {one.name: one.data for one in panels if one.data}
+def data_of(panels: Iterable[Panel]) -> dict[str, Any]:
+    """What the page's script reads, by panel."""
+    return {one.name: one.data for one in panels if one.data}
 
 
-def _html(found: Gathered, references: Sequence[Gathered], panels: Sequence[Panel], data: Mapping[str, Any]) -> str:
-    from bokeh.embed import components
+def html_of(
+    found: Gathered,
+    references: Sequence[Gathered],
+    panels: Sequence[Panel],
+    places: Mapping[str, str],
+    script: str,
+    *,
+    connects: str = "'none'",
+) -> str:
+    """A page.
+
+    Parameters
+    ----------
+    found : Gathered
+    references : sequence of Gathered
+    panels : sequence of Panel
+    places : mapping of str to str
+        For panels with a picture, the element that holds it.
+    script : str
+        Draws the pictures.
+    connects : str
+        What the page may connect to, as a content security policy has it.
+    """
     from bokeh.resources import Resources
 
-    pictures = {one.name: one.picture for one in panels if one.picture is not None}
-    script, places = components(pictures, wrap_script=False) if pictures else ("", {})
     own = files("analyze.seeing")
-    library = "\n".join(Resources(mode="inline", components=["bokeh"], log_level="error").js_raw) if pictures else ""
+    library = "\n".join(Resources(mode="inline", components=["bokeh"], log_level="error").js_raw) if places else ""
     scripts = [_inert(one) for one in (library, script, own.joinpath("page.js").read_text("utf-8")) if one]
-    policy = POLICY.format(scripts=" ".join(map(_digest, scripts)))
-    name = Path(found.checked.trace).name
+    policy = POLICY.format(scripts=" ".join(map(_digest, scripts)), connects=connects)
     sections = "".join(_section(one, places.get(one.name, "")) for one in panels)
     links = "".join(f'<a href="#{one.name}">{text(one.title)}</a>' for one in panels)
     return "".join(
@@ -93,36 +144,40 @@ def _html(found: Gathered, references: Sequence[Gathered], panels: Sequence[Pane
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{text(name)}: {text(found.checked.verdict)}</title>",
+            f"<title>{text(_name(found))}: {text(found.checked.verdict)}</title>",
             f"<style>{own.joinpath('page.css').read_text('utf-8')}</style></head><body>",
-            _header(found, references, name),
+            '<button type="button" id="theme" aria-label="Light or dark">◐</button>',
+            f"<header>{header_of(found, references)}</header>",
             f'<nav aria-label="Parts of this page">{links}</nav>',
-            _steps_bar(found) if pictures else "",
+            _steps_bar(found) if places else "",
+            LIVE if connects != "'none'" else "",
             f"<main>{sections}</main>",
-            f'<script type="application/json" id="data">{_inert_json(data)}</script>',
+            f'<script type="application/json" id="data">{inert_json(data_of(panels))}</script>',
             *(f"<script>{one}</script>" for one in scripts),
             "</body></html>\n",
         ]
     )
 
 
-def _header(found: Gathered, references: Sequence[Gathered], name: str) -> str:
+def _name(found: Gathered) -> str:
+    return Path(found.checked.trace).name
+
+
+def header_of(found: Gathered, references: Sequence[Gathered]) -> str:
+    """The verdict, what is wrong with the trace, and what was looked at, as HTML."""
     severity = found.checked.severity
     badge = "" if severity is None else f'<span class="badge severity-{int(severity)}">{text(severity)}</span> '
-    lines = [f"{text(name)}: {_extent(found)}; the run is {text(found.info['status'])}."]
+    lines = [f"{text(_name(found))}: {_extent(found)}; the run is {text(found.info['status'])}."]
     if references:
-        lines.append(f"Compared with {', '.join(text(Path(one.checked.trace).name) for one in references)}.")
+        lines.append(f"Compared with {', '.join(text(_name(one)) for one in references)}.")
     lines += [f"{text(remark)}." for remark in found.remarks]
     warnings = [*([found.damage] if found.damage else []), *map(str, found.info["problems"])]
-    warnings += [f"{Path(one.checked.trace).name}: {one.damage}" for one in references if one.damage]
+    warnings += [f"{_name(one)}: {one.damage}" for one in references if one.damage]
     if found.damage:
         warnings.append("This page shows what could be read")
     told = "".join(f'<p class="problem">{text(one)}.</p>' for one in warnings)
     verdict = text(found.checked.verdict.removeprefix(f"{severity}: "))
-    return (
-        '<header><button type="button" id="theme" aria-label="Light or dark">◐</button>'
-        f"<h1>{badge}{verdict}</h1>{told}{''.join(f'<p>{line}</p>' for line in lines)}</header>"
-    )
+    return f"<h1>{badge}{verdict}</h1>{told}{''.join(f'<p>{line}</p>' for line in lines)}"
 
 
 def _extent(found: Gathered) -> str:
@@ -148,16 +203,17 @@ def _steps_bar(found: Gathered) -> str:
 
 
 def _section(one: Panel, place: str) -> str:
-    picture = ""
+    figure = ""
     if place:
         alternative = text(one.alternative)
-        picture = (
-            f'<figure><div class="picture" role="img" tabindex="0" aria-label="{alternative}" id="{one.name}-picture">'
-            f"{place}</div><figcaption>{alternative}</figcaption></figure>"
+        figure = (
+            f'<figure{"" if one.picture is not None else " hidden"}><div class="picture" role="img" tabindex="0" '
+            f'aria-label="{alternative}" id="{one.name}-picture">{place}</div>'
+            f"<figcaption>{alternative}</figcaption></figure>"
         )
     return (
         f'<section id="{one.name}" aria-labelledby="{one.name}-title"><h2 id="{one.name}-title">{text(one.title)}</h2>'
-        f"{one.before}{picture}{one.after}</section>"
+        f'<div class="before">{one.before}</div>{figure}</section>'
     )
 
 
@@ -166,7 +222,7 @@ def _inert(script: str) -> str:
     return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
-def _inert_json(value: Any) -> str:
+def inert_json(value: Any) -> str:
     """JSON that is no markup wherever it stands."""
     return (
         json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

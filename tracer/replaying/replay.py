@@ -6,6 +6,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -30,6 +31,7 @@ def replay(
     tags: str | Iterable[str] | None = None,
     rank: int | None = None,
     follow: bool = False,
+    guard: AbstractContextManager[object] | None = None,
 ) -> None:
     """Publish a trace's messages, in the order in which they were recorded, to receivers; read only what they want.
 
@@ -55,6 +57,9 @@ def replay(
         Whether to continue with what a run that is still being recorded commits, until it ends or its process is found
         dead. What receivers need may then be recorded later; it is an error if it is missing when the run ends. While
         the run goes on, only what the rank itself recorded is published, as it was recorded.
+    guard : context manager, optional
+        It is entered and left around each message: a lock, so that another thread never sees half of what a message
+        changes. What it raises ends the replay.
 
     Raises
     ------
@@ -104,20 +109,22 @@ def replay(
         for sentence in todo.partial:
             warnings.warn(sentence, RuntimeWarning, stacklevel=2)
         bus = _prepared(reader, audience, following=following)
+        guard = guard if guard is not None else contextlib.nullcontext()
         # a message that a receiver keeps should not depend on the file; any other needs no copy
         mapped = not audience.may_keep
         try:
             while following:
                 done = settled(reader, todo)
-                _publish(bus, reader, todo, done, mapped)
+                _publish(bus, reader, todo, done, mapped, guard)
                 following = wait(reader)
                 _register_topics(bus, reader)
                 tell_of_model(audience.receivers, lambda: reader.header.get("model"))  # the header may have come later
                 todo = plan_of(reader, audience, filters, chosen, since=done, growing=following)
             if todo.missing:
                 raise CaptureError("; ".join(todo.missing))
-            _publish(bus, reader, todo, len(reader), mapped)
-            bus.finish()
+            _publish(bus, reader, todo, len(reader), mapped, guard)
+            with guard:
+                bus.finish()
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is raised
                 bus.close()
@@ -144,7 +151,9 @@ def _register_topics(bus: MessageBus, reader: TraceReader) -> None:
             bus.register_topic(stream.kind)  # a user's own kind, or the kind of an answer in a results trace
 
 
-def _publish(bus: MessageBus, reader: TraceReader, todo: Plan, limit: int, mapped: bool) -> None:
+def _publish(
+    bus: MessageBus, reader: TraceReader, todo: Plan, limit: int, mapped: bool, guard: AbstractContextManager[object]
+) -> None:
     """Publish the planned messages of the rows before `limit`."""
     where, pairs = todo.where, todo.pairs
     if limit < len(where):
@@ -152,7 +161,8 @@ def _publish(bus: MessageBus, reader: TraceReader, todo: Plan, limit: int, mappe
         where[limit:] = False
         pairs = pairs[pairs[:, 0] < limit]
     for message in messages(reader, where, pairs, mapped):
-        bus.publish(message)
+        with guard:
+            bus.publish(message)
         del message  # before the next is read, so that it can reuse the memory, which is still in the cache
 
 

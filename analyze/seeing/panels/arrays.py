@@ -51,14 +51,16 @@ def _edges(edges: Frames, key: Key, frames: Frames) -> dict[str, Any]:
     return {"low": packed(table[:, 0]), "high": packed(table[:, -1])}
 
 
-def panel(found: Gathered, order: Sequence[Layer], steps: Any) -> Panel | None:
-    """The panel of histograms and spectra; None if no metric gave any."""
+def panel(found: Gathered, order: Sequence[Layer], steps: Any) -> Panel:
+    """The panel of histograms and spectra."""
     from bokeh.models import ColorBar, ColumnDataSource, HoverTool, LinearColorMapper
     from bokeh.palettes import Viridis256
 
     packs = arrays_of(found, order)
+    title = "Histograms and spectra over the steps"
     if not packs:
-        return None
+        none = "No metric was asked whose answers are arrays, such as histogram or singular_values."
+        return Panel(name="arrays", title=title, before=f"<p>{none}</p>")
     kinds = list(dict.fromkeys(str(one["what"]) for one in packs))
     options = "".join(f"<option>{text(kind)}</option>" for kind in kinds)
     picture = drawing(steps, 340, name="arrays")
@@ -76,7 +78,7 @@ def panel(found: Gathered, order: Sequence[Layer], steps: Any) -> Panel | None:
     left_out = f" Of {there:,} series, {len(packs):,} have room in the page." if there > len(packs) else ""
     return Panel(
         name="arrays",
-        title="Histograms and spectra over the steps",
+        title=title,
         before=f'<label>Show <select id="array-what">{options}</select></label> '
         f'<label>of <select id="array-layer"></select></label><p class="note">A column is an answer: of a histogram '
         f"its bins, between their edges; of other arrays their numbers in order.{left_out}</p>",

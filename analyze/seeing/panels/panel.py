@@ -47,8 +47,8 @@ class Panel:
     name : str
         Its id.
     title : str
-    before, after : str
-        HTML, escaped already, that stands before and behind the picture.
+    before : str
+        HTML, escaped already, that stands before the picture.
     picture : figure, optional
     alternative : str
         What the picture shows, in words.
@@ -61,7 +61,6 @@ class Panel:
     before: str = ""
     picture: figure | None = None
     alternative: str = ""
-    after: str = ""
     data: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -7,69 +7,25 @@ none; nothing is downloaded.
 from __future__ import annotations
 
 import importlib.util
-import io
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from analyze.seeing.page import page
 from analyze.seeing.report import report
+from tests.analyze.seeing.browsing import Opened, colours, needs_chromium, pixels_of, started
 from tests.analyze.seeing.runs import HOSTILE, messages, write
 
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-
-
-class Opened:
-    """A page in a browser, with what it said and what it asked for."""
-
-    def __init__(self, browser: Any, path: Path, width: int = 1024, scheme: str = "light") -> None:
-        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        self.page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("console", lambda one: self.complaints.append(one.text) if one.type != "log" else None)
-        self.page.on("pageerror", lambda one: self.complaints.append(str(one)))
-        self.page.on("dialog", lambda one: (self.complaints.append(one.message), one.dismiss()))
-        self.page.on("request", lambda one: self.requests.append(one.url))
-        self.page.goto(path.as_uri())
-        self.page.wait_for_function("document.documentElement.dataset.ready === 'yes'", timeout=20_000)
-        self.settle()
-
-    def settle(self) -> None:
-        """Wait until what was changed is painted."""
-        self.page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        self.page.wait_for_timeout(60)
-
-    def run(self, script: str) -> Any:
-        """What a script says, with `model` for the parts of the pictures."""
-        return self.page.evaluate(f"() => {{ const model = n => Bokeh.documents[0].get_model_by_name(n); {script} }}")
-
-    def painted(self, name: str) -> np.ndarray:
-        """The pixels of a picture."""
-        self.settle()
-        return pixels_of(self.page.locator(f"#{name}-picture").screenshot())
-
-    def steps(self) -> tuple[float, float]:
-        """What is shown of the run."""
-        start, end = self.run("const one = model('steps'); return [one.start, one.end];")
-        return start, end
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A browser for all tests of this file."""
-    with sync_api.sync_playwright() as playwright:
-        # a container's root may not use the sandbox, and has a small /dev/shm
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield started
-        started.close()
+    yield from started()
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +42,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def window(browser: Any, path: Path) -> Iterator[Opened]:
     """That report in a window, in which one test comes after the other."""
-    found = Opened(browser, path)
+    found = Opened(browser, path.as_uri())
     yield found
     found.context.close()
 
@@ -109,24 +65,13 @@ def opened(window: Opened) -> Iterator[Opened]:
     window.run("window.scrollTo(0, 0);")
 
 
-def pixels_of(picture: bytes) -> np.ndarray:
-    """A screenshot as numbers."""
-    return np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"), np.int16)
-
-
-def colours(pixels: np.ndarray) -> int:
-    """How many different colours are painted in at least four pixels each."""
-    _, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
-    return int((counts >= 4).sum())
-
-
 SLOW = [pytest.param(width, scheme, marks=pytest.mark.slow) for width, scheme in ((390, "light"), (1024, "dark"))]
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1024, "light"), (1920, "dark"), *SLOW])
 def test_every_picture_is_painted(browser: Any, path: Path, width: int, scheme: str) -> None:
     """On a phone and on a wide screen, light and dark: pixels, no complaint, and nothing wider than the window."""
-    found = Opened(browser, path, width, scheme)
+    found = Opened(browser, path.as_uri(), width, scheme)
     whole = pixels_of(found.page.screenshot(full_page=True))
     for name in ("loss", "heat", "zoom", "curves", "arrays"):
         place = {key: int(value) for key, value in found.page.locator(f"#{name}-picture").bounding_box().items()}
@@ -334,7 +279,7 @@ def test_names_are_never_code(browser: Any, tmp_path: Path) -> None:
     made = messages(HOSTILE, 30, spike=(HOSTILE[0], 25))
     path = write(tmp_path / f"{HOSTILE[1]}.zarr", made, argv=list(HOSTILE), seeds=dict.fromkeys(HOSTILE, 1))
     report(path, tmp_path / "page.html", against=path, metrics=["histogram:bins=4", "spectral_norm"])
-    found = Opened(browser, tmp_path / "page.html", 1024)
+    found = Opened(browser, (tmp_path / "page.html").as_uri(), 1024)
     found.page.check('input[name="curve-view"][value="map"]')
     for picture in ("heat", "zoom", "curves", "loss"):
         place = found.page.locator(f"#{picture}-picture")
@@ -365,7 +310,7 @@ def test_ten_thousand_series(browser: Any, tmp_path: Path) -> None:
     out = tmp_path / "long.html"
     out.write_text(page(benchmark.made(10_000, 1_200)), encoding="utf-8")
     assert out.stat().st_size < 3_000_000
-    found = Opened(browser, out)
+    found = Opened(browser, out.as_uri())
     first = found.page.locator("#layer-table tbody tr").first
     assert first.locator("td").nth(2).inner_text() == "600"
     for name in ("loss", "heat", "zoom", "curves"):

@@ -25,7 +25,7 @@ TAGS = {
     *("thead", "tbody", "tr", "th", "td", "dl", "dt", "dd", "details", "summary", "script", "br"),
 }
 """What the page is made of, and nothing else."""
-PARTS = ["loss", "heat", "zoom", "layers", "rules", "curves", "provenance"]
+PARTS = ["loss", "heat", "zoom", "layers", "rules", "curves", "arrays", "provenance"]
 """In this order."""
 
 
@@ -165,7 +165,7 @@ def test_damage_of_a_reference_is_told(tmp_path: Path, run: Path) -> None:
 def test_metrics_that_were_asked_are_there(run: Path) -> None:
     """Curves among the measures, arrays in a part of their own; what was not to be had is said."""
     parsed = Parsed(page_of(run, metrics=("spectral_norm", "histogram:bins=5", "cka:tag=probe")))
-    assert parsed.parts == [*PARTS[:-1], "arrays", "provenance"]
+    assert parsed.parts == PARTS
     data = json.loads(next(text for one, text in parsed.scripts if one.get("type") == "application/json"))
     titles = {one["title"]: one for one in data["curves"]["measures"]}
     assert titles["weights_spectral_norm"]["by"] == "spectral_norm"

@@ -1,0 +1,115 @@
+"""A replay in the background that tells how far it is, and can be cancelled."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Self
+
+from analyze.seeing.viewing.turns import Turns
+from tracer.errors import TracerError
+from tracer.messaging.bus import Receiver
+from tracer.messaging.messages import Message
+
+RUNNING, DONE, FAILED, CANCELLED = "running", "done", "failed", "cancelled"
+
+
+class _Cancelled(BaseException):
+    """Ends the replay of a job that is cancelled."""
+
+
+class Job(Receiver):
+    """A replay in a thread of its own.
+
+    It listens to the replay to know how far it is, and is entered around each of its messages, to take turns with the
+    thread that shows what is gathered.
+
+    Parameters
+    ----------
+    title : str
+        What it does.
+    turns : Turns
+    work : callable
+        Gets the job: a receiver and a guard for `tracer.replay`.
+
+    Attributes
+    ----------
+    state : str
+        ``running``, ``done``, ``failed`` or ``cancelled``.
+    reached : int
+        The last step that was heard of; -1 before the first.
+    heard : int
+        How many messages there were.
+    error : str
+        Why it failed.
+    began : float
+        When, by `time.monotonic`.
+    """
+
+    passive = True
+    scope = "message"
+    name = "progress"
+
+    def __init__(self, title: str, turns: Turns, work: Callable[[Job], None]) -> None:
+        self.title = title
+        self.state = RUNNING
+        self.reached, self.heard = -1, 0
+        self.error = ""
+        self.began = time.monotonic()
+        self._turns, self._cancelled = turns, threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(work,), name=title, daemon=True)
+
+    def start(self) -> Self:
+        """Begin; returns the job."""
+        self._thread.start()
+        return self
+
+    def cancel(self, state: str = CANCELLED) -> None:
+        """End it at the next message; it is in this state from now on."""
+        self._cancelled.set()
+        if self.state == RUNNING:
+            self.state = state
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it is over."""
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def _run(self, work: Callable[[Job], None]) -> None:
+        try:
+            work(self)
+            state = DONE
+        except _Cancelled:
+            state = CANCELLED
+        except TracerError as error:
+            state, self.error = FAILED, str(error)
+        except Exception as error:  # noqa: BLE001 - a metric may raise anything; the page tells it, the rest goes on
+            state, self.error = FAILED, f"{type(error).__name__}: {error}"
+        if self.state == RUNNING:
+            self.state = state
+
+    # -- how far it is ------------------------------------------------------------------------------------------
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Everything that is read for others."""
+        return True
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Note its step."""
+        self.reached = message.global_step
+        self.heard += 1
+        return ()
+
+    # -- a guard ------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> None:
+        if self._cancelled.is_set():
+            raise _Cancelled
+        self._turns.begin_writing()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._turns.end_writing()

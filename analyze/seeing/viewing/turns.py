@@ -1,0 +1,56 @@
+"""How threads that replay a trace and a thread that shows it take turns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+
+@final
+class Turns:
+    """A lock with two sides: replays change what was gathered message by message, and a reader sees whole messages.
+
+    Replays do not exclude each other, since each has series of its own. A reader who waits comes first, so that fast
+    replays cannot keep it waiting.
+
+    Examples
+    --------
+    >>> turns = Turns()
+    >>> turns.begin_writing()
+    >>> turns.end_writing()
+    >>> with turns.reading():
+    ...     pass
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._writing = self._reading = 0
+
+    def begin_writing(self) -> None:
+        """A replay's turn begins: one message."""
+        with self._changed:
+            while self._reading:
+                self._changed.wait()
+            self._writing += 1
+
+    def end_writing(self) -> None:
+        """It ends."""
+        with self._changed:
+            self._writing -= 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """The turn of who shows it."""
+        with self._changed:
+            self._reading += 1
+            while self._writing:
+                self._changed.wait()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._reading -= 1
+                self._changed.notify_all()

@@ -1,0 +1,270 @@
+"""What is shown of a trace that may still be recorded: gathered in the background, and asked for more."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, final
+
+from analyze.registry import instances, subscribers
+from analyze.seeing.check import Wanted, rules_of
+from analyze.seeing.course import Grid
+from analyze.seeing.gather import Gathering, rank_shown, reference, without_damage
+from analyze.seeing.gathered import Gathered
+from analyze.seeing.listeners import Answers
+from analyze.seeing.viewing.job import DONE, RUNNING, Job
+from analyze.seeing.viewing.turns import Turns
+from tracer.errors import CaptureError, TracerError, UnknownNameError
+from tracer.messaging.subscriber import Subscriber
+from tracer.replaying.replay import replay
+from tracer.stores.locations import Anywhere
+from tracer.trace.reader import TraceReader
+
+JOBS = 3
+"""So many metrics are computed at once, at most."""
+BEFORE = 64
+"""So many steps before the ones that are looked at closely are replayed for their past."""
+STOP_SECONDS = 10.0
+"""So long a replay may take to end; that is one message."""
+LOOK_SECONDS = 1.0
+"""So long after one look for new commits comes the next, at least."""
+
+
+class Asked(NamedTuple):
+    """A metric that was asked in the page."""
+
+    title: str
+    metric: Subscriber
+    job: Job
+
+
+@final
+class View:
+    """What is shown of a trace.
+
+    One replay in the background gathers what a report shows, and follows a run that is being recorded. Where streams
+    that come later let more rules judge, it begins again.
+
+    Parameters
+    ----------
+    path : path or URL
+    metrics : sequence of str or Subscriber
+        What is asked from the beginning.
+    against : sequence of path or URL
+        Runs that it is compared with.
+    rules : Rule or str, or several
+        By default all.
+    rank : int, optional
+        By default the lowest.
+
+    Raises
+    ------
+    TracerError
+        If the trace cannot be opened, has nothing of this rank, or a name or parameter is wrong.
+
+    Attributes
+    ----------
+    turns : Turns
+        What is gathered is read in its reading turn.
+    references : list of Gathered
+        Of the other runs, those that are there already.
+    asked : list of Asked
+        Metrics that were asked in the page.
+    status : str
+        As `TraceReader.status`.
+    """
+
+    def __init__(
+        self,
+        path: Anywhere,
+        metrics: Sequence[str | Subscriber] = (),
+        *,
+        against: Sequence[Anywhere] = (),
+        rules: Wanted | None = None,
+        rank: int | None = None,
+    ) -> None:
+        self.path, self.against = path, against
+        self.metrics, self.rules = instances(metrics), rules_of(rules)
+        self.reader = TraceReader(path)
+        self.rank = rank_shown(self.reader, rank)
+        self.status = self.reader.status
+        self.turns = Turns()
+        self.references: list[Gathered] = []
+        self.asked: list[Asked] = []
+        self._streams, self._looked = len(self.reader.streams), 0.0
+        self._shown = self._next = self._gathering()
+        self._gatherer = self._gather(self._next)
+
+    def start(self) -> None:
+        """Begin to gather."""
+        self._gatherer.start()
+        if self.against:
+            Job("the other runs", self.turns, self._refer).start()
+
+    def stop(self) -> None:
+        """End what still runs."""
+        jobs = [self._gatherer, *(one.job for one in self.asked)]
+        for job in jobs:
+            job.cancel()
+        for job in jobs:
+            job.join(STOP_SECONDS)
+        self.reader.close()
+
+    # -- what there is ------------------------------------------------------------------------------------------
+
+    @property
+    def found(self) -> Gathered:
+        """What is gathered so far; to be read in a reading turn."""
+        return self._shown.found
+
+    @property
+    def following(self) -> bool:
+        """Whether the run is still being recorded."""
+        return self.status == "recording"
+
+    @property
+    def progress(self) -> str:
+        """How far it is, in a sentence; empty when all is there."""
+        if self._gatherer.error:
+            return f"The replay ended early: {self._gatherer.error}."
+        reached = max(0, self._gatherer.reached)
+        if self._gatherer.state == RUNNING and self.following:
+            return f"Follows the run, at step {reached}."
+        if self._gatherer.state == RUNNING:
+            return f"Replayed to step {reached} of {(self._next.found.span or (0, 0))[1]}."
+        return ""
+
+    @property
+    def mark(self) -> tuple[object, ...]:
+        """Another one when there is something new to show."""
+        jobs = [(job.heard, job.state) for job in (self._gatherer, *(one.job for one in self.asked))]
+        return id(self._shown), self.status, len(self.references), *jobs
+
+    def refresh(self) -> None:
+        """Look for new commits, and let rules conclude; often called, it seldom looks."""
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        if self.following:
+            self.status = self.reader.status  # first: what a run that has ended committed is read then
+            self.reader.refresh()
+        if len(self.reader.streams) != self._streams:
+            self._streams = len(self.reader.streams)
+            if self._next.answerable(self.reader) != self._next.answering:
+                self._again()
+        with self.turns.reading():
+            if self._next.ended or self._next.found.reached >= self._shown.found.reached:
+                self._shown = self._next
+            if not self._shown.ended:
+                self._shown.conclude(self.reader)
+        self._looked = time.monotonic()
+
+    def _again(self) -> None:
+        """Begin anew, with all that can be answered now."""
+        for one in self.asked:
+            one.job.cancel(DONE)  # the new replay goes on with its metric
+        self._gatherer.cancel(DONE)
+        self._next = self._gathering()
+        self._gatherer = self._gather(self._next).start()
+
+    def _gathering(self) -> Gathering:
+        return Gathering(self.reader, self.metrics, self.rules, rank=self.rank, grows=self.following)
+
+    def _gather(self, gathering: Gathering) -> Job:
+        def work(job: Job) -> None:
+            gathering.run(self.path, job, follow=gathering.found.grows, guard=job)
+            with TraceReader(self.path) as reader:
+                with self.turns.reading():
+                    gathering.conclude(reader)
+                whole = without_damage(gathering, reader)
+            if whole is not gathering and self._next is gathering:
+                self._next = whole
+
+        return Job("the run", self.turns, work)
+
+    def _refer(self, job: Job) -> None:
+        found = self.found
+        for one in self.against:
+            self.references.append(reference(one, found.grid, grows=found.grows))
+
+    # -- what is asked ------------------------------------------------------------------------------------------
+
+    def metrics_to_ask(self) -> dict[str, str]:
+        """For each registered metric what it lacks in the trace, in a sentence; empty if nothing."""
+        found = {}
+        for name in subscribers():
+            try:
+                found[name] = self._next.missing(instances(name)[0], self.reader)
+            except TracerError:
+                found[name] = ""  # such as one that needs an option
+        return found
+
+    def compute(self, name: str, options: str = "") -> None:
+        """Ask for a metric; its answers come to the others as they are computed.
+
+        Parameters
+        ----------
+        name : str
+            Of a registered metric: whoever asks can name no file, whose code would be run.
+        options : str
+            Its parameters, as `analyze.parse` reads them.
+
+        Raises
+        ------
+        TracerError
+            If there is no such metric, an option is wrong, the trace lacks what it needs, or it is there already.
+        """
+        if name not in subscribers():
+            raise UnknownNameError(f"there is no metric {name!r}")
+        if sum(one.job.state == RUNNING for one in self.asked) >= JOBS:
+            raise CaptureError(f"{JOBS} metrics are being computed; cancel one, or wait for it")
+        title = f"{name}:{options}" if options else name
+        metric: Subscriber = instances(title)[0]
+        gathering = self._next
+        lacks = gathering.missing(metric, self.reader)
+        if lacks:
+            raise CaptureError(lacks)
+        if any(kind in gathering.found.subscribers for kind in metric.produces):
+            raise CaptureError(f"{title} is shown already; the option as=NAME gives its answers another name")
+        own = copy.deepcopy(metric)
+        answers = Answers(gathering.found, [own])
+
+        def work(job: Job) -> None:
+            follow = gathering.found.grows
+            replay(self.path, own, answers, job, kinds=gathering.only, rank=self.rank, follow=follow, guard=job)
+
+        self.metrics = [*self.metrics, metric]
+        self.asked.append(Asked(title, metric, Job(title, self.turns, work).start()))
+
+    def cancel(self, number: int) -> None:
+        """No longer compute the metric that was asked as this one, and forget what it answered."""
+        if not 0 <= number < len(self.asked):
+            raise CaptureError(f"no metric was asked as number {number}")
+        one = self.asked[number]
+        if one.job.state != RUNNING:
+            return
+        one.job.cancel()
+        self.metrics = [other for other in self.metrics if other is not one.metric]
+        with self.turns.reading():
+            for gathering in {self._shown, self._next}:
+                gathering.found.forget(one.metric.produces)
+
+    def closer(self, first: int, last: int) -> Gathered | None:
+        """Some steps, both inclusive, as far as they can be shown without a replay; None if that leaves something out.
+
+        To be called in a reading turn.
+        """
+        return None if self.found.thinned else self.found.cut(first, last)
+
+    def look(self, first: int, last: int, into: list[Gathered]) -> Job:
+        """Replay some steps, both inclusive, and put what they bring into a list."""
+        gathering = Gathering(
+            self.reader, self.metrics, (), rank=self.rank, grid=Grid.over(max(0, first - BEFORE), last),
+            only=self._shown.only, steps=(max(0, first - BEFORE), last + 1),
+        )  # fmt: skip
+
+        def work(job: Job) -> None:
+            gathering.run(self.path, job, guard=job)
+            into.append(gathering.found.cut(first, last))
+
+        return Job(f"steps {first} to {last}", self.turns, work).start()

@@ -1,0 +1,72 @@
+"""A page in an installed Chromium (``apt-get install chromium``), driven by Playwright; nothing is downloaded."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+
+
+class Opened:
+    """A page in a browser, with what it said and what it asked for."""
+
+    def __init__(self, browser: Any, address: str, width: int = 1024, scheme: str = "light") -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda one: self.complaints.append(one.text) if one.type != "log" else None)
+        self.page.on("pageerror", lambda one: self.complaints.append(str(one)))
+        self.page.on("dialog", lambda one: (self.complaints.append(one.message), one.dismiss()))
+        self.page.on("request", lambda one: self.requests.append(one.url))
+        self.page.goto(address)
+        self.page.wait_for_function("document.documentElement.dataset.ready === 'yes'", timeout=60_000)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until what was changed is painted."""
+        self.page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        self.page.wait_for_timeout(60)
+
+    def run(self, script: str) -> Any:
+        """What a script says, with `model` for the parts of the pictures."""
+        return self.page.evaluate(f"() => {{ const model = n => Bokeh.documents[0].get_model_by_name(n); {script} }}")
+
+    def painted(self, name: str) -> np.ndarray:
+        """The pixels of a picture."""
+        self.settle()
+        return pixels_of(self.page.locator(f"#{name}-picture").screenshot())
+
+    def steps(self) -> tuple[float, float]:
+        """What is shown of the run."""
+        start, end = self.run("const one = model('steps'); return [one.start, one.end];")
+        return start, end
+
+
+def started() -> Iterator[Any]:
+    """A browser, for a fixture."""
+    with sync_api.sync_playwright() as playwright:
+        # a container's root may not use the sandbox, and has a small /dev/shm
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield browser
+        browser.close()
+
+
+def pixels_of(picture: bytes) -> np.ndarray:
+    """A screenshot as numbers."""
+    return np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"), np.int16)
+
+
+def colours(pixels: np.ndarray) -> int:
+    """How many different colours are painted in at least four pixels each."""
+    _, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
+    return int((counts >= 4).sum())

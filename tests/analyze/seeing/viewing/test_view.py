@@ -1,0 +1,206 @@
+"""What is shown of a trace: the same as a report, while the run goes on as well, and what is asked besides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from analyze.seeing.gather import gather
+from analyze.seeing.gathered import RATIO, Gathered
+from analyze.seeing.viewing import view as viewing
+from analyze.seeing.viewing.job import CANCELLED, DONE
+from analyze.seeing.viewing.view import View
+from tests.analyze.seeing.runs import LAYERS, messages, write
+from tracer.errors import CaptureError, MessageError, UnknownNameError
+from tracer.trace.writer import TraceWriter
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewing, "LOOK_SECONDS", 0.0)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace in which the update of a layer is too large once."""
+    return write(tmp_path_factory.mktemp("view") / "run.zarr", messages(spike=("fc1", 44)))
+
+
+@pytest.fixture
+def shown(run: Path) -> Iterator[View]:
+    """A view of it that has gathered all."""
+    view = View(run, ["spectral_norm"])
+    view.start()
+    until(view, lambda: not view.progress)
+    yield view
+    view.stop()
+
+
+def until(view: View, true: Callable[[], object]) -> None:
+    """Refresh until something is true."""
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end, view.progress
+        view.refresh()
+        time.sleep(0.01)
+
+
+def assert_same(one: Gathered, other: Gathered) -> None:
+    """Two gatherings brought the same findings and the same numbers."""
+    assert one.checked.findings == other.checked.findings
+    assert one.checked.verdict == other.checked.verdict
+    assert one.layers == other.layers
+    assert one.span == other.span
+    assert one.courses.keys() == other.courses.keys()
+    for key, course in other.courses.items():
+        for mine, theirs in zip(one.courses[key].points(), course.points(), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    assert one.losses.keys() == other.losses.keys()
+
+
+def test_a_finished_run_is_shown_as_in_a_report(run: Path, shown: View) -> None:
+    """The same replay brings the same."""
+    assert_same(shown.found, gather(run, ["spectral_norm"]))
+    assert not shown.following
+
+
+def test_a_run_is_followed(tmp_path: Path) -> None:
+    """While it is written, what is committed is shown; streams that come later let more rules judge; all in the end."""
+    made = messages(spike=("fc1", 44), steps=60)
+    first = [one for one in made if one.global_step < 10 and one.kind == "loss"]
+    then = [one for one in made if one.global_step < 10 and one.kind != "loss"]
+    path = tmp_path / "run.zarr"
+    with TraceWriter(path) as writer:
+        view = View(path)
+        view.start()
+        assert view.following
+        for message in first[:5]:
+            writer.write(message)
+        writer.commit()
+        until(view, lambda: len(view.found.losses))
+        assert "loss_spike" in view.found.checked.looked or "loss_spike" in view.found.checked.unjudged
+        assert not view.found.of(RATIO)
+        for step in range(5, 60):
+            for message in made:
+                if message.global_step == step and not (step < 10 and message in then):
+                    writer.write(message)
+            if step % 10 == 0:
+                writer.commit()
+        writer.commit()
+        until(view, lambda: view.found.reached >= 50 and view.found.of(RATIO))
+        assert ("update_ratio", 44) in [(one.rule, one.first) for one in view.found.checked.findings]
+        assert view.progress.startswith("Follows the run, at step ")
+    until(view, lambda: not view.progress)
+    assert not view.following
+    assert_same(view.found, gather(path))
+    view.stop()
+
+
+def test_a_metric_is_computed_when_it_is_asked(run: Path, shown: View) -> None:
+    """Its answers are those of a replay of its own."""
+    shown.compute("norm", "kind=weight_gradients")
+    shown.asked[0].job.join(20)
+    assert shown.asked[0].job.state == DONE
+    own = gather(run, "norm:kind=weight_gradients").of("weight_gradients_norm2")
+    mine = shown.found.of("weight_gradients_norm2")
+    assert set(mine) == set(LAYERS)
+    for name in LAYERS:
+        np.testing.assert_array_equal(mine[name].points()[1], own[name].points()[1])
+    assert shown.found.subscribers["weight_gradients_norm2"] == "norm"
+
+
+def test_a_cancelled_metric_leaves_nothing(shown: View, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had answered is forgotten; it can be asked again."""
+    monkeypatch.setattr("analyze.seeing.listeners.Answers.receive", slowed(shown))
+    shown.compute("ratio")
+    until(shown, lambda: shown.found.of("weight_updates_weights_ratio"))
+    shown.cancel(0)
+    assert shown.asked[0].job.state == CANCELLED
+    assert not shown.found.of("weight_updates_weights_ratio")
+    shown.asked[0].job.join(20)
+    assert not shown.found.of("weight_updates_weights_ratio")
+    monkeypatch.undo()
+    shown.compute("ratio")
+    shown.asked[1].job.join(20)
+    assert shown.found.of("weight_updates_weights_ratio")
+
+
+def slowed(shown: View) -> Callable[..., object]:
+    """`Answers.receive`, with a pause."""
+    from analyze.seeing.listeners import Answers
+
+    whole = Answers.receive
+
+    def receive(self: Answers, message: object) -> object:
+        time.sleep(0.02)
+        return whole(self, message)  # type: ignore[arg-type] # any message
+
+    return receive
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "told"),
+    [
+        ("nonesuch", "", UnknownNameError, "nonesuch"),
+        ("mine.py:Metric", "", UnknownNameError, "mine.py:Metric"),
+        ("not_finite", "", UnknownNameError, "not_finite"),
+        ("norm", "kind=", MessageError, "kind"),
+        ("norm", "colour=red", MessageError, "colour"),
+        ("test_accuracy", "", CaptureError, "needs"),
+        ("spectral_norm", "", CaptureError, "as=NAME"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    shown: View, name: str, options: str, error: type[Exception], told: str
+) -> None:
+    """An unknown name, a file with code, a rule, wrong options, what the trace lacks, what is there already."""
+    with pytest.raises(error, match=told):
+        shown.compute(name, options)
+    assert shown.asked == []
+
+
+def test_a_closer_look_has_all_that_was_recorded(tmp_path: Path) -> None:
+    """Of a short run without a replay; of a long one, of which something was left out, by a replay of these steps."""
+    path = write(tmp_path / "long.zarr", [one for one in messages(("fc",), 1500) if one.kind in KINDS])
+    view = View(path)
+    view.start()
+    until(view, lambda: not view.progress)
+    assert view.closer(700, 760) is not None
+    whole = gather(path).of(RATIO)["fc"].points()
+    for found in (view.closer(700, 760), looked(view, 700, 760)):
+        assert found is not None
+        steps, values, shifts = found.of(RATIO)["fc"].points()
+        inside = (whole[0] >= 700) & (whole[0] <= 760)
+        np.testing.assert_array_equal(steps, whole[0][inside])
+        np.testing.assert_array_equal(values, whole[1][inside])
+        np.testing.assert_array_equal(shifts, whole[2][inside])
+        assert found.grid.first == 700
+        assert found.grid.width == 1
+    view.stop()
+
+
+KINDS = ("loss", "weights", "weight_updates")
+
+
+def looked(view: View, first: int, last: int) -> Gathered:
+    """What a replay of some steps brings."""
+    into: list[Gathered] = []
+    view.look(first, last, into).join(20)
+    return into[0]
+
+
+def test_a_long_run_is_thinned_and_then_looked_at_by_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where something was left out, a closer look needs a replay."""
+    monkeypatch.setattr("analyze.seeing.gather.LONGEST", 512)
+    path = write(tmp_path / "long.zarr", [one for one in messages(("fc",), 700) if one.kind in KINDS])
+    view = View(path)
+    view.start()
+    until(view, lambda: not view.progress)
+    assert view.found.thinned
+    assert view.closer(300, 340) is None
+    assert len(looked(view, 300, 340).of(RATIO)["fc"].points()[0]) == 41
+    view.stop()
