@@ -12,7 +12,7 @@ from typing import Any
 
 from analyze.seeing.gathered import Gathered
 from analyze.seeing.layers import Layer, layers
-from analyze.seeing.panels import arrays, curves, heat, loss, provenance, rules, table, zoom
+from analyze.seeing.panels import arrays, curves, heat, loss, provenance, rules, similarity, table, zoom
 from analyze.seeing.panels.panel import Panel
 from analyze.seeing.words import text
 
@@ -65,6 +65,7 @@ def _panels(found: Gathered, references: Sequence[Gathered], order: Sequence[Lay
         rules.panel(found.checked),
         curves.panel(found, packs, steps),
         *([] if asked is None else [asked]),
+        *similarity.panels(found, order),
         provenance.panel(found),
     ]
 
