@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.tables.columns import Columns, Stream
+from analyze.tables.columns import Columns
 from analyze.tables.writing import not_installed
 from tracer.errors import MessageError, UnknownNameError
 
@@ -24,19 +24,36 @@ _COMPARING: Final = ("angular", "cca", "cka", "procrustes", "pwcca", "r2_cca", "
 """The metrics whose statuses are those of similarities."""
 _NETWORK: Final = ""
 """Where the network's own answers stand, as in the column ``module``."""
+_OF_STREAMS: Final = ("trace", "subscriber", "tag", "rank")
+"""The fields of streams that are axes where they differ; beside them the call and the layer."""
 _FIRST: Final = ("call", 0)
 _LARGE: Final = 1 << 27
 """Arrays of more numbers than this (1 GiB) are made only where answers fill at least a sixteenth of them."""
 
 
 class _Kind(NamedTuple):
-    """The answers of one kind: their positions in the columns, and the axes that tell them apart."""
+    """The answers of one kind: which they are among all, and the axes that tell them apart."""
 
     name: str
-    positions: list[int]
+    chosen: NDArray[np.int64]
     axes: dict[str, list[Any]]
     shared: dict[str, Any]
     shape: tuple[int, ...]
+
+
+class _All(NamedTuple):
+    """What there is of all answers, as arrays."""
+
+    columns: Columns
+    stream_ids: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    counters: dict[str, NDArray[np.int64]]
+
+    @classmethod
+    def of(cls, columns: Columns) -> _All:
+        """That of the columns."""
+        counters = {name: np.array(counter, np.int64) for name, counter in columns.counters.items()}
+        return cls(columns, np.array(columns.stream_ids, np.int64), np.array(columns.starts, np.int64), counters)
 
 
 def xarray() -> Any:
@@ -65,30 +82,32 @@ def words(values: Iterable[object]) -> NDArray[np.object_]:
 def dataset_of(answers: Columns, kinds: str | Iterable[str] | None = None) -> Any:
     """Answers as a dataset: see `analyze.Results.to_xarray`."""
     xr = xarray()
-    chosen = _chosen(answers, kinds)
-    steps = np.unique(np.array([answers.counters["global_step"][at] for one in chosen for at in one.positions], int))
+    there = _All.of(answers)
+    chosen = _chosen(there, kinds)
+    everything = np.concatenate([np.zeros(0, np.int64), *(one.chosen for one in chosen)])
     axes: dict[str, list[Any]] = {}
     for one in chosen:
         for axis, values in one.axes.items():
             axes[axis] = list(dict.fromkeys([*axes.get(axis, ()), *values]))
     coordinates: dict[str, Any] = {
-        axis: (axis, np.array(sorted(values), int) if isinstance(values[0], int) else words(values))
+        axis: (axis, np.array(sorted(values), np.int64) if isinstance(values[0], int) else words(values))
         for axis, values in axes.items()
     }
+    steps = np.unique(there.counters["global_step"][everything])
     coordinates["step"] = ("step", steps, {"long_name": "global step"})
     coordinates.setdefault("layer", ("layer", words(())))
-    coordinates |= _counters(answers, [at for one in chosen for at in one.positions], steps)
-    places = {axis: {value: at for at, value in enumerate(coordinates[axis][1])} for axis in ("step", *axes)}
+    coordinates |= _counters(there, everything, steps)
+    places = {axis: {value: at for at, value in enumerate(coordinates[axis][1].tolist())} for axis in ("step", *axes)}
     variables = {
         # a variable of the name of an axis would be taken for its coordinate
-        f"{one.name}_value" if one.name in coordinates else one.name: _variable(answers, one, places)
+        f"{one.name}_value" if one.name in coordinates else one.name: _variable(there, one, places)
         for one in chosen
     }
     traces = {stream.trace for stream in answers.streams}
     return xr.Dataset(variables, coordinates, {"trace": traces.pop()} if len(traces) == 1 else {})
 
 
-def _chosen(answers: Columns, kinds: str | Iterable[str] | None) -> list[_Kind]:
+def _chosen(there: _All, kinds: str | Iterable[str] | None) -> list[_Kind]:
     """The answers that have numbers, by kind.
 
     Raises
@@ -98,98 +117,95 @@ def _chosen(answers: Columns, kinds: str | Iterable[str] | None) -> list[_Kind]:
     MessageError
         If answers of a kind have different numbers of axes.
     """
-    positions: dict[str, list[int]] = {}
-    for at, number in enumerate(answers.stream_ids):
-        if answers.starts[at] < answers.starts[at + 1]:
-            positions.setdefault(answers.streams[number].kind, []).append(at)
-    wanted: Collection[str] = positions if kinds is None else [kinds] if isinstance(kinds, str) else list(kinds)
+    of_kind: dict[str, list[int]] = {}
+    for number, stream in enumerate(there.columns.streams):
+        of_kind.setdefault(stream.kind, []).append(number)
+    full = np.flatnonzero(np.diff(there.starts) > 0)
+    positions = {kind: full[np.isin(there.stream_ids[full], numbers)] for kind, numbers in of_kind.items()}
+    positions = {kind: at for kind, at in positions.items() if len(at)}
+    wanted = list(positions) if kinds is None else [kinds] if isinstance(kinds, str) else list(dict.fromkeys(kinds))
     for kind in wanted:
         if kind not in positions:
             raise UnknownNameError.of("kind of answer", kind, positions)
-    return [_kind(answers, kind, positions[kind]) for kind in dict.fromkeys(wanted)]
+    return [_kind(there, kind, positions[kind]) for kind in wanted]
 
 
-def _kind(answers: Columns, name: str, positions: list[int]) -> _Kind:
-    shapes = {answers.shapes[at] for at in positions}
+def _kind(there: _All, name: str, chosen: NDArray[np.int64]) -> _Kind:
+    shapes = {there.columns.shapes[at] for at in chosen.tolist()}
     if len({len(shape) for shape in shapes}) > 1:
-        told = " and ".join(str(one) for one in sorted(shapes, key=len)[:: max(1, len(shapes) - 1)])
+        told = " and ".join(str(one) for one in (min(shapes, key=len), max(shapes, key=len)))
         raise MessageError(
             f"answers of {name} have shapes such as {told}, which no array has together; name other kinds, or take "
             "to_pandas, which has a row for each number"
         )
-    of = [answers.streams[answers.stream_ids[at]] for at in positions]
-    told_apart: dict[str, list[Any]] = {
-        "trace": [stream.trace for stream in of],
-        "subscriber": [stream.subscriber for stream in of],
-        "tag": [stream.tag for stream in of],
-        "rank": [stream.rank for stream in of],
-        "call": [answers.counters["call"][at] for at in positions],
-    }
     axes: dict[str, list[Any]] = {}
     shared: dict[str, Any] = {}
-    for axis, values in told_apart.items():
-        different = list(dict.fromkeys(values))
+    streams = [there.columns.streams[number] for number in _in_order(there.stream_ids[chosen])]
+    values = {axis: list(dict.fromkeys(getattr(stream, axis) for stream in streams)) for axis in _OF_STREAMS}
+    for axis, different in {**values, "call": _in_order(there.counters["call"][chosen])}.items():
         if len(different) > 1:
             axes[axis] = different
         else:
             shared[axis] = different[0]
-    layers = list(dict.fromkeys(stream.place for stream in of))
+    layers = list(dict.fromkeys(stream.place for stream in streams))
     if layers != [_NETWORK]:
         axes["layer"] = layers
     longest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
-    return _Kind(name, positions, axes, shared, longest)
+    return _Kind(name, chosen, axes, shared, longest)
 
 
-def _variable(answers: Columns, one: _Kind, places: dict[str, dict[Any, int]]) -> tuple[Any, ...]:
+def _in_order(numbers: NDArray[np.int64]) -> list[int]:
+    """The different numbers, in the order in which they come."""
+    different, first = np.unique(numbers, return_index=True)
+    found: list[int] = different[np.argsort(first)].tolist()
+    return found
+
+
+def _variable(there: _All, one: _Kind, places: Mapping[str, Mapping[Any, int]]) -> tuple[Any, ...]:
     """The axes, the numbers and the attributes of a kind."""
-    before = [axis for axis in one.axes if axis not in ("call", "layer")]
-    axes = [*before, "step", *(axis for axis in ("call", "layer") if axis in one.axes)]
+    axes = [axis for axis in (*_OF_STREAMS, "step", "call", "layer") if axis in one.axes or axis == "step"]
     sizes = [*(len(places[axis]) for axis in axes), *one.shape]
-    count = int(np.prod(sizes, dtype=object))
-    filled = sum(answers.starts[at + 1] - answers.starts[at] for at in one.positions)
-    if count > max(_LARGE, 16 * filled):
+    starts = there.starts[one.chosen]
+    filled = int((there.starts[one.chosen + 1] - starts).sum())
+    if math.prod(sizes) > max(_LARGE, 16 * filled):
         raise MessageError(
             f"an array of {one.name} would have {' x '.join(map(str, sizes))} numbers for {filled:,} answers; ask for "
             "fewer steps or layers, or take to_pandas"
         )
-    where = [_place(answers, at, axes, places) for at in one.positions]
-    _check_apart(answers, one, where)
+    where = tuple(_along(there, one, axis, places[axis]) for axis in axes)
+    _check_apart(there, one, np.ravel_multi_index(where, sizes[: len(axes)]))
     values = np.full(sizes, np.nan)
+    numbers = np.frombuffer(there.columns.values, np.float64)
     if not one.shape:
-        index = tuple(np.array(where, int).T)
-        values[index] = [answers.values[answers.starts[at]] for at in one.positions]
+        values[where] = numbers[starts]
     else:
-        for at, place in zip(one.positions, where, strict=True):
-            inside = tuple(slice(0, size) for size in answers.shapes[at])
-            values[place + inside] = np.array(answers.numbers(at)).reshape(answers.shapes[at])
+        for at, start, *place in zip(one.chosen.tolist(), starts.tolist(), *where, strict=True):
+            shape = there.columns.shapes[at]
+            inside = tuple(slice(0, size) for size in shape)
+            values[(*place, *inside)] = numbers[start : start + math.prod(shape)].reshape(shape)
     return (*axes, *(f"{one.name}_axis{axis}" for axis in range(len(one.shape)))), values, _attributes(one)
 
 
-def _place(answers: Columns, at: int, axes: Sequence[str], places: dict[str, dict[Any, int]]) -> tuple[int, ...]:
-    """Where an answer stands in the array of its kind."""
-    stream: Stream = answers.streams[answers.stream_ids[at]]
-    found: dict[str, Any] = {
-        "trace": stream.trace,
-        "subscriber": stream.subscriber,
-        "tag": stream.tag,
-        "rank": stream.rank,
-        "step": answers.counters["global_step"][at],
-        "call": answers.counters["call"][at],
-        "layer": stream.place,
-    }
-    return tuple(places[axis][found[axis]] for axis in axes)
+def _along(there: _All, one: _Kind, axis: str, places: Mapping[Any, int]) -> NDArray[np.int64]:
+    """Where each answer stands on an axis."""
+    if axis in ("step", "call"):
+        known = np.array(list(places), np.int64)  # ascending
+        return np.searchsorted(known, there.counters["global_step" if axis == "step" else "call"][one.chosen])
+    field = "place" if axis == "layer" else axis
+    of_stream = [places.get(getattr(stream, field), -1) for stream in there.columns.streams]
+    return np.array(of_stream, np.int64)[there.stream_ids[one.chosen]]
 
 
-def _check_apart(answers: Columns, one: _Kind, where: Sequence[tuple[int, ...]]) -> None:
-    if len(set(where)) == len(where):
-        return
-    ordered = sorted(zip(where, one.positions, strict=True))
-    at = next(later[1] for earlier, later in itertools.pairwise(ordered) if earlier[0] == later[0])
-    stream = answers.streams[answers.stream_ids[at]]
-    raise MessageError(
-        f"there are several answers of {one.name} of {stream.place or 'the network'} at step "
-        f"{answers.counters['global_step'][at]}, of which an array holds one; take to_pandas, which has all"
-    )
+def _check_apart(there: _All, one: _Kind, flat: NDArray[np.int64]) -> None:
+    order = np.argsort(flat, kind="stable")
+    twice = np.flatnonzero(np.diff(flat[order]) == 0)
+    if len(twice):
+        at = int(one.chosen[order[twice[0]]])
+        stream = there.columns.streams[int(there.stream_ids[at])]
+        raise MessageError(
+            f"there are several answers of {one.name} of {stream.place or 'the network'} at step "
+            f"{there.counters['global_step'][at]}, of which an array holds one; take to_pandas, which has all"
+        )
 
 
 def _attributes(one: _Kind) -> dict[str, Any]:
@@ -212,14 +228,14 @@ def flags() -> dict[str, Any]:
     return {"flag_values": list(range(len(STATUSES))), "flag_meanings": " ".join(STATUSES)}
 
 
-def _counters(answers: Columns, positions: Sequence[int], steps: NDArray[np.int64]) -> dict[str, Any]:
-    """The epoch of each step, and its number in it; not where runs differ in them."""
+def _counters(there: _All, chosen: NDArray[np.int64], steps: NDArray[np.int64]) -> dict[str, Any]:
+    """The epoch of each step, and its number in it; not where answers differ in them."""
     found: dict[str, Any] = {}
-    global_steps = answers.counters["global_step"]
+    place = np.searchsorted(steps, there.counters["global_step"][chosen])
     for name in ("epoch", "train_step"):
-        of_step: dict[int, set[int]] = {}
-        for at in positions:
-            of_step.setdefault(global_steps[at], set()).add(answers.counters[name][at])
-        if all(len(values) == 1 for values in of_step.values()):
-            found[name] = ("step", np.array([min(of_step[int(step)]) for step in steps], int))
+        numbers = there.counters[name][chosen]
+        of_step = np.zeros(len(steps), np.int64)
+        of_step[place] = numbers
+        if np.array_equal(of_step[place], numbers):
+            found[name] = ("step", of_step)
     return found
