@@ -338,7 +338,7 @@
   function linkSimilarity() {
     const what = byId("similarity-what");
     if (!what) return;
-    const { sheets, statuses, away, alike } = data.similarity;
+    const { sheets, statuses, meanings, letters, away, alike } = data.similarity;
     const step = byId("similarity-step");
     const beyondIsWished = document.querySelector('input[name="similarity-view"][value="beyond"]');
     const valueIsWished = document.querySelector('input[name="similarity-view"][value="value"]');
@@ -413,7 +413,7 @@
       picture.y_range.setv({ start: -0.5, end: top + 0.5 });
       picture.below[0].axis_label = sheet.pairs ? "layer" : "step";
       name(picture.left[0], sheet.rows, (at) => top - at, 24);
-      name(picture.below[0], sheet.columns, (at) => at, 14);
+      name(picture.below[0], sheet.columns, (at) => at, letters);
       model("similarity-cells").data = columns;
       byId("similarity-at").textContent = sheet.pairs ? frame.step : "";
       byId("similarity-note").textContent = noteOf(sheet, cells, asBeyond);
@@ -430,7 +430,7 @@
       if (asBeyond) told.push(`Above 0 layers are more alike than that: the value is ${sheet.distance ? "below" : "above"} its null.`);
       statuses.forEach((word, code) => {
         const count = cells.filter((cell) => cell.status === `${code}`).length;
-        if (code && count) told.push(`${count} of ${cells.length}: ${word}.`);
+        if (code && count) told.push(`${count} of ${cells.length}: ${meanings[word]} (${word}).`);
       });
       if (sheet.left_out) told.push(`${sheet.left_out} less anomalous layers are left out.`);
       if (sheet.steps_left_out) told.push(`${sheet.steps_left_out} steps in between are left out.`);

@@ -25,6 +25,16 @@ MOST = 60
 SHEETS = 8
 """So many measures there are to choose from."""
 UNKNOWN = "-"
+MEANINGS = {
+    "few_samples": "so few datapoints that unrelated layers look alike, too",
+    "ill_posed": "rounding decides on the value",
+    "zero_variance": "a layer is constant, so there is no value",
+    "nonfinite": "a layer has NaN or infinity, so there is no value",
+    "mismatch": "not the same datapoints, so there is no value; positions=pooled compares layers of different sizes",
+}
+"""What the statuses of similarities mean."""
+NAME = 14
+"""So many letters of a name stand below a column, as the page's script shortens it."""
 
 
 class Sheet(NamedTuple):
@@ -84,11 +94,13 @@ def panels(found: Gathered, order: Sequence[Layer]) -> list[Panel]:
             f'</fieldset><label>at step <input type="range" id="similarity-step" min="0" max="{last}" value="{last}" '
             'step="1"> <span id="similarity-at"></span></label>'
             '<p id="similarity-note" class="note" aria-live="polite"></p>',
-            picture=_picture(max(len(one.rows) for one in sheets)),
+            picture=_picture(sheets),
             alternative=_in_words(sheets[0]),
             data={
                 "sheets": _packs(sheets),
                 "statuses": list(STATUSES),
+                "meanings": MEANINGS,
+                "letters": NAME,
                 "away": {mode: blend(colours) for mode, colours in AWAY.items()},
                 "alike": _alike(),
             },
@@ -232,14 +244,17 @@ def _alike() -> list[str]:
     return list(Cividis256)
 
 
-def _picture(rows: int) -> Any:
+def _picture(sheets: Sequence[Sheet]) -> Any:
     from bokeh.models import ColorBar, ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper, Range1d
 
+    rows = max(len(one.rows) for one in sheets)
+    # room for all names, so that the matrix does not move when others are shown
+    below = 45 + 6 * min(NAME, max(len(name) for one in sheets for name in one.columns))
     columns = Range1d(-0.5, rows - 0.5, name="similarity-columns")
-    picture = drawing(columns, height_of(rows) + 60, y_range=(-0.5, rows - 0.5), name="similarity")
+    picture = drawing(columns, height_of(rows) - 70 + below, y_range=(-0.5, rows - 0.5), name="similarity")
+    picture.min_border_bottom = below
     picture.toolbar.tools, picture.toolbar.active_drag = [], None  # its columns are no steps
     picture.xaxis.major_label_orientation = "vertical"
-    picture.min_border_bottom = 130  # room for all names, so that the matrix does not move when others are shown
     for axis in picture.axis:
         axis.ticker, axis.minor_tick_line_color, axis.major_tick_line_color = FixedTicker(ticks=[]), None, None
     picture.ygrid.grid_line_color = None
@@ -262,9 +277,9 @@ def _in_words(sheet: Sheet) -> str:
     """The pairs that are most and least alike at the last step."""
     values = np.where(sheet.cells, sheet.numbers["value"][-1], np.nan)
     count, steps = f"{len(sheet.rows):,} layers", f"{len(sheet.steps):,} step{'s' if len(sheet.steps) != 1 else ''}"
-    told = f"The {sheet.measure} of each of {count} with itself at another step, at {steps}. "
+    told = f"Each of {count} with itself at another step, by {sheet.measure}, at {steps}. "
     if sheet.pairs:
-        told = f"The {sheet.measure} of each two of {count} at {steps}. "
+        told = f"Each two of {count}, by {sheet.measure}, at {steps}. "
     if np.isnan(values).all():
         return told + "There is no value."
     ends = [np.unravel_index(int(find_it(values)), values.shape) for find_it in (np.nanargmax, np.nanargmin)]

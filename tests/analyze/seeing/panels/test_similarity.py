@@ -61,6 +61,7 @@ def test_each_two_layers(name: str, run: Path) -> None:
         told = [expected[f"{name}_status", pair, int(frame["step"])] for pair in pairs]
         assert frame["status"] == "".join(str(int(code)) for code in told)
     assert panel.data["statuses"] == list(STATUSES)
+    assert list(panel.data["meanings"]) == list(STATUSES[1:])
 
 
 def test_each_layer_with_itself(run: Path) -> None:
@@ -74,7 +75,7 @@ def test_each_layer_with_itself(run: Path) -> None:
     for role, suffix in (("value", ""), ("null", "_null")):
         told = [expected[f"svcca{suffix}", layer, step] for layer in LAYERS for step in STEPS]
         np.testing.assert_allclose(unpacked(frame[role]), told, rtol=1e-6)
-    assert "svcca of each of 4 layers with itself" in panel.alternative
+    assert "Each of 4 layers with itself at another step, by svcca, at 3 steps." in panel.alternative
 
 
 def test_what_is_not_symmetric(run: Path) -> None:
