@@ -18,7 +18,7 @@ from analyze.seeing.matrices import Matrices
 from analyze.seeing.panels.panel import AWAY, Panel, blend, drawing, height_of, packed
 from analyze.seeing.words import number, plain, text
 
-NUMBERS = 45_000
+NUMBERS = 20_000
 """So many numbers have all matrices together."""
 MOST = 60
 """So many layers has a matrix, at most."""
