@@ -21,7 +21,7 @@ NOT_NAMES = {"utils", "helpers", "common", "base", "core", "misc", "manager", "f
 # The floors of the house, from the ground up. A folder (or a module) imports what is in itself and on lower floors,
 # never what is on its own floor or above.
 FLOORS: list[set[str]] = [
-    {"tracer.secrets", "tracer.memory", "tracer.walking", "tracer.version"},
+    {"tracer.secrets", "tracer.memory", "tracer.walking", "tracer.version", "tracer.shown"},
     {"tracer.errors"},
     {"tracer.messaging"},
     {"tracer.format"},

@@ -35,6 +35,7 @@ from tracer.observing.pytorch.wrappers import unwrap
 from tracer.recording import termination
 from tracer.recording.recording import end, start
 from tracer.recording.run import Run
+from tracer.shown import table
 from tracer.stores.locations import Anywhere, location
 
 _Types = type[nn.Module] | tuple[type[nn.Module], ...]
@@ -289,6 +290,13 @@ class TensorRecorder:
 
     def __setitem__(self, index: int, data: Any) -> None:
         self.subrecorders[index].data = data
+
+    def _repr_html_(self) -> str:
+        """What there is of each module, for notebooks."""
+        rows = [
+            (one.module or "the root", one.type, f"{len(one.steps):,}", f"{one.samples:,}") for one in self.subrecorders
+        ]
+        return table(("module", "type", "calls", "datapoints"), rows, f"{type(self).__name__} of {self.kind}")
 
     def samples(self, index: int) -> int:
         """How many datapoints a subrecorder has recorded."""

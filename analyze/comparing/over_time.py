@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.elementwise.statistics import SEVEN, StatisticsResult, check_names, statistics_of_tensors
+from analyze.tables.writing import not_installed
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
 from tracer.stores.locations import Anywhere
@@ -39,6 +40,20 @@ class StreamStatistics:
     global_steps: NDArray[np.int64]
     calls: NDArray[np.int64]
     statistics: StatisticsResult
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with the columns ``global_step``, ``call`` and one for each statistic.
+
+        Raises
+        ------
+        TracerError
+            If pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise not_installed("a data frame", "pandas", "tables") from error
+        return pd.DataFrame({"global_step": self.global_steps, "call": self.calls, **self.statistics})
 
 
 def statistics_over_time(

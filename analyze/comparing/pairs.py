@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import tempfile
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -19,6 +19,7 @@ import scipy
 from numpy.typing import NDArray
 
 from analyze.comparing.compare import aligned, observed
+from analyze.comparing.similarities import Item, Similarities
 from analyze.metrics.checks import check_word
 from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import STATUSES, Basis, Status, basis, check_threshold
@@ -28,8 +29,6 @@ from analyze.metrics.similarity.datapoints import Channels, Positions
 from analyze.metrics.similarity.similarity import Origin, Similarity
 from analyze.metrics.similarity.svcca import SVCCA
 from analyze.registry import instances
-from analyze.tables import html
-from analyze.tables.plotting import matrix_of
 from tracer.errors import CaptureError, MessageError
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
@@ -37,135 +36,6 @@ from tracer.trace.selection import Steps
 
 _BLOCK = 1 << 26
 """Bytes of bases in a block: two blocks and their product are in memory at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A layer at a step of a run: what a row and a column of `Similarities` stand for.
-
-    Attributes
-    ----------
-    trace : str
-    module : str or None
-        Dotted path; None for the network.
-    global_step, call : int
-    leaf : str
-    """
-
-    trace: str
-    module: str | None
-    global_step: int
-    call: int
-    leaf: str
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Similarities:
-    """The similarity of each pair of items.
-
-    Attributes
-    ----------
-    items : tuple
-        What the rows and columns stand for: `Item`, or the keys that were given to `Bases.add`.
-    values : array (items, items)
-        The similarity of each pair; NaN where there is none.
-    codes : array (items, items) of int8
-        The status of each pair, as an index into `analyze.metrics.similarity.bases.STATUSES`.
-    k : array (items,)
-        How many directions are kept of each item; 0 for measures that keep all activations.
-    n : array (items,)
-        How many datapoints each item has.
-    """
-
-    items: tuple[Any, ...]
-    values: NDArray[np.float64]
-    codes: NDArray[np.int8]
-    k: NDArray[np.int64]
-    n: NDArray[np.int64]
-
-    def status(self, i: int, j: int) -> Status:
-        """The status of a pair."""
-        return STATUSES[int(self.codes[i, j])]
-
-    def null(self, i: int, j: int) -> float:
-        """The mean correlation to expect of unrelated Gaussian layers with the n and k of this pair."""
-        return null_baseline(int(self.n[i]), int(self.k[i]), int(self.k[j]))
-
-    def of(self, module: str | None) -> Similarities:
-        """The similarities of one module, step by step."""
-        chosen = [place for place, item in enumerate(self.items) if isinstance(item, Item) and item.module == module]
-        both = np.ix_(chosen, chosen)
-        items = tuple(self.items[place] for place in chosen)
-        return Similarities(items, self.values[both], self.codes[both], self.k[chosen], self.n[chosen])
-
-    def __repr__(self) -> str:
-        return f"Similarities of {len(self.items):,} items: {_range(self.values)}"
-
-    def _repr_html_(self) -> str:
-        """What was compared, for notebooks; `plot` draws it."""
-        columns = ("item", "datapoints", "directions", "mean similarity to the others")
-        means = [_mean(np.delete(row, place)) for place, row in enumerate(self.values)]
-        names = map(name_of, self.items)
-        return html.table(columns, zip(names, self.n.tolist(), self.k.tolist(), means, strict=True), repr(self))
-
-    def plot(self, title: str = "") -> Any:
-        """Draw the matrix.
-
-        Returns
-        -------
-        matplotlib.figure.Figure
-            No window is opened; a notebook shows it.
-
-        Raises
-        ------
-        MessageError
-            If nothing was compared.
-        TracerError
-            If matplotlib is not installed.
-        """
-        return matrix_of(self.values, [name_of(item) for item in self.items], title)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """The values, for NumPy."""
-        return np.array(self.values, dtype=dtype, copy=copy)
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Each pair once, as a row of a table: both items, value, status, directions kept and null baseline."""
-        for i, one in enumerate(self.items):
-            for j in range(i, len(self.items)):
-                yield {
-                    "one": one,
-                    "other": self.items[j],
-                    "value": float(self.values[i, j]),
-                    "status": self.status(i, j),
-                    "k": int(self.k[i]),
-                    "m": int(self.k[j]),
-                    "null": self.null(i, j),
-                }
-
-
-def name_of(item: Any) -> str:
-    """What to call an item: its layer and step, and which of several calls and outputs it is.
-
-    Examples
-    --------
-    >>> name_of(Item("run.zarr", "fc", 30, 0, "")), name_of(("any", "key"))
-    ('fc @30', "('any', 'key')")
-    """
-    if not isinstance(item, Item):
-        return str(item)
-    more = "".join(f" {name} {value}" for name, value in (("call", item.call), ("leaf", item.leaf)) if value)
-    return f"{'network' if item.module is None else item.module or 'the root'} @{item.global_step}{more}"
-
-
-def _mean(values: NDArray[np.float64]) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if finite.size else math.nan
-
-
-def _range(values: NDArray[np.float64]) -> str:
-    apart = values[~np.eye(len(values), dtype=bool) & np.isfinite(values)]
-    return f"{apart.min():.4g} to {apart.max():.4g}" if apart.size else "no pair has a value"
 
 
 class _Known(NamedTuple):
@@ -287,7 +157,21 @@ class Bases:
                 for other in blocks[first:]:
                     block_other = block_one if other is one else self._block(other)
                     self._fill(values, one, block_one, other, block_other, quick)
-        return Similarities(tuple(self.keys), values, self._codes(alike.values(), n, k), k, n)
+        return Similarities(
+            tuple(self.keys), values, self._codes(alike.values(), n, k), k, n, self._nulls(values, n, k)
+        )
+
+    def _nulls(self, values: NDArray[np.float64], n: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The null baseline of each pair that has a value; it is computed once for all pairs of the same sizes."""
+        nulls = np.full(values.shape, math.nan)
+        one, other = np.nonzero(~np.isnan(values))
+        if len(one):
+            sizes = np.stack([n[one], np.minimum(k[one], k[other]), np.maximum(k[one], k[other])], axis=1)
+            different, which = np.unique(sizes, axis=0, return_inverse=True)
+            square = self.average == "square"
+            found = np.array([null_baseline(*size, square=square) for size in different.tolist()])
+            nulls[one, other] = found[which.ravel()]
+        return nulls
 
     def _codes(self, alike: Iterable[list[int]], n: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.int8]:
         """The status of each pair; only items that are alike have the same datapoints."""
@@ -431,19 +315,23 @@ def pairs(
                     others.append(represented)
     if not made.keys:
         raise CaptureError(f"no step of {', '.join(str(one.path) for one in readers)} is among those that were asked")
-    return made.similarities(quick=quick) if average is not None else _each(measure, made.keys, others)
+    if average is None:
+        return _each(measure, made.keys, others)
+    return replace(made.similarities(quick=quick), measure=measure.name)
 
 
 def _each(measure: Similarity, items: list[Hashable], kept: list[Any]) -> Similarities:
     """The similarity of each pair, compared one by one, for measures without bases."""
     count = len(kept)
-    values, codes = np.full((count, count), math.nan), np.zeros((count, count), np.int8)
-    n = np.zeros(count, np.int64)
+    values, nulls = np.full((count, count), math.nan), np.full((count, count), math.nan)
+    codes, n = np.zeros((count, count), np.int8), np.zeros(count, np.int64)
     for i, one in enumerate(kept):
         for j in range(i, count):
             found = measure.compare(one, kept[j])
             values[i, j] = values[j, i] = float(found)
+            nulls[i, j] = nulls[j, i] = found.null_baseline
             codes[i, j] = codes[j, i] = STATUSES.index(found.status)
             if i == j:
                 n[i] = found.n
-    return Similarities(tuple(items), values, codes, np.zeros(count, np.int64), n)
+    k = np.zeros(count, np.int64)
+    return Similarities(tuple(items), values, codes, k, n, nulls, measure.name, measure.is_distance)

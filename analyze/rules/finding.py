@@ -10,6 +10,7 @@ from typing import Any
 
 from tracer.errors import UnknownNameError
 from tracer.messaging.messages import DEFAULT_TAG
+from tracer.shown import table
 
 
 class Severity(IntEnum):
@@ -102,6 +103,19 @@ class Finding:
         told = "".join(f" ({name} {value})" for name, value in (("tag", self.tag), ("rank", self.rank)) if value)
         told = "" if self.tag == DEFAULT_TAG and not self.rank else told
         return f"{self.rule} in {self.where}{told} at step {self.first}"
+
+    def _repr_html_(self) -> str:
+        """What was found, for notebooks."""
+        steps = f"{self.first} to {self.last}, {self.steps:,} of them recorded; the worst is {self.worst}"
+        numbers = ", ".join(f"{name} {number:.4g}" for name, number in self.numbers.items())
+        rows = [
+            ("steps", steps if self.steps > 1 else str(self.first)),
+            ("value", f"{self.value:.4g}, beside a threshold of {self.threshold:.4g}"),
+            *([("numbers", numbers)] if numbers else []),
+            ("evidence", self.evidence),
+            ("advice", self.advice),
+        ]
+        return table(("", "what was found"), rows, f"{self.severity}: {self.title}")
 
     def as_json(self) -> dict[str, Any]:
         """The finding in JSON values; numbers that are not finite are texts, as in `Results.to_jsonl`."""

@@ -9,9 +9,9 @@ from typing import Any
 from analyze.rules import RULES
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Rule
-from analyze.tables import html
 from tracer.messaging.bus import Receiver
 from tracer.messaging.messages import Message
+from tracer.shown import table
 
 _ORDER = {name: number for number, name in enumerate(RULES)}
 
@@ -120,7 +120,7 @@ class Checked:
         """The verdict and the findings, for notebooks."""
         columns = ("step", "severity", "rule", "where", "steps", "evidence")
         rows = [(one.first, one.severity, one.rule, one.where, one.steps, one.evidence) for one in self.findings]
-        return html.table(columns, rows, self.verdict)
+        return table(columns, rows, self.verdict)
 
     def as_json(self) -> dict[str, Any]:
         """All of it in JSON values, as `trace check --json` prints it."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from analyze.seeing.course import Course, Grid
 from analyze.seeing.findings import Checked
+from analyze.seeing.matrices import Matrices
 from tracer.messaging.messages import DEFAULT_TAG, Message
 
 LONGEST = 8192
@@ -95,8 +96,8 @@ class Gathered:
     courses : mapping of Key to Course
         Of the layers: what is measured of each, and the answers of metrics that are numbers.
     losses : mapping of (kind, tag) to Course
-    frames : mapping of Key to Frames
-        The answers of metrics that are arrays; see `subscribers`.
+    frames : mapping of Key to Frames or Matrices
+        The answers of metrics that are arrays, and of those that compare each two layers; see `subscribers`.
     subscribers : mapping of str to str
         For the kind of each answer, the metric that gave it.
     layers : list of str
@@ -131,7 +132,7 @@ class Gathered:
     layers: list[str] = field(default_factory=list)
     courses: dict[Key, Course] = field(default_factory=dict)
     losses: dict[tuple[str, str], Course] = field(default_factory=dict)
-    frames: dict[Key, Frames] = field(default_factory=dict)
+    frames: dict[Key, Frames | Matrices] = field(default_factory=dict)
     subscribers: dict[str, str] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     damage: str = ""

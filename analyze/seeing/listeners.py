@@ -9,6 +9,7 @@ import numpy as np
 from analyze.metrics.elementwise.activation_rate import activation_rate
 from analyze.metrics.elementwise.sharing import shared
 from analyze.metrics.inputs import as_array
+from analyze.metrics.similarity.similarity import Similarity
 from analyze.seeing.course import Course
 from analyze.seeing.findings import Findings
 from analyze.seeing.gathered import (
@@ -23,6 +24,7 @@ from analyze.seeing.gathered import (
     Key,
     layer_of,
 )
+from analyze.seeing.matrices import Matrices, Role
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import DEFAULT_TAG, Message
 from tracer.messaging.subscriber import Subscriber
@@ -96,17 +98,23 @@ class Measures(Subscriber):
 
 
 class Answers(Receiver):
-    """Keeps the answers of metrics: numbers as courses, short arrays as frames."""
+    """Keeps the answers of metrics: numbers as courses, short arrays as frames, those of two layers as matrices."""
 
     passive = True
     scope = "message"
     name = "answers"
 
     def __init__(self, into: Gathered, subscribers: Iterable[Subscriber]) -> None:
-        self.into = into
+        self.into, subscribers = into, list(subscribers)
         self.kinds = {kind: describe(one) for one in subscribers for kind in one.produces}
         into.subscribers.update(self.kinds)
         self.large: set[str] = set()
+        self.comparing: dict[str, tuple[Similarity, Role | None]] = {}
+        for one in subscribers:
+            if isinstance(one, Similarity) and one.against == "layers":
+                of_each = {"": "value", "_null": "null", "_status": "status"}
+                for suffix, kind in zip(("", *one.companions), one.produces, strict=False):
+                    self.comparing[kind] = one, of_each.get(suffix)  # type: ignore[assignment] # the words of `Role`
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         """Whether one of the metrics produces this kind."""
@@ -117,20 +125,35 @@ class Answers(Receiver):
         data = message.data
         if data is None or data.is_complex():
             return ()
+        if message.kind in self.comparing:
+            self._compare(message, float(data))
+            return ()
         key = Key(message.kind, layer_of(message), message.tag, message.rank)
         if data.numel() == 1:
             if key not in self.into.courses:
                 self.into.courses[key] = self.into.course()
             self.into.courses[key].add(message.global_step, float(data))
         elif data.ndim == 1 and data.numel() <= WIDEST:
-            if key not in self.into.frames:
-                self.into.frames[key] = Frames()
-            self.into.frames[key].add(message.global_step, as_array(data).astype(np.float64))
+            frames = self.into.frames.setdefault(key, Frames())
+            if isinstance(frames, Frames):
+                frames.add(message.global_step, as_array(data).astype(np.float64))
         elif message.kind not in self.large:
             self.large.add(message.kind)
             shape = " x ".join(map(str, data.shape))
             self.into.remarks.append(f"{message.kind} is not drawn: its answers are arrays of {shape} numbers")
         return ()
+
+    def _compare(self, message: Message, number: float) -> None:
+        """Keep a number of two layers, whose names are the module of the message."""
+        metric, role = self.comparing[message.kind]
+        if role is None:
+            return
+        key = Key(metric.produces[0], None, message.tag, message.rank)
+        found = self.into.frames.get(key)
+        if not isinstance(found, Matrices):
+            found = Matrices(metric.name, is_distance=metric.is_distance, symmetric=metric.symmetric)
+            self.into.frames[key] = found
+        found.add(message.global_step, message.key or "", role, number)
 
 
 class Reached(Receiver):

@@ -322,6 +322,137 @@
     model("array-cells").data = columns;
   }
 
+  // -- how alike layers are ---------------------------------------------------------------------------------------
+  const wishedView = (value) => document.querySelector(`input[name="similarity-view"][value="${value}"]`);
+  const isKnown = (one) => one !== undefined && Number.isFinite(one);
+  const shown = (one) => (isKnown(one) ? one.toPrecision(5) : "none");
+  const cellsOf = (sheet, frame) => {
+    const values = numbers(frame.value);
+    const nulls = frame.null ? numbers(frame.null) : [];
+    const found = [];
+    for (let row = 0; row < sheet.rows.length; row++)
+      for (let column = sheet.pairs && sheet.symmetric ? row + 1 : 0; column < sheet.columns.length; column++) {
+        if (sheet.pairs && row === column) continue;
+        const at = found.length;
+        const beyond = (sheet.distance ? -1 : 1) * (values[at] - nulls[at]);
+        found.push({ row, column, value: values[at], null: nulls[at], beyond, status: frame.status && frame.status[at] });
+      }
+    return found;
+  };
+  const limits = new WeakMap(); // of each sheet, over all of its steps, so that colours mean the same at each
+  const limitsOf = (sheet) => {
+    if (!limits.has(sheet)) {
+      const found = { low: 0, high: sheet.distance ? 1e-9 : 1, far: 1e-9 };
+      for (const frame of sheet.frames)
+        for (const { value, beyond } of cellsOf(sheet, frame)) {
+          if (isKnown(value)) found.low = Math.min(found.low, value);
+          if (isKnown(value)) found.high = Math.max(found.high, value);
+          if (isKnown(beyond)) found.far = Math.max(found.far, Math.abs(beyond));
+        }
+      limits.set(sheet, found);
+    }
+    return limits.get(sheet);
+  };
+  const nameCells = (axis, names, place, length) => {
+    const every = Math.ceil(names.length / 26);
+    const ticks = names.map((_, at) => at).filter((at) => at % every === 0);
+    const short = (one, most) => (one.length > most ? "…" + one.slice(1 - most) : one);
+    const whole = new Map(ticks.map((at) => [place(at), short(names[at], length)]));
+    const narrow = window.innerWidth < 560 ? 11 : length;
+    axis.ticker.setv({ ticks: ticks.map(place) });
+    axis.whole = whole; // what `fit` shortens
+    axis.major_label_overrides = new Map([...whole].map(([at, one]) => [at, short(one, narrow)]));
+  };
+  function drawSimilarity() {
+    if (!byId("similarity-what")) return;
+    const { sheets, statuses, letters, away, alike } = data.similarity;
+    const sheet = sheets[byId("similarity-what").value];
+    const frame = sheet.frames[byId("similarity-step").value];
+    const cells = cellsOf(sheet, frame);
+    const { low, high, far } = limitsOf(sheet);
+    const asBeyond = wishedView("beyond").checked;
+    const top = sheet.rows.length - 1;
+    const columns = { left: [], right: [], bottom: [], top: [], row: [], column: [], value: [], null: [], beyond: [],
+      status: [], shade: [] };
+    const put = (row, column, cell) => {
+      columns.left.push(column - 0.5);
+      columns.right.push(column + 0.5);
+      columns.bottom.push(top - row - 0.5);
+      columns.top.push(top - row + 0.5);
+      columns.row.push(sheet.rows[row]);
+      columns.column.push(sheet.pairs ? sheet.columns[column] : `step ${sheet.columns[column]}`);
+      for (const key of ["value", "null", "beyond"]) columns[key].push(shown(cell[key]));
+      columns.status.push(statuses[cell.status] ?? "not asked");
+      columns.shade.push(asBeyond ? cell.beyond : cell.value);
+    };
+    for (const cell of cells) {
+      put(cell.row, cell.column, cell);
+      if (sheet.pairs && sheet.symmetric) put(cell.column, cell.row, cell);
+    }
+    // bright is alike, of distances too
+    const palette = asBeyond ? away[root.dataset.theme] : sheet.distance ? [...alike].reverse() : alike;
+    model("similarity-colours").setv({ palette, low: asBeyond ? -far : low, high: asBeyond ? far : high });
+    const picture = model("similarity");
+    model("similarity-columns").setv({ start: -0.5, end: sheet.columns.length - 0.5 });
+    picture.y_range.setv({ start: -0.5, end: top + 0.5 });
+    picture.below[0].axis_label = sheet.pairs ? "layer" : "step";
+    nameCells(picture.left[0], sheet.rows, (at) => top - at, 24);
+    nameCells(picture.below[0], sheet.columns, (at) => at, letters);
+    model("similarity-cells").data = columns;
+    byId("similarity-at").textContent = sheet.pairs ? frame.step : "";
+    byId("similarity-note").textContent = noteOf(sheet, cells, asBeyond);
+  }
+  const noteOf = (sheet, cells, asBeyond) => {
+    const { statuses, meanings } = data.similarity;
+    const known = cells.map((cell) => cell.null).filter(isKnown);
+    const least = known.reduce((a, b) => Math.min(a, b), Infinity).toPrecision(3);
+    const most = known.reduce((a, b) => Math.max(a, b), -Infinity).toPrecision(3);
+    const told = [`Asked of ${sheet.measure}${sheet.distance ? ", a distance: 0 is the same" : ""}.`];
+    if (known.length)
+      told.push(`The null is what unrelated layers with as many datapoints and directions give: ${
+        least === most ? least : `${least} to ${most}`}.`);
+    else told.push("No null was answered.");
+    if (asBeyond) told.push(`Above 0 layers are more alike than that: the value is ${sheet.distance ? "below" : "above"} its null.`);
+    statuses.forEach((word, code) => {
+      const count = cells.filter((cell) => cell.status === `${code}`).length;
+      if (code && count) told.push(`${count} of ${cells.length}: ${meanings[word]} (${word}).`);
+    });
+    if (sheet.left_out) told.push(`${sheet.left_out} less anomalous layers are left out.`);
+    if (sheet.steps_left_out) told.push(`${sheet.steps_left_out} steps in between are left out.`);
+    return told.join(" ");
+  };
+  function offerSimilarity() {
+    if (!byId("similarity-what")) return;
+    const { frames, pairs, words } = data.similarity.sheets[byId("similarity-what").value];
+    const place = byId("similarity-picture");
+    place.setAttribute("aria-label", words);
+    place.parentElement.querySelector("figcaption").textContent = words;
+    const step = byId("similarity-step");
+    step.max = frames.length - 1;
+    step.value = frames.length - 1;
+    step.parentElement.hidden = !pairs;
+    wishedView("beyond").disabled = !frames[0].null;
+    if (wishedView("beyond").disabled) wishedView("value").checked = true;
+    drawSimilarity();
+  }
+  function linkSimilarity() {
+    on("change", "#similarity-what", offerSimilarity);
+    on("input", "#similarity-step", drawSimilarity);
+    on("change", 'input[name="similarity-view"]', drawSimilarity);
+    new MutationObserver(drawSimilarity).observe(root, { attributes: true, attributeFilter: ["data-theme"] });
+    // its columns are no steps, so the keys that zoom steps go through its matrices instead
+    document.addEventListener("keydown", (event) => {
+      if (event.target.id !== "similarity-picture") return;
+      const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (move) {
+        byId("similarity-step").value = Number(byId("similarity-step").value) + move;
+        drawSimilarity();
+        event.preventDefault();
+      }
+      event.stopImmediatePropagation();
+    }, true);
+  }
+
   // -- narrow windows ---------------------------------------------------------------------------------------------
   function fit() {
     const narrow = window.innerWidth < 560;
@@ -439,7 +570,7 @@
     each(drawn);
   }
 
-  const drawn = [drawHeat, drawZoom, offerArrays, selectionChanged, fit, () => paint(root.dataset.theme)];
+  const drawn = [drawHeat, drawZoom, offerArrays, offerSimilarity, selectionChanged, fit, () => paint(root.dataset.theme)];
   function each(parts) {
     for (const part of parts) {
       try {
@@ -460,7 +591,7 @@
   function begin() {
     doc = window.Bokeh.documents[0];
     forget();
-    each([linkSteps, linkSelection, linkControls, ...drawn, linkServer]);
+    each([linkSteps, linkSelection, linkControls, linkSimilarity, ...drawn, linkServer]);
     root.dataset.ready = "yes";
   }
   linkTable();

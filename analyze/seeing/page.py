@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from analyze.seeing.gathered import Gathered
 from analyze.seeing.layers import layers
-from analyze.seeing.panels import arrays, curves, heat, loss, provenance, rules, table, zoom
+from analyze.seeing.panels import arrays, curves, heat, loss, provenance, rules, similarity, table, zoom
 from analyze.seeing.panels.panel import Panel
 from analyze.seeing.words import text
 
@@ -99,6 +99,7 @@ def panels_of(
         rules.panel(found.checked),
         curves.panel(shown, packs, steps),
         arrays.panel(shown, order, steps),
+        similarity.panel(shown, order),
         provenance.panel(found),
     ]
 

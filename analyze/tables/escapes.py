@@ -5,21 +5,12 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from tracer.shown import printable as printable  # with what makes names harmless elsewhere
+
 _UNSEEN: Final = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Characters that JSON does not escape, but terminals and editors obey: controls, line ends, text direction."""
 _RUN: Final = tuple("=+-@\t\r\n'＝＋－＠")
 """Beginnings that a spreadsheet takes for formulas; and the apostrophe, so that it can be taken off again."""
-
-
-def printable(text: str) -> str:
-    r"""A text on one line and without effect on a terminal; for names, which may hold any character.
-
-    Examples
-    --------
-    >>> printable("fc\x1b[31m"), printable("größer")
-    ('fc\\x1b[31m', 'größer')
-    """
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 def in_json(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -82,15 +83,39 @@ def figure_of(answers: Columns, *, log: bool | None = None) -> Figure:
     return figure
 
 
-def matrix_of(values: NDArray[np.float64], names: Sequence[str], title: str = "") -> Figure:
-    """Draw a square matrix of similarities, from 0 to 1; what is NaN is grey.
+class Matrix(NamedTuple):
+    """A square matrix as it is drawn.
+
+    Attributes
+    ----------
+    values : ndarray of float64, (n, n)
+        What is NaN is grey.
+    label : str
+        What the values are.
+    low, high : float
+        Where the colours begin and end.
+    colours : str
+        Of matplotlib; or ``"away"``: blue below the middle, white there, orange above.
+    """
+
+    values: NDArray[np.float64]
+    label: str
+    low: float
+    high: float
+    colours: str
+
+
+def matrices_of(drawn: Sequence[Matrix], names: Sequence[str], title: str = "", remarks: str = "") -> Figure:
+    """Draw square matrices of the same items beside each other.
 
     Parameters
     ----------
-    values : ndarray of float64, (n, n)
+    drawn : sequence of Matrix
     names : sequence of str
         Of the rows and columns; of many, some are written.
     title : str
+    remarks : str
+        What stands below them.
 
     Returns
     -------
@@ -99,25 +124,44 @@ def matrix_of(values: NDArray[np.float64], names: Sequence[str], title: str = ""
     Raises
     ------
     MessageError
-        If the matrix is empty.
+        If the matrices are empty.
     TracerError
         If matplotlib is not installed.
     """
-    if not len(values):
+    if not len(names):
         raise MessageError("there is nothing to draw: nothing was compared")
-    figure = _figure(7.5, 6.5)
-    axes = figure.subplots()
-    axes.set_facecolor("0.85")
-    drawn = axes.imshow(np.ma.masked_invalid(values), vmin=0, vmax=1, cmap="cividis", interpolation="nearest")
+    figure = _figure(1.5 + 6.0 * len(drawn), 7.0)
+    axes = figure.subplots(1, len(drawn), squeeze=False, sharey=True)[0]
     places = list(range(0, len(names), max(1, math.ceil(len(names) / 30))))
-    axes.set_xticks(places)
-    axes.set_yticks(places)
     written = [shortened(printable(names[place]), _NAME) for place in places]
-    for label in axes.set_xticklabels(written, fontsize=7, rotation=90) + axes.set_yticklabels(written, fontsize=7):
-        _text(label)
-    _text(axes.set_title(printable(title), fontsize=10, loc="left"))
-    figure.colorbar(drawn, ax=axes, pad=0.01).ax.tick_params(labelsize=7)
+    for one, matrix in zip(axes, drawn, strict=True):
+        one.set_facecolor("0.75")
+        image = one.imshow(
+            np.ma.masked_invalid(matrix.values), vmin=matrix.low, vmax=matrix.high, cmap=_colours(matrix.colours),
+            interpolation="nearest",
+        )  # fmt: skip
+        one.set_xticks(places)
+        one.set_yticks(places)
+        for label in one.set_xticklabels(written, fontsize=7, rotation=90) + one.set_yticklabels(written, fontsize=7):
+            _text(label)
+        _text(one.set_title(printable(matrix.label), fontsize=9, loc="left"))
+        figure.colorbar(image, ax=one, pad=0.01, shrink=0.8).ax.tick_params(labelsize=7)
+    if title:
+        _text(figure.suptitle(printable(title), fontsize=11))
+    if remarks:
+        lines = textwrap.fill(printable(remarks), 85 * len(drawn))
+        text = figure.text(0.5, 0.01, lines, fontsize=8, horizontalalignment="center", verticalalignment="bottom")
+        text.set_in_layout(False)
+        _text(text)
+        below = 0.015 + 0.022 * (1 + lines.count("\n"))
+        figure.set_layout_engine("constrained", rect=(0, below, 1, 1 - below))
     return figure
+
+
+def _colours(name: str) -> Any:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("away", ["#0072B2", "#FFFFFF", "#D55E00"]) if name == "away" else name
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from numpy.typing import NDArray
 
-from analyze.tables import html
+from analyze.tables import arrays
 from analyze.tables.columns import COLUMNS, Answers, Columns, Row
 from analyze.tables.plotting import FORMATS, figure_of
 from analyze.tables.results_table import ResultsTable
@@ -18,6 +18,7 @@ from analyze.tables.writing import PathLike, new_file, not_installed, write_csv,
 from tracer.errors import UnknownNameError
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import Message
+from tracer.shown import table
 
 
 class Results:
@@ -187,7 +188,7 @@ class Results:
             + (one.min, one.min_step, one.max, one.max_step, one.trend)
             for one in self.summary()
         ]
-        return html.table(columns, rows, repr(self))
+        return table(columns, rows, repr(self))
 
     def summary(self) -> list[Series]:
         """Each series at a glance: how many answers, first, last, least and greatest value, and a line of its course.
@@ -271,6 +272,36 @@ class Results:
         except ImportError as error:
             raise not_installed("a data frame", "pandas", "tables") from error
         return pd.DataFrame(self.columns(), columns=list(COLUMNS))
+
+    def to_xarray(self, kinds: str | Iterable[str] | None = None) -> Any:
+        """The answers as an `xarray.Dataset`: a variable for each kind, with the axes ``step`` and ``layer``.
+
+        What all answers of a kind have in common (trace, subscriber, tag, rank, call) is in the attributes of its
+        variable, and what differs is an axis more. Kinds that only the network has lack the axis ``layer``. Arrays have
+        further axes, as long as the longest of them. Where there is no answer, there is NaN.
+
+        Parameters
+        ----------
+        kinds : str or iterable of str, optional
+            Which kinds of answers; by default all.
+
+        Returns
+        -------
+        xarray.Dataset
+            Of float64. ``epoch`` and ``train_step`` stand beside ``step`` where they are the same in all answers of a
+            step. Units are in the attribute ``units`` where they do not depend on what was recorded; 1 stands for none.
+
+        Raises
+        ------
+        UnknownNameError
+            If there is no answer of a kind.
+        MessageError
+            If answers of a kind have different numbers of axes, if several would stand at one place, or if an array
+            would take more than 1 GiB to hold few answers.
+        TracerError
+            If xarray is not installed.
+        """
+        return arrays.dataset_of(self._gathered(), kinds)
 
     def to_trace(self, path: PathLike, *, overwrite: bool = False) -> None:
         """Write a trace of the answers (``.zarr`` or ``.h5``), which a later replay takes like a recorded one.

@@ -836,3 +836,14 @@ def test_a_builtin_that_runs() -> None:
     for key in ("0", "2"):
         values = [one.data for one in heard.of("weights") if one.key == key]
         assert all(bool((after >= before).all()) for before, after in itertools.pairwise(values))
+
+
+def test_settings_for_notebooks() -> None:
+    """Those that are not as by default, and the kinds; names are text, and functions have their names."""
+    told = Capture(kinds=["weights"], modules=["<b>*", "a\x1b"], every=10, reduce=torch.maximum)._repr_html_()
+    assert "<td>kinds</td><td>weights</td>" in told
+    assert "<td>modules</td><td>&lt;b&gt;*, a\\x1b</td>" in told
+    assert "<td>every</td><td>10</td>" in told
+    assert "maximum" in told
+    assert told.count("<tr>") == 1 + 4
+    assert Capture()._repr_html_().count("<tr>") == 1 + 1

@@ -493,3 +493,14 @@ def test_what_is_no_function_or_module() -> None:
         ForwardPre(reduction="sum")  # type: ignore[arg-type]
     with pytest.raises(CaptureError, match=r"listens to a torch\.nn\.Module, not list"):
         ForwardPre().modules([nn.ReLU()])  # type: ignore[arg-type]
+
+
+def test_what_there_is_for_notebooks() -> None:
+    """Each module with its class, its calls and its datapoints."""
+    net = mlp()
+    with ForwardOutput().children(net, indices=(0, 1)) as recorder:
+        for x in batches(3):
+            net(x)
+    told = recorder._repr_html_()
+    assert told.startswith("<table><caption>ForwardOutput of activations</caption>")
+    assert "<td>1</td><td>ReLU</td><td>3</td><td>11</td>" in told

@@ -18,6 +18,7 @@ from tracer import walking
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message
 from tracer.messaging.subscription import matches_tag
+from tracer.shown import table
 
 _LOSSES = ("loss", "loss_terms")
 DEFAULT_KINDS: tuple[str, ...] = tuple(kind for kind in KINDS if kind not in ("layer_inputs", "input_gradients"))
@@ -500,6 +501,16 @@ class Capture:
                 value = _name_of(value)
             told[field.name] = list(value) if isinstance(value, tuple) else value
         return told
+
+    def _repr_html_(self) -> str:
+        """Its settings, but those that are as by default, for notebooks."""
+        default = {field.name: field.default for field in fields(self)}
+        rows = [
+            (name, ", ".join(map(str, value)) if isinstance(value, list) else value)
+            for name, value in self.describe().items()
+            if value != default[name] or name == "kinds"
+        ]
+        return table(("setting", "value"), rows, "Capture; all other settings are as by default")
 
 
 def _result_of(result: object) -> Tensor:

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from html import escape
 from types import TracebackType
 from typing import Any, final
 
@@ -17,6 +16,7 @@ from tracer.errors import CaptureError, TraceError
 from tracer.format.journal import NONE, Column
 from tracer.format.version import FORMAT
 from tracer.messaging.messages import DEFAULT_TAG, Message
+from tracer.shown import table
 from tracer.stores.locations import Anywhere, location
 from tracer.stores.opening import STORES
 from tracer.trace.assembly import WHOLE
@@ -514,9 +514,5 @@ class TraceReader:
         for stream in self.streams:
             row = found.setdefault(stream.kind, [0, 0, 0])
             row[:] = row[0] + 1, row[1] + stream.count, row[2] + stream.bytes
-        head = "<tr><th>kind</th><th>streams</th><th>messages</th><th>bytes</th></tr>"
-        rows = "".join(
-            f"<tr><td>{escape(kind)}</td>{''.join(f'<td>{number:,}</td>' for number in row)}</tr>"
-            for kind, row in found.items()
-        )
-        return f"<table><caption>{escape(repr(self))}</caption>{head}{rows}</table>"
+        rows = [(kind, *(f"{number:,}" for number in row)) for kind, row in found.items()]
+        return table(("kind", "streams", "messages", "bytes"), rows, repr(self))

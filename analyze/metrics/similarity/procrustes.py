@@ -336,6 +336,7 @@ class Procrustes(Alignment):
     """
 
     name = "procrustes"
+    is_distance = True
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
 
     def __init__(
@@ -413,6 +414,7 @@ class Angular(Alignment):
     """
 
     name = "angular"
+    is_distance = True
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
 
     def __init__(

@@ -148,12 +148,15 @@ class Similarity(Metric):
         Whether comparing a with b equals comparing b with a; if not, both are answered.
     fourier : bool
         Whether `positions` may be ``"fourier"``.
+    is_distance : bool
+        Whether it is a distance, of which 0 is the same and more is less alike.
     """
 
     companions: ClassVar[tuple[str, ...]]
     representation: ClassVar[type[Basis] | type[Kept]] = Basis
     symmetric: ClassVar[bool] = True
     fourier: ClassVar[bool] = False
+    is_distance: ClassVar[bool] = False
     scope: Scope = "stream"
     same_inputs: bool = True
     spoiled_by = ("elements", "reduce")

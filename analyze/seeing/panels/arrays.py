@@ -18,8 +18,9 @@ NETWORK = "the network"
 def arrays_of(found: Gathered, order: Sequence[Layer]) -> list[dict[str, Any]]:
     """The answers that are arrays, for the page's script: those of the most anomalous layers that there is room for."""
     place = {layer.name: number for number, layer in enumerate(order)}
-    ranked = sorted(found.frames.items(), key=lambda one: place.get(one[0].layer or "", -1))
-    edges = {key: one for key, one in found.frames.items() if key.what.endswith("_edges")}
+    series = _series(found)
+    ranked = sorted(series.items(), key=lambda one: place.get(one[0].layer or "", -1))
+    edges = {key: one for key, one in series.items() if key.what.endswith("_edges")}
     packs: list[dict[str, Any]] = []
     left = NUMBERS
     for key, frames in ranked:
@@ -41,6 +42,10 @@ def arrays_of(found: Gathered, order: Sequence[Layer]) -> list[dict[str, Any]]:
             pack |= _edges(with_edges, key, frames)
         packs.append(pack)
     return packs
+
+
+def _series(found: Gathered) -> dict[Key, Frames]:
+    return {key: one for key, one in found.frames.items() if isinstance(one, Frames)}
 
 
 def _edges(edges: Frames, key: Key, frames: Frames) -> dict[str, Any]:
@@ -74,7 +79,7 @@ def panel(found: Gathered, order: Sequence[Layer], steps: Any) -> Panel:
     told = [("step", "@step"), ("at", "@at"), ("value", "@value{%.6g}")]
     picture.add_tools(HoverTool(renderers=[marks], tooltips=told, formatters={"@value": "printf"}, visible=False))
     picture.add_layout(ColorBar(color_mapper=mapper, width=10, padding=4, background_fill_color=None), "right")
-    there = sum(not key.what.endswith("_edges") for key in found.frames)
+    there = sum(not key.what.endswith("_edges") for key in _series(found))
     left_out = f" Of {there:,} series, {len(packs):,} have room in the page." if there > len(packs) else ""
     return Panel(
         name="arrays",

@@ -363,6 +363,10 @@ def test_statistics_over_time_are_those_of_a_replay(tmp_path: Path, suffix: str,
             np.testing.assert_array_equal([float(message.data) for message in said], one.statistics[name])  # type: ignore[arg-type]
     (some,) = analyze.statistics_over_time(path, "weights", "mean", modules="a", steps=(2, 9, 3))
     assert some.global_steps.tolist() == [2, 5, 8]
+    pytest.importorskip("pandas")
+    frame = some.to_pandas()
+    assert list(frame.columns) == ["global_step", "call", "mean"]
+    np.testing.assert_array_equal(frame["mean"], some.statistics["mean"])
     with pytest.raises(CaptureError, match="has no activations messages"):
         analyze.statistics_over_time(path, "activations")
     with pytest.raises(CaptureError, match="need real numbers, but batch_finished"):

@@ -94,3 +94,19 @@ def flip(path: Path, needle: bytes) -> None:
             file.write_bytes(data)
             return
     raise AssertionError("these bytes are nowhere")
+
+
+def probes(layers: Sequence[str] = LAYERS, steps: Sequence[int] = (0, 20, 40), *, rows: int = 60) -> list[Message]:
+    """What layers make of the same datapoints at some steps; each step they differ a little more from the first."""
+    draw = torch.Generator().manual_seed(1)
+    inputs = torch.randn(rows, 6, generator=draw)
+    turns = [torch.randn(6, 6, generator=draw) for _ in layers]
+    made: list[Message] = []
+    for number, step in enumerate(steps):
+        where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "tag": "probe"}
+        outputs = inputs
+        for name, turn in zip(layers, turns, strict=True):
+            noise = torch.randn(rows, 6, generator=draw)
+            outputs = torch.tanh(outputs @ turn + 0.2 * number * noise)
+            made.append(ModuleMessage(kind="activations", module=name, data=outputs, **where))
+    return made

@@ -7,6 +7,7 @@ none; nothing is downloaded.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import analyze
 from analyze.seeing.page import page
 from analyze.seeing.report import report
 from tests.analyze.seeing.browsing import Opened, colours, needs_chromium, pixels_of, started
-from tests.analyze.seeing.runs import HOSTILE, messages, write
+from tests.analyze.seeing.runs import HOSTILE, messages, probes, write
 
 pytestmark = needs_chromium
 
@@ -272,6 +274,65 @@ def test_the_table_sorts(opened: Opened) -> None:
         assert {one_way, other_way} == {"ascending", "descending"}
         assert [*map(_value, once)] == sorted(map(_value, once), reverse=one_way == "descending")
         assert [*map(_value, again)] == sorted(map(_value, again), reverse=other_way == "descending")
+
+
+def test_how_alike_layers_are(browser: Any, tmp_path: Path) -> None:
+    """Each step and measure is drawn, as it is and beyond its null; what the pointer asks for is what was answered."""
+    names = [f"layer{number}" for number in range(5)]
+    made = sorted([*messages(names, 41), *probes(names, (0, 40))], key=lambda one: one.global_step)
+    path = write(tmp_path / "run.zarr", made)
+    report(path, tmp_path / "page.html", metrics=["svcca:against=layers", "procrustes:against=layers", "cka"])
+    expected = {
+        (row.kind.rpartition("activations_")[2], row.module, row.global_step): row.value
+        for metric in ("svcca", "procrustes")
+        for row in analyze.analyze(path, f"{metric}:against=layers")
+    }
+    found = Opened(browser, (tmp_path / "page.html").as_uri(), 1024)
+    page = found.page
+    assert page.locator("#similarity-what option").count() == 3
+    cells = "const {row, column, shade, value, null: nulls, status} = model('similarity-cells').data;"
+    pictures = []
+    for number, (metric, sign) in enumerate((("svcca", 1), ("procrustes", -1))):
+        page.select_option("#similarity-what", str(number))
+        for at, step in enumerate((0, 40)):
+            page.locator("#similarity-step").fill(str(at))
+            assert page.locator("#similarity-at").inner_text() == str(step)
+            for view in ("value", "beyond"):
+                page.check(f'input[name="similarity-view"][value="{view}"]')
+                told = found.run(cells + "return row.map((one, at) => [one, column[at], shade[at], status[at]])")
+                assert len(told) == 20
+                for one, other, shade, status in told:
+                    pair = "|".join(sorted((one, other)))
+                    value, null = (expected[f"{metric}{end}", pair, step] for end in ("", "_null"))
+                    assert shade == pytest.approx(
+                        value if view == "value" else sign * (value - null), rel=1e-5, abs=1e-6
+                    )
+                    assert (status == "ok") == (expected[f"{metric}_status", pair, step] == 0)
+                if step and sign > 0:
+                    pictures.append(found.painted("similarity"))
+        assert metric in page.locator("#similarity figcaption").inner_text()
+    assert all(colours(one) > 12 for one in pictures)
+    assert all((one.shape != other.shape) or (one != other).any() for one, other in itertools.pairwise(pictures))
+    page.focus("#similarity-picture")
+    before = found.steps()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("+")
+    assert page.locator("#similarity-at").inner_text() == "0"
+    assert found.steps() == before
+    page.select_option("#similarity-what", "2")
+    assert not page.locator("#similarity-step").is_visible()
+    assert found.run(cells + "return column") == ["step 40"] * 5
+    box = page.locator("#similarity-picture").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 40)
+    page.locator(".bk-tooltip-row-value:visible").first.wait_for(timeout=5000)
+    words = " ".join(page.locator(".bk-tooltip-row-value:visible").all_inner_texts())
+    told = found.run(cells + "return row.map((one, at) => [one, column[at], value[at], nulls[at]].join(' '))")
+    assert any(words.startswith(one) for one in told)
+    light = found.painted("similarity")
+    page.click("#theme")
+    assert np.median(found.painted("similarity")) < np.median(light)
+    assert found.complaints == []
+    found.context.close()
 
 
 def test_names_are_never_code(browser: Any, tmp_path: Path) -> None:

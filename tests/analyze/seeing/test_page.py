@@ -14,7 +14,7 @@ import torch
 
 from analyze.seeing.gather import gather, reference
 from analyze.seeing.page import page
-from tests.analyze.seeing.runs import HOSTILE, LAYERS, flip, messages, write
+from tests.analyze.seeing.runs import HOSTILE, LAYERS, flip, messages, probes, write
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.trace.writer import TraceWriter
 
@@ -25,7 +25,7 @@ TAGS = {
     *("thead", "tbody", "tr", "th", "td", "dl", "dt", "dd", "details", "summary", "script", "br"),
 }
 """What the page is made of, and nothing else."""
-PARTS = ["loss", "heat", "zoom", "layers", "rules", "curves", "arrays", "provenance"]
+PARTS = ["loss", "heat", "zoom", "layers", "rules", "curves", "arrays", "similarity", "provenance"]
 """In this order."""
 
 
@@ -172,6 +172,25 @@ def test_metrics_that_were_asked_are_there(run: Path) -> None:
     assert titles["weights_spectral_norm"]["lines"][0]["layer"] == "fc1"
     assert {one["layer"] for one in data["arrays"]["packs"]} == set(LAYERS)
     assert "cka needs activations" in parsed.text
+
+
+def test_similarities_have_a_part_of_their_own(tmp_path: Path) -> None:
+    """Where a metric that compares layers was asked; hostile names are text there, too."""
+    names = (*LAYERS, *HOSTILE)
+    made = sorted([*messages(names, 21), *probes(names, (0, 20))], key=lambda one: one.global_step)
+    path = write(tmp_path / "run.zarr", made)
+    document = page_of(path, metrics=("cka:against=layers", "svcca"))
+    parsed = Parsed(document)
+    assert parsed.parts == PARTS
+    assert len(document) < 3_000_000
+    assert {tag for tag, _ in parsed.tags} <= TAGS
+    assert len(parsed.scripts) == 4
+    assert not set("\x00\x1b\x7f\u202e\u2066") & set(document)
+    data = json.loads(next(text for one, text in parsed.scripts if one.get("type") == "application/json"))
+    assert [one["measure"] for one in data["similarity"]["sheets"]] == ["cka", "svcca"]
+    titles = [one["title"] for one in data["curves"]["measures"]]
+    assert "activations_svcca (tag probe)" in titles
+    assert not any("cka" in title for title in titles)
 
 
 # -- what is odd --------------------------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from analyze.comparing.pairs import Item, Similarities
-from analyze.tables import html
 from analyze.tables.plotting import figure_of
 from analyze.tables.results import Results
 from tracer.errors import MessageError, TraceExistsError, UnknownNameError
@@ -132,24 +130,7 @@ def test_tables_for_notebooks() -> None:
     told = results({"<img src=x onerror=alert(1)>": [1.0, 2.0]})._repr_html_()
     assert "<img" not in told
     assert "&lt;img src=x" in told
-    many = html.table(["a"], [[number] for number in range(100)])
+    assert Results()._repr_html_().count("<tr>") == 1
+    many = results({f"m{number}": [1.0] for number in range(100)})._repr_html_()
     assert many.count("<tr>") == 41
     assert many.endswith("<p>and 60 more</p>")
-
-
-def test_a_matrix_of_similarities() -> None:
-    """Its picture has a cell for each pair, its text is short, and NumPy takes it."""
-    items = tuple(Item("run.zarr", module, step, 0, "") for module in ("$a$", "<b>") for step in (0, 10))
-    values = np.array([[1, 0.5, math.nan, 0.25], [0.5, 1, 0, 0], [math.nan, 0, 1, 0.75], [0.25, 0, 0.75, 1]])
-    found = Similarities(items, values, np.zeros((4, 4), np.int8), np.full(4, 3), np.full(4, 20))
-    assert repr(found) == "Similarities of 4 items: 0 to 0.75"
-    assert np.array_equal(np.asarray(found), values, equal_nan=True)
-    told = found._repr_html_()
-    assert "<td>&lt;b&gt; @10</td><td>20</td><td>3</td><td>0.3333</td>" in told
-    axes, _ = found.plot("$ of a run").axes
-    assert np.ma.filled(axes.images[0].get_array(), -1).tolist() == np.nan_to_num(values, nan=-1).tolist()
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["$a$ @0", "$a$ @10", "<b> @0", "<b> @10"]
-    empty = Similarities((), np.zeros((0, 0)), np.zeros((0, 0), np.int8), np.zeros(0, int), np.zeros(0, int))
-    assert repr(empty) == "Similarities of 0 items: no pair has a value"
-    with pytest.raises(MessageError, match="nothing was compared"):
-        empty.plot()

@@ -1,18 +1,27 @@
-"""Small tables for notebooks, in which names are text and never markup."""
+"""Names and small tables as people see them: without effect on a terminal, and never markup in a notebook."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
 
-from analyze.tables.escapes import printable
-
 _MOST = 40
 """The most rows of a table; a line says how many more there are."""
 
 
+def printable(text: str) -> str:
+    r"""A text on one line and without effect on a terminal; for names, which may hold any character.
+
+    Examples
+    --------
+    >>> printable("fc\x1b[31m"), printable("größer")
+    ('fc\\x1b[31m', 'größer')
+    """
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
-    """An HTML table, of the first rows where there are many.
+    """An HTML table for a notebook, of the first rows where there are many.
 
     Examples
     --------

@@ -1,0 +1,278 @@
+"""The similarity of each two of many layers and steps: as a matrix, a table, a picture, and in other tools' shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.metrics.similarity.bases import STATUSES, Status
+from analyze.tables.arrays import flags, words, xarray
+from analyze.tables.plotting import Matrix, matrices_of
+from analyze.tables.writing import not_installed
+from tracer.shown import table
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A layer at a step of a run: what a row and a column of `Similarities` stand for.
+
+    Attributes
+    ----------
+    trace : str
+    module : str or None
+        Dotted path; None for the network.
+    global_step, call : int
+    leaf : str
+    """
+
+    trace: str
+    module: str | None
+    global_step: int
+    call: int
+    leaf: str
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Similarities:
+    """The similarity of each pair of items.
+
+    Attributes
+    ----------
+    items : tuple
+        What the rows and columns stand for: `Item`, or the keys that were given to `Bases.add`.
+    values : array (items, items)
+        The similarity of each pair; NaN where there is none.
+    codes : array (items, items) of int8
+        The status of each pair, as an index into `analyze.metrics.similarity.bases.STATUSES`.
+    k : array (items,)
+        How many directions are kept of each item; 0 for measures that keep all activations.
+    n : array (items,)
+        How many datapoints each item has.
+    nulls : array (items, items)
+        The null baseline of each pair: the value to expect of unrelated layers; NaN where there is no value.
+    measure : str
+        What was measured, such as ``svcca``.
+    is_distance : bool
+        Whether it is a distance, of which 0 is the same and more is less alike.
+    """
+
+    items: tuple[Any, ...]
+    values: NDArray[np.float64]
+    codes: NDArray[np.int8]
+    k: NDArray[np.int64]
+    n: NDArray[np.int64]
+    nulls: NDArray[np.float64]
+    measure: str = "similarity"
+    is_distance: bool = False
+
+    def status(self, i: int, j: int) -> Status:
+        """The status of a pair."""
+        return STATUSES[int(self.codes[i, j])]
+
+    def null(self, i: int, j: int) -> float:
+        """The value to expect of unrelated layers with as many datapoints and directions as this pair."""
+        return float(self.nulls[i, j])
+
+    @property
+    def beyond_null(self) -> NDArray[np.float64]:
+        """How much more alike each pair is than unrelated layers: values above their nulls, distances below theirs."""
+        return self.nulls - self.values if self.is_distance else self.values - self.nulls
+
+    @property
+    def names(self) -> list[str]:
+        """What to call the items: layer and step; of several traces, with the trace."""
+        several = len({item.trace for item in self.items if isinstance(item, Item)}) > 1
+        return [f"{name_of(item)} of {Path(item.trace).name}" if several else name_of(item) for item in self.items]
+
+    def of(self, module: str | None) -> Similarities:
+        """The similarities of one module, step by step."""
+        chosen = [place for place, item in enumerate(self.items) if isinstance(item, Item) and item.module == module]
+        both = np.ix_(chosen, chosen)
+        items = tuple(self.items[place] for place in chosen)
+        of_each = self.k[chosen], self.n[chosen]
+        told = self.measure, self.is_distance
+        return Similarities(items, self.values[both], self.codes[both], *of_each, self.nulls[both], *told)
+
+    def __repr__(self) -> str:
+        return f"Similarities of {len(self.items):,} items: {self.measure} {_range(self.values)}"
+
+    def _repr_html_(self) -> str:
+        """What was compared, for notebooks; `plot` draws it."""
+        columns = ("item", "datapoints", "directions", f"mean {self.measure} to the others", "mean null")
+        means = [
+            [_mean(np.delete(row, place)) for place, row in enumerate(matrix)] for matrix in (self.values, self.nulls)
+        ]
+        return table(columns, zip(self.names, self.n.tolist(), self.k.tolist(), *means, strict=True), repr(self))
+
+    def plot(self, title: str = "") -> Any:
+        """Draw the matrix, and beside it how much more alike each pair is than unrelated layers would be.
+
+        Bright is alike, also of distances. In the second matrix white is what unrelated layers with as many datapoints
+        and directions give, orange is more alike, blue is less.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            No window is opened; a notebook shows it.
+
+        Raises
+        ------
+        MessageError
+            If nothing was compared.
+        TracerError
+            If matplotlib is not installed.
+        """
+        drawn = [self._as_it_is()]
+        if np.isfinite(self.nulls).any():
+            drawn.append(self._against_null())
+        return matrices_of(drawn, self.names, title, self._remarks())
+
+    def _as_it_is(self) -> Matrix:
+        finite = self.values[np.isfinite(self.values)]
+        if self.is_distance:
+            high = float(finite.max()) if finite.size and finite.max() > 0 else 1.0
+            return Matrix(self.values, f"{self.measure} (a distance: 0 is the same)", 0.0, high, "cividis_r")
+        low = min(0.0, float(finite.min())) if finite.size else 0.0
+        return Matrix(self.values, self.measure, low, max(1.0, float(finite.max(initial=1.0))), "cividis")
+
+    def _against_null(self) -> Matrix:
+        beyond = self.beyond_null
+        far = float(np.abs(beyond[np.isfinite(beyond)]).max(initial=0.0)) or 1.0
+        return Matrix(beyond, f"{self.measure} {'below' if self.is_distance else 'above'} its null", -far, far, "away")
+
+    def _remarks(self) -> str:
+        """What the null is, and how many pairs are less than sure."""
+        upper = np.triu(np.ones(self.values.shape, bool), 1)
+        told = []
+        nulls = self.nulls[upper & np.isfinite(self.nulls)]
+        if nulls.size:
+            low, high = f"{nulls.min():.3g}", f"{nulls.max():.3g}"
+            told.append(
+                f"Null: the {self.measure} to expect of unrelated layers with as many datapoints and directions; here "
+                f"{low if low == high else f'{low} to {high}'}."
+            )
+        pairs = int(upper.sum())
+        for code in range(1, len(STATUSES)):
+            count = int((upper & (self.codes == code)).sum())
+            if count:
+                told.append(f"{count:,} of {pairs:,} pairs: {STATUSES[code]}.")
+        return " ".join(told)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """The values, for NumPy."""
+        return np.array(self.values, dtype=dtype, copy=copy)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Each pair once, as a row of a table: both items, value, status, directions kept and null baseline."""
+        for i, one in enumerate(self.items):
+            for j in range(i, len(self.items)):
+                yield {
+                    "one": one,
+                    "other": self.items[j],
+                    "value": float(self.values[i, j]),
+                    "status": self.status(i, j),
+                    "k": int(self.k[i]),
+                    "m": int(self.k[j]),
+                    "null": self.null(i, j),
+                }
+
+    def to_pandas(self) -> Any:
+        """Each pair once, as a `pandas.DataFrame`.
+
+        Its columns are those of `rows`; for each `Item` there are ``one_trace``, ``one_module``, ``one_global_step``,
+        ``one_call`` and ``one_leaf``, and the same of the other.
+
+        Raises
+        ------
+        TracerError
+            If pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise not_installed("a data frame", "pandas", "tables") from error
+        first, second = np.triu_indices(len(self.items))
+        columns: dict[str, Any] = {}
+        for side, chosen in (("one", first), ("other", second)):
+            for name, values in _coordinates(self.items).items():
+                columns[side if name == "key" else f"{side}_{name}"] = values[chosen]
+        columns |= {
+            "value": self.values[first, second],
+            "status": np.array(STATUSES, dtype=object)[self.codes[first, second]],
+            "k": self.k[first],
+            "m": self.k[second],
+            "null": self.nulls[first, second],
+        }
+        return pd.DataFrame(columns)
+
+    def to_xarray(self) -> Any:
+        """The matrix as an `xarray.Dataset`.
+
+        Returns
+        -------
+        xarray.Dataset
+            The variables ``value``, ``null`` and ``status``, of the axes ``item`` and ``other``. Beside the names of
+            the items stand ``trace``, ``module`` (empty for the network), ``global_step``, ``call``, ``leaf``,
+            ``datapoints`` and ``directions``; beside those of the others the same with ``other_`` before it.
+
+        Raises
+        ------
+        TracerError
+            If xarray is not installed.
+        """
+        names = words(self.names)
+        coordinates: dict[str, Any] = {"item": ("item", names), "other": ("other", names)}
+        of_each = {name: values for name, values in _coordinates(self.items).items() if name != "key"}
+        for name, values in {**of_each, "datapoints": self.n, "directions": self.k}.items():
+            coordinates[name] = ("item", values)
+            coordinates[f"other_{name}"] = ("other", values)
+        both = ("item", "other")
+        direction = "smaller is more alike" if self.is_distance else "larger is more alike"
+        variables = {
+            "value": (both, self.values, {"long_name": self.measure, "comment": direction}),
+            "null": (both, self.nulls, {"long_name": f"{self.measure} to expect of unrelated layers"}),
+            "status": (both, self.codes, {"long_name": "status", **flags()}),
+        }
+        return xarray().Dataset(variables, coordinates, {"measure": self.measure})
+
+
+def _coordinates(items: Sequence[Any]) -> dict[str, NDArray[Any]]:
+    """The fields of items, a column each; of keys that are no items, the column ``key``."""
+    if not items or not all(isinstance(item, Item) for item in items):
+        return {"key": words(items)}
+    found: dict[str, NDArray[Any]] = {}
+    told = [asdict(item) | {"module": item.module or ""} for item in items]
+    for field in fields(Item):
+        values = [one[field.name] for one in told]
+        found[field.name] = np.array(values, np.int64) if isinstance(values[0], int) else words(values)
+    return found
+
+
+def name_of(item: Any) -> str:
+    """What to call an item: its layer and step, and which of several calls and outputs it is.
+
+    Examples
+    --------
+    >>> name_of(Item("run.zarr", "fc", 30, 0, "")), name_of(("any", "key"))
+    ('fc @30', "('any', 'key')")
+    """
+    if not isinstance(item, Item):
+        return str(item)
+    more = "".join(f" {name} {value}" for name, value in (("call", item.call), ("leaf", item.leaf)) if value)
+    return f"{'network' if item.module is None else item.module or 'the root'} @{item.global_step}{more}"
+
+
+def _mean(values: NDArray[np.float64]) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if finite.size else math.nan
+
+
+def _range(values: NDArray[np.float64]) -> str:
+    apart = values[~np.eye(len(values), dtype=bool) & np.isfinite(values)]
+    return f"{apart.min():.4g} to {apart.max():.4g}" if apart.size else "has a value of no pair"

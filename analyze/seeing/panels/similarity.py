@@ -1,0 +1,293 @@
+"""How alike layers are: each two of them at a recorded step, or each with itself over time, beside their nulls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.metrics import BUILT_IN
+from analyze.metrics.similarity.bases import STATUSES
+from analyze.metrics.similarity.similarity import Similarity
+from analyze.registry import find
+from analyze.seeing.gathered import Gathered, Key
+from analyze.seeing.layers import Layer
+from analyze.seeing.matrices import Matrices
+from analyze.seeing.panels.panel import AWAY, Panel, blend, drawing, height_of, packed
+from analyze.seeing.words import number, plain, text
+
+NUMBERS = 20_000
+"""So many numbers have all matrices together."""
+MOST = 60
+"""So many layers has a matrix, at most."""
+SHEETS = 8
+"""So many measures there are to choose from."""
+UNKNOWN = "-"
+MEANINGS = {
+    "few_samples": "so few datapoints that unrelated layers look alike, too",
+    "ill_posed": "rounding decides on the value",
+    "zero_variance": "a layer is constant, so there is no value",
+    "nonfinite": "a layer has NaN or infinity, so there is no value",
+    "mismatch": "not the same datapoints, so there is no value; positions=pooled compares layers of different sizes",
+}
+"""What the statuses of similarities mean."""
+NAME = 14
+"""So many letters of a name stand below a column, as the page's script shortens it."""
+
+
+class Sheet(NamedTuple):
+    """What one measure says: matrices of two layers, one for each step; or one matrix of layers and steps.
+
+    Attributes
+    ----------
+    title, measure : str
+    is_distance : bool
+    steps : ndarray of int64, (n,)
+    rows, columns : list of str
+        The names of layers; where columns are steps, their numbers.
+    numbers : mapping of str to ndarray of float64, (frames, rows, columns)
+        ``value``, and where they were answered ``null`` and ``status``.
+    pairs : bool
+        Whether rows and columns are the same layers.
+    symmetric : bool
+    left_out : int
+        How many layers there are beyond those of the rows.
+    """
+
+    title: str
+    measure: str
+    is_distance: bool
+    steps: NDArray[np.int64]
+    rows: list[str]
+    columns: list[str]
+    numbers: Mapping[str, NDArray[np.float64]]
+    pairs: bool
+    symmetric: bool
+    left_out: int
+
+    @property
+    def cells(self) -> NDArray[np.bool_]:
+        """Which cells of a matrix are in the page: of what is symmetric one half, and no layer with itself."""
+        shape = (len(self.rows), len(self.columns))
+        if not self.pairs:
+            return np.ones(shape, bool)
+        return np.triu(np.ones(shape, bool), 1) if self.symmetric else ~np.eye(len(self.rows), dtype=bool)
+
+
+def panel(found: Gathered, order: Sequence[Layer]) -> Panel:
+    """The panel of similarities."""
+    sheets = _sheets(found, order)
+    title = "Similarity of layers"
+    if not sheets:
+        none = "No metric that compares layers was asked, such as svcca:against=layers or cka:against=final."
+        return Panel(name="similarity", title=title, before=f"<p>{none}</p>")
+    options = "".join(f'<option value="{at}">{text(one.title)}</option>' for at, one in enumerate(sheets))
+    last = len(sheets[0].numbers["value"]) - 1
+    return Panel(
+        name="similarity",
+        title=title,
+        before=f'<label>Show <select id="similarity-what">{options}</select></label> '
+        "<fieldset><legend>as</legend>"
+        '<label><input type="radio" name="similarity-view" value="value" checked> value</label>'
+        '<label><input type="radio" name="similarity-view" value="beyond"> how far beyond its null</label>'
+        f'</fieldset><label>at step <input type="range" id="similarity-step" min="0" max="{last}" value="{last}" '
+        'step="1"> <span id="similarity-at"></span></label>'
+        '<p id="similarity-note" class="note" aria-live="polite"></p>',
+        picture=_picture(sheets),
+        alternative=_in_words(sheets[0]),
+        data={
+            "sheets": _packs(sheets),
+            "statuses": list(STATUSES),
+            "meanings": MEANINGS,
+            "letters": NAME,
+            "away": {mode: blend(colours) for mode, colours in AWAY.items()},
+            "alike": _alike(),
+        },
+    )
+
+
+def _sheets(found: Gathered, order: Sequence[Layer]) -> list[Sheet]:
+    sheets = [_of_pairs(found, key, one, order) for key, one in found.frames.items() if isinstance(one, Matrices)]
+    sheets += [_of_time(found, kind, tag, order) for kind, tag in _with_itself(found)]
+    return [one for one in sheets if one.numbers.get("value") is not None and one.rows][:SHEETS]
+
+
+def _of_pairs(found: Gathered, key: Key, matrices: Matrices, order: Sequence[Layer]) -> Sheet:
+    steps, layers, numbers = matrices.points()
+    chosen = _most_anomalous(layers, order)
+    names = [plain(layers[at]) or "the root" for at in chosen]
+    cut: dict[str, NDArray[np.float64]] = {role: values[:, chosen][:, :, chosen] for role, values in numbers.items()}
+    title = f"{_titled(key.what, key.tag)}: each two layers"
+    left_out, is_distance = len(layers) - len(chosen), matrices.is_distance
+    return Sheet(title, matrices.measure, is_distance, steps, names, names, cut, True, matrices.symmetric, left_out)
+
+
+def _of_time(found: Gathered, kind: str, tag: str, order: Sequence[Layer]) -> Sheet:
+    measure = found.subscribers[kind]
+    kinds = {"value": kind, "null": _companion(kind, measure, "_null"), "status": _companion(kind, measure, "_status")}
+    courses = {role: found.of(one, tag) for role, one in kinds.items()}
+    layers = [name for name in dict.fromkeys([*found.layers, *courses["value"]]) if name in courses["value"]]
+    chosen = [layers[at] for at in _most_anomalous(layers, order)]
+    steps = np.unique(np.concatenate([courses["value"][name].points()[0] for name in chosen]))
+    numbers = {}
+    for role, of_layers in courses.items():
+        table = np.full((1, len(chosen), len(steps)), np.nan)
+        for row, name in enumerate(chosen):
+            if name in of_layers:
+                at, values, _ = of_layers[name].points()
+                known = np.isin(at, steps)
+                table[0, row, np.searchsorted(steps, at[known])] = values[known]
+        if of_layers:
+            numbers[role] = table
+    title = f"{_titled(kind, tag)}: each layer with itself"
+    names = [plain(name) or "the root" for name in chosen]
+    columns = [str(step) for step in steps.tolist()]
+    left_out, is_distance = len(layers) - len(chosen), _class_of(measure).is_distance
+    return Sheet(title, measure, is_distance, steps, names, columns, numbers, False, True, left_out)
+
+
+def _with_itself(found: Gathered) -> list[tuple[str, str]]:
+    """The kinds and tags of answers that compare a layer with its own past or end, and have a null beside them."""
+    kinds = {
+        kind
+        for kind, measure in found.subscribers.items()
+        if measure in BUILT_IN
+        and _companion(kind, measure, "_null") in found.subscribers
+        and issubclass(find(measure), Similarity)
+    }
+    return list(
+        dict.fromkeys((key.what, key.tag) for key in found.courses if key.what in kinds and key.layer is not None)
+    )
+
+
+def _companion(kind: str, measure: str, suffix: str) -> str:
+    """The kind of what is answered beside a value, whose label is at its end."""
+    before, name, label = kind.rpartition(f"_{measure}")
+    return f"{before}{name}{suffix}{label}" if name else ""
+
+
+def _class_of(measure: str) -> type[Similarity]:
+    found = find(measure)
+    assert issubclass(found, Similarity)
+    return found
+
+
+def _titled(kind: str, tag: str) -> str:
+    return plain(kind if tag == "default" else f"{kind} (tag {tag})")
+
+
+def _most_anomalous(layers: Sequence[str], order: Sequence[Layer]) -> list[int]:
+    """Where the most anomalous layers stand, so many as a matrix has, in recorded order."""
+    place = {layer.name: number for number, layer in enumerate(order)}
+    ranked = sorted(range(len(layers)), key=lambda at: place.get(layers[at], len(place)))
+    return sorted(ranked[:MOST])
+
+
+def _packs(sheets: Sequence[Sheet]) -> list[dict[str, Any]]:
+    """The sheets for the page's script, at so many steps as there is room for: the first, the last, and evenly some."""
+    packs = []
+    for one in sheets:
+        cells = one.cells
+        roles = [role for role in ("value", "null") if role in one.numbers]
+        frames, room = len(one.numbers["value"]), NUMBERS // len(sheets)
+        columns = np.arange(len(one.columns))
+        if not one.pairs:  # there is one frame, whose columns may be too many
+            columns = _evenly(len(columns), max(1, room // (len(one.rows) * len(roles))))
+        shown = _evenly(frames, max(1, room // max(1, int(cells.sum()) * len(roles)))) if one.pairs else [0]
+        cells = cells[:, columns]
+        pack: dict[str, Any] = {
+            "measure": one.measure,
+            "distance": one.is_distance,
+            "words": _in_words(one),
+            "rows": one.rows,
+            "columns": [one.columns[at] for at in columns],
+            "pairs": one.pairs,
+            "symmetric": one.symmetric,
+            "left_out": one.left_out,
+            "steps_left_out": frames - len(shown) if one.pairs else len(one.columns) - len(columns),
+            "frames": [],
+        }
+        for at in shown:
+            frame = {role: packed(one.numbers[role][at][:, columns][cells]) for role in roles}
+            if one.pairs:
+                frame["step"] = str(int(one.steps[at]))
+            if "status" in one.numbers:
+                frame["status"] = _digits(one.numbers["status"][at][:, columns][cells])
+            pack["frames"].append(frame)
+        packs.append(pack)
+    return packs
+
+
+def _evenly(count: int, most: int) -> NDArray[np.int64]:
+    """So many of the indices below `count`, with the last, and if there are several with the first.
+
+    Examples
+    --------
+    >>> _evenly(5, 9).tolist(), _evenly(101, 3).tolist(), _evenly(7, 1).tolist()
+    ([0, 1, 2, 3, 4], [0, 50, 100], [6])
+    """
+    if most == 1 or count < 2:
+        return np.array([count - 1] if count else [], np.int64)
+    return np.unique(np.rint(np.linspace(0, count - 1, min(count, most))).astype(np.int64))
+
+
+def _digits(codes: NDArray[np.float64]) -> str:
+    """Statuses as a letter each."""
+    return "".join(UNKNOWN if np.isnan(code) else str(int(code)) for code in codes.tolist())
+
+
+def _alike() -> list[str]:
+    from bokeh.palettes import Cividis256
+
+    return list(Cividis256)
+
+
+def _picture(sheets: Sequence[Sheet]) -> Any:
+    from bokeh.models import ColorBar, ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper, Range1d
+
+    rows = max(len(one.rows) for one in sheets)
+    # room for all names, so that the matrix does not move when others are shown
+    below = 45 + 6 * min(NAME, max(len(name) for one in sheets for name in one.columns))
+    columns = Range1d(-0.5, rows - 0.5, name="similarity-columns")
+    picture = drawing(columns, height_of(rows) - 70 + below, y_range=(-0.5, rows - 0.5), name="similarity")
+    picture.min_border_bottom = below
+    picture.toolbar.tools, picture.toolbar.active_drag = [], None  # its columns are no steps
+    picture.xaxis.major_label_orientation = "vertical"
+    for axis in picture.axis:
+        axis.ticker, axis.minor_tick_line_color, axis.major_tick_line_color = FixedTicker(ticks=[]), None, None
+    picture.ygrid.grid_line_color = None
+    mapper = LinearColorMapper(
+        palette=_alike(), low=0, high=1, name="similarity-colours", nan_color="rgba(128,128,128,0.3)"
+    )
+    names = ("left", "right", "bottom", "top", "row", "column", "value", "null", "beyond", "status", "shade")
+    source = ColumnDataSource({name: [] for name in names}, name="similarity-cells")
+    marks = picture.quad(
+        "left", "right", "bottom", "top", source=source, line_color=None,
+        fill_color={"field": "shade", "transform": mapper},
+    )  # fmt: skip
+    told = [("", "@row"), ("", "@column"), ("value", "@value"), ("null", "@null"), ("beyond its null", "@beyond")]
+    picture.add_tools(HoverTool(renderers=[marks], tooltips=[*told, ("status", "@status")], visible=False))
+    picture.add_layout(ColorBar(color_mapper=mapper, width=10, padding=4, background_fill_color=None), "right")
+    return picture
+
+
+def _in_words(sheet: Sheet) -> str:
+    """The pairs that are most and least alike at the last step."""
+    values = np.where(sheet.cells, sheet.numbers["value"][-1], np.nan)
+    count, steps = f"{len(sheet.rows):,} layers", f"{len(sheet.steps):,} step{'s' if len(sheet.steps) != 1 else ''}"
+    told = f"Each of {count} with itself at another step, by {sheet.measure}, at {steps}. "
+    if sheet.pairs:
+        told = f"Each two of {count}, by {sheet.measure}, at {steps}. "
+    if np.isnan(values).all():
+        return told + "There is no value."
+    ends = [np.unravel_index(int(find_it(values)), values.shape) for find_it in (np.nanargmax, np.nanargmin)]
+    for word, (row, column) in zip(("most", "least"), ends[::-1] if sheet.is_distance else ends, strict=True):
+        null = sheet.numbers["null"][-1][row, column] if "null" in sheet.numbers else None
+        other = f"and {sheet.columns[column]}" if sheet.pairs else f"at step {sheet.columns[column]}"
+        beside = "" if null is None else f", beside a null of {number(float(null))}"
+        when = f" at step {sheet.steps[-1]}" if sheet.pairs else ""
+        value = number(float(values[row, column]))
+        told += f"{word.capitalize()} alike{when}: {sheet.rows[row]} {other} ({value}{beside}). "
+    return told.rstrip()
