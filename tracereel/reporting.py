@@ -33,7 +33,7 @@ from tracereel.printing import complain, plain_warnings, print_json, say
     metavar="NAME[:key=value,...]",
     help="Show this metric, too; may be repeated.",
 )
-@options.number("--rank", least=0, help="Of a distributed run; by default the lowest.")
+@options.number("--rank", least=0, help="Draw this rank of a distributed run; by default the lowest.")
 @options.overwrite
 @options.as_json
 def report(
@@ -48,7 +48,7 @@ def report(
     """Write a page that shows a run: what went wrong, where and since when, in pictures.
 
     The page is one file that needs no network. The losses of OTHER runs are drawn beside those of TRACE, and its
-    layers can be shown against those of the first.
+    layers can be shown against those of the first. Of a distributed run one rank is drawn, and all are judged.
     """  # fmt: skip
     target = out if out is not None else f"{Path(trace.rstrip('/')).stem}.html"
     check_new(target, (".html", ".htm"), overwrite)

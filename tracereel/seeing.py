@@ -139,9 +139,7 @@ def _print(found: Checked) -> None:
 
 
 def _row(found: Finding) -> tuple[object, ...]:
-    tag = "" if found.tag == "default" else f" ({found.tag})"
-    rank = f" (rank {found.rank})" if found.rank else ""
-    return found.first, str(found.severity), found.rule, f"{found.where}{tag}{rank}", found.steps, found.evidence
+    return found.first, str(found.severity), found.rule, found.place, found.steps, found.evidence
 
 
 @click.command(cls=Command, examples=["trace blame run.zarr", "trace blame run.zarr --step 1200 --most 20"])

@@ -100,7 +100,7 @@ def _replayed(
     grid = grid or Grid.over(*(span or (0, 0)))
     found = Gathered(Checked(str(reader.path), reader.status, (), ()), reader.info, rank, span, grid, layers=layers)
     if len(reader.ranks) > 1:
-        found.remarks.append(f"this is rank {rank} of {len(reader.ranks)}; --rank chooses another")
+        found.remarks.append(f"the pictures are of rank {rank} of {len(reader.ranks)}; --rank chooses another")
     if not len(reader):
         return found
 
