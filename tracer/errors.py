@@ -16,6 +16,7 @@
     └─ UnknownNameError (LookupError)        subscriber, store, sink: lists what is known and suggests
 
 Each also derives from the builtin exception that a caller would expect, so ``except FileNotFoundError`` works.
+`StopTraining` is none of them: it is no error, but the end of a training.
 """
 
 from __future__ import annotations
@@ -42,6 +43,14 @@ class TracerError(Exception):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*(masked_urls(one) if isinstance(one, str) else one for one in args))
+
+
+class StopTraining(BaseException):
+    """What a receiver raises to end the training that it listens to.
+
+    It is no `Exception`, as `KeyboardInterrupt` is none, so that neither a bus nor a loop that goes on after errors
+    swallows it.
+    """
 
 
 class MessageError(TracerError, ValueError):

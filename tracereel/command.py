@@ -14,7 +14,7 @@ from tracereel.errors import INTERRUPTED, Failure, debug_option, debugging
 
 HEADINGS: Mapping[str, Sequence[str]] = {
     "What is run": ("module", "epochs", "seed"),
-    "What is asked": ("specs", "pairs", "rules", "fail_on", "step", "most"),
+    "What is asked": ("specs", "pairs", "rules", "fail_on", "stop_on", "step", "most"),
     "What counts as different": ("rtol", "atol", "noise", "rename", "align", "quick", "complete"),
     "What is recorded": (
         *("kinds", "modules", "every", "start", "stop", "rows", "positions", "elements", "dtype", "config"),

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import click
 
 import tracer
+from analyze.tables.escapes import printable
 from tracer.errors import CaptureError, UnknownNameError
 from tracereel import options
 from tracereel.checks import TRACE_SUFFIXES, check_new
 from tracereel.command import Command
-from tracereel.errors import WRONG_USAGE, Failure, debugging
+from tracereel.errors import FOUND, WRONG_USAGE, Failure, debugging, wrong_usage
 from tracereel.printing import few_shapes, path_in_model, print_json, print_table, say, size
 
 if TYPE_CHECKING:
+    from analyze.seeing.watch import Watch
     from tracer.recording.launching.program import Program
     from tracer.recording.options import Options
     from tracer.stores.locations import Location
@@ -193,6 +195,16 @@ def title_of(program: Program) -> str:
     least=0,
     help="With --resume: the step that the checkpoint goes on with.  [default: as the optimizer counted]",
 )
+@click.option(
+    "--stop-on",
+    type=click.Choice(["note", "warning", "error"]),
+    help="Judge what is recorded by the rules of trace check while the script trains; end the script at a finding as "
+    "severe as this, or more, with exit code 6.",
+)
+@options.several(
+    "--rule", "rules", metavar="NAME[:key=value,...]",
+    help="With --stop-on: judge by this rule only; may be repeated. See trace rules.",
+)  # fmt: skip
 @options.one_of(
     *("--replicated", "once", "every"),
     help="Of several ranks: record weights that they hold alike by one of them, or by each.",
@@ -245,6 +257,8 @@ def record(
     rehearsals: Rehearsals,
     config: str | None,
     no_command: bool,
+    stop_on: str | None,
+    rules: tuple[str, ...],
     **given: Any,
 ) -> None:
     """Run a training script as it is, and record it.
@@ -266,6 +280,7 @@ def record(
     if module is None and not program:
         raise click.UsageError("there is no script to run: trace record [OPTIONS] SCRIPT.py [ARGS]...")
     _refuse_contradictions(given, rehearsals)
+    watch = _watch(stop_on, rules, rehearsals)
     _become_launcher(program, module, rehearsals)
     script = program_of(program, module)
     from tracer.recording.environment import bound_or, disabled
@@ -298,9 +313,12 @@ def record(
         out=target,
         captures=captures,
         options=chosen,
+        receivers=() if watch is None else [watch],
         required=chosen.strict,
-        ended=functools.partial(_say_what_was_recorded, target, called),
+        ended=functools.partial(_say_how_it_ended, target, called, watch),
     )
+    if watch is not None and (watch.stopped is not None or (code == 0 and watch.reached)):
+        code = FOUND
     click.get_current_context().exit(code)
 
 
@@ -327,6 +345,20 @@ def _refuse_contradictions(given: Mapping[str, Any], rehearsals: Rehearsals) -> 
         raise click.UsageError("--json is for --dry-run; a script that is recorded has its own output")
     if only_dry_run and certify:
         raise click.UsageError("--dry-run records nothing that could be certified: give --certify or --dry-run")
+
+
+def _watch(stop_on: str | None, rules: tuple[str, ...], rehearsals: Rehearsals) -> Watch | None:
+    """Who is to stop the training."""
+    if stop_on is None:
+        if rules:
+            raise click.UsageError("--rule says what may stop the training: give --stop-on with it")
+        return None
+    if rehearsals.only_dry_run:
+        raise click.UsageError("--dry-run trains nothing that could be stopped: give --dry-run or --stop-on")
+    from analyze.seeing.watch import Watch
+
+    with wrong_usage():
+        return Watch(rules or None, stop_on=stop_on)
 
 
 def _become_launcher(program: tuple[str, ...], module: str | None, rehearsals: Rehearsals) -> None:
@@ -448,6 +480,26 @@ def _when_recorded(stream: Mapping[str, Any]) -> str:
 
 
 # -- the end ------------------------------------------------------------------------------------------------------
+
+
+def _say_how_it_ended(path: Location, called: str, watch: Watch | None) -> None:
+    with suppress(OSError, ValueError):  # the script may have closed stderr
+        for sentence in [] if watch is None else _why_stopped(watch, called):
+            say(printable(sentence))
+    _say_what_was_recorded(path, called)
+
+
+def _why_stopped(watch: Watch, called: str) -> list[str]:
+    """The finding that ended the training, if there is one; else the worst that was made at its end."""
+    found = watch.stopped or min(watch.reached, key=lambda one: (-one.severity, one.first), default=None)
+    if found is None:
+        return []
+    began = "the training was stopped" if watch.stopped is not None else "found when the training had ended"
+    return [
+        f"{began}: {found.severity}: {found.title}: {found.evidence}",
+        f"what to try: {found.advice}",
+        f"all findings: trace check {called}",
+    ]
 
 
 def _say_what_was_recorded(path: Location, called: str) -> None:

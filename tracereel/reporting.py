@@ -21,7 +21,7 @@ _metrics = options.several(
     help="Show this metric, too; may be repeated.",
 )
 _others = click.argument("others", metavar="[OTHER]...", nargs=-1, type=click.Path(path_type=str))
-_rank = options.number("--rank", least=0, help="Of a distributed run; by default the lowest.")
+_rank = options.number("--rank", least=0, help="Draw this rank of a distributed run; by default the lowest.")
 
 
 @click.command(
@@ -53,7 +53,7 @@ def report(
     """Write a page that shows a run: what went wrong, where and since when, in pictures.
 
     The page is one file that needs no network. The losses of OTHER runs are drawn beside those of TRACE, and its
-    layers can be shown against those of the first.
+    layers can be shown against those of the first. Of a distributed run one rank is drawn, and all are judged.
     """  # fmt: skip
     target = out if out is not None else f"{Path(trace.rstrip('/')).stem}.html"
     check_new(target, (".html", ".htm"), overwrite)

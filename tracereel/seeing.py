@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from tracereel.showing import means_several
 if TYPE_CHECKING:
     from analyze.rules.finding import Finding
     from analyze.rules.rule import Rule
+    from analyze.seeing.blame import Suspect
     from analyze.seeing.findings import Checked
 
 _OF_A_RULE = 3
@@ -139,9 +141,7 @@ def _print(found: Checked) -> None:
 
 
 def _row(found: Finding) -> tuple[object, ...]:
-    tag = "" if found.tag == "default" else f" ({found.tag})"
-    rank = f" (rank {found.rank})" if found.rank else ""
-    return found.first, str(found.severity), found.rule, f"{found.where}{tag}{rank}", found.steps, found.evidence
+    return found.first, str(found.severity), found.rule, found.place, found.steps, found.evidence
 
 
 @click.command(cls=Command, examples=["trace blame run.zarr", "trace blame run.zarr --step 1200 --most 20"])
@@ -152,8 +152,9 @@ def _row(found: Finding) -> tuple[object, ...]:
 @options.number("--most", default=10, show_default=True, help="How many datapoints are told.")
 @options.as_json
 def blame(trace: str, step: int | None, most: int, as_json: bool) -> None:
-    """Say what caused a spike: the first stream that left its own past, and the datapoints with the largest gradients.
+    """Say what caused a spike: the first stream that left its own past, and the datapoints that stand out.
 
+    These are those whose input is unlike those of the steps before (marked !), then those with the largest gradients.
     Datapoints can be told apart where layer_inputs and layer_gradients were recorded of all of them.
     """
     from analyze.seeing.blame import blame as blame_trace
@@ -169,11 +170,16 @@ def blame(trace: str, step: int | None, most: int, as_json: bool) -> None:
         click.echo(printable(f"the step is that of {found.why}"))
     if found.suspects:
         click.echo()
-        columns = ("step", "position in batch", "label", "gradient norm", "typical")
-        rows = [(one.step, one.position, one.label, one.norm, one.typical) for one in found.suspects]
+        columns = ("step", "position in batch", "label", "gradient norm", "typical", "input / usual")
+        rows = [(one.step, one.position, one.label, one.norm, one.typical, _size(one)) for one in found.suspects]
         print_table(columns, rows, right=(*columns[:2], *columns[3:]))
     for sentence in found.unseen:
         click.echo(printable(f"not seen: {sentence}"))
+
+
+def _size(one: Suspect) -> str:
+    """How large an input is beside the usual, with a mark if it left that."""
+    return "" if math.isnan(one.size) else f"{one.size:.3g}{' !' if one.odd else ''}"
 
 
 @click.command(cls=Command, examples=["trace rules", "trace rules dead_units"])

@@ -98,11 +98,16 @@ class Finding:
         return f"{self.kind} of {self.module or 'the root'}"
 
     @property
+    def place(self) -> str:
+        """`where`, and of which tag and rank if these are not the usual ones: ``weights of fc1 (rank 2)``."""
+        tag = "" if self.tag == DEFAULT_TAG else f" (tag {self.tag})"
+        rank = f" (rank {self.rank})" if self.rank else ""
+        return f"{self.where}{tag}{rank}"
+
+    @property
     def title(self) -> str:
         """Rule, place and step in words, such as ``dead_units in activations of relu1 at step 0``."""
-        told = "".join(f" ({name} {value})" for name, value in (("tag", self.tag), ("rank", self.rank)) if value)
-        told = "" if self.tag == DEFAULT_TAG and not self.rank else told
-        return f"{self.rule} in {self.where}{told} at step {self.first}"
+        return f"{self.rule} in {self.place} at step {self.first}"
 
     def _repr_html_(self) -> str:
         """What was found, for notebooks."""

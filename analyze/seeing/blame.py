@@ -1,4 +1,4 @@
-"""What caused a spike: the first stream that left its own past, and the datapoints with the largest gradients."""
+"""What caused a spike: the first stream that left its own past, and the datapoints that stand out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from analyze.metrics.elementwise.sharing import shared
 from analyze.metrics.gradients.layer_grams import Geometry, layer_grams
 from analyze.metrics.inputs import as_array, as_float64
 from analyze.metrics.streams import Series, series_of
-from analyze.rules.past import Past
+from analyze.rules.past import NORMAL, Past
 from analyze.seeing.check import check
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
@@ -32,6 +32,8 @@ _DEVIATIONS = 8.0
 _BEFORE = 3
 """A cause is looked for in the step of the spike and in so many recorded steps before it."""
 _COMPARED = tuple(name for name, kind in KINDS.items() if not kind.event and name not in ("input_labels", "loss_terms"))
+_INPUTS = ("input_data", "layer_inputs")
+_FLOATS = ("float", "bfloat")
 _PER_SAMPLE = ("layer_inputs", "layer_gradients", "weight_gradients", "bias_gradients", "loss", "input_labels")
 
 
@@ -57,7 +59,7 @@ class Departure:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A datapoint with a large gradient.
+    """A datapoint whose input or gradient stands out.
 
     Attributes
     ----------
@@ -71,6 +73,10 @@ class Suspect:
         The median of the batch.
     label : str
         Its label, if there was one; else empty.
+    size : float
+        The norm of its input, divided by what is usual for those of the steps before; NaN where that is not known.
+    odd : bool
+        Whether its input left what is usual.
     """
 
     step: int
@@ -78,6 +84,8 @@ class Suspect:
     norm: float
     typical: float
     label: str = ""
+    size: float = math.nan
+    odd: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,7 @@ class Blame:
         Where the step is from: a finding, or that it was given.
     departure : Departure or None
     suspects : tuple of Suspect
-        The most suspicious first.
+        The most suspicious first: those with an odd input, then those with the largest gradients.
     unseen : tuple of str
         What could not be seen, a sentence each.
     """
@@ -119,8 +127,11 @@ class Blame:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """All of it in JSON values."""
-        return {**asdict(self), "verdict": self.verdict}
+        """All of it in JSON values; a size that is not known is null."""
+        told = asdict(self)
+        for one in told["suspects"]:
+            one["size"] = None if math.isnan(one["size"]) else one["size"]
+        return {**told, "verdict": self.verdict}
 
 
 def blame(path: Anywhere | TraceReader, step: int | None = None, *, most: int = 10) -> Blame:
@@ -153,6 +164,12 @@ def blame(path: Anywhere | TraceReader, step: int | None = None, *, most: int = 
     cause comes before its effects. Datapoints are ranked by the norms of their gradients, from the products of what a
     layer took and what came back (I. Goodfellow, "Efficient Per-Example Gradient Computations", arXiv:1510.01799): of
     linear layers, convolutions, embeddings and normalisations.
+
+    Before these come datapoints whose input left its past, because a cause comes before its effects, and because a
+    corrupted datapoint has a small gradient where the network is right by chance. That is the network's input or, where
+    it is not recorded or has no floating-point numbers, that of the first layer. An input has left its past if its norm
+    is above or below those of all datapoints of the 40 recorded steps before, and the logarithm of the norm is farther
+    from their median than log 3 and than 8 robust standard deviations, up or down.
     """
     with nullcontext(path) if isinstance(path, TraceReader) else TraceReader(path) as opened:
         reader = opened.of_rank(opened.ranks[0]) if len(opened.ranks) > 1 else opened
@@ -173,7 +190,8 @@ def blame(path: Anywhere | TraceReader, step: int | None = None, *, most: int = 
         if at < _LEAST_PAST:
             unseen.append(f"only {at} steps were recorded before step {step}, too few to say what is usual")
         start = step if departure is None else departure.step
-        suspects, missing = _suspects(reader, [one for one in steps if start <= one <= step])
+        begin = steps.index(start)
+        suspects, missing = _suspects(reader, steps[begin : at + 1], steps[max(0, begin - _PAST) : begin])
         return Blame(str(reader.path), step, why, departure, tuple(suspects[:most]), (*unseen, *missing))
 
 
@@ -202,24 +220,69 @@ def _first_departure(reader: TraceReader, steps: Sequence[int], since: int) -> D
     return None
 
 
-def _suspects(reader: TraceReader, steps: Sequence[int]) -> tuple[list[Suspect], list[str]]:
-    """The datapoints of some steps, those with the largest gradients first, and what could not be seen."""
+def _suspects(reader: TraceReader, steps: Sequence[int], before: Sequence[int]) -> tuple[list[Suspect], list[str]]:
+    """The datapoints of some steps, the most suspicious first, and what could not be seen; `before` is their past."""
     found: list[Suspect] = []
     unseen: dict[str, None] = {}
+    sizes = _sizes(reader, [*before, *steps])
+    usual = [sizes[step] for step in before if step in sizes]
+    if len(usual) < _LEAST_PAST:
+        where = f"in {len(usual)} of the steps before only" if sizes else "nowhere"
+        unseen[f"inputs of floating-point numbers were recorded {where}, so an odd one is not told"] = None
     for step in steps:
         heard = _heard(reader, step)
-        norms, remarks = _norms(heard)
+        norms, remarks = _norms(heard, len(sizes.get(step, ())))
         unseen |= dict.fromkeys(remarks)
         if norms is None:
             continue
         labels = _labels(heard, len(norms))
         typical = float(np.median(norms))
+        times, odd = [math.nan] * len(norms), [False] * len(norms)
+        if len(usual) >= _LEAST_PAST and len(sizes.get(step, ())) == len(norms):
+            times, odd = _beside(sizes[step], np.concatenate(usual))
         found += [
-            Suspect(step, position, float(norm), typical, label)
-            for position, (norm, label) in enumerate(zip(norms, labels, strict=True))
+            Suspect(step, position, float(norm), typical, label, size, is_odd)
+            for position, (norm, label, size, is_odd) in enumerate(zip(norms, labels, times, odd, strict=True))
         ]
-    found.sort(key=lambda one: (-math.inf if math.isnan(one.norm) else -one.norm / max(one.typical, 1e-300), one.step))
+    found.sort(key=_suspicion)
     return found, list(unseen)
+
+
+def _suspicion(one: Suspect) -> tuple[float, ...]:
+    """What suspects are sorted by: an odd input before all gradients, and NaN before all numbers."""
+    away = 0.0 if not one.odd else math.inf if not 0 < one.size < math.inf else abs(math.log(one.size))
+    return -away, -math.inf if math.isnan(one.norm) else -one.norm / max(one.typical, 1e-300), one.step
+
+
+def _sizes(reader: TraceReader, steps: Sequence[int]) -> dict[int, NDArray[np.float64]]:
+    """The norms of what the network or, failing that, its first layer took: of each datapoint of some steps."""
+    streams = [
+        one
+        for one in reader.streams
+        if one.kind in _INPUTS and one.tag == DEFAULT_TAG and not one.leaf and (one.dtype or "").startswith(_FLOATS)
+    ]
+    first = min(streams, key=lambda one: _INPUTS.index(one.kind), default=None)
+    chosen = [one.id for one in streams if first is not None and (one.kind, one.module) == (first.kind, first.module)]
+    found: dict[int, list[NDArray[np.float64]]] = {}
+    for message in reader.messages(streams=chosen, steps=(steps[0], steps[-1] + 1)):
+        if message.data is not None and message.data.ndim >= 2:
+            with np.errstate(all="ignore"):
+                rows = as_float64(message.data).reshape(len(message.data), -1)
+                found.setdefault(message.global_step, []).append(np.linalg.norm(rows, axis=1))
+    return {step: np.concatenate(norms) for step, norms in found.items()}
+
+
+def _beside(now: NDArray[np.float64], usual: NDArray[np.float64]) -> tuple[list[float], list[bool]]:
+    """How large the inputs of datapoints are beside the usual ones, and which of them left those."""
+    usual = usual[np.isfinite(usual)]
+    middle = float(np.median(usual)) if len(usual) else 0.0
+    if middle == 0:
+        return [math.nan] * len(now), [False] * len(now)
+    with np.errstate(all="ignore"):
+        spread = NORMAL * float(np.median(np.abs(np.log(usual / middle))))
+        far = np.abs(np.log(now / middle)) > max(math.log(_FACTOR), _DEVIATIONS * spread)
+        beyond = (now < usual.min()) | (now > usual.max())
+    return (now / middle).tolist(), (~np.isfinite(now) | (far & beyond)).tolist()
 
 
 _Heard = Mapping[str, Mapping[str | None, Mapping[int, Tensor]]]
@@ -234,9 +297,9 @@ def _heard(reader: TraceReader, step: int) -> _Heard:
     return heard
 
 
-def _norms(heard: _Heard) -> tuple[NDArray[np.float64] | None, list[str]]:
-    """The norm of the gradient of each datapoint, and what could not be seen."""
-    covered: list[NDArray[np.float64]] = []
+def _norms(heard: _Heard, likely: int) -> tuple[NDArray[np.float64] | None, list[str]]:
+    """The norm of the gradient of each datapoint, of which there are probably so many, and what could not be seen."""
+    squares: dict[str, NDArray[np.float64]] = {}
     left: list[str] = []
     gradients, inputs = heard.get("layer_gradients", {}), heard.get("layer_inputs", {})
     for module, calls in heard.get("weight_gradients", {}).items():
@@ -247,15 +310,19 @@ def _norms(heard: _Heard) -> tuple[NDArray[np.float64] | None, list[str]]:
                 inputs.get(module, {}), gradients.get(module, {}), recorded,
                 passes=max(len(heard.get("loss", {}).get(None, {})), 1), summed=False, geometry=Geometry(),
             )  # fmt: skip
-        squares = [np.diagonal(gram.gram) for gram, _ in grams]
-        if squares and (not covered or len(squares[0]) == len(covered[0])):
-            covered.append(np.sum(squares, axis=0))
+        if grams:
+            squares[module or ""] = np.sum([np.diagonal(gram.gram) for gram, _ in grams], axis=0)
         else:
-            left.append(module or "the root")
-    if covered:
-        remarks = [f"the gradients of {', '.join(left)} could not be had for single datapoints"] if left else []
+            left.append(module or "")
+    if squares:
+        counts = [len(one) for one in squares.values()]
+        count = likely if likely in counts else _most_frequent(counts)
+        # what has other rows, such as an embedding of places, has none for each datapoint
+        left += [module for module, one in squares.items() if len(one) != count]
+        names = ", ".join(module or "the root" for module in left)
         with np.errstate(all="ignore"):
-            return np.sqrt(np.sum(covered, axis=0)), remarks
+            norms = np.sqrt(np.sum([one for one in squares.values() if len(one) == count], axis=0))
+        return norms, [f"the gradients of {names} could not be had for single datapoints"] if left else []
     return _norms_of_outputs(gradients)
 
 
@@ -264,10 +331,9 @@ def _norms_of_outputs(
 ) -> tuple[NDArray[np.float64] | None, list[str]]:
     """For want of layer inputs: how large the gradients of a datapoint's outputs are, beside the mean, over layers."""
     rows = [as_float64(calls[min(calls)]) for calls in gradients.values() if calls[min(calls)].ndim >= 2]
-    counts = [len(one) for one in rows]
-    if not counts:
+    if not rows:
         return None, ["no layer_gradients were recorded, so datapoints cannot be told apart"]
-    usual = max(set(counts), key=counts.count)
+    usual = _most_frequent([len(one) for one in rows])
     total = np.zeros(usual)
     with np.errstate(all="ignore"):
         for one in rows:
@@ -278,6 +344,10 @@ def _norms_of_outputs(
                     total += norms / mean
     remark = "no layer_inputs were recorded, so datapoints are ranked by the gradients of the layers' outputs alone"
     return total, [remark]
+
+
+def _most_frequent(counts: Sequence[int]) -> int:
+    return max(counts, key=counts.count)
 
 
 def _labels(heard: _Heard, count: int) -> Iterator[str]:

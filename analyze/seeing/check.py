@@ -8,6 +8,7 @@ from copy import deepcopy
 
 from analyze.registry import instances
 from analyze.rules import RULES
+from analyze.rules.finding import Finding
 from analyze.rules.rule import Rule
 from analyze.seeing.findings import Checked, Findings, in_time
 from tracer.errors import MessageError, TraceCorruptError
@@ -86,17 +87,35 @@ def check(
     with nullcontext(path) if isinstance(path, TraceReader) else TraceReader(path) as reader:
         chosen = reader.ranks if ranks is None else [rank for rank in reader.ranks if rank in set(ranks)]
         each = [_check_rank(reader.of_rank(rank), deepcopy(asked), steps) for rank in chosen]
-        looked = {name for one in each for name in one.looked}
-        why = {name: reason for one in reversed(each) for name, reason in one.unjudged.items() if name not in looked}
-        return Checked(
-            trace=str(reader.path),
-            status=reader.status,
-            findings=tuple(sorted((found for one in each for found in one.findings), key=in_time)),
-            looked=tuple(one.name for one in asked if one.name in looked),
-            unjudged={one.name: why[one.name] for one in asked if one.name in why},
-            steps=max((one.steps for one in each), default=0),
-            damage="; ".join(dict.fromkeys(one.damage for one in each if one.damage)),
-        )
+        return together(reader, asked, each)
+
+
+def together(reader: TraceReader, asked: Sequence[Rule], each: Sequence[Checked]) -> Checked:
+    """What rules say of several ranks of a trace, as one answer.
+
+    Parameters
+    ----------
+    reader : TraceReader
+        Of all these ranks.
+    asked : sequence of Rule
+    each : sequence of Checked
+        Of each rank. A rule has looked if it had something to judge in one of them.
+    """
+    looked = {name for one in each for name in one.looked}
+    why = {name: reason for one in reversed(each) for name, reason in one.unjudged.items() if name not in looked}
+    return Checked(
+        trace=str(reader.path),
+        status=reader.status,
+        findings=tuple(sorted((found for one in each for found in one.findings), key=_in_time_and_rank)),
+        looked=tuple(one.name for one in asked if one.name in looked),
+        unjudged={one.name: why[one.name] for one in asked if one.name in why},
+        steps=max((one.steps for one in each), default=0),
+        damage="; ".join(dict.fromkeys(one.damage for one in each if one.damage)),
+    )
+
+
+def _in_time_and_rank(found: Finding) -> tuple[int, ...]:
+    return *in_time(found), found.rank
 
 
 def _check_rank(reader: TraceReader, rules: Sequence[Rule], steps: Steps | None) -> Checked:

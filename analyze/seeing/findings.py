@@ -119,7 +119,7 @@ class Checked:
     def _repr_html_(self) -> str:
         """The verdict and the findings, for notebooks."""
         columns = ("step", "severity", "rule", "where", "steps", "evidence")
-        rows = [(one.first, one.severity, one.rule, one.where, one.steps, one.evidence) for one in self.findings]
+        rows = [(one.first, one.severity, one.rule, one.place, one.steps, one.evidence) for one in self.findings]
         return table(columns, rows, self.verdict)
 
     def as_json(self) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def _layer(
     worst = max(findings, key=lambda one: (one.severity, -one.first), default=None)
     if worst is not None:
         first = min(findings, key=lambda one: one.first)
-        odd, why = first.first, first.rule
+        odd, why = first.first, first.rule if not first.rank else f"{first.rule} (rank {first.rank})"
     return Layer(
         name=name,
         place=place,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
-from analyze.seeing.check import Wanted
+from analyze.seeing.check import Wanted, check, rules_of, together
 from analyze.seeing.gather import gather, reference
 from analyze.seeing.gathered import Gathered
 from analyze.tables.writing import new_file, not_installed
@@ -29,7 +30,7 @@ def report(
     """Write a page that shows a run: one file of HTML that needs no network.
 
     The trace is read once, through rules and metrics together. Memory is bounded: of long series the extremes are
-    kept.
+    kept. Of a distributed run the pictures are of one rank and the findings of all.
 
     Parameters
     ----------
@@ -43,7 +44,7 @@ def report(
     rules : Rule or str, or several
         By default all.
     rank : int, optional
-        Of a distributed run; by default the lowest.
+        Of a distributed run, the one that is drawn; by default the lowest.
     overwrite : bool
         Whether a file that is there may be replaced.
 
@@ -66,7 +67,20 @@ def report(
 
     others = [against] if isinstance(against, str | os.PathLike | Url) else list(against)
     with new_file(out, overwrite=overwrite) as temporary:
-        found = gather(path, metrics, rules=rules, rank=rank)
+        with nullcontext(path) if isinstance(path, TraceReader) else TraceReader(path) as reader:
+            found = gather(reader, metrics, rules=rules, rank=rank)
+            _judge_other_ranks(found, reader, rules)
         references = [reference(one, found.grid, rank) for one in others]
         Path(temporary).write_text(page(found, references), encoding="utf-8", errors="backslashreplace")
     return found
+
+
+def _judge_other_ranks(found: Gathered, reader: TraceReader, rules: Wanted | None) -> None:
+    """Put what rules say of the other ranks to what they say of the one that is drawn."""
+    others = [rank for rank in reader.ranks if rank != found.rank]
+    if others:
+        asked = rules_of(rules)
+        found.checked = together(reader, asked, [found.checked, check(reader, asked, ranks=others)])
+        found.damage = found.checked.damage
+        found.remarks[0] = f"the pictures are of rank {found.rank} of {len(reader.ranks)}; --rank chooses another"
+        found.remarks.insert(0, "the findings are of all ranks; one that names no rank is of rank 0")

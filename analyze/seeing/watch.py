@@ -9,15 +9,13 @@ from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Rule
 from analyze.seeing.check import Wanted, rules_of
 from analyze.seeing.findings import Findings
+from tracer.errors import StopTraining
 from tracer.messaging.bus import Receiver
 from tracer.messaging.messages import Message
 
 
-class TrainingStopped(BaseException):
+class TrainingStopped(StopTraining):
     """A rule found what a `Watch` was to stop the training for.
-
-    It is no `Exception`, as `KeyboardInterrupt` is none, so that neither a recorder nor a loop that goes on after
-    errors swallows it.
 
     Attributes
     ----------
@@ -44,6 +42,12 @@ class Watch(Receiver):
         Called with each `Finding` when it is found. At the end, `findings` has each as it was then.
     stop_on : {"note", "warning", "error"}, optional
         From which severity on a finding raises `TrainingStopped` in the training loop.
+
+    Attributes
+    ----------
+    findings : Findings
+    stopped : Finding or None
+        For what `TrainingStopped` was raised.
 
     Raises
     ------
@@ -82,7 +86,13 @@ class Watch(Receiver):
         self.findings = Findings(self.rules)
         self.on_finding = on_finding
         self.stop_on = None if stop_on is None else Severity.named(stop_on)
+        self.stopped: Finding | None = None
         self.produces = tuple(kind for rule in self.rules for kind in rule.produces)
+
+    @property
+    def reached(self) -> list[Finding]:
+        """The findings that are as severe as `stop_on` says."""
+        return [] if self.stop_on is None else [one for one in self.findings if one.severity >= self.stop_on]
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         """Whether one of the rules takes such a message."""
@@ -110,4 +120,5 @@ class Watch(Receiver):
                 self.on_finding(found)
             yield answer
             if new and stop and self.stop_on is not None and found.severity >= self.stop_on:
+                self.stopped = self.stopped or found
                 raise TrainingStopped(found)

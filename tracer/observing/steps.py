@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable
 
+from tracer.errors import StopTraining
 from tracer.observing.gradients import Gradients
 from tracer.observing.objectives import Objectives
 from tracer.observing.parameter_table import Parameter
@@ -137,7 +138,7 @@ class Steps(Part):
         except BaseException as error:
             if not isinstance(error, Exception):
                 why = f"it was interrupted ({type(error).__name__})"
-                self.problems.note(f"the end of step {self.clock.step}", why)
+                self.problems.note(f"the end of step {self.clock.step}", why, warn=not isinstance(error, StopTraining))
             raise
         finally:  # even if this failed, the optimizer has stepped
             self._advance()

@@ -166,7 +166,7 @@ def mark_findings(drawn: figure, findings: Iterable[Finding], rows: Mapping[str,
                 "step": compact(np.array([one.first for one in marked], np.int64)),
                 "row": [rows[layer_of(one) or ""] + 0.4 for one in marked],  # not over the cell itself
                 "rule": [one.rule for one in marked],
-                "where": [plain(one.where) for one in marked],
+                "where": [plain(one.place) for one in marked],
                 "evidence": [plain(one.evidence) for one in marked],
             },
             name=f"{name}-findings-{severity}",

@@ -43,6 +43,6 @@ def _row(one: Finding) -> str:
     steps = f"{one.first}" if one.first == one.last else f"{one.first} to {one.last}, worst at {one.worst}"
     return (
         f'<tr class="severity-{int(one.severity)}"><td>{text(one.severity)}</td><td>{text(one.rule)}</td>'
-        f'<td class="name">{text(one.where)}</td><td>{steps}</td>'
+        f'<td class="name">{text(one.place)}</td><td>{steps}</td>'
         f"<td>{text(one.evidence)}.<br><span class=note>{text(one.advice)}.</span></td></tr>"
     )

@@ -35,7 +35,7 @@ def places(found: Gathered, order: Sequence[Layer]) -> list[_Place]:
     worst = sorted(found.checked.findings, key=lambda one: (-one.severity, one.first))
     chosen: dict[int, str] = {}
     for one in worst:
-        chosen.setdefault(one.first, f"{one.rule}, {one.where}")
+        chosen.setdefault(one.first, f"{one.rule}, {one.place}")
     if not chosen:
         for layer in order:
             if layer.odd is not None:

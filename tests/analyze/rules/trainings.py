@@ -302,7 +302,7 @@ class CorruptedBatch(Fault):
 
 @dataclass(frozen=True)
 class CorruptedSample(Fault):
-    """One datapoint of one batch is noise of a large scale, or has another label."""
+    """One datapoint of one batch is noise of a large scale or of other words, or has another label."""
 
     position: int
     at: int = 90
@@ -313,8 +313,11 @@ class CorruptedSample(Fault):
             x, y = x.clone(), y.clone()
             if self.label:
                 y[self.position] = (y[self.position] + 3) % CLASSES
-            else:
+            elif x.is_floating_point():
                 x[self.position] = 8 * torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(step))
+            else:
+                draw = torch.Generator().manual_seed(step)
+                x[self.position] = torch.randint(0, WORDS, x.shape[1:], generator=draw)
         return x, y
 
 

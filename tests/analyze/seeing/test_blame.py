@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import Tensor
 
 import tracer
 from analyze.seeing.blame import blame
@@ -17,14 +20,15 @@ from tracer.messaging.messages import KINDS
 from tracereel.main import main
 
 EVERYTHING = tracer.Capture(kinds=tuple(KINDS))
-RATES = {"mlp": 2e-3, "cnn": 2e-3, "rnn": 5e-3}
+AROUND = tracer.Capture(kinds=tuple(KINDS), start=110)
+RATES = {"mlp": 2e-3, "cnn": 2e-3, "rnn": 5e-3, "transformer": 2e-3}
 
 
-def corrupted(network: str, seed: int, path: Path) -> tuple[Path, int]:
-    """A training with one datapoint of noise in step 150; its trace, and the datapoint's position."""
+def corrupted(network: str, seed: int, path: Path, *, label: bool = False) -> tuple[Path, int]:
+    """A training with one corrupted datapoint in step 150; its trace, and the datapoint's position."""
     position = (7 * seed + 5) % 32
-    fault = CorruptedSample(position, at=150)
-    Training("", network, rate=RATES[network], steps=155, seed=seed, fault=fault).run(path, capture=EVERYTHING)
+    fault = CorruptedSample(position, at=150, label=label)
+    Training("", network, rate=RATES[network], steps=152, seed=seed, fault=fault).run(path, capture=AROUND)
     return path, position
 
 
@@ -40,14 +44,110 @@ def test_a_corrupted_datapoint_is_ranked_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_corrupted_datapoints_are_ranked_first(tmp_path: Path) -> None:
-    """In at least 14 of 15 runs of three networks."""
-    right = 0
+@pytest.mark.parametrize(("label", "least"), [(False, 18), (True, 15)])
+def test_corrupted_datapoints_are_ranked_first(tmp_path: Path, label: bool, least: int) -> None:
+    """Noise in place of the input in at least 18 of 20 runs of four networks, another label in 15."""
+    missed = []
     for network in RATES:
         for seed in range(5):
-            path, position = corrupted(network, seed, tmp_path / f"{network}{seed}.h5")
-            right += (blame(path, 150).suspects[0].step, blame(path, 150).suspects[0].position) == (150, position)
-    assert right >= 14
+            path, position = corrupted(network, seed, tmp_path / "run.h5", label=label)
+            first = blame(path, 150).suspects[0]
+            if (first.step, first.position) != (150, position):
+                missed.append((network, seed))
+            path.unlink()
+    assert 20 - len(missed) >= least, missed
+
+
+def record_inputs(path: Path, batches: Iterable[Tensor]) -> Path:
+    """A linear layer that is trained on batches."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with tracer.record(path, model, optimizer, capture=EVERYTHING):
+        for x in batches:
+            optimizer.zero_grad()
+            model(x).square().sum(1).mean().backward()
+            optimizer.step()
+    return path
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.01, 40.0, math.inf, math.nan])
+def test_an_odd_input_comes_first(tmp_path: Path, factor: float) -> None:
+    """Though its gradient may be the smallest of all; its size is told, and it is marked."""
+    batches = list(torch.randn(13, 16, 6, generator=torch.Generator().manual_seed(1)))
+    batches[12][5] *= factor
+    found = blame(record_inputs(tmp_path / "run.zarr", batches), 12)
+    first, second = found.suspects[:2]
+    assert (first.step, first.position, first.odd, second.odd) == (12, 5, True, False)
+    norms = torch.stack(batches[:12]).norm(dim=2)
+    assert first.size == pytest.approx(float(batches[12][5].norm() / norms.quantile(0.5)), rel=1e-6, nan_ok=True)
+    others = [one.norm / one.typical for one in found.suspects[1:]]
+    assert others == sorted(others, reverse=True)
+    told = json.loads(json.dumps(found.as_json()["suspects"][0]))
+    assert told["odd"] is True
+    printed = CliRunner().invoke(main, ["blame", str(tmp_path / "run.zarr"), "--step", "12"], prog_name="trace")
+    assert printed.exit_code == 0
+    assert printed.stdout.count(" !") == (0 if math.isnan(factor) else 1)
+
+
+def test_what_came_before_is_not_odd(tmp_path: Path) -> None:
+    """An empty datapoint among the data of the steps before makes an empty one usual."""
+    batches = list(torch.randn(13, 16, 6, generator=torch.Generator().manual_seed(1)))
+    batches[3][7], batches[12][5] = 0.0, 0.0
+    assert not any(one.odd for one in blame(record_inputs(tmp_path / "run.zarr", batches), 12).suspects)
+
+
+def test_without_a_past_no_input_is_odd(tmp_path: Path) -> None:
+    """Which is said; of inputs that are no floating-point numbers, too."""
+    batches = list(torch.randn(5, 16, 6, generator=torch.Generator().manual_seed(1)))
+    batches[4][5] *= 40
+    found = blame(record_inputs(tmp_path / "run.zarr", batches), 4)
+    assert not any(one.odd for one in found.suspects)
+    assert (
+        "inputs of floating-point numbers were recorded in 4 of the steps before only, so an odd one is not told"
+        in found.unseen
+    )
+
+
+def test_the_input_of_the_first_layer_will_do(tmp_path: Path) -> None:
+    """Where the network's own input was not recorded."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    kinds = ("layer_inputs", "layer_gradients", "weight_gradients")
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=tracer.Capture(kinds=kinds)):
+        for step in range(12):
+            x = torch.randn(16, 6)
+            x[3] *= 50 if step == 11 else 1
+            optimizer.zero_grad()
+            model(x).square().sum(1).mean().backward()
+            optimizer.step()
+    first = blame(tmp_path / "run.zarr", 11).suspects[0]
+    assert (first.position, first.odd) == (3, True)
+    assert first.size > 20
+
+
+def test_rows_that_are_no_datapoints_are_left_out(tmp_path: Path) -> None:
+    """An embedding of places has a row for each place; the datapoints are those of the other layers."""
+    torch.manual_seed(0)
+
+    class Placed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places, self.head = torch.nn.Embedding(5, 6), torch.nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.head(x + self.places(torch.arange(5))).mean(1)
+            return found
+
+    model = Placed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=EVERYTHING):
+        model(torch.randn(16, 5, 6)).square().sum(1).mean().backward()
+        optimizer.step()
+    found = blame(tmp_path / "run.zarr", 0, most=99)
+    assert len(found.suspects) == 16
+    assert "the gradients of places could not be had for single datapoints" in found.unseen
 
 
 def test_the_norms_are_those_of_autograd(tmp_path: Path) -> None:

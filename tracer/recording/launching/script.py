@@ -14,12 +14,13 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import thread as executors
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from tracer.errors import CaptureError, TracerError
+from tracer.errors import CaptureError, StopTraining, TracerError
+from tracer.messaging.bus import Receiver
 from tracer.messaging.messages import EVAL_TAG
 from tracer.observing.capture import Capture
 from tracer.observing.publisher import PROBED
@@ -42,6 +43,7 @@ def run(
     out: Anywhere,
     captures: Sequence[Capture] | None = None,
     options: Options | None = None,
+    receivers: Iterable[Receiver] = (),
     required: bool = False,
     began: Callable[[Run], None] | None = None,
     ended: Callable[[], None] | None = None,
@@ -56,6 +58,9 @@ def run(
     captures : sequence of Capture, optional
         What to observe; by default `captures_of` no settings.
     options : Options, optional
+    receivers : iterable of Receiver
+        Who listens live to what this process trains. One that raises `StopTraining` ends the script, without a
+        traceback: whoever gave it says why.
     required : bool
         Whether it is an error that nothing of a training was recorded. If not, it is said on stderr.
     began : callable, optional
@@ -67,7 +72,7 @@ def run(
     Returns
     -------
     int
-        The script's own exit status; 130 and 143 if it was interrupted or terminated.
+        The script's own exit status; 130 and 143 if it was interrupted or terminated, 1 if a receiver stopped it.
 
     Raises
     ------
@@ -90,7 +95,7 @@ def run(
     Compression(options.compression).load(plainly=target.suffix.lower() == ".zarr")
     if options.probe is not None and not any(one.kinds is None or {*one.kinds} & {*PROBED} for one in captures):
         raise CaptureError(f"a probe gives {', '.join(PROBED)}, and the capture takes none of them")
-    session = Session(Recipe(program.script, target, tuple(captures), options))
+    session = Session(Recipe(program.script, target, tuple(captures), options), receivers)
     error: BaseException | None = None
     program.become_main(main)
     with contextlib.ExitStack() as stack:
@@ -241,6 +246,8 @@ def _status(error: BaseException | None) -> int:
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF
         print(error.code, file=sys.stderr)
+        return 1
+    if isinstance(error, StopTraining):
         return 1
     # without the frames of this launcher, the traceback is the one that the script would have had
     own = error.__traceback__.tb_next if error.__traceback__ is not None else None

@@ -7,7 +7,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tracer.errors import CaptureError, TraceError
+from tracer.messaging.bus import Receiver
 from tracer.observing.capture import Capture
 from tracer.observing.pytorch.hanging import before_any_step
 from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS
@@ -87,6 +88,8 @@ class Session:
     Parameters
     ----------
     recipe : Recipe
+    receivers : iterable of Receiver
+        Who listens live; in this process only.
 
     Attributes
     ----------
@@ -97,7 +100,7 @@ class Session:
         Why the script must not train on, raised out of its next ``backward``.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, receivers: Iterable[Receiver] = ()) -> None:
         self._recipe = recipe
         options = recipe.options
         self._exporter = exporter = observer(recipe.out, recipe.captures, options)
@@ -109,7 +112,7 @@ class Session:
         exporter.parts.optimizers.found = True
         if options.probe is not None:
             exporter.probe_first(PROBE, options.probe, every=options.probe_every)
-        self.run: Run = start(recipe.out, exporter, options=options, member=recipe.member)
+        self.run: Run = start(recipe.out, exporter, receivers, options, member=recipe.member)
         exporter.parts.clock.starting = self._begin(exporter.parts.clock.starting)
         self.epochs = Epochs(exporter)
         self._by_hand = 0  # backwards before there was an optimizer
