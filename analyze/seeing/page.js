@@ -6,7 +6,12 @@
   const byId = (id) => document.getElementById(id);
   const all = (selector) => [...document.querySelectorAll(selector)];
   let doc = null;
-  const model = (name) => doc && doc.get_model_by_name(name);
+  const named = new Map(); // the parts of the pictures that are on the page
+  const model = (name) => named.get(name) ?? null;
+  function lookAround() {
+    named.clear();
+    for (const root of doc.roots()) for (const one of root.references()) if (one.name) named.set(one.name, one);
+  }
 
   const kinds = { f: Float32Array, d: Float64Array, i: Int32Array };
   const numbers = (text) =>
@@ -525,11 +530,11 @@
     );
   }
   const shownHtml = new Map();
-  const forget = () => doc.freeze_all_models(() => {}); // at its end Bokeh forgets replaced pictures, else it waits
   function replace(news) {
     data = news.data;
     cache.clear();
-    forget();
+    lookAround();
+    doc.freeze_all_models(() => {}); // at its end Bokeh forgets the replaced pictures, else it waits with that
     const chosen = all("main select").map((one) => [one.id, one.selectedOptions.length ? one.selectedOptions[0].text : ""]);
     const picked = all("main input[type=radio]:checked").map((one) => [one.name, one.value]);
     const order = [...document.querySelectorAll("#layer-table th")].find((one) => /ending$/.test(one.ariaSort || ""));
@@ -590,7 +595,7 @@
   }
   function begin() {
     doc = window.Bokeh.documents[0];
-    forget();
+    lookAround();
     each([linkSteps, linkSelection, linkControls, linkSimilarity, ...drawn, linkServer]);
     root.dataset.ready = "yes";
   }

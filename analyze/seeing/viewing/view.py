@@ -73,6 +73,10 @@ class View:
         Metrics that were asked in the page.
     status : str
         As `TraceReader.status`.
+    mark : tuple
+        Another one when there is something new to show.
+    progress : str
+        How far it is, in a sentence; empty when all is there. These three are as of the last `refresh`.
     """
 
     def __init__(
@@ -92,6 +96,8 @@ class View:
         self.turns = Turns()
         self.references: list[Gathered] = []
         self.asked: list[Asked] = []
+        self.mark: tuple[object, ...] = ()
+        self.progress = "Begins."
         self._streams, self._looked = len(self.reader.streams), 0.0
         self._shown = self._next = self._gathering()
         self._gatherer = self._gather(self._next)
@@ -123,24 +129,6 @@ class View:
         """Whether the run is still being recorded."""
         return self.status == "recording"
 
-    @property
-    def progress(self) -> str:
-        """How far it is, in a sentence; empty when all is there."""
-        if self._gatherer.error:
-            return f"The replay ended early: {self._gatherer.error}."
-        reached = max(0, self._gatherer.reached)
-        if self._gatherer.state == RUNNING and self.following:
-            return f"Follows the run, at step {reached}."
-        if self._gatherer.state == RUNNING:
-            return f"Replayed to step {reached} of {(self._next.found.span or (0, 0))[1]}."
-        return ""
-
-    @property
-    def mark(self) -> tuple[object, ...]:
-        """Another one when there is something new to show."""
-        jobs = [(job.heard, job.state) for job in (self._gatherer, *(one.job for one in self.asked))]
-        return id(self._shown), self.status, len(self.references), *jobs
-
     def refresh(self) -> None:
         """Look for new commits, and let rules conclude; often called, it seldom looks."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
@@ -157,7 +145,20 @@ class View:
                 self._shown = self._next
             if not self._shown.ended:
                 self._shown.conclude(self.reader)
+            jobs = [(job.heard, job.state) for job in (self._gatherer, *(one.job for one in self.asked))]
+            self.mark = id(self._shown), self.status, len(self.references), *jobs
+            self.progress = self._progress()
         self._looked = time.monotonic()
+
+    def _progress(self) -> str:
+        if self._gatherer.error:
+            return f"The replay ended early: {self._gatherer.error}."
+        reached = max(0, self._gatherer.reached)
+        if self._gatherer.state == RUNNING and self.following:
+            return f"Follows the run, at step {reached}."
+        if self._gatherer.state == RUNNING:
+            return f"Replayed to step {reached} of {(self._next.found.span or (0, 0))[1]}."
+        return ""
 
     def _again(self) -> None:
         """Begin anew, with all that can be answered now."""

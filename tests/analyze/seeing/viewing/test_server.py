@@ -54,8 +54,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A run of 900 steps with a spike, served."""
-    made = messages(("enc.fc", "dec.fc"), 900, spike=("dec.fc", 644))
+    """A run of 600 steps with a spike, served."""
+    made = messages(("enc.fc", "dec.fc"), 600, spike=("dec.fc", 444))
     path = tmp_path_factory.mktemp("served") / "run.zarr"
     write(path, [one for one in made if one.kind != "activations"])
     found = Served(path)
@@ -86,12 +86,12 @@ def width_of(page: Opened) -> float:
 
 
 @needs_chromium
-@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1024, "light")])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), pytest.param(1024, "light", marks=pytest.mark.slow)])
 def test_the_page_is_that_of_a_report(browser: Any, served: Served, width: int, scheme: str) -> None:
     """The verdict, and every picture painted, on a phone and on a screen, light and dark."""
     page = Opened(browser, served.address, width, scheme)
     page.page.wait_for_function("document.getElementById('state').textContent === ''", timeout=WAIT)
-    assert "of dec.fc at step 644" in page.page.inner_text("h1")
+    assert "of dec.fc at step 444" in page.page.inner_text("h1")
     for name in ("loss", "heat", "zoom", "curves"):
         assert colours(page.painted(name)) > 12, name
     assert page.run("return document.documentElement.scrollWidth") <= width
@@ -101,18 +101,18 @@ def test_the_page_is_that_of_a_report(browser: Any, served: Served, width: int, 
 
 @needs_chromium
 def test_steps_that_are_zoomed_into_are_shown_whole(opened: Opened) -> None:
-    """In the map of 900 steps two share a column, and curves have the extremes of bins; of 30 steps all are drawn."""
+    """In the map of 600 steps two share a column, and curves have the extremes of bins; of 30 steps all are drawn."""
     assert width_of(opened) == 2
-    opened.page.fill("#from", "630")
-    opened.page.fill("#to", "660")
+    opened.page.fill("#from", "430")
+    opened.page.fill("#to", "460")
     opened.page.keyboard.press("Enter")
     opened.page.wait_for_function("document.getElementById('state').textContent.includes('all that was')", timeout=WAIT)
     opened.settle()
     assert width_of(opened) == 1
     steps = opened.run("return [...model('curve-log-0').data.x]")
     assert steps == list(range(steps[0], steps[-1] + 1))
-    assert steps[0] <= 630
-    assert steps[-1] >= 660
+    assert steps[0] <= 430
+    assert steps[-1] >= 460
     assert colours(opened.painted("heat")) > 3
     opened.page.click("#all")
     opened.page.wait_for_function("document.getElementById('state').textContent === ''", timeout=WAIT)
