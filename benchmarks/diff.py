@@ -8,10 +8,14 @@ taken at random, has an error of 1e-4 of its norm in a random direction.
 
 B with other threads is judged by three noise runs without threads, B with a fused optimizer by three that are not
 fused, so that no noise run has B's own rounding. Printed for each: whether B is within the estimated tolerance, and
-whether B with the fault parts at the fault's step or within five steps. The traces of one seed take 2 GB, and are
-removed before the next seed unless they are kept.
+whether B with the fault parts at the fault's step or within five steps.
 
-    python benchmarks/diff.py [--seeds 4] [--steps 30] [--first-seed 0] [--noise 3 1] [--keep DIR] [--json]
+With `--noise 0` they are judged by repeated steps: A is resumed from a checkpoint of a third of its steps, with the
+instructions of an older processor, and differences are judged by what of A was trained twice.
+
+The traces of one seed take 2 GB, and are removed before the next seed unless they are kept.
+
+    python benchmarks/diff.py [--seeds 4] [--steps 30] [--first-seed 0] [--noise 3 1 0] [--keep DIR] [--json]
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import argparse
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,13 +33,14 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tracer
-from analyze.comparing.diff import diff
+from analyze.comparing.diff import REPEATS, diff
 from analyze.comparing.difference import Difference
 
 ERROR = 1e-4
@@ -121,8 +127,13 @@ class Case:
             else:
                 yield centres[labels] + torch.randn(len(labels), *shape, generator=draw), labels
 
-    def train(self, path: Path, *, threads: int, fused: bool, fault: bool) -> None:
-        """Train, and record all of it."""
+    @property
+    def resumed_at(self) -> int:
+        """The step of the checkpoint."""
+        return self.steps // 3
+
+    def train(self, path: Path, *, threads: int, fused: bool, fault: bool, checkpoint: Path, resume: bool) -> None:
+        """Train, and record all of it; leave a checkpoint, or go on with it."""
         torch.set_num_threads(threads)
         torch.manual_seed(self.seed)
         model = NETWORKS[self.network]()
@@ -138,8 +149,21 @@ class Case:
         draw = torch.Generator().manual_seed(9000 + self.seed)
         weights = [one for one in parameters if one.dim() > 1]
         wrong = weights[int(torch.randint(0, len(weights), (), generator=draw))]
-        with tracer.record(path, model, optimizer, loss=F.cross_entropy):
+        first = self.resumed_at if resume else 0
+        if resume:
+            state = torch.load(checkpoint, weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            torch.set_rng_state(state["draws"])
+        going_on: dict[str, Any] = {"resume": True, "first_step": first} if resume else {}
+        with tracer.record(path, model, optimizer, loss=F.cross_entropy, **going_on):
             for step, (x, y) in enumerate(self.batches()):
+                if step < first:
+                    continue
+                if step == self.resumed_at and not resume:
+                    draws = torch.get_rng_state()
+                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "draws": draws}
+                    torch.save(state, checkpoint)
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
                 if fault and step >= self.fault_step:
@@ -150,6 +174,7 @@ class Case:
         torch.set_num_threads(1)
 
 
+RESUMED = "resumed"
 VARIANTS: dict[str, tuple[int, bool, bool, bool]] = {
     "a": (1, False, False, False),
     "threads": (2, False, False, False),
@@ -159,6 +184,7 @@ VARIANTS: dict[str, tuple[int, bool, bool, bool]] = {
     "older-threads": (2, False, True, False),
     "threads-fault": (2, False, False, True),
     "fused-fault": (1, True, False, True),
+    RESUMED: (1, False, True, False),
 }
 """Threads, whether the optimizer is fused, whether the instructions are older ones, whether there is the fault."""
 NOISE = {"threads": ("fused", "older", "older-fused"), "fused": ("threads", "older", "older-threads")}
@@ -174,9 +200,15 @@ def train_all(folder: Path, variant: str, seed: int, options: argparse.Namespace
     threads, fused, older, fault = VARIANTS[variant]
     if bool(options.variant) is older or not older:
         for case in cases(seed, options.steps):
-            path = folder / f"{case.name}.{variant}.zarr"
-            if not path.exists():
-                case.train(path, threads=threads, fused=fused, fault=fault)
+            path, checkpoint = folder / f"{case.name}.{variant}.zarr", folder / f"{case.name}.{variant}.pt"
+            if path.exists():
+                continue
+            if variant == RESUMED:
+                checkpoint = folder / f"{case.name}.a.pt"
+                shutil.copytree(folder / f"{case.name}.a.zarr", path)
+            case.train(
+                path, threads=threads, fused=fused, fault=fault, checkpoint=checkpoint, resume=variant == RESUMED
+            )
         return
     if all((folder / f"{case.name}.{variant}.zarr").exists() for case in cases(seed, options.steps)):
         return
@@ -192,8 +224,9 @@ def told(found: Difference, case: Case) -> bool:
 
 def judged(folder: Path, case: Case, kind: str, count: int) -> dict[str, object]:
     """What `diff` says of B with one kind of rounding, without and with the fault."""
-    noise = [folder / f"{case.name}.{name}.zarr" for name in NOISE[kind][:count]]
-    a, b, wrong = (folder / f"{case.name}.{name}.zarr" for name in ("a", kind, f"{kind}-fault"))
+    noise = [folder / f"{case.name}.{name}.zarr" for name in NOISE[kind][:count]] or REPEATS
+    first = "a" if count else RESUMED
+    a, b, wrong = (folder / f"{case.name}.{name}.zarr" for name in (first, kind, f"{kind}-fault"))
     began = time.process_time()
     clean, faulty = diff(a, b, noise=noise), diff(a, wrong, noise=noise)
     return {
@@ -226,7 +259,12 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument(
-        "--noise", type=int, nargs="+", default=[3, 1], choices=(1, 2, 3), help="noise runs by which each is judged"
+        "--noise",
+        type=int,
+        nargs="+",
+        default=[3, 1, 0],
+        choices=(0, 1, 2, 3),
+        help="noise runs by which each is judged; 0: the repeated steps of A",
     )
     parser.add_argument("--keep", type=Path, help="a folder for the traces; those that are there are not made again")
     parser.add_argument("--json", action="store_true")
@@ -256,8 +294,9 @@ def main() -> None:
         for kind in NOISE:
             mine = [row for row in rows if (row["rounding"], row["noise"]) == (kind, count)]
             rounded = sum(bool(row["differing"]) for row in mine)
+            by = f"judged by {count or 'repeated steps'}"
             print(
-                f"{kind}, judged by {count}: {sum(bool(row['within']) for row in mine)} of {len(mine)} within the "
+                f"{kind}, {by}: {sum(bool(row['within']) for row in mine)} of {len(mine)} within the "
                 f"tolerance ({rounded} of them differ from A at all), {sum(bool(row['told']) for row in mine)} of "
                 f"{len(mine)} faults told within {WITHIN} steps"
             )

@@ -33,6 +33,7 @@ _WIDEST = 60
         "trace diff good.zarr bad.zarr",
         "trace diff a.zarr b.h5 --rtol 1e-5 --atol 1e-8 -k weights",
         "trace diff a.zarr b.zarr --noise threads.zarr --noise fused.zarr",
+        "trace diff resumed.zarr b.zarr --noise repeats",
         "trace diff old.zarr new.zarr --rename encoder=enc --rename 'blocks.*.attn=layers.*.attention'",
     ],
 )
@@ -45,7 +46,8 @@ _WIDEST = 60
 @options.several(
     "--noise", metavar="TRACE",
     help="Another run of A's seed that differs from A by rounding alone (threads, machine, fused optimizer): what it "
-    "explains is no difference. May be repeated; three are better than one.",
+    "explains is no difference. May be repeated; three are better than one. The word repeats stands for the steps that "
+    "A, B or another of these runs trained again when it was resumed.",
 )  # fmt: skip
 @options.several(
     "--rename", metavar="OLD=NEW",

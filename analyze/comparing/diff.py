@@ -12,17 +12,21 @@ import numpy as np
 from analyze.comparing.comparison import Align, Comparison
 from analyze.comparing.difference import Difference
 from analyze.comparing.matching import matched
-from analyze.comparing.noise import Journal, Judgement, judge
+from analyze.comparing.noise import Journal, Judgement, Observed, Repeated, judge
 from analyze.comparing.renaming import Renaming
+from analyze.comparing.repeats import first_difference, trained_again
 from analyze.comparing.structure import likely_renamings, structure_differences
 from tracer.errors import CaptureError
-from tracer.format.journal import Column
+from tracer.format.journal import NONE, Column
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 
 _EPSILON = {"float64": 2.0**-52, "complex128": 2.0**-52, "float32": 2.0**-23, "complex64": 2.0**-23}
 _EPSILON |= {"float16": 2.0**-10, "complex32": 2.0**-10, "bfloat16": 2.0**-7}
+
+REPEATS = "repeats"
+"""What stands among noise runs for the steps that were trained again."""
 
 
 def diff(
@@ -62,7 +66,8 @@ def diff(
     noise : path, URL or TraceReader, or several
         Other runs of A's seed and program that differ from it by rounding alone: other threads, another machine, a
         fused optimizer. A difference is then allowed where theirs explain it; see `analyze.comparing.noise`. Three
-        runs are better than one. With `rtol` or `atol` as well, either may allow it.
+        runs are better than one. With `rtol` or `atol` as well, either may allow it. ``"repeats"`` stands for the steps
+        that A, B or the other runs trained again when they were resumed; see `analyze.comparing.repeats`.
     steps, tags, kinds, modules
         What is compared, as `TraceReader.messages` has them; modules by their names in A.
     rank : int, optional
@@ -107,23 +112,33 @@ def diff(
     renaming = Renaming.of(rename)
     with contextlib.ExitStack() as stack:
         first, second = (_opened(trace, rank, stack) for trace in (one, other))
-        others = [_opened(trace, rank, stack) for trace in _several(noise)]
+        wanted = _several(noise)
+        others = [_opened(trace, rank, stack) for trace in wanted if trace != REPEATS]
+        with_repeats = REPEATS in wanted
+        if with_repeats and steps is not None and steps[0]:
+            raise CaptureError(
+                f"the noise of repeated steps is counted from the first difference on, so all steps are compared that "
+                f"come before; the steps from {steps[0]} on do not tell where that is"
+            )
         renaming.check(_modules(first))
         filters: dict[str, Any] = {
             "kinds": _texts(kinds), "modules": _texts(modules), "tags": _texts(tags), "steps": steps,
             "of_a_rank": rank is not None,
         }  # fmt: skip
         pairing = matched(first, second, renaming=renaming, **filters)
-        comparison = Comparison((first, second), pairing, align, rtol, atol, quick, rank is not None, bool(others))
+        comparison = Comparison((first, second), pairing, align, rtol, atol, quick, rank is not None, bool(wanted))
         comparison.run()
         structure = [*structure_differences(first, second, renaming), *comparison.structure()]
         tolerance, judgement = _words(rtol, atol), None
         remarks = [*first.problems, *second.problems, *comparison.remarks()]
-        if others:
-            judgement = _judged(comparison, first, others, filters, remarks)
-            if judgement is not None:
+        if wanted:
+            noises = _of_runs(comparison, first, others, filters, remarks)
+            repeated = _of_repeats(comparison, others, filters, remarks) if with_repeats else []
+            if noises or repeated:
+                judgement = _judged(comparison, [*noises, *repeated])
                 comparison.judged(judgement)
-                tolerance = " or ".join([*([tolerance] if rtol or atol else []), f"the noise of {_runs(len(others))}"])
+                explained = _explained(len(others), noises, repeated)
+                tolerance = " or ".join([*([tolerance] if rtol or atol else []), explained])
                 remarks += _remarks(judgement, comparison)
         return comparison.difference(
             structure=tuple(structure),
@@ -167,21 +182,28 @@ def _words(rtol: float, atol: float) -> str:
     return ", ".join(told)
 
 
-def _runs(count: int) -> str:
-    return "another run" if count == 1 else f"{count} other runs"
+def _explained(count: int, noises: Sequence[Observed], repeated: Sequence[Repeated]) -> str:
+    """Whose noise explains differences, in words."""
+    runs = "another run" if count == 1 else f"{count} other runs"
+    again = "the steps that were trained again"
+    if not repeated:
+        return f"the noise of {runs}"
+    if noises:
+        return f"the noise of {runs} and of {again}"
+    return f"the noise of {again}, which reaches to step {max(one.reach for one in repeated)}"
 
 
 # -- noise --------------------------------------------------------------------------------------------------------
 
 
-def _judged(
+def _of_runs(
     comparison: Comparison,
     first: TraceReader,
     others: Sequence[TraceReader],
     filters: dict[str, Any],
     remarks: list[str],
-) -> Judgement | None:
-    """What the noise of other runs does not explain; None where they have none."""
+) -> list[Observed]:
+    """How far other runs are from the first one; those that are not at all are left out, with a remark."""
     noise = []
     for other in others:
         pairing = matched(first, other, renaming=Renaming(), **filters)
@@ -194,8 +216,46 @@ def _judged(
             noise.append(heard.observed)
         else:
             remarks.append(f"{other.path} is bit-identical to A, so it tells nothing of rounding")
-    if not noise:
-        return None
+    return noise
+
+
+def _of_repeats(
+    comparison: Comparison, others: Sequence[TraceReader], filters: dict[str, Any], remarks: list[str]
+) -> list[Repeated]:
+    """How far the steps that runs trained again are from what they were, put to where A and B first differ."""
+    first, second = comparison.readers
+    numbers = comparison.matched.name_of
+    narrower = {name: filters[name] for name in ("kinds", "tags", "of_a_rank")}
+    found = [
+        *trained_again(first, numbers[0], narrower, comparison.align),
+        *trained_again(second, numbers[1], narrower, comparison.align),
+    ]
+    of_name = {name: number for number, name in enumerate(comparison.matched.names)}
+    for other in others:
+        pairing = matched(first, other, renaming=Renaming(), **filters)
+        known = np.array([*(of_name.get(name, NONE) for name in pairing.names), NONE], np.int64)
+        found += trained_again(other, known[pairing.name_of[1]], narrower, comparison.align)
+    if not found:
+        raise CaptureError(
+            f"no step was trained again: {', '.join(str(one.path) for one in (first, second, *others))}"
+            " have no attempt that went on before the end of an earlier one"
+        )
+    journal = first.journal[:, Column.GLOBAL_STEP]
+    begin = first_difference(comparison.observed, numbers[0], journal)
+    repeated = []
+    for one in found:
+        where = f"{one.trace}: the steps {one.since} to {one.last}"
+        if one.begin is None:
+            remarks.append(f"{where}, which were trained again, are bit-identical, so they tell nothing of rounding")
+        elif begin is not None:
+            repeated.append(one.beginning_at(begin, int(journal.max())))
+            remarks.append(f"{where} were trained again: they tell the noise of {one.last - one.begin + 1} steps")
+    return repeated
+
+
+def _judged(comparison: Comparison, noise: Sequence[Observed]) -> Judgement:
+    """What noise does not explain."""
+    first = comparison.readers[0]
     epsilon = np.zeros(len(comparison.matched.names))
     numbers = comparison.matched.name_of[0]
     streams = first.journal[:, Column.STREAM]
@@ -218,7 +278,7 @@ def _remarks(judgement: Judgement, comparison: Comparison) -> list[str]:
             f"at step {step} a unit is on in one run and off in the other, which rounding decides at a kink: first in "
             f"{name}; the steps after it are judged by what it led to"
         )
-    told = ~np.isnan(judgement.tolerance)
+    told = np.isfinite(judgement.tolerance)
     hopeless = told & (judgement.tolerance >= 1.0)
     numbers = set(names[hopeless].tolist()) - set(names[told & ~hopeless].tolist())
     if numbers:

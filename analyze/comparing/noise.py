@@ -25,6 +25,11 @@ there. The relative difference is the norm of the difference divided by the norm
    `RECOVERY` recorded steps, and later each stream against what it reached in these. A remark tells the step. The
    steps in which noise runs have a kink are no part of their envelopes.
 
+**Repeated steps.** An attempt that was given up trained some steps that a later one trained again (`Repeated`). It is a
+noise run of that many steps, which begins where the two attempts first differ. There it is put to where the judged run
+first differs: rounding grows from its beginning, whenever that is. What comes later than it reaches is judged by other
+noise, or not at all.
+
 A number that is finite in one run only, and a difference in whole numbers or bools that no noise run has, is never
 explained by rounding.
 """
@@ -79,6 +84,23 @@ class Observed:
     def nothing(cls, messages: int) -> Observed:
         """An observation that is to be filled."""
         return cls(np.full(messages, np.nan), np.zeros(messages, np.bool_), np.zeros(messages, np.bool_))
+
+
+@dataclass(frozen=True, eq=False)
+class Repeated(Observed):
+    """How far steps that were trained again are from what they were before, message by message in any order.
+
+    Attributes
+    ----------
+    name, step : ndarray of int64, (messages,)
+        As in `Journal`; the steps are those of the judged run that are as far from its beginning.
+    reach : int
+        The last of these steps.
+    """
+
+    name: NDArray[np.int64]
+    step: NDArray[np.int64]
+    reach: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +164,7 @@ def judge(journal: Journal, run: Observed, noise: Sequence[Observed]) -> Judgeme
     found = Judgement(np.zeros(len(journal.name), np.bool_), np.full(len(journal.name), np.nan))
     numbers = journal.name[chosen]
     of_kind = sorted(set(journal.kinds))
-    kinks = [np.searchsorted(steps, _kinks(journal, one)) for one in noise]
+    kinks = [np.searchsorted(steps, [step for step in _kinks(journal, one) if step <= steps[-1]]) for one in noise]
     ends = [int(one.min()) if len(one) else len(steps) for one in kinks]
     for kind in of_kind:
         streams = np.flatnonzero(np.array([one == kind for one in journal.kinds]))
@@ -150,11 +172,19 @@ def judge(journal: Journal, run: Observed, noise: Sequence[Observed]) -> Judgeme
         if not len(rows):
             continue
         at = (np.searchsorted(streams, numbers[rows]), place[rows])
-        curves = [_curve(_clipped(one)[chosen[rows]], at, (len(streams), len(steps))) for one in noise]
+        curves = [
+            _of_repeats(one, streams, steps)
+            if isinstance(one, Repeated)
+            else _curve(_clipped(one)[chosen[rows]], at, (len(streams), len(steps)))
+            for one in noise
+        ]
         for curve, at_kinks in zip(curves, kinks, strict=True):
             curve[:, at_kinks] = np.nan
         epsilon = journal.epsilon[streams]
-        envelopes = [_envelope(curve, epsilon, ahead=WINDOW) for curve in curves]
+        envelopes = [
+            _within_reach(_envelope(curve, epsilon, ahead=WINDOW), one, steps)
+            for curve, one in zip(curves, noise, strict=True)
+        ]
         least = UPDATES if kind.endswith("_updates") else LEAST
         margin = _margin(curves, envelopes, epsilon, ends, FALSE_ALARMS / len(of_kind), least)
         found.margins[kind] = margin
@@ -178,6 +208,20 @@ def _curve(
     np.maximum.at(curve, at, np.where(np.isnan(values), -np.inf, values))
     curve[np.isinf(curve)] = np.nan
     return curve
+
+
+def _of_repeats(run: Repeated, streams: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The curve of repeated steps, at the next recorded step of the judged run each."""
+    mine = np.flatnonzero(np.isin(run.name, streams) & (run.step <= steps[-1]))
+    at = (np.searchsorted(streams, run.name[mine]), np.searchsorted(steps, run.step[mine]))
+    return _curve(_clipped(run)[mine], at, (len(streams), len(steps)))
+
+
+def _within_reach(envelope: NDArray[np.float64], run: Observed, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+    """An envelope that is NaN where a noise run says nothing any more."""
+    if isinstance(run, Repeated):
+        envelope[:, steps > run.reach] = np.nan
+    return envelope
 
 
 def _envelope(curve: NDArray[np.float64], epsilon: NDArray[np.float64], ahead: int) -> NDArray[np.float64]:
@@ -209,19 +253,23 @@ def _amplification(curve: NDArray[np.float64], reached: NDArray[np.float64]) -> 
 
 
 def _upper_median(curves: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = np.sort(np.stack(curves), axis=0)[len(curves) // 2]
-    return found
+    """Of those that say something; infinity where none does."""
+    ordered = np.sort(np.stack(curves), axis=0)  # NaN comes last
+    middle = (~np.isnan(ordered)).sum(axis=0, keepdims=True) // 2
+    found: NDArray[np.float64] = np.take_along_axis(ordered, np.minimum(middle, len(curves) - 1), axis=0)[0]
+    return np.nan_to_num(found, nan=np.inf, posinf=np.inf)
 
 
 def _kinks(journal: Journal, run: Observed) -> NDArray[np.int64]:
     """The global steps in which a noise run has a kink that stands out of what its stream has otherwise."""
+    name, step = (run.name, run.step) if isinstance(run, Repeated) else (journal.name, journal.step)
     kinked = np.array([kind in KINKED for kind in journal.kinds])
-    rows = np.flatnonzero(run.switched & (journal.name >= 0))
-    rows = rows[kinked[journal.name[rows]]]
+    rows = np.flatnonzero(run.switched & (name >= 0))
+    rows = rows[kinked[name[rows]]]
     usual = np.full(len(journal.kinds), np.inf)
-    for number in np.unique(journal.name[rows]).tolist():
-        usual[number] = np.nanmedian(run.relative[journal.name == number])
-    return np.unique(journal.step[rows[run.relative[rows] > LEAST * usual[journal.name[rows]]]])
+    for number in np.unique(name[rows]).tolist():
+        usual[number] = np.nanmedian(run.relative[name == number])
+    return np.unique(step[rows[run.relative[rows] > LEAST * usual[name[rows]]]])
 
 
 def _margin(
@@ -260,7 +308,8 @@ def _walk(
 ) -> None:
     """Judge the messages in the order of observation, and begin anew after each kink."""
     relative = _clipped(run)
-    broken = run.broken & ~np.logical_or.reduce([one.broken for one in noise])
+    whole = [one.broken for one in noise if not isinstance(one, Repeated)]
+    broken = run.broken & ~np.logical_or.reduce(whole, initial=False)
     compared = (journal.name >= 0) & ~np.isnan(run.relative)
     kinked = np.array([*(kind in KINKED for kind in journal.kinds), False])[journal.name]
     margins = np.array([*(found.margins.get(kind, LEAST) for kind in journal.kinds), LEAST])[journal.name]

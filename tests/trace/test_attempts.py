@@ -488,3 +488,30 @@ def test_a_script_that_restarts_is_resumed(tmp_path: Path, suffix: str, monkeypa
     with TraceReader(f"run{suffix}") as reader:
         assert [one["first_step"] for one in reader.attempts] == [0, 3, 5]
         assert reader.array("loss")[0].tolist() == [*range(10)]
+
+
+@every_format
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_a_trace_as_an_attempt_left_it(tmp_path: Path, suffix: str, rank: int | None) -> None:
+    """Each attempt can be read as it was before later ones took the place of its steps, of all ranks or of one."""
+    path = tmp_path / f"run{suffix}"
+    for one in (0, 1):
+        write_part(path, range(10), rank=one)
+        write_part(path, range(6, 9), rank=one, attempt=1)
+        write_part(path, range(7, 12), rank=one, attempt=2)
+    expected = {
+        0: {step: step for step in range(10)},
+        1: {**{step: step for step in range(6)}, **{step: 100_000 + step for step in range(6, 9)}},
+        2: {**{step: step for step in range(6)}, 6: 100_006, **{step: 200_000 + step for step in range(7, 12)}},
+    }
+    with TraceReader(path) as whole:
+        reader = whole if rank is None else whole.of_rank(rank)
+        for attempt, values in expected.items():
+            steps, losses = reader.until_attempt(attempt).array("loss", rank=rank or 0)
+            assert steps.tolist() == list(values)
+            assert list(losses) == [value + 1000 * (rank or 0) for value in values.values()]
+            view = reader.until_attempt(attempt)
+            assert view.ranks == ([0, 1] if rank is None else [rank])
+            assert [one["attempt"] for one in view.attempts] == list(range(attempt + 1))
+        with pytest.raises(CaptureError, match="no attempt 3; it has 0, 1, 2"):
+            reader.until_attempt(3)

@@ -142,6 +142,14 @@ class Parts:
         one._tell_apart(self.all)
         return one
 
+    def until(self, attempt: int) -> Parts:
+        """The same parts, with the same open files, without those of later attempts."""
+        one = Parts(
+            self.path, self.only, self.assemble, self.stores, problems=self.problems, unreadable=self.unreadable
+        )
+        one._tell_apart(part for part in self.all if part.attempt <= attempt)
+        return one
+
     @property
     def all(self) -> list[Part]:
         """All of them."""

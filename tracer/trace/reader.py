@@ -138,8 +138,27 @@ class TraceReader:
         assemble = parts.assemble if assemble is None else assemble
         if self.ranks == [rank] and (assemble is parts.assemble or not parts.lending):
             return self
+        return self._view(parts.of_rank(rank, assemble))
+
+    def until_attempt(self, attempt: int) -> TraceReader:
+        """A reader of this trace as one of its attempts left it, which shares the open files.
+
+        What later attempts trained again is as it was before them. It ends when this reader is closed.
+
+        Raises
+        ------
+        CaptureError
+            If there is no such attempt.
+        """
+        there = [one["attempt"] for one in self.attempts]
+        if attempt not in there:
+            raise CaptureError(f"{self.path} has no attempt {attempt}; it has {', '.join(map(str, there))}")
+        return self._view(self._parts.until(attempt))
+
+    def _view(self, parts: Parts) -> TraceReader:
+        """Another reader of the same open files."""
         view = object.__new__(TraceReader)
-        view.path, view._verify, view._parts = self.path, self._verify, parts.of_rank(rank, assemble)
+        view.path, view._verify, view._parts = self.path, self._verify, parts
         view._merge()
         return view
 
