@@ -96,7 +96,13 @@ def report(
 @_others
 @_metrics
 @_rank
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Of this machine; by default one that is free.")
+@click.option(
+    "--port",
+    metavar="N",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="Of this machine; by default one that is free.",
+)
 @options.flag("--no-open", help="Print the address, and open no browser.")
 def view(
     trace: str, others: tuple[str, ...], specs: tuple[str, ...], rank: int | None, port: int, no_open: bool

@@ -109,6 +109,7 @@
   const ticks = () => all("input[data-layer]");
   const slots = data.curves ? data.curves.slots : 8;
   const selected = new Array(slots).fill(null); // the layer of each colour
+  let chosenByHand = false; // until then those that the page proposes are selected
   function select(layer, on) {
     const known = selected.indexOf(layer);
     if (on && known < 0) {
@@ -117,6 +118,10 @@
       selected[free] = layer;
     } else if (!on && known >= 0) selected[known] = null;
     return true;
+  }
+  function selectProposed() {
+    selected.fill(null);
+    for (const tick of ticks()) if (tick.checked) select(tick.dataset.layer, true);
   }
   function selectionChanged() {
     for (const tick of ticks()) tick.checked = selected.includes(tick.dataset.layer);
@@ -139,12 +144,14 @@
     drawCurves();
   }
   function linkSelection() {
-    for (const tick of ticks()) if (tick.checked) select(tick.dataset.layer, true);
+    selectProposed();
     on("change", "input[data-layer]", (tick) => {
+      chosenByHand = true;
       select(tick.dataset.layer, tick.checked);
       selectionChanged();
     });
     on("click", "#select-none", () => {
+      chosenByHand = true;
       selected.fill(null);
       selectionChanged();
     });
@@ -154,6 +161,7 @@
       if (!group) return;
       const layer = group.find((one) => ticks().some((tick) => tick.dataset.layer === one && !tick.disabled));
       if (layer === undefined) return;
+      chosenByHand = true;
       select(layer, !selected.includes(layer));
       selectionChanged();
     });
@@ -571,6 +579,7 @@
       byId("curve-measure").value = asked;
       awaited = null;
     }
+    if (!chosenByHand) selectProposed();
     told();
     each(drawn);
   }

@@ -26,7 +26,7 @@ POLICY = (
 """No request leaves the page, and no script runs but those of these digests; Bokeh makes functions of its callbacks."""
 
 LIVE = (
-    '<div class="bar live"><label id="follow-label" hidden><input type="checkbox" id="follow" checked> follow the run'
+    '<div class="bar live"><label id="follow-label" hidden><input type="checkbox" id="follow" checked> update'
     '</label> <span id="state" role="status">Connects to its server.</span></div>'
 )
 """What a page with a server says of it."""

@@ -153,12 +153,10 @@ class View:
     def _progress(self) -> str:
         if self._gatherer.error:
             return f"The replay ended early: {self._gatherer.error}."
-        reached = max(0, self._gatherer.reached)
-        if self._gatherer.state == RUNNING and self.following:
-            return f"Follows the run, at step {reached}."
-        if self._gatherer.state == RUNNING:
-            return f"Replayed to step {reached} of {(self._next.found.span or (0, 0))[1]}."
-        return ""
+        if self._gatherer.state != RUNNING:
+            return ""
+        does = "Follows the run, at" if self.following else "Replayed to"
+        return f"{does} step {max(0, self._gatherer.reached)} of {(self._next.found.span or (0, 0))[1]}."
 
     def _again(self) -> None:
         """Begin anew, with all that can be answered now."""
