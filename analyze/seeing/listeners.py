@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -98,14 +99,23 @@ class Measures(Subscriber):
 
 
 class Answers(Receiver):
-    """Keeps the answers of metrics: numbers as courses, short arrays as frames, those of two layers as matrices."""
+    """Keeps the answers of metrics: numbers as courses, short arrays as frames, those of two layers as matrices.
+
+    The guard is entered around each answer that is kept.
+    """
 
     passive = True
     scope = "message"
     name = "answers"
 
-    def __init__(self, into: Gathered, subscribers: Iterable[Subscriber]) -> None:
+    def __init__(
+        self,
+        into: Gathered,
+        subscribers: Iterable[Subscriber],
+        guard: AbstractContextManager[object] | None = None,
+    ) -> None:
         self.into, subscribers = into, list(subscribers)
+        self.guard = nullcontext() if guard is None else guard
         self.kinds = {kind: describe(one) for one in subscribers for kind in one.produces}
         into.subscribers.update(self.kinds)
         self.large: set[str] = set()
@@ -122,12 +132,17 @@ class Answers(Receiver):
 
     def receive(self, message: Message) -> Iterable[Message]:
         """Keep an answer."""
+        with self.guard:
+            self._keep(message)
+        return ()
+
+    def _keep(self, message: Message) -> None:
         data = message.data
         if data is None or data.is_complex():
-            return ()
+            return
         if message.kind in self.comparing:
             self._compare(message, float(data))
-            return ()
+            return
         key = Key(message.kind, layer_of(message), message.tag, message.rank)
         if data.numel() == 1:
             if key not in self.into.courses:
@@ -141,7 +156,6 @@ class Answers(Receiver):
             self.large.add(message.kind)
             shape = " x ".join(map(str, data.shape))
             self.into.remarks.append(f"{message.kind} is not drawn: its answers are arrays of {shape} numbers")
-        return ()
 
     def _compare(self, message: Message, number: float) -> None:
         """Keep a number of two layers, whose names are the module of the message."""

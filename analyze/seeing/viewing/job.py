@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Self
+from typing import Self, final
 
 from analyze.seeing.viewing.turns import Turns
 from tracer.errors import TracerError
@@ -20,19 +20,38 @@ class _Cancelled(BaseException):
     """Ends the replay of a job that is cancelled."""
 
 
+@final
+class Guard:
+    """A context of a replay that may be cancelled; see `Job.guard`."""
+
+    def __init__(self, cancelled: threading.Event, turns: Turns | None) -> None:
+        self._cancelled, self._turns = cancelled, turns
+
+    def __enter__(self) -> None:
+        if self._turns is not None:
+            self._turns.__enter__()
+        if self._cancelled.is_set():
+            self.__exit__(None, None, None)
+            raise _Cancelled
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._turns is not None:
+            self._turns.__exit__(kind, error, trace)
+
+
 class Job(Receiver):
     """A replay in a thread of its own.
 
-    It listens to the replay to know how far it is, and is entered around each of its messages, to take turns with the
-    thread that shows what is gathered.
+    It listens to the replay to know how far it is, and has guards that end it once it is cancelled.
 
     Parameters
     ----------
     title : str
         What it does.
-    turns : Turns
     work : callable
-        Gets the job: a receiver and a guard for `tracer.replay`.
+        Gets the job.
 
     Attributes
     ----------
@@ -52,13 +71,13 @@ class Job(Receiver):
     scope = "message"
     name = "progress"
 
-    def __init__(self, title: str, turns: Turns, work: Callable[[Job], None]) -> None:
+    def __init__(self, title: str, work: Callable[[Job], None]) -> None:
         self.title = title
         self.state = RUNNING
         self.reached, self.heard = -1, 0
         self.error = ""
         self.began = time.monotonic()
-        self._turns, self._cancelled = turns, threading.Event()
+        self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(work,), name=title, daemon=True)
 
     def start(self) -> Self:
@@ -71,6 +90,10 @@ class Job(Receiver):
         self._cancelled.set()
         if self.state == RUNNING:
             self.state = state
+
+    def guard(self, turns: Turns | None = None) -> Guard:
+        """A context that ends the job if it is cancelled, and is one of these turns."""
+        return Guard(self._cancelled, turns)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until it is over."""
@@ -101,15 +124,3 @@ class Job(Receiver):
         self.reached = message.global_step
         self.heard += 1
         return ()
-
-    # -- a guard ------------------------------------------------------------------------------------------------
-
-    def __enter__(self) -> None:
-        if self._cancelled.is_set():
-            raise _Cancelled
-        self._turns.begin_writing()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._turns.end_writing()

@@ -33,8 +33,6 @@ SHARE = 4.0
 """And so many times as long as it took to draw."""
 WHOLE = 400
 """The pictures of a run of so many steps show all of them; see `curves.COLUMNS`."""
-OVER_STEPS = ("loss", "heat", "curves", "arrays")
-"""The panels that can look closer."""
 
 
 class Link(DataModel):  # type: ignore[misc] # Bokeh gives its metaclass no types
@@ -107,18 +105,16 @@ class Session:
         panels = list(self.panels.values())
         at = next(number for number, one in enumerate(panels) if one.name == "curves")
         panels.insert(at, asking.panel(self.view.metrics_to_ask()))
-        places = {
-            root.name.removesuffix(
-                "-place"
-            ): f'<div id="{root.elementid}" data-root-id="{root.id}" class="place"></div>'
-            for root in item.roots
-        }
+        places = {}
+        for root in item.roots:
+            element = f'<div id="{root.elementid}" data-root-id="{root.id}" class="place"></div>'
+            places[root.name.removesuffix("-place")] = element
         script = script_for_render_items({}, [item])
         with self.view.turns.reading():
             return html_of(self.view.found, self.view.references, panels, places, script, connects="'self'")
 
     def update(self) -> None:
-        """Replace what is new: all, or what is drawn over the steps if only these are looked at closer."""
+        """Replace what is in the page."""
         with self.view.turns.reading():
             start, end = bounds_of(self.view.found)
             header = header_of(self.view.found, self.view.references)
@@ -197,8 +193,8 @@ class Session:
                     self.update()
                 case {"follow": bool(follows)}:
                     self.follows = follows
-                case {"look": [int() | float() as start, int() | float() as end]}:
-                    self._look(int(start), int(end))
+                case {"look": [int(start), int(end)]}:
+                    self._look(start, end)
                 case _:
                     raise MessageError(f"a page wishes to compute, cancel, follow or look, not {sorted(wish)}")
         except TracerError as error:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import final
 
 
 @final
 class Turns:
-    """A lock with two sides: replays change what was gathered message by message, and a reader sees whole messages.
+    """A lock with two sides: replays change what was gathered, and a reader sees no change half made.
 
     Replays do not exclude each other, since each has series of its own. A reader who waits comes first, so that fast
     replays cannot keep it waiting.
@@ -18,8 +19,8 @@ class Turns:
     Examples
     --------
     >>> turns = Turns()
-    >>> turns.begin_writing()
-    >>> turns.end_writing()
+    >>> with turns:  # the turn of a replay
+    ...     pass
     >>> with turns.reading():
     ...     pass
     """
@@ -28,15 +29,15 @@ class Turns:
         self._changed = threading.Condition()
         self._writing = self._reading = 0
 
-    def begin_writing(self) -> None:
-        """A replay's turn begins: one message."""
+    def __enter__(self) -> None:
         with self._changed:
             while self._reading:
                 self._changed.wait()
             self._writing += 1
 
-    def end_writing(self) -> None:
-        """It ends."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self._changed:
             self._writing -= 1
             self._changed.notify_all()

@@ -13,15 +13,16 @@ from analyze.seeing.course import Grid
 from analyze.seeing.gather import Gathering, rank_shown, reference, without_damage
 from analyze.seeing.gathered import Gathered
 from analyze.seeing.listeners import Answers
-from analyze.seeing.viewing.job import DONE, RUNNING, Job
+from analyze.seeing.viewing.job import CANCELLED, DONE, RUNNING, Job
 from analyze.seeing.viewing.turns import Turns
 from tracer.errors import CaptureError, TracerError, UnknownNameError
+from tracer.messaging.bus import describe
 from tracer.messaging.subscriber import Subscriber
 from tracer.replaying.replay import replay
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 
-JOBS = 3
+JOBS = 8
 """So many metrics are computed at once, at most."""
 BEFORE = 64
 """So many steps before the ones that are looked at closely are replayed for their past."""
@@ -32,7 +33,7 @@ LOOK_SECONDS = 1.0
 
 
 class Asked(NamedTuple):
-    """A metric that was asked in the page."""
+    """A metric that was asked, at the beginning or in the page."""
 
     title: str
     metric: Subscriber
@@ -70,7 +71,7 @@ class View:
     references : list of Gathered
         Of the other runs, those that are there already.
     asked : list of Asked
-        Metrics that were asked in the page.
+        Metrics that were asked, at the beginning or in the page.
     status : str
         As `TraceReader.status`.
     mark : tuple
@@ -105,8 +106,9 @@ class View:
     def start(self) -> None:
         """Begin to gather."""
         self._gatherer.start()
+        self.asked = [self._ask(describe(one), one) for one in self.metrics]
         if self.against:
-            Job("the other runs", self.turns, self._refer).start()
+            Job("the other runs", self._refer).start()
 
     def stop(self) -> None:
         """End what still runs."""
@@ -154,24 +156,24 @@ class View:
         if self._gatherer.error:
             return f"The replay ended early: {self._gatherer.error}."
         if self._gatherer.state != RUNNING:
-            return ""
+            return "Waits for the run to record something." if self.following else ""
         does = "Follows the run, at" if self.following else "Replayed to"
         return f"{does} step {max(0, self._gatherer.reached)} of {(self._next.found.span or (0, 0))[1]}."
 
     def _again(self) -> None:
         """Begin anew, with all that can be answered now."""
-        for one in self.asked:
-            one.job.cancel(DONE)  # the new replay goes on with its metric
-        self._gatherer.cancel(DONE)
+        for job in (self._gatherer, *(one.job for one in self.asked)):
+            job.cancel(DONE)
         self._next = self._gathering()
         self._gatherer = self._gather(self._next).start()
+        self.asked = [one if one.job.state == CANCELLED else self._ask(one.title, one.metric) for one in self.asked]
 
     def _gathering(self) -> Gathering:
-        return Gathering(self.reader, self.metrics, self.rules, rank=self.rank, grows=self.following)
+        return Gathering(self.reader, (), self.rules, rank=self.rank, grows=self.following)
 
     def _gather(self, gathering: Gathering) -> Job:
         def work(job: Job) -> None:
-            gathering.run(self.path, job, follow=gathering.found.grows, guard=job)
+            gathering.run(self.path, job, follow=gathering.found.grows, guard=job.guard(self.turns))
             with TraceReader(self.path) as reader:
                 with self.turns.reading():
                     gathering.conclude(reader)
@@ -179,7 +181,7 @@ class View:
             if whole is not gathering and self._next is gathering:
                 self._next = whole
 
-        return Job("the run", self.turns, work)
+        return Job("the run", work)
 
     def _refer(self, job: Job) -> None:
         found = self.found
@@ -225,15 +227,19 @@ class View:
             raise CaptureError(lacks)
         if any(kind in gathering.found.subscribers for kind in metric.produces):
             raise CaptureError(f"{title} is shown already; the option as=NAME gives its answers another name")
-        own = copy.deepcopy(metric)
-        answers = Answers(gathering.found, [own])
+        self.asked.append(self._ask(title, metric))
+
+    def _ask(self, title: str, metric: Subscriber) -> Asked:
+        """Replay the trace through a metric; only what it answers is kept in turns, since computing may take long."""
+        gathering, own = self._next, copy.deepcopy(metric)
+        follow = gathering.found.grows
 
         def work(job: Job) -> None:
-            follow = gathering.found.grows
-            replay(self.path, own, answers, job, kinds=gathering.only, rank=self.rank, follow=follow, guard=job)
+            answers = Answers(gathering.found, [own], job.guard(self.turns))
+            listening = (own, answers, job)
+            replay(self.path, *listening, kinds=gathering.only, rank=self.rank, follow=follow, guard=job.guard())
 
-        self.metrics = [*self.metrics, metric]
-        self.asked.append(Asked(title, metric, Job(title, self.turns, work).start()))
+        return Asked(title, metric, Job(title, work).start())
 
     def cancel(self, number: int) -> None:
         """No longer compute the metric that was asked as this one, and forget what it answered."""
@@ -243,7 +249,6 @@ class View:
         if one.job.state != RUNNING:
             return
         one.job.cancel()
-        self.metrics = [other for other in self.metrics if other is not one.metric]
         with self.turns.reading():
             for gathering in {self._shown, self._next}:
                 gathering.found.forget(one.metric.produces)
@@ -257,13 +262,14 @@ class View:
 
     def look(self, first: int, last: int, into: list[Gathered]) -> Job:
         """Replay some steps, both inclusive, and put what they bring into a list."""
+        metrics = [one.metric for one in self.asked if one.job.state in (RUNNING, DONE)]
         gathering = Gathering(
-            self.reader, self.metrics, (), rank=self.rank, grid=Grid.over(max(0, first - BEFORE), last),
+            self.reader, metrics, (), rank=self.rank, grid=Grid.over(max(0, first - BEFORE), last),
             only=self._shown.only, steps=(max(0, first - BEFORE), last + 1),
         )  # fmt: skip
 
         def work(job: Job) -> None:
-            gathering.run(self.path, job, guard=job)
+            gathering.run(self.path, job, guard=job.guard())
             into.append(gathering.found.cut(first, last))
 
-        return Job(f"steps {first} to {last}", self.turns, work).start()
+        return Job(f"steps {first} to {last}", work).start()

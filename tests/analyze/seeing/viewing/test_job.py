@@ -24,7 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_job_tells_how_far_it_is(run: Path) -> None:
     """It hears all that others ask for, step by step, and is done at the end."""
     loss = Collect("loss")
-    job = Job("losses", Turns(), lambda job: replay(run, loss, job, guard=job)).start()
+    job = Job("losses", lambda job: replay(run, loss, job, guard=job.guard(Turns()))).start()
     job.join(20)
     assert (job.state, job.reached, job.heard, len(loss)) == (DONE, 19, 20, 20)
 
@@ -40,7 +40,7 @@ def test_a_cancelled_job_ends_at_the_next_message(run: Path) -> None:
             return super().receive(message)
 
     slow = Slow("loss")
-    job = Job("slow", Turns(), lambda job: replay(run, slow, job, guard=job)).start()
+    job = Job("slow", lambda job: replay(run, slow, job, guard=job.guard())).start()
     assert heard.wait(20)
     assert job.state == RUNNING
     job.cancel()
@@ -59,6 +59,6 @@ def test_a_job_that_fails_says_why(error: Exception, told: str) -> None:
     def work(job: Job) -> None:
         raise error
 
-    job = Job("failing", Turns(), work).start()
+    job = Job("failing", work).start()
     job.join(20)
     assert (job.state, job.error) == (FAILED, told)

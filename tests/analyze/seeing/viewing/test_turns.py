@@ -13,10 +13,9 @@ def test_a_reader_sees_whole_messages_and_is_not_kept_waiting() -> None:
 
     def write(pair: list[int]) -> None:
         while not over.is_set():
-            turns.begin_writing()
-            pair[0] += 1
-            pair[1] += 1
-            turns.end_writing()
+            with turns:
+                pair[0] += 1
+                pair[1] += 1
 
     threads = [threading.Thread(target=write, args=(pair,)) for pair in pairs]
     for thread in threads:

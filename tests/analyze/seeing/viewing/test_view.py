@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from analyze.seeing.viewing.job import CANCELLED, DONE
 from analyze.seeing.viewing.view import View
 from tests.analyze.seeing.runs import LAYERS, messages, write
 from tracer.errors import CaptureError, MessageError, UnknownNameError
+from tracer.messaging.messages import Message
+from tracer.messaging.subscriber import Subscriber
 from tracer.trace.writer import TraceWriter
 
 
@@ -35,7 +38,7 @@ def shown(run: Path) -> Iterator[View]:
     """A view of it that has gathered all."""
     view = View(run, ["spectral_norm"])
     view.start()
-    until(view, lambda: not view.progress)
+    until(view, lambda: not view.progress and view.asked[0].job.state == DONE)
     yield view
     view.stop()
 
@@ -103,8 +106,8 @@ def test_a_run_is_followed(tmp_path: Path) -> None:
 def test_a_metric_is_computed_when_it_is_asked(run: Path, shown: View) -> None:
     """Its answers are those of a replay of its own."""
     shown.compute("norm", "kind=weight_gradients")
-    shown.asked[0].job.join(20)
-    assert shown.asked[0].job.state == DONE
+    shown.asked[1].job.join(20)
+    assert shown.asked[1].job.state == DONE
     own = gather(run, "norm:kind=weight_gradients").of("weight_gradients_norm2")
     mine = shown.found.of("weight_gradients_norm2")
     assert set(mine) == set(LAYERS)
@@ -118,14 +121,14 @@ def test_a_cancelled_metric_leaves_nothing(shown: View, monkeypatch: pytest.Monk
     monkeypatch.setattr("analyze.seeing.listeners.Answers.receive", slowed(shown))
     shown.compute("ratio")
     until(shown, lambda: shown.found.of("weight_updates_weights_ratio"))
-    shown.cancel(0)
-    assert shown.asked[0].job.state == CANCELLED
+    shown.cancel(1)
+    assert shown.asked[1].job.state == CANCELLED
     assert not shown.found.of("weight_updates_weights_ratio")
-    shown.asked[0].job.join(20)
+    shown.asked[1].job.join(20)
     assert not shown.found.of("weight_updates_weights_ratio")
     monkeypatch.undo()
     shown.compute("ratio")
-    shown.asked[1].job.join(20)
+    shown.asked[2].job.join(20)
     assert shown.found.of("weight_updates_weights_ratio")
 
 
@@ -140,6 +143,26 @@ def slowed(shown: View) -> Callable[..., object]:
         return whole(self, message)  # type: ignore[arg-type] # any message
 
     return receive
+
+
+def test_a_metric_that_computes_for_long_keeps_nobody_waiting(shown: View, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it computes an answer, what is there is read, and it can be cancelled; the answer is not kept then."""
+    computes, going = threading.Event(), threading.Event()
+    whole = Subscriber.receive
+
+    def receive(self: Subscriber, message: Message) -> object:
+        computes.set()
+        assert going.wait(20)
+        return whole(self, message)
+
+    monkeypatch.setattr(Subscriber, "receive", receive)
+    shown.compute("ratio")
+    assert computes.wait(20)
+    shown.refresh()
+    shown.cancel(1)
+    going.set()
+    shown.asked[1].job.join(20)
+    assert not shown.found.of("weight_updates_weights_ratio")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +183,7 @@ def test_what_cannot_be_asked_is_refused(
     """An unknown name, a file with code, a rule, wrong options, what the trace lacks, what is there already."""
     with pytest.raises(error, match=told):
         shown.compute(name, options)
-    assert shown.asked == []
+    assert len(shown.asked) == 1
 
 
 def test_a_closer_look_has_all_that_was_recorded(tmp_path: Path) -> None:
