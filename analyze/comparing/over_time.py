@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.elementwise.statistics import SEVEN, StatisticsResult, check_names, statistics_of_tensors
-from analyze.tables.writing import not_installed
+from analyze.tables.writing import pandas
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
 from tracer.stores.locations import Anywhere
@@ -49,11 +49,7 @@ class StreamStatistics:
         TracerError
             If pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise not_installed("a data frame", "pandas", "tables") from error
-        return pd.DataFrame({"global_step": self.global_steps, "call": self.calls, **self.statistics})
+        return pandas().DataFrame({"global_step": self.global_steps, "call": self.calls, **self.statistics})
 
 
 def statistics_over_time(

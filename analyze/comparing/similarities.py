@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from analyze.metrics.similarity.bases import STATUSES, Status
 from analyze.tables.arrays import flags, words, xarray
 from analyze.tables.plotting import Matrix, matrices_of
-from analyze.tables.writing import not_installed
+from analyze.tables.writing import pandas
 from tracer.shown import table
 
 
@@ -193,10 +193,6 @@ class Similarities:
         TracerError
             If pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise not_installed("a data frame", "pandas", "tables") from error
         first, second = np.triu_indices(len(self.items))
         columns: dict[str, Any] = {}
         for side, chosen in (("one", first), ("other", second)):
@@ -209,7 +205,7 @@ class Similarities:
             "m": self.k[second],
             "null": self.nulls[first, second],
         }
-        return pd.DataFrame(columns)
+        return pandas().DataFrame(columns)
 
     def to_xarray(self) -> Any:
         """The matrix as an `xarray.Dataset`.

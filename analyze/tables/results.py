@@ -14,7 +14,7 @@ from analyze.tables.plotting import FORMATS, figure_of
 from analyze.tables.results_table import ResultsTable
 from analyze.tables.series import Series, series_of
 from analyze.tables.tensorboard import Clock, write_events
-from analyze.tables.writing import PathLike, new_file, not_installed, write_csv, write_jsonl, write_parquet, write_trace
+from analyze.tables.writing import PathLike, new_file, pandas, write_csv, write_jsonl, write_parquet, write_trace
 from tracer.errors import UnknownNameError
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import Message
@@ -267,11 +267,7 @@ class Results:
         TracerError
             If pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise not_installed("a data frame", "pandas", "tables") from error
-        return pd.DataFrame(self.columns(), columns=list(COLUMNS))
+        return pandas().DataFrame(self.columns(), columns=list(COLUMNS))
 
     def to_xarray(self, kinds: str | Iterable[str] | None = None) -> Any:
         """The answers as an `xarray.Dataset`: a variable for each kind, with the axes ``step`` and ``layer``.

@@ -151,6 +151,21 @@ def new_file(path: PathLike, *, overwrite: bool) -> Iterator[Path]:
                 left.unlink(missing_ok=True)
 
 
+def pandas() -> Any:
+    """The package.
+
+    Raises
+    ------
+    TracerError
+        If it is not installed.
+    """
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise not_installed("a data frame", "pandas", "tables") from error
+    return pd
+
+
 def not_installed(what: str, package: str, extra: str) -> TracerError:
     """The error if `what` needs a package that is missing."""
     return TracerError(f"{what} needs {package}, which is not installed: pip install 'tracereel[{extra}]'")
