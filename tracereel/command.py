@@ -28,6 +28,7 @@ HEADINGS: Mapping[str, Sequence[str]] = {
     ),
     "Before it is done": ("only_plan", "dry_run", "certify_steps", "require_identical", "only_dry_run", "run_steps"),
     "What is printed": ("values", "markdown", "as_json"),
+    "How it is served": ("port", "no_open"),
 }
 """Headings of ``--help``, and the options below each. Options without a heading stand below "Options"."""
 
