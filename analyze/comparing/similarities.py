@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.similarity.bases import STATUSES, Status
-from analyze.tables.arrays import flags, words, xarray
+from analyze.tables.arrays import flags, words
 from analyze.tables.plotting import Matrix, matrices_of
-from analyze.tables.writing import pandas
+from analyze.tables.writing import pandas, xarray
 from tracer.shown import table
 
 

@@ -268,7 +268,10 @@
       }
       if (!shown.length) note += "None of the ticked layers has this measure in the page. ";
       if (measure.left_out) note += `The curves of ${measure.left_out} less anomalous layers are left out. `;
-    } else drawMap(measure.map);
+    } else {
+      drawMap(measure.map);
+      fit();
+    }
     byId("curve-note").textContent = note;
   }
   function drawMap(map) {
@@ -286,6 +289,7 @@
     const at = [...Array(rows).keys()].filter((row) => row % every === 0);
     picture.left[0].ticker.setv({ ticks: at });
     picture.left[0].major_label_overrides = new Map(at.map((row) => [row, shortened(map.names[row])]));
+    picture.left[0].whole = null; // the names that `fit` shortens are others now
     model("curve-map-cells").data = {
       image: [image], x: [map.first - 0.5], y: [-0.5], dw: [map.width * map.columns], dh: [rows],
     };

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.tables.columns import Columns
-from analyze.tables.writing import not_installed
+from analyze.tables.writing import xarray
 from tracer.errors import MessageError, UnknownNameError
 
 UNITS: Final = {
@@ -54,21 +54,6 @@ class _All(NamedTuple):
         """That of the columns."""
         counters = {name: np.array(counter, np.int64) for name, counter in columns.counters.items()}
         return cls(columns, np.array(columns.stream_ids, np.int64), np.array(columns.starts, np.int64), counters)
-
-
-def xarray() -> Any:
-    """The package.
-
-    Raises
-    ------
-    TracerError
-        If it is not installed.
-    """
-    try:
-        import xarray
-    except ImportError as error:
-        raise not_installed("arrays with named axes", "xarray", "xarray") from error
-    return xarray
 
 
 def words(values: Iterable[object]) -> NDArray[np.object_]:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
@@ -152,18 +153,20 @@ def new_file(path: PathLike, *, overwrite: bool) -> Iterator[Path]:
 
 
 def pandas() -> Any:
-    """The package.
+    """The package; `TracerError` if it is not installed."""
+    return _optional("a data frame", "pandas", "tables")
 
-    Raises
-    ------
-    TracerError
-        If it is not installed.
-    """
+
+def xarray() -> Any:
+    """The package; `TracerError` if it is not installed."""
+    return _optional("arrays with named axes", "xarray", "xarray")
+
+
+def _optional(what: str, package: str, extra: str) -> Any:
     try:
-        import pandas as pd
+        return import_module(package)
     except ImportError as error:
-        raise not_installed("a data frame", "pandas", "tables") from error
-    return pd
+        raise not_installed(what, package, extra) from error
 
 
 def not_installed(what: str, package: str, extra: str) -> TracerError:
