@@ -245,7 +245,7 @@ def _alike() -> list[str]:
 
 
 def _picture(sheets: Sequence[Sheet]) -> Any:
-    from bokeh.models import ColorBar, ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper, Range1d
+    from bokeh.models import ColorBar, ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper, NoOverlap, Range1d
 
     rows = max(len(one.rows) for one in sheets)
     # room for all names, so that the matrix does not move when others are shown
@@ -255,6 +255,7 @@ def _picture(sheets: Sequence[Sheet]) -> Any:
     picture.min_border_bottom = below
     picture.toolbar.tools, picture.toolbar.active_drag = [], None  # its columns are no steps
     picture.xaxis.major_label_orientation = "vertical"
+    picture.xaxis.major_label_policy = NoOverlap(min_distance=2)
     for axis in picture.axis:
         axis.ticker, axis.minor_tick_line_color, axis.major_tick_line_color = FixedTicker(ticks=[]), None, None
     picture.ygrid.grid_line_color = None
