@@ -473,17 +473,23 @@
   // -- narrow windows ---------------------------------------------------------------------------------------------
   function fit() {
     const narrow = window.innerWidth < 560;
-    // the same margins in all pictures, so that a step stands at the same place in each
-    const margins = { min_border_left: narrow ? 92 : 176, min_border_right: narrow ? 62 : 72 };
-    for (const picture of pictures()) picture.setv(margins);
+    let longest = 0;
+    for (const { rows } of data.similarity ? data.similarity.sheets : [])
+      for (const name of rows) longest = Math.max(longest, name.length);
     for (const picture of pictures())
       for (const axis of picture.left) {
         if (!axis.major_label_overrides || !axis.major_label_overrides.size) continue;
         if (!axis.whole) axis.whole = new Map(axis.major_label_overrides);
+        for (const name of axis.whole.values()) longest = Math.max(longest, name.length);
         axis.major_label_overrides = narrow
           ? new Map([...axis.whole].map(([row, name]) => [row, name.length <= 11 ? name : "…" + name.slice(-10)]))
           : new Map(axis.whole);
       }
+    // the same margins in all pictures, so that a step stands at the same place in each
+    const margins = narrow
+      ? { min_border_left: Math.max(60, 26 + 6 * Math.min(11, longest)), min_border_right: 56 }
+      : { min_border_left: 176, min_border_right: 72 };
+    for (const picture of pictures()) picture.setv(margins);
     for (const picture of pictures())
       if (window.matchMedia("(pointer: coarse)").matches) picture.toolbar.active_drag = null; // a finger scrolls
   }
