@@ -29,6 +29,7 @@ from tracereel.printing import (
     say,
     show,
     size,
+    tell,
     where,
 )
 
@@ -312,15 +313,15 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
     click.echo(f"would read {total - plan.skipped:,} of {total:,} messages, {size(plan.bytes)}")
     for one in plan.derived:
         base = {"weight_updates": "weights", "bias_updates": "biases"}[one.kind]
-        click.echo(f"would derive {one.count:,} {one.kind} of {where(one) or 'the root'} from its {base}")
+        tell(f"would derive {one.count:,} {one.kind} of {where(one) or 'the root'} from its {base}")
     from analyze.catalogue import SCOPES
 
     for name, scope in plan.memory.items():
         click.echo(f"{name} remembers {SCOPES[scope]}: of a part of that it says something else than of the whole")
     for sentence in plan.partial:
-        click.echo(f"partial: {sentence}")
+        tell(f"partial: {sentence}")
     for sentence in plan.missing:
-        click.echo(f"missing: {sentence}")
+        tell(f"missing: {sentence}")
 
 
 # -- plot ---------------------------------------------------------------------------------------------------------

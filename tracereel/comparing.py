@@ -11,9 +11,9 @@ import tracer
 from analyze.tables.escapes import printable
 from tracereel import options
 from tracereel.command import Command, conclude
-from tracereel.errors import FAILED, as_typed
+from tracereel.errors import FAILED
 from tracereel.options import Filters
-from tracereel.printing import complain, path_in_model, print_json, print_table
+from tracereel.printing import complain, path_in_model, print_json, print_table, tell
 
 if TYPE_CHECKING:
     from analyze.comparing.difference import Difference, StreamDifference, Uncompared
@@ -104,7 +104,7 @@ def diff(
     if as_json:
         print_json(found.as_json())
         return
-    click.echo(printable(as_typed(found.verdict)))
+    tell(found.verdict)
     for remark in found.remarks:
         complain(printable(remark))
     _print_structure(found)
@@ -123,12 +123,12 @@ def _print_structure(found: Difference) -> None:
     for what, facts in groups.items():
         for one in facts[:_FACTS]:
             name = f" {one.name or '(root)'}" if what in ("module", "parameter") else f" {one.name}".rstrip()
-            click.echo(f"  {printable(f'{what}{name}: {_change(one.one, one.other)}')}")
+            tell(f"  {what}{name}: {_change(one.one, one.other)}")
         if len(facts) > _FACTS:
             click.echo(f"  and {len(facts) - _FACTS:,} more of {what} (--json tells all)")
     if found.likely_renamings:
         words = " ".join(f"--rename {old}={new}" for old, new in found.likely_renamings[:_FACTS])
-        click.echo(f"  perhaps only the names are others: {printable(words)}")
+        tell(f"  perhaps only the names are others: {words}")
 
 
 def _change(one: Any, other: Any) -> str:
@@ -193,6 +193,6 @@ def _print_uncompared(uncompared: Sequence[Uncompared]) -> None:
         for one in ones[:_FACTS]:
             rank = f", rank {one.name.rank}" if one.name.rank else ""
             whole = "" if one.whole else "some of "
-            click.echo(printable(f"  {why}: {whole}{one.name}{rank}, {one.count:,} messages from step {one.first} on"))
+            tell(f"  {why}: {whole}{one.name}{rank}, {one.count:,} messages from step {one.first} on")
         if len(ones) > _FACTS:
             click.echo(f"  {why}: {len(ones) - _FACTS:,} more streams (--json tells all)")

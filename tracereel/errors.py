@@ -11,6 +11,7 @@ import click
 
 from tracer.errors import CaptureError, MessageError, TraceCorruptError, TraceLostError, TracerError, UnknownNameError
 from tracer.secrets import masked_urls
+from tracer.shown import printable
 
 FAILED, WRONG_USAGE, DAMAGED, SOME_FAILED, FOUND, INTERRUPTED = 1, 2, 3, 4, 6, 130
 """Exit codes; ``tracereel`` explains them."""
@@ -37,7 +38,7 @@ class Failure(click.ClickException):
     """One sentence on stderr, and an exit code."""
 
     def __init__(self, sentence: str, exit_code: int = FAILED) -> None:
-        super().__init__(masked_urls(as_typed(sentence)))
+        super().__init__(harmless(masked_urls(as_typed(sentence))))
         # click reads the exit code from the instance, but declares it for the class
         vars(self)["exit_code"] = exit_code
 
@@ -67,6 +68,17 @@ def wrong_usage() -> Iterator[None]:
         if debugging():
             raise
         raise Failure(str(error), WRONG_USAGE) from error
+
+
+def harmless(text: str) -> str:
+    r"""A complaint without effect on a terminal; those of other libraries may have several lines.
+
+    Examples
+    --------
+    >>> harmless("no fc\u202e\nnor relu")
+    'no fc\\u202e\nnor relu'
+    """
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def as_typed(text: str) -> str:

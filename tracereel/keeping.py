@@ -10,9 +10,9 @@ import tracer
 from tracer.errors import TraceLostError
 from tracereel import options
 from tracereel.command import Command, conclude
-from tracereel.errors import DAMAGED, FAILED, as_typed
+from tracereel.errors import DAMAGED, FAILED
 from tracereel.options import Filters
-from tracereel.printing import complain, print_json, print_table, progress, size, span
+from tracereel.printing import complain, print_json, print_table, progress, size, span, tell
 
 if TYPE_CHECKING:
     from tracer.upkeep.recover import Loss
@@ -44,23 +44,23 @@ def verify(trace: str, as_json: bool) -> None:
 
 def _print_report(report: Report, trace: str) -> None:
     for problem in report.problems[:_PROBLEMS]:
-        click.echo(as_typed(str(problem)))
+        tell(str(problem))
     if len(report.problems) > _PROBLEMS:
-        click.echo(f"and {len(report.problems) - _PROBLEMS:,} more problems (--json tells all)")
+        tell(f"and {len(report.problems) - _PROBLEMS:,} more problems (--json tells all)")
     checked = f"{report.messages:,} messages, {report.chunks:,} chunks, {size(report.bytes)}"
     if not report.intact and not report.messages:
-        click.echo(f"damaged, see above; no message is there that could be read ({checked} checked)")
+        tell(f"damaged, see above; no message is there that could be read ({checked} checked)")
     elif not report.intact and not report.damaged:
-        click.echo(f"not whole, see above; all {report.messages:,} messages that are there can be read ({checked})")
-        click.echo(f"trace recover {trace} OUT makes a whole trace of them")
+        tell(f"not whole, see above; all {report.messages:,} messages that are there can be read ({checked})")
+        tell(f"trace recover {trace} OUT makes a whole trace of them")
     elif not report.intact:
-        click.echo(f"damaged: {report.damaged:,} of {report.messages:,} messages cannot be read ({checked} checked)")
+        tell(f"damaged: {report.damaged:,} of {report.messages:,} messages cannot be read ({checked} checked)")
         if report.damaged < report.messages:
-            click.echo(f"trace recover {trace} OUT saves the others")
+            tell(f"trace recover {trace} OUT saves the others")
     elif report.status == "interrupted":
-        click.echo(f"interrupted: the writer is gone without a word; all it committed is intact ({checked})")
+        tell(f"interrupted: the writer is gone without a word; all it committed is intact ({checked})")
     else:
-        click.echo(f"intact, {report.status}: {checked}")
+        tell(f"intact, {report.status}: {checked}")
 
 
 @click.command(cls=Command, examples=["trace recover damaged.zarr saved.zarr"])
@@ -101,7 +101,7 @@ def _print_loss(loss: Loss, dst: str) -> None:
         ]
         columns = ("kind", "module", "tag", "saved", "lost", "steps lost")
         print_table(columns, rows, right=("saved", "lost"), names=("module", "tag"), group="kind")
-    click.echo(f"saved {loss.saved:,} of {loss.messages:,} messages to {dst}")
+    tell(f"saved {loss.saved:,} of {loss.messages:,} messages to {dst}")
     if not loss.lossless and not loss.lost:
         click.echo("what was lost cannot be counted: see above what is damaged or missing")
 
@@ -148,4 +148,4 @@ def convert(
         print_json(copied)
         return
     rest = f", and left out {copied['left_out']:,}" if copied["left_out"] else ""
-    click.echo(f"copied {copied['messages']:,} messages, {size(copied['bytes'])}, to {dst}{rest}")
+    tell(f"copied {copied['messages']:,} messages, {size(copied['bytes'])}, to {dst}{rest}")

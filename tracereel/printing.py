@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from analyze.tables.escapes import in_json, printable
-from tracereel.errors import as_typed
+from tracereel.errors import as_typed, harmless
 
 if TYPE_CHECKING:
     from rich.console import ConsoleRenderable, RichCast
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 
 # -- stdout -------------------------------------------------------------------------------------------------------
+
+
+def tell(sentence: str) -> None:
+    """Print a sentence on stdout, on one line whatever names are in it."""
+    click.echo(printable(as_typed(sentence)))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], **layout: Any) -> None:
@@ -149,7 +154,7 @@ def say(sentence: str) -> None:
 
 def complain(sentence: str) -> None:
     """Print a sentence on stderr, with paths as the user typed them."""
-    say(as_typed(sentence))
+    say(harmless(as_typed(sentence)))
 
 
 def note_problems(reader: TraceReader) -> None:

@@ -11,7 +11,7 @@ from tracereel import options
 from tracereel.checks import check_apart, check_installed, check_new
 from tracereel.command import Command, conclude
 from tracereel.errors import DAMAGED, wrong_usage
-from tracereel.printing import complain, plain_warnings, print_json, say
+from tracereel.printing import complain, plain_warnings, print_json, say, tell
 
 _metrics = options.several(
     "-s",
@@ -73,9 +73,7 @@ def report(
     if as_json:
         print_json(checked.as_json() | {"report": target, "remarks": found.remarks})
     else:
-        from analyze.tables.escapes import printable
-
-        click.echo(printable(checked.verdict))
+        tell(checked.verdict)
         click.echo(f"{target}  {Path(target).stat().st_size / 1e6:.1f} MB; open it in a browser")
     for sentence in found.remarks:
         complain(sentence)

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 import tracer
-from analyze.tables.escapes import printable
 from tracer.errors import TracerError
 from tracereel import options
 from tracereel.command import Command, conclude
-from tracereel.errors import DAMAGED, FOUND, SOME_FAILED, as_typed, wrong_usage
+from tracereel.errors import DAMAGED, FOUND, SOME_FAILED, wrong_usage
 from tracereel.options import Filters
-from tracereel.printing import complain, note_problems, plain_warnings, print_json, print_table
+from tracereel.printing import complain, note_problems, plain_warnings, print_json, print_table, tell
 from tracereel.showing import means_several
 
 if TYPE_CHECKING:
@@ -103,14 +102,14 @@ def _check_several(traces: tuple[str, ...], rules: list[Rule], filters: Filters,
             conclude(SOME_FAILED)
             told.append({"trace": trace, "verdict": f"unreadable: {error}"})
             if not as_json:
-                click.echo(f"{printable(trace)}: unreadable")
+                tell(f"{trace}: unreadable")
             continue
         if found.damage:
             complain(f"{found.damage}; the answer is to what comes before that")
             conclude(SOME_FAILED)
         told.append(found.as_json())
         if not as_json:
-            click.echo(f"{printable(trace)}: {printable(found.verdict)}")
+            tell(f"{trace}: {found.verdict}")
         yield found
     if as_json:
         print_json(told)
@@ -118,7 +117,7 @@ def _check_several(traces: tuple[str, ...], rules: list[Rule], filters: Filters,
 
 def _print(found: Checked) -> None:
     """The verdict, the findings in order of time, and what the other rules did."""
-    click.echo(printable(as_typed(found.verdict)))
+    tell(found.verdict)
     worst = found.worst
     if worst is not None:
         click.echo(f"what to try: {worst.advice}")
@@ -137,7 +136,7 @@ def _print(found: Checked) -> None:
     if found.silent:
         click.echo(f"\nlooked and found nothing: {', '.join(found.silent)}")
     for name, why in found.unjudged.items():
-        click.echo(f"could not judge: {name}: {why}")
+        tell(f"could not judge: {name}: {why}")
 
 
 def _row(found: Finding) -> tuple[object, ...]:
@@ -165,16 +164,16 @@ def blame(trace: str, step: int | None, most: int, as_json: bool) -> None:
     if as_json:
         print_json(found.as_json())
         return
-    click.echo(printable(as_typed(found.verdict)))
+    tell(found.verdict)
     if found.why != "it was given":
-        click.echo(printable(f"the step is that of {found.why}"))
+        tell(f"the step is that of {found.why}")
     if found.suspects:
         click.echo()
         columns = ("step", "position in batch", "label", "gradient norm", "typical", "input / usual")
         rows = [(one.step, one.position, one.label, one.norm, one.typical, _size(one)) for one in found.suspects]
         print_table(columns, rows, right=(*columns[:2], *columns[3:]))
     for sentence in found.unseen:
-        click.echo(printable(f"not seen: {sentence}"))
+        tell(f"not seen: {sentence}")
 
 
 def _size(one: Suspect) -> str:

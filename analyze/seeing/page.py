@@ -15,6 +15,7 @@ from analyze.seeing.layers import layers
 from analyze.seeing.panels import arrays, curves, heat, loss, provenance, rules, similarity, table, zoom
 from analyze.seeing.panels.panel import Panel
 from analyze.seeing.words import text
+from analyze.tables.escapes import printable
 
 if TYPE_CHECKING:
     from bokeh.models import Range1d
@@ -105,8 +106,16 @@ def panels_of(
 
 
 def data_of(panels: Iterable[Panel]) -> dict[str, Any]:
-    """What the page's script reads, by panel."""
-    return {one.name: one.data for one in panels if one.data}
+    """What the page's script reads, by panel; names as the page's text has them."""
+    return {one.name: _printable(one.data) for one in panels if one.data}
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {key: _printable(one) for key, one in value.items()}
+    return [_printable(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def html_of(

@@ -1253,6 +1253,37 @@ def test_json_has_no_effect_on_a_terminal(tmp_path: Path, character: str) -> Non
     assert character not in "".join(run(command, path).output for command in ("info", "ls", "cat"))
 
 
+def test_names_in_sentences_have_no_effect_on_a_terminal(tmp_path: Path) -> None:
+    """What commands say of a damaged trace and of its modules has names escaped, on stdout and in errors."""
+    name = "a\u202eb\x1b[31m\nc"
+    runs = [tmp_path / "run.zarr", tmp_path / "damaged.zarr"]
+    weights = torch.arange(1.0, 51.0)
+    for run_number, path in enumerate(runs):
+        with TraceWriter(path) as writer:
+            for step in range(30):
+                where = {"global_step": step, "train_step": step, "epoch": 0}
+                writer.write(ModuleMessage(kind="weights", module=name, data=weights + step, **where))
+                changed = weights * (float("nan") if run_number and step == 20 else 1)
+                writer.write(ModuleMessage(kind="weight_gradients", module=name, data=changed, **where))
+    damage(runs[1], (weights + 25).numpy().tobytes())
+    shown = ""
+    for words in (
+        ("verify", runs[1]),
+        ("check", runs[1]),
+        ("check", *runs),
+        ("diff", *runs),
+        ("blame", runs[1]),
+        ("cat", runs[1]),
+        ("replay", runs[1], "-s", "norm"),
+        ("replay", runs[0], "-s", "update_ratio", "--plan"),
+        ("recover", runs[1], tmp_path / "saved.zarr"),
+    ):
+        result = run(*words)
+        assert not {"\u202e", "\x1b"} & set(result.output), result.output
+        shown += result.output
+    assert shown.count("a\\u202eb\\x1b[31m\\nc") >= 4
+
+
 def test_paths_are_told_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative path stays relative in errors, in `info` and in tables; a full one stays full; JSON has full ones."""
     write(tmp_path / "run.zarr")

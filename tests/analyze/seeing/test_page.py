@@ -14,6 +14,7 @@ import torch
 
 from analyze.seeing.gather import gather, reference
 from analyze.seeing.page import page
+from analyze.tables.escapes import printable
 from tests.analyze.seeing.runs import HOSTILE, LAYERS, flip, messages, probes, write
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.trace.writer import TraceWriter
@@ -132,7 +133,14 @@ def test_names_are_only_text(tmp_path: Path) -> None:
     assert len(parsed.scripts) == 4
     assert not set("\x00\x1b\x7f\u202e\u2066") & set(document)
     data = json.loads(next(text for one, text in parsed.scripts if one.get("type") == "application/json"))
-    assert set(names) <= {layer for group in data["heat"]["rows"] for layer in group}
+    shown = {printable(name) for name in names}
+    assert shown <= {layer for group in data["heat"]["rows"] for layer in group}
+    # the table and the curves know layers by the same names, so a tick selects its curve
+    ticks = {one["data-layer"] for tag, one in parsed.tags if "data-layer" in one}
+    assert shown <= ticks
+    ratios = data["curves"]["measures"][0]["lines"]
+    assert shown <= {one["layer"] for one in ratios}
+    assert not set("\x00\x1b\x7f\u202e\u2066") & {sign for one in ratios for sign in one["layer"]}
 
 
 def test_a_reference_is_drawn_and_named(tmp_path: Path, run: Path) -> None:
