@@ -35,7 +35,7 @@ class Map:
     @property
     def names(self) -> list[str]:
         """What each row is of."""
-        return [one[0] if len(one) == 1 else f"{one[0]} … {one[-1]} ({len(one)} layers)" for one in self.layers]
+        return [one[0] if len(one) == 1 else f"{one[0]} … {one[-1]}" for one in self.layers]
 
     @property
     def last(self) -> int:

@@ -167,5 +167,5 @@ def _in_words(own: Mapping[str, Course], found: Gathered) -> str:
         )
     if course.bad:
         told += f"; {course.bad:,} are not finite"
-    marks = [f"{one.rule} at step {one.first}" for one in found.checked.findings]
+    marks = list(dict.fromkeys(f"{one.rule} at step {one.first}" for one in found.checked.findings))
     return f"{told}. " + (f"Marked: {listed(marks, 5)}." if marks else "No finding is marked.")

@@ -100,7 +100,7 @@ def drawing(steps: Any, height: int, **options: Any) -> figure:
 
 def name_rows(drawn: figure, names: Sequence[str], marked: Sequence[int] = ()) -> None:
     """Write names beside the rows of a heat map: of all if there is room, else of some and of those that are marked."""
-    from bokeh.models import FixedTicker
+    from bokeh.models import FixedTicker, NoOverlap
 
     count = len(names)
     ticks = list(range(count))
@@ -110,6 +110,7 @@ def name_rows(drawn: figure, names: Sequence[str], marked: Sequence[int] = ()) -
         ticks = sorted({*marked[:6], *(row for row in range(0, count, every) if row not in near)})
     drawn.yaxis.ticker = FixedTicker(ticks=ticks)
     drawn.yaxis.major_label_overrides = {row: short(plain(names[row])) for row in ticks}
+    drawn.yaxis.major_label_policy = NoOverlap()
     drawn.yaxis.major_tick_line_color = None
     drawn.ygrid.grid_line_color = None
 

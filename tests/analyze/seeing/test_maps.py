@@ -38,7 +38,7 @@ def test_neighbours_share_a_row() -> None:
     ((row, column),) = np.argwhere(one.cells == 50)
     assert "layer777" in one.layers[row]
     assert column == 5
-    assert one.names[-1] == "layer0 … layer8 (9 layers)"
+    assert one.names[-1] == "layer0 … layer8"
 
 
 def test_a_budget_makes_columns_wider() -> None:
