@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from functools import partial
 from typing import Any, Literal
@@ -18,14 +19,16 @@ from analyze.metrics.spectra import lanczos
 from analyze.metrics.spectra.lanczos import largest, product, seeded
 from analyze.metrics.spectra.spectral_norm import STATUSES
 from tests.analyze.metrics.matrices import INF, NAN, message, orthogonal, overtaken, said, with_spectrum
+from tests.examples import examples
 from tracer import MessageError
 
 
+@functools.cache
 def hard() -> dict[str, Any]:
-    """Matrices beyond the size of the exact way, with spectra that are hard to iterate on."""
+    """Matrices beyond the size of the exact way, with spectra that are hard to iterate on; nobody writes into them."""
     rng = np.random.default_rng(0)
     n = 200
-    return {
+    made = {
         "uniform initialisation": rng.uniform(-1, 1, (n, n)),
         "tall": rng.standard_normal((3 * n, n)),
         "wide": rng.standard_normal((n, 3 * n)),
@@ -44,6 +47,17 @@ def hard() -> dict[str, Any]:
         "complex": rng.standard_normal((n, n)) + 1j * rng.standard_normal((n, n)),
         "a convolution": rng.standard_normal((160, 20, 3, 3)),
     }
+    for one in made.values():
+        one.setflags(write=False)
+    return made
+
+
+@functools.cache
+def hard_values(name: str, dtype: torch.dtype) -> Any:
+    """The singular values of one of them, in a dtype."""
+    w = torch.tensor(hard()[name]).to(dtype)
+    exact = w.to(torch.complex128 if w.is_complex() else torch.float64)
+    return np.linalg.svd(exact.flatten(1).numpy(), compute_uv=False)
 
 
 @pytest.fixture(params=["in the cache", "larger"])
@@ -58,24 +72,23 @@ def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", hard())
 def test_iterated_spectral_norm(name: str, dtype: str) -> None:
     """From any random vector, the iteration is within 1e-6 of LAPACK's SVD, with a residual that tells the truth."""
-    data = hard()[name]
-    if data.dtype.kind == "c":
+    data = torch.tensor(hard()[name])
+    if data.is_complex():
         if dtype == "bfloat16":
             pytest.skip("there is no complex bfloat16")
-        w = torch.tensor(data).to(torch.complex64 if dtype == "float32" else torch.complex128)
-        exact = w.to(torch.complex128).numpy()
+        w = data.to(torch.complex64 if dtype == "float32" else torch.complex128)
     else:
-        w = torch.tensor(data).to(getattr(torch, dtype))
-        exact = w.double().numpy()
-    values = np.linalg.svd(exact.reshape(len(exact), -1), compute_uv=False)
+        w = data.to(getattr(torch, dtype))
+    values = hard_values(name, w.dtype)
     for step in range(4):
         found = analyze.spectral_norm(w, random=seeded(name, step))
         assert found.status == "converged", name
         assert found == pytest.approx(values[0], rel=1e-6)
         assert found < values[0] * (1 + 2e-7)
         assert np.abs(values - found).min() <= found.residual + 1e-14 * values[0]  # LAPACK rounds, too
-    assert analyze.spectral_norm(w, exact=True) == pytest.approx(values[0], rel=1e-13)
-    assert analyze.spectral_norm(w, exact=True).status == "exact"
+    exact = analyze.spectral_norm(w, exact=True)
+    assert exact == pytest.approx(values[0], rel=1e-13)
+    assert exact.status == "exact"
     certified = analyze.spectral_norm(w, certify=True)
     assert certified == pytest.approx(values[0], rel=1e-6)
     assert certified.status == "certified"
@@ -125,13 +138,40 @@ def test_slow_and_fast_crossings(rate: float, dtype: Any) -> None:
         assert said(metric, message(w.astype(dtype), step=t))["value"] == pytest.approx(exact, rel=1e-6)
 
 
+@functools.cache
+def turned() -> tuple[Any, Any]:
+    """Left and right singular vectors of matrices whose values change."""
+    rng = np.random.default_rng(0)
+    return orthogonal(600, rng), orthogonal(600, rng)
+
+
+@pytest.mark.parametrize(
+    ("cache", "how", "dtype"),
+    [
+        ("in the cache", "suddenly", np.float32),
+        ("in the cache", "by 0.01 a step", np.float64),
+        ("larger", "and falls", np.float32),
+        ("larger", "suddenly", np.float64),
+        *(
+            pytest.param(where, how, dtype, marks=pytest.mark.slow)
+            for where, how, dtype in [
+                ("in the cache", "suddenly", np.float64),
+                ("in the cache", "by 0.01 a step", np.float32),
+                ("in the cache", "and falls", np.float32),
+                ("in the cache", "and falls", np.float64),
+                ("larger", "suddenly", np.float32),
+                ("larger", "by 0.01 a step", np.float32),
+                ("larger", "by 0.01 a step", np.float64),
+                ("larger", "and falls", np.float64),
+            ]
+        ),
+    ],
+    indirect=["cache"],
+)
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("how", ["suddenly", "by 0.01 a step", "and falls"])
 def test_a_direction_that_overtakes_in_a_flat_spectrum_is_seen_at_once(how: str, dtype: Any) -> None:
     """With a spectrum from 0 to 0.95 and one at 1: within 1e-6 at every step, as of a metric without a past."""
-    rng = np.random.default_rng(0)
-    left, right, metric = orthogonal(600, rng), orthogonal(600, rng), analyze.SpectralNorm(certify=0)
+    (left, right), metric = turned(), analyze.SpectralNorm(certify=0)
     for step in range(12):
         values = overtaken(step, how)
         w = ((left * values) @ right.T).astype(dtype)
@@ -142,7 +182,7 @@ def test_a_direction_that_overtakes_in_a_flat_spectrum_is_seen_at_once(how: str,
         assert said(analyze.SpectralNorm(certify=0), message(w, step=step)) == told
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_whatever_crosses_the_value_is_right(data: st.DataObject) -> None:
     """Random spectra whose values move at random, and so cross: what is called converged is right to 1e-6."""
