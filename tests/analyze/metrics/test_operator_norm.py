@@ -111,7 +111,8 @@ def test_operator_norm_of_padded_convolutions(options: dict[str, Any], mode: Any
     """With whatever around the input, it is the largest singular value of torch's layer as a dense matrix."""
     given = {key: value[0] if isinstance(value, tuple) and axes != 2 else value for key, value in options.items()}
     size = given.pop("size", (6, 5))
-    size = size if axes == 2 else (min(size[0], 4),) * 3 if axes == 3 else (size[0],)
+    side = size if isinstance(size, int) else size[0]
+    size = size if axes == 2 else (side,) if axes == 1 else (min(side, 4),) * 3
     torch.manual_seed(0)
     layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1](4, 4, padding_mode=mode, bias=False, **given).double()
     eye = torch.eye(4 * math.prod(size), dtype=torch.float64).reshape(-1, 4, *size)

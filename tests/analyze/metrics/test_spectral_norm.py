@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from functools import partial
 from typing import Any, Literal
@@ -60,7 +61,10 @@ def hard_values(name: str, dtype: torch.dtype) -> Any:
     return np.linalg.svd(exact.flatten(1).numpy(), compute_uv=False)
 
 
-@pytest.fixture(params=["in the cache", "larger"])
+CACHES = ("in the cache", "larger")
+
+
+@pytest.fixture(params=CACHES)
 def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices are multiplied as those that the cache holds, and as larger ones, by two vectors at a time."""
     if request.param == "larger":
@@ -124,9 +128,22 @@ def test_a_crossing_is_seen(certify: int) -> None:
         assert STATUSES[int(found["status"])] == ("certified" if certify else "converged")
 
 
+def in_turns(**values: tuple[Any, ...]) -> Any:
+    """All of these values together, each time as in the cache or as larger, in turns; the other is slow."""
+    return pytest.mark.parametrize(
+        (*values, "cache"),
+        [
+            pytest.param(*given, cache, marks=[] if at == sum(places) % 2 else [pytest.mark.slow])
+            for places in itertools.product(*(range(len(one)) for one in values.values()))
+            for given in [[one[place] for one, place in zip(values.values(), places, strict=True)]]
+            for at, cache in enumerate(CACHES)
+        ],
+        indirect=["cache"],
+    )
+
+
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("rate", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@in_turns(rate=(1e-1, 1e-2, 1e-3, 1e-4, 1e-5), dtype=(np.float32, np.float64))
 def test_slow_and_fast_crossings(rate: float, dtype: Any) -> None:
     """However slowly or fast one singular value overtakes the other, the value is within 1e-6 at every step."""
     rng = np.random.default_rng(0)
@@ -250,8 +267,7 @@ def test_more_precision_than_float32_has() -> None:
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("ties", [2, 3, 5])
-@pytest.mark.parametrize("gap", [1e-7, 1e-6, 1e-5, 1e-4])
+@in_turns(ties=(2, 3, 5), gap=(1e-7, 1e-6, 1e-5, 1e-4))
 def test_near_ties_come_apart_from_a_cold_start(ties: int, gap: float) -> None:
     """Where the largest singular values differ by little, and nothing is known of them, the largest is found."""
     rng = np.random.default_rng(0)
