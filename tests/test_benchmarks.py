@@ -26,7 +26,7 @@ CASES = {
     "startup": "--rounds 1 --json",
     "storage": "--rounds 1 --scale 0.05 --only scalars,open --json",
 }
-LONG = ("batch", "compression", "hooks", "overhead", "startup")
+LONG = ("batch", "compression", "hooks", "overhead", "report", "startup", "storage")
 """Their smallest sizes take too long for each `make test`: there it is only seen that they begin."""
 ELSEWHERE = {
     "diff": "its smallest size trains forty networks, and takes a minute",

@@ -233,7 +233,12 @@ def test_replay_says_what_was_said_live(name: str, live: Live) -> None:
     assert said == set(parse(name).produces), f"{name} promised {parse(name).produces} and gave {said}"
 
 
-@pytest.mark.parametrize("steps", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("live", "steps"),
+    [("zarr", 1), ("h5", 3), ("zarr", 4)]
+    + [pytest.param(suffix, steps, marks=pytest.mark.slow) for suffix, steps in (("h5", 1), ("zarr", 3), ("h5", 4))],
+    indirect=["live"],
+)
 def test_a_replay_in_two_parts_goes_on_where_it_stopped(live: Live, steps: int) -> None:
     """With the state of the first part loaded, the second part of a replay says the rest of what was said live."""
     first, second, heard = everyone(), everyone(), Collect()
@@ -622,7 +627,7 @@ def test_a_trace_holds_nothing_derived(live: Live) -> None:
     assert {message.kind for message in live.heard} > set(KINDS)
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_replaying_never_doubles(live: Live, times: int) -> None:
     """However often a trace is replayed, each answer comes once, and the trace stays as it is."""
     with tracer.open(live.path) as trace:
@@ -658,7 +663,7 @@ def test_a_subscriber_that_joins_late_leaves_nothing_in_the_trace(tmp_path: Path
     ("name", "live", "part_bytes"),
     [(name, "zarr", 1) for name in NAMES]
     + [
-        pytest.param(name, "h5", 3000, marks=[pytest.mark.slow] if number % 3 else [])
+        pytest.param(name, "h5", 3000, marks=[pytest.mark.slow] if number % 6 else [])
         for number, name in enumerate(NAMES)
     ],
     indirect=["live"],

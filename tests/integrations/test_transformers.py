@@ -258,11 +258,20 @@ def test_max_steps_end_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     assert [one.epoch for one in read(path, "epoch_finished")] == [0, 1]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trace of a run that never fails."""
+    folder = tmp_path_factory.mktemp("whole")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(folder, TraceCallback(folder / "run.zarr")).train()
+    return folder / "run.zarr"
+
+
 @pytest.mark.parametrize(("every", "fail_at"), [(3, 4), (3, 8), (5, 7)])
-def test_resuming(tmp_path: Path, every: int, fail_at: int) -> None:
+def test_resuming(tmp_path: Path, whole: Path, every: int, fail_at: int) -> None:
     """A run that goes on from a checkpoint is in the trace, bit for bit, as one that never failed."""
-    whole, path = tmp_path / "whole.zarr", tmp_path / "run.zarr"
-    trainer(tmp_path, TraceCallback(whole)).train()
+    path = tmp_path / "run.zarr"
     saves = {"save_strategy": "steps", "save_steps": every}
     with pytest.raises(ValueError, match="as the test wants it"):
         with TraceCallback(path, resume=True) as callback:
