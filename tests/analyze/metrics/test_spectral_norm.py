@@ -130,16 +130,13 @@ def test_a_crossing_is_seen(certify: int) -> None:
 
 def in_turns(**values: tuple[Any, ...]) -> Any:
     """All of these values together, each time as in the cache or as larger, in turns; the other is slow."""
-    return pytest.mark.parametrize(
-        (*values, "cache"),
-        [
-            pytest.param(*given, cache, marks=[] if at == sum(places) % 2 else [pytest.mark.slow])
-            for places in itertools.product(*(range(len(one)) for one in values.values()))
-            for given in [[one[place] for one, place in zip(values.values(), places, strict=True)]]
-            for at, cache in enumerate(CACHES)
-        ],
-        indirect=["cache"],
-    )
+    cases = []
+    for places in itertools.product(*(range(len(one)) for one in values.values())):
+        given = [one[place] for one, place in zip(values.values(), places, strict=True)]
+        for at, cache in enumerate(CACHES):
+            marks = [] if at == sum(places) % 2 else [pytest.mark.slow]
+            cases.append(pytest.param(*given, cache, marks=marks))
+    return pytest.mark.parametrize((*values, "cache"), cases, indirect=["cache"])
 
 
 @pytest.mark.usefixtures("cache")
