@@ -26,8 +26,8 @@ CASES = {
     "startup": "--rounds 1 --json",
     "storage": "--rounds 1 --scale 0.05 --only scalars,open --json",
 }
-LONG = ("compression", "overhead")
-"""Their smallest sizes take too long for each `make test`."""
+LONG = ("batch", "compression", "hooks", "overhead", "report", "startup", "storage")
+"""Their smallest sizes take too long for each `make test`: there it is only seen that they begin."""
 ELSEWHERE = {
     "diff": "its smallest size trains forty networks, and takes a minute",
     "gpu": "it needs one, and tests/observing/test_cuda.py is for that",
@@ -56,19 +56,30 @@ def test_all_are_run() -> None:
     assert sorted(path.stem for path in FOLDER.glob("*.py")) == sorted([*CASES, *ELSEWHERE])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in CASES])
-def test_runs(name: str, tmp_path: Path) -> None:
-    """It ends well, and what it prints are numbers."""
+def run(name: str, arguments: str, folder: Path) -> str:
+    """What a benchmark prints that is to end well."""
     done = processes.run(
-        [sys.executable, str(FOLDER / f"{name}.py"), *CASES[name].split()],
-        env={**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        [sys.executable, str(FOLDER / f"{name}.py"), *arguments.split()],
+        env={**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = numbers(json.loads(done.stdout))
+    return done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in CASES])
+def test_runs(name: str, tmp_path: Path) -> None:
+    """It ends well, and what it prints are numbers."""
+    found = numbers(json.loads(run(name, CASES[name], tmp_path)))
     assert len(found) > 3
     assert all(math.isfinite(number) for number in found)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_begins(name: str, tmp_path: Path) -> None:
+    """What it imports is there, and it says what it measures."""
+    assert "--json" in run(name, "--help", tmp_path)

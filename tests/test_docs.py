@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 import shlex
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,6 +36,26 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+def examples(folder: Path) -> Path:
+    """A folder in which the pages' commands find the examples."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder in which a page's ``trace record`` has run, once for all pages that show the same."""
+
+    @functools.cache
+    def record(line: str) -> Path:
+        folder = examples(tmp_path_factory.mktemp("recorded"))
+        with contextlib.chdir(folder):
+            run(sys.executable, str(ROOT / "cli.py"), *shlex.split(line, comments=True)[1:])
+        return folder
+
+    return record
+
+
 @pytest.mark.parametrize(
     ("page", "commands", "says"),
     [
@@ -43,12 +67,17 @@ def run(*command: str) -> str:
     ],
 )
 def test_what_a_page_shows_runs(
-    page: str, commands: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str,
+    commands: int,
+    says: str,
+    recorded: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each ``trace`` line of a page, one after the other, then its Python blocks as one program."""
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    examples(tmp_path)
     lines = [line for block in blocks(ROOT / page, "sh") for line in block.splitlines() if line.startswith("trace ")]
     lines = [line for line in lines if not line.startswith("trace view")]  # which serves until somebody ends it
     assert len(lines) >= commands
@@ -57,9 +86,11 @@ def test_what_a_page_shows_runs(
     for line in lines:
         words = shlex.split(line, comments=True)[1:]
         if words[0] == "record":  # runs the script in its own process
-            run(sys.executable, str(ROOT / "cli.py"), *words)
+            there = shutil.ignore_patterns("examples")
+            shutil.copytree(recorded(line), tmp_path, ignore=there, dirs_exist_ok=True)
         else:
-            done = CliRunner().invoke(main, words)
+            with processes.forked():  # the workers of a batch
+                done = CliRunner().invoke(main, words)
             assert done.exit_code == 0, f"{line}: {done.output}"
     program = tmp_path / "program.py"
     program.write_text("\n".join(blocks(ROOT / page, "python")), encoding="utf-8")

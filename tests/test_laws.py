@@ -202,6 +202,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Live]:
     return record
 
 
+def in_turns(*values: Any) -> list[Any]:
+    """Each registered subscriber with one of these values, in turns; with the others it is slow."""
+    return [
+        pytest.param(name, value, marks=[] if at == number % len(values) else [pytest.mark.slow])
+        for number, name in enumerate(NAMES)
+        for at, value in enumerate(values)
+    ]
+
+
 @pytest.fixture(scope="module", params=FORMATS)
 def live(request: pytest.FixtureRequest, recorded: Callable[[str], Live]) -> Live:
     """That training in each format."""
@@ -211,7 +220,8 @@ def live(request: pytest.FixtureRequest, recorded: Callable[[str], Live]) -> Liv
 # -- 1. live = replay -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+# that both formats give the same messages is tested below
+@pytest.mark.parametrize(("name", "live"), in_turns(*FORMATS), indirect=["live"])
 def test_replay_says_what_was_said_live(name: str, live: Live) -> None:
     """Every registered subscriber says on replay, bit for bit, what it said live; and it says something."""
     heard = Collect()
@@ -223,7 +233,12 @@ def test_replay_says_what_was_said_live(name: str, live: Live) -> None:
     assert said == set(parse(name).produces), f"{name} promised {parse(name).produces} and gave {said}"
 
 
-@pytest.mark.parametrize("steps", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("live", "steps"),
+    [("zarr", 1), ("h5", 3), ("zarr", 4)]
+    + [pytest.param(suffix, steps, marks=pytest.mark.slow) for suffix, steps in (("h5", 1), ("zarr", 3), ("h5", 4))],
+    indirect=["live"],
+)
 def test_a_replay_in_two_parts_goes_on_where_it_stopped(live: Live, steps: int) -> None:
     """With the state of the first part loaded, the second part of a replay says the rest of what was said live."""
     first, second, heard = everyone(), everyone(), Collect()
@@ -307,7 +322,7 @@ def test_there_are_memoryless_subscribers() -> None:
     assert {"svcca", "message_mean", "saturation"}.isdisjoint(MEMORYLESS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "live"), in_turns(*FORMATS), indirect=["live"])
 def test_a_plan_says_who_remembers(name: str, live: Live, published: list[Message]) -> None:
     """A plan says of each registered subscriber what it remembers across, if it has a state, and only then."""
     one = parse(name)
@@ -612,7 +627,7 @@ def test_a_trace_holds_nothing_derived(live: Live) -> None:
     assert {message.kind for message in live.heard} > set(KINDS)
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_replaying_never_doubles(live: Live, times: int) -> None:
     """However often a trace is replayed, each answer comes once, and the trace stays as it is."""
     with tracer.open(live.path) as trace:
@@ -644,8 +659,15 @@ def test_a_subscriber_that_joins_late_leaves_nothing_in_the_trace(tmp_path: Path
 # -- the parts of a batch are the whole -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("live", "part_bytes"), [("zarr", 1), ("h5", 3000)], indirect=["live"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "live", "part_bytes"),
+    [(name, "zarr", 1) for name in NAMES]
+    + [
+        pytest.param(name, "h5", 3000, marks=[pytest.mark.slow] if number % 6 else [])
+        for number, name in enumerate(NAMES)
+    ],
+    indirect=["live"],
+)
 def test_the_parts_of_a_batch_are_the_whole(name: str, part_bytes: int, live: Live, tmp_path: Path) -> None:
     """However finely a batch cuts a trace, what each registered subscriber says is that of one replay, to the bit."""
     names = {type(one): known for known, one in everyone().items()}

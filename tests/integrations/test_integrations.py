@@ -19,34 +19,44 @@ from tracer.trace.reader import TraceReader
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("library", ["lightning", "transformers"])
-def test_a_missing_library_is_one_sentence(library: str) -> None:
-    """The module can be imported; a callback cannot be made."""
-    program = (
-        "import sys\n"
-        f"sys.modules[{library!r}] = None\n"  # as if it were not installed
-        "import tracer\n"
-        f"from tracer.integrations.{library} import TraceCallback\n"
-        "try:\n"
-        "    TraceCallback('run.zarr')\n"
-        "except tracer.TracerError as error:\n"
-        "    print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stderr == ""
-    assert done.stdout.startswith(f"this callback needs {library}, which cannot be imported (")
-    assert done.stdout.endswith(f"pip install 'tracereel[{library}]'\n")
+LIBRARIES = ("lightning", "transformers")
 
 
-def test_tracer_imports_no_library() -> None:
-    """Neither `tracer` nor what records imports a training library."""
+@pytest.fixture(scope="module")
+def without_libraries() -> list[str]:
+    """What a fresh program prints: which libraries it has after `tracer`, and what callbacks say if there are none."""
     program = (
         "import sys, tracer\n"
         "tracer.record, tracer.Exporter\n"
         "print(sorted({'accelerate', 'lightning', 'transformers', 'tracer.integrations'} & set(sys.modules)))\n"
+        f"for library in {LIBRARIES}:\n"
+        "    sys.modules[library] = None\n"  # as if it were not installed
     )
+    for library in LIBRARIES:
+        program += (
+            f"from tracer.integrations.{library} import TraceCallback\n"
+            "try:\n"
+            "    TraceCallback('run.zarr')\n"
+            "except tracer.TracerError as error:\n"
+            "    print(error)\n"
+        )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_missing_library_is_one_sentence(library: str, without_libraries: list[str]) -> None:
+    """The module can be imported; a callback cannot be made."""
+    said = without_libraries[1 + LIBRARIES.index(library)]
+    assert said.startswith(f"this callback needs {library}, which cannot be imported (")
+    assert said.endswith(f"pip install 'tracereel[{library}]'")
+    assert len(without_libraries) == 1 + len(LIBRARIES)
+
+
+def test_tracer_imports_no_library(without_libraries: list[str]) -> None:
+    """Neither `tracer` nor what records imports a training library."""
+    assert without_libraries[0] == "[]"
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sys
 import textwrap
@@ -257,11 +258,20 @@ def test_max_steps_end_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     assert [one.epoch for one in read(path, "epoch_finished")] == [0, 1]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trace of a run that never fails."""
+    folder = tmp_path_factory.mktemp("whole")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(folder, TraceCallback(folder / "run.zarr")).train()
+    return folder / "run.zarr"
+
+
 @pytest.mark.parametrize(("every", "fail_at"), [(3, 4), (3, 8), (5, 7)])
-def test_resuming(tmp_path: Path, every: int, fail_at: int) -> None:
+def test_resuming(tmp_path: Path, whole: Path, every: int, fail_at: int) -> None:
     """A run that goes on from a checkpoint is in the trace, bit for bit, as one that never failed."""
-    whole, path = tmp_path / "whole.zarr", tmp_path / "run.zarr"
-    trainer(tmp_path, TraceCallback(whole)).train()
+    path = tmp_path / "run.zarr"
     saves = {"save_strategy": "steps", "save_steps": every}
     with pytest.raises(ValueError, match="as the test wants it"):
         with TraceCallback(path, resume=True) as callback:
@@ -305,41 +315,62 @@ def test_beginning_again_closes_what_was_open(tmp_path: Path) -> None:
         _ = callback.run
 
 
-@pytest.mark.parametrize(
-    ("ending", "code", "expected"),
-    [
-        ("raise ValueError('as the test wants it')", 1, "failed: ValueError: as the test wants it"),
-        ("os.kill(os.getpid(), signal.SIGINT)", -2, "failed: KeyboardInterrupt"),
-        ("sys.exit(3)", 3, "failed: TraceError: the training did not come to its end"),
-    ],
-    ids=["exception", "SIGINT", "exit"],
-)
-@pytest.mark.parametrize("suffix", ["zarr", "h5"])
-def test_a_program_that_dies_closes_the_trace(
-    tmp_path: Path, ending: str, code: int, expected: str, suffix: str
-) -> None:
-    """The trainer says nothing of what interrupts it, but the program ends, and its exit code is its own."""
-    path = tmp_path / f"run.{suffix}"
-    script = tmp_path / "script.py"
+ENDINGS = {
+    "exception": ("raise ValueError('as the test wants it')", 1, "failed: ValueError: as the test wants it"),
+    "SIGINT": ("os.kill(os.getpid(), signal.SIGINT)", -2, "failed: KeyboardInterrupt"),
+    "exit": ("sys.exit(3)", 3, "failed: TraceError: the training did not come to its end"),
+}
+
+
+@pytest.fixture(scope="module")
+def deaths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """A folder of traces, one of each way to die and format, and the exit codes of the programs that wrote them.
+
+    Importing the library takes longer than all of them: one program imports it, and forks where each would begin.
+    """
+    folder = tmp_path_factory.mktemp("deaths")
+    script = folder / "script.py"
     script.write_text(
         textwrap.dedent(f"""
-        import os, signal, sys
+        import json, os, signal, sys
         from pathlib import Path
         import transformers
-        from test_transformers import TraceCallback, trainer
+        from test_transformers import ENDINGS, TraceCallback, trainer
 
         class Die(transformers.TrainerCallback):
             def on_step_begin(self, args, state, control, **kwargs):
                 if state.global_step == 3:
-                    {ending}
+                    exec(ending)
 
-        trainer(Path({str(tmp_path)!r}), TraceCallback({str(path)!r}), Die()).train()
+        transformers.Trainer, transformers.GPT2LMHeadModel  # which it imports when they are asked for
+        folder, codes = Path({str(folder)!r}), {{}}
+        for name in (f"{{way}}.{{suffix}}" for way in ENDINGS for suffix in ("zarr", "h5")):
+            child = os.fork()
+            if not child:
+                break
+            codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        else:
+            (folder / "codes.json").write_text(json.dumps(codes))
+            sys.exit(0)
+        ending = ENDINGS[name.partition(".")[0]][0]
+        trainer(folder, TraceCallback(folder / name), Die()).train()
         """)
     )
     here = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1]), *sys.path])}
     done = processes.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads((folder / "codes.json").read_text())
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("suffix", ["zarr", "h5"])
+def test_a_program_that_dies_closes_the_trace(ending: str, suffix: str, deaths: tuple[Path, dict[str, int]]) -> None:
+    """The trainer says nothing of what interrupts it, but the program ends, and its exit code is its own."""
+    folder, codes = deaths
+    _, code, expected = ENDINGS[ending]
+    path = folder / f"{ending}.{suffix}"
+    assert codes[path.name] == code
     assert status(path) == expected
     assert [one.global_step for one in read(path, "batch_finished")] == [0, 1, 2]
 

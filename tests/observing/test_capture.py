@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import tracer
 from tests.endings import alike, ended
+from tests.examples import examples
 from tests.observing.recorded import mlp
 from tracer import Capture, CaptureError, Collect, Exporter, Message, UnknownNameError
 from tracer.messaging.messages import KINDS
@@ -270,7 +271,7 @@ def test_a_capture_that_matches_nothing_is_refused(tmp_path: Path) -> None:
 
 
 @given(of=st.integers(1, 400), share=st.floats(0, 1), seed=st.integers(0, 2**31))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_a_choice_is_fixed(of: int, share: float, seed: int) -> None:
     """A choice is ascending, without repetition, the same every time, and that of a generator anyone can build."""
     count = max(1, int(share * of))
@@ -380,7 +381,7 @@ ORACLES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 @given(values=st.lists(st.floats(-1e3, 1e3, width=32), min_size=2, max_size=30))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_reductions_by_name_are_numpys(name: str, values: list[float]) -> None:
     """Each named statistic is that of NumPy in float64."""
     got = Capture(reduce=name).finish("weights", torch.tensor(values).reshape(1, -1))
@@ -573,7 +574,7 @@ def test_a_running_reduction_may_work_in_place() -> None:
 EDGES = (0.0, 1e-40, 65504.0, 65519.9, 65520.0, 65536.0, 3.3895e38, 3.3961e38, 3.4028e38, 3.4029e38, 1e300)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     numbers=st.lists(
         st.one_of(st.floats(), st.sampled_from(EDGES), st.sampled_from(EDGES).map(lambda x: -x)), max_size=9
@@ -710,8 +711,14 @@ def fields_of(messages: list[Message]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("with_optimizer", [True, False])
-@pytest.mark.parametrize("vandal", VANDALS)
+@pytest.mark.parametrize(
+    ("vandal", "with_optimizer"),
+    [
+        pytest.param(vandal, with_optimizer, marks=[] if with_optimizer == number % 2 else [pytest.mark.slow])
+        for number, vandal in enumerate(VANDALS)
+        for with_optimizer in (True, False)
+    ],
+)
 def test_a_function_may_write_into_what_it_gets(vandal: str, with_optimizer: bool) -> None:
     """Whatever a condition or a reduction does to a tensor, of any kind, the training and what is recorded stay."""
     spoil = VANDALS[vandal]

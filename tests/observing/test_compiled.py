@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import io
 import pickle
@@ -44,8 +45,9 @@ def no_compiler() -> str | None:
 
 
 NO_COMPILER = no_compiler()
+# its graph is the one that aot_eager is given, which makes more of it
+EAGER = pytest.param("eager", marks=pytest.mark.slow)
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER)))
-BACKENDS = ["eager", "aot_eager", INDUCTOR]
 
 
 @pytest.fixture(autouse=True)
@@ -246,9 +248,10 @@ def assert_close(found: dict[Any, Tensor], expected: dict[Any, Tensor], backend:
 
 @pytest.mark.parametrize(
     ("make", "backend"),
-    [(make, backend) for make in (Residual, Convolutions, Attention) for backend in ("eager", "aot_eager")]
+    [(Residual, "eager"), *((make, "aot_eager") for make in (Residual, Convolutions, Attention))]
     + [pytest.param(Residual, "inductor", marks=INDUCTOR.marks)]
-    + [pytest.param(make, "inductor", marks=(*INDUCTOR.marks, pytest.mark.slow)) for make in (Convolutions, Attention)],
+    + [pytest.param(make, "eager", marks=EAGER.marks) for make in (Convolutions, Attention)]
+    + [pytest.param(make, "inductor", marks=(*INDUCTOR.marks, *EAGER.marks)) for make in (Convolutions, Attention)],
 )
 @pytest.mark.usefixtures("double")
 def test_compiled_records_what_eager_does(make: Callable[[], nn.Module], backend: str) -> None:
@@ -269,7 +272,7 @@ def test_compiled_records_what_eager_does(make: Callable[[], nn.Module], backend
     assert_as_the_loop_had_it(recorded, "last")
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [EAGER, "aot_eager"])
 def test_values_against_autograd(backend: str) -> None:
     """Before an in-place ReLU: the negative values, and the gradient with respect to them, by autograd without it."""
     recorded = unchanged(Residual, backend, steps=1)
@@ -290,6 +293,12 @@ def test_values_against_autograd(backend: str) -> None:
     for name in ("first", "shared", "norm", "last"):
         torch.testing.assert_close(found["weight_gradients", name], model.get_submodule(name).weight.grad)
     assert_as_the_loop_had_it(recorded, "last")
+
+
+@functools.cache
+def alone() -> Trained:
+    """A training that several recorded ones are compared with: ten steps by aot_eager that nobody watches."""
+    return train(Residual, "aot_eager", record=False)
 
 
 Pair = collections.namedtuple("Pair", ["one", "other"])
@@ -335,8 +344,14 @@ STRUCTURES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tup
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    ("backend", "structure"),
+    [
+        *(("aot_eager", structure) for structure in STRUCTURES),
+        ("eager", "tuple"),
+        *(pytest.param("eager", structure, marks=pytest.mark.slow) for structure in STRUCTURES if structure != "tuple"),
+    ],
+)
 def test_structured_outputs(structure: str, backend: str) -> None:
     """Each tensor of an output is recorded with its gradient and its place, as eagerly."""
     make = lambda: Unpacking(*STRUCTURES[structure])  # noqa: E731
@@ -372,7 +387,7 @@ class Aliasing(nn.Module):
         return self.last(h)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [EAGER, "aot_eager"])
 def test_outputs_that_alias_inputs_are_left_alone(backend: str) -> None:
     """A copy would not change with the original, so the training would change: the gradients are reported missing."""
     with pytest.warns(RuntimeWarning, match="is a view of, its input"):
@@ -401,7 +416,12 @@ def test_gradients_of_inputs_are_reported_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=(*INDUCTOR.marks, pytest.mark.slow))]
+    "backend",
+    [
+        "aot_eager",
+        EAGER,
+        pytest.param("inductor", marks=(*INDUCTOR.marks, pytest.mark.slow)),
+    ],
 )
 def test_a_choice_of_steps_recompiles_nothing(backend: str) -> None:
     """The operators ask at run time: `every` gives its steps' messages from one graph."""
@@ -458,7 +478,7 @@ def of_many_sizes(run: Any, optimizer: Any, steps: int) -> list[Tensor]:
     return outputs
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [EAGER, "aot_eager"])
 def test_batches_of_many_sizes(backend: str) -> None:
     """A graph with dynamic shapes has the operators too; it takes as many graphs as without."""
     trained, counts = [], []
@@ -481,7 +501,8 @@ def test_batches_of_many_sizes(backend: str) -> None:
         ("eager", True),
         ("aot_eager", False),
         ("aot_eager", True),
-        pytest.param("inductor", False, marks=INDUCTOR.marks),
+        # aot_eager cuts the graph in two as inductor does
+        pytest.param("inductor", False, marks=(*INDUCTOR.marks, pytest.mark.slow)),
     ],
 )
 @pytest.mark.usefixtures("double")
@@ -551,8 +572,21 @@ WAYS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any, Any, int], None
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "way"),
+    [
+        *(("aot_eager", way) for way in WAYS),
+        ("eager", "GradScaler"),
+        pytest.param("inductor", "optimizer in backward", marks=INDUCTOR.marks),
+        # how it is trained and what compiles it meet nowhere else
+        *(pytest.param("eager", way, marks=pytest.mark.slow) for way in WAYS if way != "GradScaler"),
+        *(
+            pytest.param("inductor", way, marks=(*INDUCTOR.marks, pytest.mark.slow))
+            for way in WAYS
+            if way != "optimizer in backward"
+        ),
+    ],
+)
 def test_ways_to_train_a_compiled_model(way: str, backend: str) -> None:
     """GradScaler, optimizers in the backward and closures: one graph, the same end, eager's messages and values.
 
@@ -657,7 +691,7 @@ def test_only_what_is_asked_for_is_in_the_graph() -> None:
     assert counts[0] < counts[1] < counts[2]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [EAGER, "aot_eager"])
 def test_after_the_recording(backend: str) -> None:
     """Nothing is left: no hook, no operator in the graph that is compiled next, and the training goes on as alone."""
     kept: list[str] = []
@@ -833,7 +867,7 @@ def test_what_fails_in_an_operator_stays_there(kind: str) -> None:
 
     with pytest.warns(RuntimeWarning, match="no luck"):
         recorded = train(Residual, "aot_eager", strict=False, condition=condition)
-    assert_same_end(recorded, train(Residual, "aot_eager", record=False))
+    assert_same_end(recorded, alone())
     assert {key[2] for key in recorded.data if key[0] == kind} == {0}
     assert {key[2] for key in recorded.data if key[0] == "weights"} == set(range(10))
     with pytest.raises(RuntimeError, match="no luck"):
@@ -948,6 +982,7 @@ def test_half_precision_is_rounded_where_it_is_recorded() -> None:
 
 
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
+@pytest.mark.usefixtures("double")  # as where the same graph is compiled above, whose machine code is kept
 def test_cuda_graphs_end_before_what_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor, asked where it would cut its CUDA graphs, names each of the operators; once, however often it traced.
 
@@ -1014,7 +1049,7 @@ def test_the_page_has_a_row_for_every_test() -> None:
     expected = {}
     for name, test in globals().items():
         if name.startswith("test_") and name != "test_the_page_has_a_row_for_every_test":
-            source = inspect.getsource(test).replace("BACKENDS", str(["eager", "aot_eager", "inductor"]))
+            source = inspect.getsource(test).replace("EAGER,", "'eager',")
             assert "unchanged(" in source or "assert_same_end(" in source, name
             told = [one for one in ("eager", "aot_eager", "inductor") if re.search(f"['\"]{one}['\"]", source)]
             expected[name] = ", ".join(told) or "none", "graphs()" in source

@@ -208,8 +208,11 @@ FORMS: dict[str, tuple[list[Callable[[Tensor], Any]], list[tuple[int, str]]]] = 
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch itself
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("what", FORMS)
+@pytest.mark.parametrize(
+    ("what", "compiled"),
+    [(what, False) for what in FORMS]
+    + [pytest.param(what, True, marks=[] if what in ("optional", "edges") else [pytest.mark.slow]) for what in FORMS],
+)
 def test_a_trace_has_each_tensor_under_its_own_name(what: str, compiled: bool, tmp_path: Path) -> None:
     """Outputs and their gradients, eagerly and in a graph: one stream for each place, with the values of that place."""
     forms, names = FORMS[what]

@@ -204,8 +204,14 @@ def _(self: Training, keep: Callable[[Tensor], Tensor]) -> None:
     self.step(keep(critic(out).mean()))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("way", "named"),
+    [
+        pytest.param(way, named, marks=[] if named == number % 2 else [pytest.mark.slow])
+        for number, way in enumerate(WAYS)
+        for named in (True, False)
+    ],
+)
 def test_the_loss_is_what_backward_was_called_on(way: str, named: bool, tmp_path: Path) -> None:
     """Whatever it is made of, and whether or not a loss function was named: the number that the run differentiates."""
     kept: list[float] = []

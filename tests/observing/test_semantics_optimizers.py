@@ -409,8 +409,15 @@ OF_ALL_KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", OF_ALL_KINDS)
-@pytest.mark.parametrize("compiled", ["no", "step", "around it"])
+@pytest.mark.parametrize(
+    ("compiled", "kind"),
+    [("no", kind) for kind in OF_ALL_KINDS]
+    + [
+        pytest.param(compiled, kind, marks=[] if number % 2 == at else [pytest.mark.slow])
+        for number, kind in enumerate(OF_ALL_KINDS)
+        for at, compiled in enumerate(("step", "around it"))
+    ],
+)
 def test_optimizers_of_all_kinds_and_compiled_steps(kind: str, compiled: str) -> None:
     """Weights, gradients and updates of each step are those of the loop, also where ``step`` is compiled."""
     if kind == "muon" and not hasattr(torch.optim, "Muon"):

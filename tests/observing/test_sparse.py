@@ -210,11 +210,14 @@ COMBINATIONS = [
     pytest.param(
         *(train, optimizers, loss, probed),
         id=f"{train.__name__}-{optimizers}-{'no loss' if loss is None else 'loss'}-{'probed' if probed else ''}",
-        # an export takes longer than all else, and does what it does whatever a step has to count
-        marks=[pytest.mark.slow] if train is traced and (probed or optimizers not in ("one", "untold")) else [],
+        # each loop and each optimizer meet with and without a loss, one of them probed; and an export, which takes
+        # longer than all else, does what it does whatever a step has to count
+        marks=[pytest.mark.slow]
+        if (number + place + (loss is None) + probed) % 2 or (train is traced and optimizers not in ("one", "untold"))
+        else [],
     )
-    for train in LOOPS
-    for optimizers in OPTIMIZERS
+    for number, train in enumerate(LOOPS)
+    for place, optimizers in enumerate(OPTIMIZERS)
     for loss in (F.cross_entropy, None)
     for probed in (False, True)
 ]

@@ -26,6 +26,7 @@ from analyze import registry
 from analyze.metrics.gradients.cosine import cosine
 from analyze.metrics.predictions.classification_report import correctness
 from tests.analyze.metrics.invariances import FAMILY, INVARIANCES
+from tests.examples import examples
 from tracer import Collect, Message, MessageError, ModuleMessage, NetworkMessage, Subscriber
 
 
@@ -161,7 +162,7 @@ def test_distance_edges() -> None:
 
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=3, max_size=3), min_size=2, max_size=12), st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_paths_merge(updates: list[list[float]], data: st.DataObject) -> None:
     """The length of a path is that of its two parts put together."""
     cut = data.draw(st.integers(1, len(updates) - 1))
@@ -408,7 +409,7 @@ def batches_of(seed: int, steps: Sequence[int], tag: str = "eval") -> list[Messa
 
 
 @given(st.integers(0, 50), st.integers(1, 5))
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_reports_merge(seed: int, cut: int) -> None:
     """The counts of a pass that two have heard in parts are, put together, those of one who heard all."""
     for make in (analyze.ClassificationReport, analyze.TestAccuracy):
@@ -489,7 +490,7 @@ def forgetting_by_loop(correct_tn: np.ndarray) -> tuple[list[int], list[bool]]:
 
 
 @given(st.integers(1, 7), st.integers(1, 9), st.integers(0, 2**32 - 1))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_forgetting_is_as_published(t: int, n: int, seed: int) -> None:
     """Events, unforgettable and unlearned shares are those of a loop over each datapoint's history."""
     correct_tn = np.random.default_rng(seed).integers(0, 2, (t, n))
@@ -640,7 +641,7 @@ DTYPES = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool,
 
 @pytest.mark.parametrize("name", [*FAMILY, "gradient_noise"])
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_no_mixture_of_shapes_ends_a_replay(name: str, data: st.DataObject) -> None:
     """Whatever shapes and types meet in one step, and follow one another, there are answers and no exception."""
     rule = registry.parse(name)

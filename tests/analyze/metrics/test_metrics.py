@@ -22,6 +22,7 @@ from analyze.metrics.inputs import BLOCK, as_array
 from analyze.metrics.similarity.bases import basis
 from analyze.metrics.similarity.canonical import compare, null_baseline
 from analyze.metrics.similarity.datapoints import neurons
+from tests.examples import examples
 from tracer import MessageBundle, MessageBus, MessageError, ModuleMessage, NetworkMessage
 from tracer.messaging.bus import Collect
 
@@ -90,7 +91,7 @@ def test_statistics_equal_numpy_in_float64(x: Any) -> None:
         assert analyze.norm(x, order) == pytest.approx(np.linalg.norm(exact, order), rel=1e-12)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=40))
 def test_statistics_equal_exact_fractions(values: list[float]) -> None:
     """Mean and variance equal those computed without any rounding."""
@@ -328,7 +329,7 @@ def test_spectral_norm_through_a_crossing() -> None:
         assert float(said.data) == pytest.approx(max(3 - 0.1 * t, 2 + 0.1 * t), rel=1e-6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**31), st.integers(-60, 60))
 def test_spectral_norm_of_random_matrices(rows: int, columns: int, seed: int, exponent: int) -> None:
     """Random matrices of any scale, multiplied by orthogonal maps: equal to NumPy's, unchanged by the maps."""
@@ -621,7 +622,7 @@ def test_routes_agree() -> None:
     assert float(analyze.svcca(*shifted)) == pytest.approx(reference(*shifted, 0.99)[0], abs=1e-10)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.integers(0, 2**31), st.integers(2, 12), st.integers(2, 12), st.sampled_from([1e-20, 1.0, 1e20, 1e200]))
 def test_invariances_of_svcca(seed: int, d: int, e: int, scale: float) -> None:
     """Unchanged by orthogonal maps, scales, offsets, dead neurons, common permutations; symmetric; 1 with itself."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import analyze
 from analyze.metrics.reducing.reducers import KEPT, Reducer
+from tests.examples import examples
 from tracer import (
     CaptureError,
     Collect,
@@ -68,7 +69,7 @@ def values_of(answers: Any) -> list[tuple[str, int, float]]:
 # -- reductions ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.floats(-1e6, 1e6).map(lambda one: round(one, 6)), min_size=1, max_size=50))
 def test_reductions_equal_numpy(values: list[float]) -> None:
     """Mean, deviation, extremes, quartiles and the rest are those of NumPy."""
@@ -85,7 +86,7 @@ def test_reductions_that_ancestors_got_wrong() -> None:
     assert analyze.aggregate([1, 2, 3, 4], "median").median == 2.5
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.integers(0, KEPT + 100), min_size=2, max_size=4),
     st.integers(0, 2**32 - 1),
@@ -221,7 +222,7 @@ def test_every_element_counts() -> None:
     assert analyze.parse("aggregate:over=run,which=iqr").produces == ("loss_aggregate_iqr",)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=40), st.data())
 def test_aggregates_of_parts_merge(values: list[float], data: Any) -> None:
     """Two that heard the run's parts give, merged, what one gives that heard all: the same bits, or 1e-12."""
@@ -301,7 +302,7 @@ def test_moving_average_of_odd_numbers() -> None:
     assert said.data.tolist() == [5.0]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.one_of(st.floats(-100, 100), st.just(NAN)), min_size=1, max_size=30),
     st.integers(0, 30),

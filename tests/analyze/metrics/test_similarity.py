@@ -266,6 +266,7 @@ def test_nulls_equal_simulation() -> None:
     assert analyze.r2_cca(x, y).null_baseline == 12 / (n - 1)
 
 
+@pytest.mark.slow
 def test_the_null_of_the_tutorial() -> None:
     """Unrelated layers of 500 neurons and 10000 datapoints: 0.1908, where google/svcca's tutorial measured 0.19061."""
     random = np.random.default_rng(0)

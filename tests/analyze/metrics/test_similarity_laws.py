@@ -15,9 +15,10 @@ from analyze.metrics.similarity.procrustes import ByNuclear
 from analyze.registry import parse
 from tests.analyze.metrics.invariances import INVARIANCES
 from tests.analyze.metrics.layers import FUNCTIONS, NAMES, NAN, STREAMS, chunks, layers
+from tests.examples import examples
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(st.integers(0, 2**31), st.sampled_from(NAMES))
 def test_declared_invariances(seed: int, name: str) -> None:
     """What a class declares to be invariant to changes neither side's data to another value."""
@@ -45,7 +46,7 @@ def test_not_more_invariant_than_declared(name: str) -> None:
     assert changed == ("invertible" not in type(parse(name)).invariances)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.integers(0, 2**31), st.sampled_from(NAMES))
 def test_symmetry_and_self(seed: int, name: str) -> None:
     """Symmetric but for PWCCA; a layer with itself, or a rotated copy, is the same."""

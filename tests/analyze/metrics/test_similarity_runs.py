@@ -50,9 +50,17 @@ def whole_of(messages: list[ModuleMessage], module: str, step: int) -> Any:
     return np.concatenate([m.data.numpy() for m in messages if (m.module, m.global_step) == (module, step)])  # type: ignore[union-attr] # activations have data
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("calls", [1, 3])
-@pytest.mark.parametrize("against", ["past", "final", "layers"])
+def in_turns(*calls: Any) -> list[Any]:
+    """Each similarity with each mode, and with one way to take calls, in turns; with the other it is slow."""
+    return [
+        pytest.param(name, against, way, marks=[] if at == (number + mode) % len(calls) else [pytest.mark.slow])
+        for number, name in enumerate(NAMES)
+        for mode, against in enumerate(("past", "final", "layers"))
+        for at, way in enumerate(calls)
+    ]
+
+
+@pytest.mark.parametrize(("name", "against", "calls"), in_turns(1, 3))
 def test_what_is_compared(name: str, against: str, calls: int) -> None:
     """Each mode gives the function's value of the two states it names, whether or not they come in batches."""
     messages = run_of(4, calls)
@@ -80,9 +88,7 @@ def test_what_is_compared(name: str, against: str, calls: int) -> None:
     assert vars(metric)["scope"] == ("step" if against == "layers" else "stream")
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("against", ["past", "final", "layers"])
-@pytest.mark.parametrize("calls", ["apart", "together"])
+@pytest.mark.parametrize(("name", "against", "calls"), in_turns("apart", "together"))
 def test_modes_go_on_from_their_state(name: str, against: str, calls: str) -> None:
     """With the state of one, taken anywhere, another goes on to the bit; the state is tensors and plain values."""
     messages = run_of(3, 2)
@@ -150,9 +156,7 @@ def test_fourier_in_a_run(name: str) -> None:
     assert value_of(answers[0]) == pytest.approx(1, abs=1e-10)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("against", ["past", "final", "layers"])
-@pytest.mark.parametrize("calls", ["apart", "together"])
+@pytest.mark.parametrize(("name", "against", "calls"), in_turns("apart", "together"))
 def test_trouble_in_a_run(name: str, against: str, calls: str) -> None:
     """NaN, constants, other datapoints and scalars in a stream: NaN with a status, and then values again."""
     x, y = layers(0, 40)

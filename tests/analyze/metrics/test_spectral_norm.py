@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from functools import partial
 from typing import Any, Literal
@@ -18,14 +20,16 @@ from analyze.metrics.spectra import lanczos
 from analyze.metrics.spectra.lanczos import largest, product, seeded
 from analyze.metrics.spectra.spectral_norm import STATUSES
 from tests.analyze.metrics.matrices import INF, NAN, message, orthogonal, overtaken, said, with_spectrum
+from tests.examples import examples
 from tracer import MessageError
 
 
+@functools.cache
 def hard() -> dict[str, Any]:
-    """Matrices beyond the size of the exact way, with spectra that are hard to iterate on."""
+    """Matrices beyond the size of the exact way, with spectra that are hard to iterate on; nobody writes into them."""
     rng = np.random.default_rng(0)
     n = 200
-    return {
+    made = {
         "uniform initialisation": rng.uniform(-1, 1, (n, n)),
         "tall": rng.standard_normal((3 * n, n)),
         "wide": rng.standard_normal((n, 3 * n)),
@@ -44,9 +48,23 @@ def hard() -> dict[str, Any]:
         "complex": rng.standard_normal((n, n)) + 1j * rng.standard_normal((n, n)),
         "a convolution": rng.standard_normal((160, 20, 3, 3)),
     }
+    for one in made.values():
+        one.setflags(write=False)
+    return made
 
 
-@pytest.fixture(params=["in the cache", "larger"])
+@functools.cache
+def hard_values(name: str, dtype: torch.dtype) -> Any:
+    """The singular values of one of them, in a dtype."""
+    w = torch.tensor(hard()[name]).to(dtype)
+    exact = w.to(torch.complex128 if w.is_complex() else torch.float64)
+    return np.linalg.svd(exact.flatten(1).numpy(), compute_uv=False)
+
+
+CACHES = ("in the cache", "larger")
+
+
+@pytest.fixture(params=CACHES)
 def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices are multiplied as those that the cache holds, and as larger ones, by two vectors at a time."""
     if request.param == "larger":
@@ -58,24 +76,23 @@ def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", hard())
 def test_iterated_spectral_norm(name: str, dtype: str) -> None:
     """From any random vector, the iteration is within 1e-6 of LAPACK's SVD, with a residual that tells the truth."""
-    data = hard()[name]
-    if data.dtype.kind == "c":
+    data = torch.tensor(hard()[name])
+    if data.is_complex():
         if dtype == "bfloat16":
             pytest.skip("there is no complex bfloat16")
-        w = torch.tensor(data).to(torch.complex64 if dtype == "float32" else torch.complex128)
-        exact = w.to(torch.complex128).numpy()
+        w = data.to(torch.complex64 if dtype == "float32" else torch.complex128)
     else:
-        w = torch.tensor(data).to(getattr(torch, dtype))
-        exact = w.double().numpy()
-    values = np.linalg.svd(exact.reshape(len(exact), -1), compute_uv=False)
+        w = data.to(getattr(torch, dtype))
+    values = hard_values(name, w.dtype)
     for step in range(4):
         found = analyze.spectral_norm(w, random=seeded(name, step))
         assert found.status == "converged", name
         assert found == pytest.approx(values[0], rel=1e-6)
         assert found < values[0] * (1 + 2e-7)
         assert np.abs(values - found).min() <= found.residual + 1e-14 * values[0]  # LAPACK rounds, too
-    assert analyze.spectral_norm(w, exact=True) == pytest.approx(values[0], rel=1e-13)
-    assert analyze.spectral_norm(w, exact=True).status == "exact"
+    exact = analyze.spectral_norm(w, exact=True)
+    assert exact == pytest.approx(values[0], rel=1e-13)
+    assert exact.status == "exact"
     certified = analyze.spectral_norm(w, certify=True)
     assert certified == pytest.approx(values[0], rel=1e-6)
     assert certified.status == "certified"
@@ -111,9 +128,19 @@ def test_a_crossing_is_seen(certify: int) -> None:
         assert STATUSES[int(found["status"])] == ("certified" if certify else "converged")
 
 
+def in_turns(**values: tuple[Any, ...]) -> Any:
+    """All of these values together, each time as in the cache or as larger, in turns; the other is slow."""
+    cases = []
+    for places in itertools.product(*(range(len(one)) for one in values.values())):
+        given = [one[place] for one, place in zip(values.values(), places, strict=True)]
+        for at, cache in enumerate(CACHES):
+            marks = [] if at == sum(places) % 2 else [pytest.mark.slow]
+            cases.append(pytest.param(*given, cache, marks=marks))
+    return pytest.mark.parametrize((*values, "cache"), cases, indirect=["cache"])
+
+
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("rate", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@in_turns(rate=(1e-1, 1e-2, 1e-3, 1e-4, 1e-5), dtype=(np.float32, np.float64))
 def test_slow_and_fast_crossings(rate: float, dtype: Any) -> None:
     """However slowly or fast one singular value overtakes the other, the value is within 1e-6 at every step."""
     rng = np.random.default_rng(0)
@@ -125,13 +152,40 @@ def test_slow_and_fast_crossings(rate: float, dtype: Any) -> None:
         assert said(metric, message(w.astype(dtype), step=t))["value"] == pytest.approx(exact, rel=1e-6)
 
 
+@functools.cache
+def turned() -> tuple[Any, Any]:
+    """Left and right singular vectors of matrices whose values change."""
+    rng = np.random.default_rng(0)
+    return orthogonal(600, rng), orthogonal(600, rng)
+
+
+@pytest.mark.parametrize(
+    ("cache", "how", "dtype"),
+    [
+        ("in the cache", "suddenly", np.float32),
+        ("in the cache", "by 0.01 a step", np.float64),
+        ("larger", "and falls", np.float32),
+        ("larger", "suddenly", np.float64),
+        *(
+            pytest.param(where, how, dtype, marks=pytest.mark.slow)
+            for where, how, dtype in [
+                ("in the cache", "suddenly", np.float64),
+                ("in the cache", "by 0.01 a step", np.float32),
+                ("in the cache", "and falls", np.float32),
+                ("in the cache", "and falls", np.float64),
+                ("larger", "suddenly", np.float32),
+                ("larger", "by 0.01 a step", np.float32),
+                ("larger", "by 0.01 a step", np.float64),
+                ("larger", "and falls", np.float64),
+            ]
+        ),
+    ],
+    indirect=["cache"],
+)
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("how", ["suddenly", "by 0.01 a step", "and falls"])
 def test_a_direction_that_overtakes_in_a_flat_spectrum_is_seen_at_once(how: str, dtype: Any) -> None:
     """With a spectrum from 0 to 0.95 and one at 1: within 1e-6 at every step, as of a metric without a past."""
-    rng = np.random.default_rng(0)
-    left, right, metric = orthogonal(600, rng), orthogonal(600, rng), analyze.SpectralNorm(certify=0)
+    (left, right), metric = turned(), analyze.SpectralNorm(certify=0)
     for step in range(12):
         values = overtaken(step, how)
         w = ((left * values) @ right.T).astype(dtype)
@@ -142,7 +196,7 @@ def test_a_direction_that_overtakes_in_a_flat_spectrum_is_seen_at_once(how: str,
         assert said(analyze.SpectralNorm(certify=0), message(w, step=step)) == told
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_whatever_crosses_the_value_is_right(data: st.DataObject) -> None:
     """Random spectra whose values move at random, and so cross: what is called converged is right to 1e-6."""
@@ -210,8 +264,7 @@ def test_more_precision_than_float32_has() -> None:
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("ties", [2, 3, 5])
-@pytest.mark.parametrize("gap", [1e-7, 1e-6, 1e-5, 1e-4])
+@in_turns(ties=(2, 3, 5), gap=(1e-7, 1e-6, 1e-5, 1e-4))
 def test_near_ties_come_apart_from_a_cold_start(ties: int, gap: float) -> None:
     """Where the largest singular values differ by little, and nothing is known of them, the largest is found."""
     rng = np.random.default_rng(0)

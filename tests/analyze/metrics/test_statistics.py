@@ -26,6 +26,7 @@ from analyze.metrics.elementwise.statistics import channel_axis
 from analyze.metrics.inputs import as_array
 from analyze.metrics.reducing import reducers
 from tests.analyze.metrics.invariances import ELEMENTWISE, INVARIANCES, SUMS
+from tests.examples import examples
 from tracer import Collect, MessageBus, MessageError, ModuleMessage
 
 INF, NAN = float("inf"), float("nan")
@@ -171,8 +172,14 @@ def about(rest: list[float]) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("offset", [0.0, 1e4, 1e8, -1e8, 1e12])
-@pytest.mark.parametrize("size", [1000, ROW + 1, 5 * ROW, 2 * BLOCK + 77])
+@pytest.mark.parametrize(
+    ("size", "offset"),
+    [(size, offset) for size in (1000, ROW + 1, 5 * ROW) for offset in (0.0, 1e4, 1e8, -1e8, 1e12)]
+    + [
+        pytest.param(2 * BLOCK + 77, offset, marks=[] if offset in (0.0, 1e12) else [pytest.mark.slow])
+        for offset in (0.0, 1e4, 1e8, -1e8, 1e12)
+    ],
+)
 def test_sums_over_pieces_lose_nothing_to_an_offset(size: int, offset: float) -> None:
     """Of a tensor, of channels, of complex numbers, of windows and of merged parts: 1e-13, far from zero as near it."""
     x = np.random.default_rng(size).standard_normal(size) + offset
@@ -233,7 +240,7 @@ def test_scales_of_float64(exponent: int) -> None:
     assert analyze.statistics(x, "norm2").norm2 == pytest.approx(math.sqrt(2) * 1e300)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=40))
 def test_statistics_equal_exact_fractions(values: list[float]) -> None:
     """Mean, variance and moments equal those computed without any rounding."""
@@ -480,7 +487,7 @@ def assert_merged(whole: Moments, merged: Moments) -> None:
         )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.integers(0, 3 * ROW), min_size=2, max_size=5),
     st.integers(0, 2**32 - 1),
@@ -629,8 +636,14 @@ def test_quantiles_of_tensors_that_numpy_has_not(dtype: torch.dtype) -> None:
     assert analyze.quantiles(x[::3], (0.5,)) == np.quantile(x[::3].float().double().numpy(), 0.5)
 
 
-@pytest.mark.parametrize("same", [False, True])
-@pytest.mark.parametrize("dtype", [*DTYPES, "bool"])
+@pytest.mark.parametrize(
+    ("dtype", "same"),
+    [
+        pytest.param(dtype, same, marks=[] if number % 2 == same else [pytest.mark.slow])
+        for number, dtype in enumerate([*DTYPES, "bool"])
+        for same in (False, True)
+    ],
+)
 def test_quantiles_take_memory_that_does_not_grow(dtype: str, same: bool) -> None:
     """Of eight million numbers of any dtype, whether or not they agree, less than 30 MB beside them."""
     x = np.ones(2**23, dtype) if same else np.resize(many(dtype, 2**20)[:-2], 2**23)
@@ -745,7 +758,7 @@ def test_declared_invariances_hold(subscriber: Any) -> None:
     """Each change of the data that a class declares harmless changes none of its answers beyond rounding."""
     assert subscriber.invariances
 
-    @settings(max_examples=15)
+    @settings(max_examples=examples(15))
     @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 120))
     def check(seed: int, rows: int, columns: int) -> None:
         random = np.random.default_rng(seed)
@@ -771,7 +784,7 @@ def test_declared_invariances_hold(subscriber: Any) -> None:
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int64, np.bool_])
 def test_counts_of_sketches_are_exact(dtype: Any) -> None:
     """Zeros, NaN, infinities, signs and extremes are counted exactly, whatever bits they have."""
-    x = of(3 * 2**20 + 5).numpy() * 10
+    x = of(6 * BLOCK + 5).numpy() * 10
     if np.dtype(dtype).kind == "f":
         x[5:25], x[30:37], x[40:43], x[50] = NAN, INF, -INF, -0.0
     x = x.astype(dtype)
