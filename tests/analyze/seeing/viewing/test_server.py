@@ -65,16 +65,25 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert "Traceback" not in complaints
 
 
-@pytest.fixture
-def opened(browser: Any, served: Served) -> Iterator[Opened]:
-    """Its page, of which nothing is asked but of its own server, and in which nothing fails."""
+@pytest.fixture(scope="module")
+def window(browser: Any, served: Served) -> Iterator[Opened]:
+    """Its page in a window, in which one test comes after the other."""
     found = Opened(browser, served.address)
     found.page.wait_for_function("document.getElementById('state').textContent === ''", timeout=WAIT)
     found.settle()
     yield found
     found.context.close()
-    assert found.complaints == []
-    assert {urlparse(one).netloc for one in found.requests if not one.startswith(("data:", "blob:"))} == {
+
+
+@pytest.fixture
+def opened(window: Opened, served: Served) -> Iterator[Opened]:
+    """That window with all steps in it; nothing is asked but of its own server, and nothing in it fails."""
+    yield window
+    window.page.click("#all")
+    window.page.wait_for_function("document.getElementById('state').textContent === ''", timeout=WAIT)
+    window.settle()
+    assert window.complaints == []
+    assert {urlparse(one).netloc for one in window.requests if not one.startswith(("data:", "blob:"))} == {
         served.place.netloc
     }
 
