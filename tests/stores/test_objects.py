@@ -820,8 +820,17 @@ def test_damage(url: str, bucket: Any, name: str, place: int | None) -> None:
         read(url)
 
 
-@pytest.mark.parametrize("name", ["weights/split/c/0/0/0/0", "journal/c/0/0", "declarations/c/0"])
-@pytest.mark.parametrize("place", [3, PAGE + 3])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("weights/split/c/0/0/0/0", 3),
+        ("journal/c/0/0", PAGE + 3),
+        ("declarations/c/0", 3),
+        pytest.param("weights/split/c/0/0/0/0", PAGE + 3, marks=pytest.mark.slow),
+        pytest.param("journal/c/0/0", 3, marks=pytest.mark.slow),
+        pytest.param("declarations/c/0", PAGE + 3, marks=pytest.mark.slow),
+    ],
+)
 def test_damaged_index(url: str, bucket: Any, name: str, place: int) -> None:
     """The second index of an object serves for the first, and what is wrong is told."""
     write(url, SHORT)
