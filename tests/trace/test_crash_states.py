@@ -202,7 +202,7 @@ def look_at_states(folder: Path, suffix: str, durable: bool, compression: str, q
 @pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize("compression", ["none", "lz4"])
 def test_power_failure(folder: Path, suffix: str, durable: bool, compression: str) -> None:
-    """Of 2,800 states none has a wrong value, and where the trace is durable each has all that was acknowledged."""
+    """Of two thousand states none has a wrong value, and where the trace is durable each has what was acknowledged."""
     look_at_states(folder, suffix, durable, compression)
 
 
