@@ -123,8 +123,14 @@ def test_nothing_is_mapped_unless_asked_for(trace: Path) -> None:
     assert all(map(is_right, kept))
 
 
-@pytest.mark.parametrize("others", [(), (tracer.Collect("activations"),), (Norm("activations"),)])
-@pytest.mark.parametrize(("scope", "expected"), [("message", True), ("stream", True), ("everything", False)])
+@pytest.mark.parametrize(
+    ("others", "scope", "expected"),
+    [
+        ((), "message", True), ((), "stream", True), ((), "everything", False),
+        ((tracer.Collect("activations"),), "message", True), ((Norm("activations"),), "stream", True),
+        ((Norm("activations"),), "everything", False),
+    ],
+)  # fmt: skip
 def test_a_replay_maps_what_nobody_keeps(trace: Path, others: tuple[Any, ...], scope: str, expected: bool) -> None:
     """If each receiver says that it does not keep everything; one that says nothing may."""
     heard = []

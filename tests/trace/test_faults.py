@@ -295,9 +295,20 @@ class FailingStore:
         return change
 
 
-@every_format
-@pytest.mark.parametrize("lasting", [False, True])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("suffix", "late", "lasting"),
+    [
+        # each two of them meet
+        (".zarr", False, False),
+        (".zarr", True, True),
+        (".h5", False, True),
+        (".h5", True, False),
+        pytest.param(".zarr", False, True, marks=pytest.mark.slow),
+        pytest.param(".zarr", True, False, marks=pytest.mark.slow),
+        pytest.param(".h5", False, False, marks=pytest.mark.slow),
+        pytest.param(".h5", True, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_store_that_fails(
     tmp_path: Path, suffix: str, late: bool, lasting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -289,7 +291,8 @@ def test_the_table_is_one_file(runs: Path, tmp_path: Path) -> None:
     """All answers in the order of the traces and subscribers; the same file, however they were computed."""
     one, other = tmp_path / "one.parquet", tmp_path / "other.parquet"
     batch(runs, SPECS, tmp_path / "a", workers=0, table=one)
-    batch(runs, SPECS, tmp_path / "b", workers=2, part_bytes=1 << 30, table=other)
+    with processes.forked():
+        batch(runs, SPECS, tmp_path / "b", workers=2, part_bytes=1 << 30, table=other)
     first, second = (pyarrow.parquet.read_table(path) for path in (one, other))
     assert first.equals(second)
     assert list(dict.fromkeys(first["trace"].to_pylist())) == [str(path) for path in sorted(runs.iterdir())]
@@ -387,9 +390,12 @@ def told(message: Message) -> tuple[Any, ...]:
     return type(message), message.kind, message.key, message.tag, message.leaf, message.rank, message.step, exact
 
 
-def test_the_results_of_a_batch_are_results(runs: Path, trouble: str, tmp_path: Path) -> None:
+def test_the_results_of_a_batch_are_results(trouble: str, tmp_path: Path) -> None:
     """Whatever `Results` can do, these can, and it comes to the same as of the replays, one after the other."""
-    specs, traces = ["norm", f"{trouble}:Odd", "svcca:tag=default"], sorted(runs.iterdir())
+    runs = tmp_path / "short"
+    runs.mkdir()
+    traces = [write(runs / "run0.zarr", 3, seed=0), write(runs / "run1.h5", 2, seed=1)]
+    specs = ["norm", f"{trouble}:Odd", "svcca:tag=default"]
     expected = Results()
     for trace in traces:
         for spec in specs:
@@ -415,7 +421,8 @@ def test_the_results_of_a_batch_are_results(runs: Path, trouble: str, tmp_path: 
     assert len(results) == len(expected)
     assert results.to_table().row_count == expected.to_table().row_count
     assert said(results) == said(expected)
-    (message,) = (one for one in results.messages() if told(one) == told(next(expected.messages())))
+    first = told(next(expected.messages()))
+    (message,) = (one for one in results.messages() if told(one) == first)
     for one in (results, expected):
         one.add(message, "more", "norm")
     assert said(asked()) != said(results) == said(expected)
@@ -890,9 +897,26 @@ def test_a_dask_scheduler_that_is_gone_is_told(
     assert said(results) == whole([trace], [spec])
 
 
-def test_a_local_dask_cluster_and_a_part_that_kills_its_workers(runs: Path, trouble: str, tmp_path: Path) -> None:
+@pytest.fixture
+def quick_deaths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Workers of a local cluster are forked where torch is imported already, and a task may kill two and not four."""
+    dask: Any = pytest.importorskip("dask", reason="dask is not installed: pip install 'tracereel[cluster]'")
+    utils: Any = pytest.importorskip("distributed.utils", reason="dask is not installed")
+    monkeypatch.setattr(utils, "_forkserver_preload_set", True)
+    imported = ["distributed", "torch", "h5py", "zarr", "analyze.batching.tasks"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(imported)
+    with dask.config.set(
+        {"distributed.worker.multiprocessing-method": "forkserver", "distributed.scheduler.allowed-failures": 1}
+    ):
+        yield
+    server: Any = forkserver._forkserver
+    server._stop()
+
+
+def test_a_local_dask_cluster_and_a_part_that_kills_its_workers(
+    quick_deaths: None, runs: Path, trouble: str, tmp_path: Path
+) -> None:
     """Dask tries it on one worker after the other, gives up, and the rest is computed."""
-    pytest.importorskip("distributed", reason="dask is not installed: pip install 'tracereel[cluster]'")
     write(runs / "bad.zarr", mark=666.0)
     spec = f"{trouble}:Crashes:where={tmp_path}/mark"
     results = batch(runs, ["norm", spec], tmp_path / "out", scheduler="local", workers=2)

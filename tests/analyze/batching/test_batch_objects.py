@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +18,12 @@ from analyze.batching.batch import batch
 from analyze.batching.folder import folder_at
 from analyze.batching.traces import find_traces
 from tests import processes
+from tests.stores.served import served
 from tracer import ModuleMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError
 
 boto3 = pytest.importorskip("boto3", reason="the client of the tests is not installed: pip install boto3")
 pytest.importorskip("obstore", reason="the extra s3 is not installed: pip install 'tracereel[s3]'")
-moto_server = pytest.importorskip("moto.server", reason="moto is the S3 server: pip install 'moto[server]'")
 pq = pytest.importorskip("pyarrow.parquet", reason="the extra tables is not installed: pip install 'tracereel[tables]'")
 
 BUCKET = "bucket"
@@ -45,13 +44,7 @@ class Large(Subscriber):
 @pytest.fixture(scope="module")
 def server() -> Iterator[int]:
     """The port of an S3 server."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    running = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    try:
-        yield running.get_host_and_port()[1]
-    finally:
-        running.stop()
+    yield from served()
 
 
 @pytest.fixture

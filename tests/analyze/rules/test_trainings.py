@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -14,18 +15,15 @@ from analyze.rules import RULES
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Rule
 from analyze.seeing.check import check, rules_of
-from analyze.seeing.findings import Findings
+from analyze.seeing.findings import Checked, Findings
 from analyze.seeing.watch import TrainingStopped, Watch
-from tests.analyze.rules.trainings import AGAIN, FAULTY, HEALTHY, Training, as_expected
+from tests.analyze.rules.trainings import AGAIN, FAULTY, HEALTHY, Expected, Training, as_expected
 from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import KINDS
 
 MISSED = {"mlp, double learning rate"}
 """What no rule can know without a run to compare with."""
-QUICK = {
-    "rnn, rate of a layer jumps", "mlp, NaN", "mlp, dead ReLU", "mlp, zero initialisation", "rnn, a weight nudged",
-    "mlp, labels shuffled from a step on",
-}  # fmt: skip
+QUICK = {"mlp, dead ReLU", "mlp, zero initialisation", "rnn, a weight nudged", "mlp, labels shuffled from a step on"}
 
 
 def chosen(trainings: Sequence[Training], quick: set[str]) -> list[object]:
@@ -34,7 +32,16 @@ def chosen(trainings: Sequence[Training], quick: set[str]) -> list[object]:
     return [pytest.param(one, id=one.name, marks=marks[one.name in quick]) for one in trainings]
 
 
-@pytest.mark.parametrize("training", chosen(FAULTY, QUICK))
+def until_told(training: Training) -> object:
+    """As a parameter, the same training until some steps after its fault."""
+    assert training.expected is not None
+    assert training.schedule == "constant", "another schedule would go otherwise with fewer steps"
+    return pytest.param(replace(training, steps=training.expected.step + 30), id=f"{training.name}, until it is told")
+
+
+@pytest.mark.parametrize(
+    "training", [*chosen(FAULTY, set()), *(until_told(one) for one in FAULTY if one.name in QUICK)]
+)
 def test_a_fault_is_named_first(training: Training, tmp_path: Path) -> None:
     """The verdict names the rule, the module and the step."""
     training.run(tmp_path / "run.zarr")
@@ -65,16 +72,36 @@ def by_name(name: str) -> Training:
     return found
 
 
-@pytest.mark.parametrize("name", ["mlp, NaN", "rnn, rate of a layer jumps"])
-def test_live_is_replay(name: str, tmp_path: Path) -> None:
-    """What a watch finds while a training runs is what a check finds in its trace, number for number."""
+class Watched(NamedTuple):
+    """A training that was watched, and what was found in its trace later."""
+
+    path: Path
+    expected: Expected
+    watch: Watch
+    told: list[Finding]
+    found: Checked
+
+
+@pytest.fixture(scope="module", params=["mlp, NaN", "rnn, rate of a layer jumps"])
+def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """Two trainings until some steps after their fault, of which everything is recorded."""
+    path = tmp_path_factory.mktemp("watched") / "run.zarr"
     told: list[Finding] = []
     watch = Watch(on_finding=told.append)
-    by_name(name).run(tmp_path / "run.zarr", receivers=[watch], capture=tracer.Capture(kinds=tuple(KINDS)))
-    found = check(tmp_path / "run.zarr")
-    assert [repr(one) for one in watch.findings] == [repr(one) for one in found.findings]
-    assert len(found.findings) > 0
-    assert {one.title for one in told} == {one.title for one in found.findings}
+    training = replace(by_name(request.param), steps=130)
+    training.run(path, receivers=[watch], capture=tracer.Capture(kinds=tuple(KINDS)))
+    assert training.expected is not None
+    return Watched(path, training.expected, watch, told, check(path))
+
+
+def test_live_is_replay(watched: Watched) -> None:
+    """What a watch finds while a training runs is what a check finds in its trace, number for number."""
+    found, worst = watched.found.findings, watched.found.worst
+    assert worst is not None
+    assert as_expected(watched.expected, worst.rule, worst.module, worst.first), worst
+    assert [repr(one) for one in watched.watch.findings] == [repr(one) for one in found]
+    assert len(found) > 0
+    assert {one.title for one in watched.told} == {one.title for one in found}
 
 
 def test_a_training_is_stopped(tmp_path: Path) -> None:
@@ -92,20 +119,19 @@ def test_a_training_is_stopped(tmp_path: Path) -> None:
 
 def test_updates_are_derived_where_only_weights_were_recorded(tmp_path: Path) -> None:
     """The finding is that of a trace with updates."""
-    by_name("rnn, rate of a layer jumps").run(tmp_path / "run.zarr", capture=tracer.Capture(kinds=("weights", "loss")))
+    training = replace(by_name("rnn, rate of a layer jumps"), steps=130)
+    training.run(tmp_path / "run.zarr", capture=tracer.Capture(kinds=("weights", "loss")))
     found = check(tmp_path / "run.zarr")
     assert found.worst is not None
     assert (found.worst.rule, found.worst.module, found.worst.first) == ("update_ratio", "head", 120)
     assert "changed_between_steps" in found.looked
 
 
-@pytest.mark.parametrize("name", ["mlp, NaN", "rnn, rate of a layer jumps"])
-def test_a_replay_in_two_parts_finds_the_same(name: str, tmp_path: Path) -> None:
+def test_a_replay_in_two_parts_finds_the_same(watched: Watched) -> None:
     """With the state of the first part, rules go on where it stopped."""
-    replace(by_name(name), steps=130).run(tmp_path / "run.zarr")
-    whole = [repr(one) for one in check(tmp_path / "run.zarr").findings]
+    whole = [repr(one) for one in watched.found.findings if one.rule != "noisy_gradient"]
     first = {rule: parse(rule) for rule in RULES if rule != "noisy_gradient"}
-    with tracer.open(tmp_path / "run.zarr") as trace:
+    with tracer.open(watched.path) as trace:
         bus = MessageBus()
         for one in first.values():
             one.know_model(trace.header["model"])
@@ -116,7 +142,7 @@ def test_a_replay_in_two_parts_finds_the_same(name: str, tmp_path: Path) -> None
     for rule in second:
         rule.load_state_dict(first[rule.name].state_dict())
     findings = Findings(second)
-    tracer.replay(tmp_path / "run.zarr", *second, findings, steps=(121, None))
+    tracer.replay(watched.path, *second, findings, steps=(121, None))
     assert [repr(one) for one in findings] == whole
 
 

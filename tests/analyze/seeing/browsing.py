@@ -68,5 +68,6 @@ def pixels_of(picture: bytes) -> np.ndarray:
 
 def colours(pixels: np.ndarray) -> int:
     """How many different colours are painted in at least four pixels each."""
-    _, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
+    # as one number each: NumPy sorts rows of three far more slowly
+    _, counts = np.unique(pixels.reshape(-1, 3).astype(np.int64) @ (1 << 16, 1 << 8, 1), return_counts=True)
     return int((counts >= 4).sum())

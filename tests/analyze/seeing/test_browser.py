@@ -67,13 +67,36 @@ def opened(window: Opened) -> Iterator[Opened]:
     window.run("window.scrollTo(0, 0);")
 
 
-SLOW = [pytest.param(width, scheme, marks=pytest.mark.slow) for width, scheme in ((390, "light"), (1024, "dark"))]
+SLOW = [
+    pytest.param(width, scheme, marks=pytest.mark.slow)
+    for width, scheme in ((390, "light"), (1024, "light"), (1024, "dark"), (1920, "light"), (1920, "dark"))
+]
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1024, "light"), (1920, "dark"), *SLOW])
+def test_a_page_that_becomes_wide(opened: Opened) -> None:
+    """The pictures fill a window that is made larger, and fit into it when it is as it was."""
+    before = opened.page.viewport_size
+    opened.page.set_viewport_size({"width": 1920, "height": before["height"]})
+    opened.settle()
+    assert_painted(opened, 1920, "light")
+    assert opened.page.locator("#heat-picture").bounding_box()["width"] > 1024
+    opened.page.set_viewport_size(before)
+    opened.settle()
+    assert opened.run("return document.documentElement.scrollWidth") <= 1024
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), *SLOW])
 def test_every_picture_is_painted(browser: Any, path: Path, width: int, scheme: str) -> None:
     """On a phone and on a wide screen, light and dark: pixels, no complaint, and nothing wider than the window."""
     found = Opened(browser, path.as_uri(), width, scheme)
+    assert_painted(found, width, scheme)
+    assert found.complaints == []
+    assert {one.partition(":")[0] for one in found.requests} <= {"file", "data", "blob"}
+    found.context.close()
+
+
+def assert_painted(found: Opened, width: int, scheme: str) -> None:
+    """Each picture of the page is painted, in light or dark, and none is wider than the window."""
     whole = pixels_of(found.page.screenshot(full_page=True))
     for name in ("loss", "heat", "zoom", "curves", "arrays"):
         place = {key: int(value) for key, value in found.page.locator(f"#{name}-picture").bounding_box().items()}
@@ -83,9 +106,6 @@ def test_every_picture_is_painted(browser: Any, path: Path, width: int, scheme: 
         if name in ("loss", "curves"):
             assert (np.median(pixels) < 100) == (scheme == "dark"), name
     assert found.run("return document.documentElement.scrollWidth") <= width
-    assert found.complaints == []
-    assert {one.partition(":")[0] for one in found.requests} <= {"file", "data", "blob"}
-    found.context.close()
 
 
 def test_the_page_opens_on_what_is_most_anomalous(opened: Opened) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from analyze.seeing.gather import gather, reference
+from analyze.seeing.gathered import Gathered
 from analyze.seeing.page import page
 from analyze.tables.escapes import printable
 from tests.analyze.seeing.runs import HOSTILE, LAYERS, flip, messages, probes, write
@@ -83,12 +84,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("page") / "run.zarr", messages(spike=("fc1", 44)), seeds={"torch": 7})
 
 
-def test_the_page_begins_with_the_verdict(run: Path) -> None:
+@pytest.fixture(scope="module")
+def gathered(run: Path) -> Gathered:
+    """What a page shows of it."""
+    return gather(run)
+
+
+def compared(found: Gathered, other: Path) -> Parsed:
+    """The page of what was gathered, with another trace to compare it with."""
+    return Parsed(page(found, [reference(other, found.grid)]))
+
+
+def test_the_page_begins_with_the_verdict(gathered: Gathered) -> None:
     """Then come its parts in their order, each with a picture's text; the layers begin with the one of the finding."""
-    found = gather(run)
-    parsed = Parsed(page(found))
+    parsed = Parsed(page(gathered))
     assert parsed.parts == PARTS
-    assert parsed.text.index(found.checked.verdict.partition(": ")[2]) < parsed.text.index("Loss")
+    assert parsed.text.index(gathered.checked.verdict.partition(": ")[2]) < parsed.text.index("Loss")
     pictures = [one for _, one in parsed.tags if one.get("role") == "img"]
     assert len(pictures) == 4
     assert all(len(one["aria-label"] or "") > 40 for one in pictures)
@@ -99,9 +110,9 @@ def test_the_page_begins_with_the_verdict(run: Path) -> None:
         assert told in parsed.text
 
 
-def test_no_request_and_no_other_script(run: Path) -> None:
+def test_no_request_and_no_other_script(gathered: Gathered) -> None:
     """The policy of the page names the digest of each of its scripts, and lets no address be asked."""
-    parsed = Parsed(page_of(run))
+    parsed = Parsed(page(gathered))
     policy = next(one["content"] or "" for _, one in parsed.tags if one.get("http-equiv") == "Content-Security-Policy")
     scripts = [text for attributes, text in parsed.scripts if "type" not in attributes]
     digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
@@ -143,31 +154,31 @@ def test_names_are_only_text(tmp_path: Path) -> None:
     assert not set("\x00\x1b\x7f\u202e\u2066") & {sign for one in ratios for sign in one["layer"]}
 
 
-def test_a_reference_is_drawn_and_named(tmp_path: Path, run: Path) -> None:
+def test_a_reference_is_drawn_and_named(tmp_path: Path, gathered: Gathered) -> None:
     """Its loss, and a third way to show the heat map."""
     other = write(tmp_path / "good.zarr", messages())
-    parsed = Parsed(page_of(run, other))
+    parsed = compared(gathered, other)
     assert "Compared with good.zarr." in parsed.text
     modes = [one["value"] for tag, one in parsed.tags if one.get("name") == "heat-mode"]
     assert modes == ["past", "value", "reference"]
     assert any("loss of good.zarr" in text for _, text in parsed.scripts)
 
 
-def test_a_reference_with_other_steps_is_not_compared(tmp_path: Path, run: Path) -> None:
+def test_a_reference_with_other_steps_is_not_compared(tmp_path: Path, gathered: Gathered) -> None:
     """Layer by layer: the page says so, and draws its loss."""
     other = write(tmp_path / "late.zarr", messages(first=5000))
-    parsed = Parsed(page_of(run, other))
+    parsed = compared(gathered, other)
     assert "reference" not in [one.get("value") for _, one in parsed.tags if one.get("name") == "heat-mode"]
     assert "so the two are not compared here" in parsed.text
     assert any("loss of late.zarr" in text for _, text in parsed.scripts)
 
 
-def test_damage_of_a_reference_is_told(tmp_path: Path, run: Path) -> None:
+def test_damage_of_a_reference_is_told(tmp_path: Path, gathered: Gathered) -> None:
     """With the name of the trace."""
     made = messages()
     other = write(tmp_path / "torn.zarr", made)
     flip(other, next(one for one in made if one.kind == "weights").data.numpy().tobytes())  # type: ignore[union-attr]
-    assert "torn.zarr: " in Parsed(page_of(run, other)).text
+    assert "torn.zarr: " in compared(gathered, other).text
 
 
 def test_metrics_that_were_asked_are_there(run: Path) -> None:

@@ -65,16 +65,25 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert "Traceback" not in complaints
 
 
-@pytest.fixture
-def opened(browser: Any, served: Served) -> Iterator[Opened]:
-    """Its page, of which nothing is asked but of its own server, and in which nothing fails."""
-    found = Opened(browser, served.address)
+@pytest.fixture(scope="module")
+def window(browser: Any, served: Served) -> Iterator[Opened]:
+    """Its page in the window of a phone, in which one test comes after the other."""
+    found = Opened(browser, served.address, 390, "dark")
     found.page.wait_for_function("document.getElementById('state').textContent === ''", timeout=WAIT)
     found.settle()
     yield found
     found.context.close()
-    assert found.complaints == []
-    assert {urlparse(one).netloc for one in found.requests if not one.startswith(("data:", "blob:"))} == {
+
+
+@pytest.fixture
+def opened(window: Opened, served: Served) -> Iterator[Opened]:
+    """That window with all steps in it; nothing is asked but of its own server, and nothing in it fails."""
+    yield window
+    window.page.click("#all")
+    window.page.wait_for_function("document.getElementById('state').textContent === ''", timeout=WAIT)
+    window.settle()
+    assert window.complaints == []
+    assert {urlparse(one).netloc for one in window.requests if not one.startswith(("data:", "blob:"))} == {
         served.place.netloc
     }
 
@@ -86,17 +95,28 @@ def width_of(page: Opened) -> float:
 
 
 @needs_chromium
-@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), pytest.param(1024, "light", marks=pytest.mark.slow)])
-def test_the_page_is_that_of_a_report(browser: Any, served: Served, width: int, scheme: str) -> None:
-    """The verdict, and every picture painted, on a phone and on a screen, light and dark."""
-    page = Opened(browser, served.address, width, scheme)
+def test_the_page_is_that_of_a_report(opened: Opened) -> None:
+    """The verdict, and every picture painted, on a phone in the dark."""
+    assert_reported(opened, 390)
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_the_page_is_that_of_a_report_on_a_screen(browser: Any, served: Served) -> None:
+    """And on a screen, in the light."""
+    page = Opened(browser, served.address, 1024, "light")
     page.page.wait_for_function("document.getElementById('state').textContent === ''", timeout=WAIT)
+    assert_reported(page, 1024)
+    assert page.complaints == []
+    page.context.close()
+
+
+def assert_reported(page: Opened, width: int) -> None:
+    """A page has the verdict and all pictures, and is no wider than its window."""
     assert "of dec.fc at step 444" in page.page.inner_text("h1")
     for name in ("loss", "heat", "zoom", "curves"):
         assert colours(page.painted(name)) > 12, name
     assert page.run("return document.documentElement.scrollWidth") <= width
-    assert page.complaints == []
-    page.context.close()
 
 
 @needs_chromium

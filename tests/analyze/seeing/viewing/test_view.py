@@ -36,6 +36,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def shown(run: Path) -> Iterator[View]:
     """A view of it that has gathered all."""
+    yield from gathered(run)
+
+
+@pytest.fixture(scope="module")
+def kept(run: Path) -> Iterator[View]:
+    """Such a view for tests that change nothing of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(viewing, "LOOK_SECONDS", 0.0)
+        yield from gathered(run)
+
+
+def gathered(run: Path) -> Iterator[View]:
+    """A view of a trace that has gathered all, for a fixture."""
     view = View(run, ["spectral_norm"])
     view.start()
     until(view, lambda: not view.progress and view.asked[0].job.state == DONE)
@@ -65,10 +78,10 @@ def assert_same(one: Gathered, other: Gathered) -> None:
     assert one.losses.keys() == other.losses.keys()
 
 
-def test_a_finished_run_is_shown_as_in_a_report(run: Path, shown: View) -> None:
+def test_a_finished_run_is_shown_as_in_a_report(run: Path, kept: View) -> None:
     """The same replay brings the same."""
-    assert_same(shown.found, gather(run, ["spectral_norm"]))
-    assert not shown.following
+    assert_same(kept.found, gather(run, ["spectral_norm"]))
+    assert not kept.following
 
 
 def test_a_run_is_followed(tmp_path: Path) -> None:
@@ -178,12 +191,12 @@ def test_a_metric_that_computes_for_long_keeps_nobody_waiting(shown: View, monke
     ],
 )
 def test_what_cannot_be_asked_is_refused(
-    shown: View, name: str, options: str, error: type[Exception], told: str
+    kept: View, name: str, options: str, error: type[Exception], told: str
 ) -> None:
     """An unknown name, a file with code, a rule, wrong options, what the trace lacks, what is there already."""
     with pytest.raises(error, match=told):
-        shown.compute(name, options)
-    assert len(shown.asked) == 1
+        kept.compute(name, options)
+    assert len(kept.asked) == 1
 
 
 def test_a_closer_look_has_all_that_was_recorded(tmp_path: Path) -> None:
