@@ -596,7 +596,7 @@ def splits(shape: list[int], generator: np.random.Generator) -> Iterator[tuple[l
         yield [begin for begin, _ in chosen], [end - begin for begin, end in chosen]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 6))])
 @pytest.mark.parametrize("suffix", [".zarr", ".h5"])
 def test_any_blocks_are_put_together(tmp_path: Path, suffix: str, seed: int) -> None:
     """Random grids of up to 9 ranks, in any order, empty blocks and copies among them; read in every way."""

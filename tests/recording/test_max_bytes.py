@@ -62,7 +62,7 @@ def bounded(path: Path, bound: int | str, count: int, **settings: Any) -> tuple[
         (16, 2, 4_000_000, 200, {"commit_steps": 1}),
         (128, 2, 8_000_000, 50, {}),
         (160, 2, 8_000_000, 50, {"commit_seconds": 0.0}),
-        (8, 20, 8_000_000, 150, {}),
+        (8, 20, 4_000_000, 60, {}),
     ],
 )
 def test_a_trace_stays_below_its_bound(

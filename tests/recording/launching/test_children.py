@@ -123,11 +123,14 @@ def test_a_script_that_trains_beside_its_processes(tmp_path: Path) -> None:
         assert losses(tmp_path) == expected
 
 
-@pytest.mark.parametrize("suffix", ["zarr", "h5"])
-def test_ranks_of_torch_distributed(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "how"),
+    # what a spawned process is told, it is told in `test_processes_that_train`, too
+    [("zarr", "fork"), ("h5", "fork"), pytest.param("zarr", "spawn", marks=pytest.mark.slow)],
+)
+def test_ranks_of_torch_distributed(tmp_path: Path, suffix: str, how: str) -> None:
     """`mp.spawn` as the tutorials of DistributedDataParallel do it: the ranks are the group's."""
     out = f"run.{suffix}"
-    how = "spawn" if suffix == "zarr" else "fork"
     body = f"mp.start_processes(in_group, ({str(tmp_path / 'store')!r},), 2, start_method={how!r}); print('done')"
     done = run(tmp_path, body, "--out", out)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
