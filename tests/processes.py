@@ -7,8 +7,8 @@ those that the program would have had, it ends as an interpreter ends, and the P
 `subprocess` itself are forked, too.
 
 What is left of the difference: modules are imported before the program, without its folder and its environment; the
-garbage collector knows nothing of them, and what C++ has to take down of torch at the end stays; the hash seed is 0;
-the parent process is the server. Tests of that, and one of each kind of program, use `subprocess`.
+garbage collector knows nothing of them, and they and what C++ has to take down of torch stay at the end; the hash seed
+is 0; the parent process is the server. Tests of that, and one of each kind of program, use `subprocess`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import sys
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,8 +43,9 @@ from unittest import mock
 ROOT = Path(__file__).parents[1]
 IMPORTED = (
     *("numpy", "scipy.linalg", "scipy.stats", "torch._dynamo", "torch.utils.data", "h5py", "zarr", "rich"),
-    *("tracer.stores.hdf5", "tracer.stores.zarr", "tracer.recording.certifying.rehearsed", "tracereel.main"),
-    *("tracer.recording.launching.script", "tracer.recording.certifying.dry_run", "analyze.tables.results"),
+    *("multiprocessing.synchronize", "tracer.stores.hdf5.store", "tracer.stores.zarr.store"),
+    *("tracer.recording.certifying.rehearsed", "tracer.recording.certifying.dry_run"),
+    *("tracer.recording.launching.script", "analyze.tables.results", "tracereel.main"),
 )
 """What the server imports before it forks."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -56,6 +58,8 @@ _address = b""
 """Where the server listens, in the abstract namespace of Linux."""
 _environment: dict[str, str] = {}
 """With which the server has begun."""
+_imported: dict[str, types.ModuleType] = {}
+"""The modules of others, and of this project, that the server has imported."""
 
 
 class _Program(NamedTuple):
@@ -223,6 +227,7 @@ def _receive_number(link: socket.socket) -> int:
 def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Fork for each request, until stdin ends; returns in each forked process, with its request and streams."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for those who ask, too
+    atexit.register(_leave_what_was_imported)  # first, so that it comes last
     sys.path[0] = str(ROOT)
     importlib.import_module("torch")
     # what was loaded before this is not taken down by the C library when a process ends; HDF5, later, closes its files
@@ -234,8 +239,11 @@ def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
     gc.collect()
     gc.freeze()  # collections of a forked process would copy all that is imported
-    frozen, count = gc.get_freeze_count(), gc.get_freeze_count
-    gc.get_freeze_count = lambda: max(0, count() - frozen)
+    _count_only_what_a_program_freezes()
+    own = {"__main__", *sys.stdlib_module_names}
+    _imported.update((name, module) for name, module in sys.modules.items() if name.partition(".")[0] not in own)
+    for one in weakref.finalize._registry:  # type: ignore[attr-defined] # torch's operators: hundreds
+        one.atexit = False
     ends = select.poll()
     ends.register(0)
     ends.register(listener)
@@ -269,6 +277,27 @@ def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 _, status = os.waitpid(pid, 0)
                 with link, contextlib.suppress(OSError):  # who asked may have gone
                     link.sendall(_NUMBER.pack(status))
+
+
+def _count_only_what_a_program_freezes() -> None:
+    """Have `gc.get_freeze_count` know nothing of what the server has frozen, nor count it, which takes long."""
+    frozen, count, freeze = gc.get_freeze_count(), gc.get_freeze_count, gc.freeze
+    counted = False
+
+    def freeze_more() -> None:
+        nonlocal counted
+        counted = True
+        freeze()
+
+    gc.freeze = freeze_more
+    gc.get_freeze_count = lambda: max(0, count() - frozen) if counted else 0
+
+
+def _leave_what_was_imported() -> None:
+    """Have the end of a forked process take no time for modules that the server has imported: they stay."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_imported))
+    for name in _imported:
+        sys.modules.pop(name, None)
 
 
 def _leave_the_server(request: Mapping[str, Any], link: socket.socket) -> None:

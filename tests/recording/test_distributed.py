@@ -57,26 +57,11 @@ def torchrun(*arguments: str, check: bool = True, **environment: str) -> subproc
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the situations with DistributedDataParallel were trained."""
-    folder = tmp_path_factory.mktemp("ddp")
-    torchrun(str(ROOT / "tests" / "recording" / "two_ranks.py"), "ddp", str(folder))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all situations were trained, one after the other."""
+    folder = tmp_path_factory.mktemp("trained")
+    torchrun(str(ROOT / "tests" / "recording" / "two_ranks.py"), str(folder))
     return folder
-
-
-@pytest.fixture(scope="module")
-def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where those with distributed tensors were trained."""
-    folder = tmp_path_factory.mktemp("fsdp")
-    torchrun(str(ROOT / "tests" / "recording" / "two_ranks.py"), "fsdp", str(folder))
-    return folder
-
-
-@pytest.fixture
-def folder(request: pytest.FixtureRequest, name: str) -> Path:
-    """Where a situation was trained."""
-    found: Path = request.getfixturevalue("ddp" if name in DDP else "fsdp")
-    return found
 
 
 def trace_of(folder: Path, name: str) -> Path:
@@ -219,11 +204,11 @@ def test_gradients_are_the_mean_of_those_of_the_ranks(folder: Path, name: str) -
 
 @needs_gloo
 @pytest.mark.parametrize("name", ["mixed", "tensor_parallel"])
-def test_activations_in_lower_precision_and_in_parts(fsdp: Path, name: str) -> None:
+def test_activations_in_lower_precision_and_in_parts(folder: Path, name: str) -> None:
     """As autograd has them here: in the precision of the forward; of what is cut into columns those of the rank."""
-    trained = saved(fsdp, name)
+    trained = saved(folder, name)
     lower = torch.bfloat16 if name == "mixed" else torch.float64
-    with TraceReader(trace_of(fsdp, name)) as reader:
+    with TraceReader(trace_of(folder, name)) as reader:
         for rank, one in enumerate(trained):
             assert alike(values(reader, "network_output", None, ranks=rank), one["plain"]["outputs"])
             for step, steps in enumerate(one["plain"]["steps"]):
@@ -245,11 +230,11 @@ def test_activations_in_lower_precision_and_in_parts(fsdp: Path, name: str) -> N
 
 
 @needs_gloo
-def test_replicated_weights_are_recorded_once(ddp: Path) -> None:
+def test_replicated_weights_are_recorded_once(folder: Path) -> None:
     """By the lowest rank that is recorded; activations, gradients of activations and outputs by each."""
     once = {kind for name in ("x.weight", "x.bias") for kind in streams(name)[1:]}
     for name in DDP:
-        path = trace_of(ddp, name)
+        path = trace_of(folder, name)
         ranks = expected_ranks(name)
         with TraceReader(path, assemble=False) as reader:
             by = {kind: {one.rank for one in reader.streams if one.kind == kind and one.count} for kind in once}
@@ -261,9 +246,9 @@ def test_replicated_weights_are_recorded_once(ddp: Path) -> None:
 
 
 @needs_gloo
-def test_a_replay_of_any_rank_has_the_weights(ddp: Path, tmp_path: Path) -> None:
+def test_a_replay_of_any_rank_has_the_weights(folder: Path, tmp_path: Path) -> None:
     """In the order of a live run, as that rank's own; also of a copy, and from the command line."""
-    path, copy = trace_of(ddp, "ddp"), tmp_path / "copy.h5"
+    path, copy = trace_of(folder, "ddp"), tmp_path / "copy.h5"
     tracer.convert(path, copy)
     heard = []
     for source in (path, copy):
@@ -303,10 +288,10 @@ def test_a_replay_tells_what_was_live(folder: Path, name: str) -> None:
 
 
 @needs_gloo
-def test_parts_as_they_were_recorded(fsdp: Path) -> None:
+def test_parts_as_they_were_recorded(folder: Path) -> None:
     """Without assembly each rank has its shard; a rank that has nothing of a tensor has an empty one."""
-    path = trace_of(fsdp, "fsdp")
-    (first, second) = saved(fsdp, "fsdp")
+    path = trace_of(folder, "fsdp")
+    (first, second) = saved(folder, "fsdp")
     with TraceReader(path, assemble=False) as reader:
         shapes = {(one.rank, one.module): one.shapes for one in reader.streams if one.kind == "weights"}
         assert [shapes[rank, "first"] for rank in (0, 1)] == [[(3, 4)], [(2, 4)]]
@@ -326,9 +311,9 @@ def test_parts_as_they_were_recorded(fsdp: Path) -> None:
 
 
 @needs_gloo
-def test_shards_by_columns(fsdp: Path) -> None:
+def test_shards_by_columns(folder: Path) -> None:
     """Tensor parallelism cuts along both axes, and leaves some parameters whole on every rank."""
-    with TraceReader(trace_of(fsdp, "tensor_parallel"), assemble=False) as reader:
+    with TraceReader(trace_of(folder, "tensor_parallel"), assemble=False) as reader:
         shapes = {(one.kind, one.module, one.rank): one.shapes[0] for one in reader.streams if one.shapes}
     assert shapes["weights", "up", 0] == shapes["weights", "up", 1] == (3, 4)
     assert shapes["weights", "down", 0] == shapes["weights", "down", 1] == (2, 3)
@@ -337,17 +322,17 @@ def test_shards_by_columns(fsdp: Path) -> None:
 
 
 @needs_gloo
-def test_a_missing_rank_is_told_and_the_shards_of_the_other_are_read(fsdp: Path, tmp_path: Path) -> None:
+def test_a_missing_rank_is_told_and_the_shards_of_the_other_are_read(folder: Path, tmp_path: Path) -> None:
     """Nothing can be put together, so there are parts; what only ranks of their own have is there as always."""
     for name in ("only_first_fsdp", "fsdp"):
-        path = tmp_path / trace_of(fsdp, name).name
+        path = tmp_path / trace_of(folder, name).name
         copy = shutil.copytree if path.suffix == ".zarr" else shutil.copy
-        copy(trace_of(fsdp, name), path)
+        copy(trace_of(folder, name), path)
         with TraceReader(path) as reader:
             assert any("not all ranks' parts are there" in problem for problem in reader.problems)
             assert any("nothing of rank 1" in problem for problem in reader.problems) is (name == "fsdp")
             assert [one.shape for one in values(reader, "weights", "first")] == [(3, 4)] * two_ranks.STEPS
-            plain = saved(fsdp, name)[0]["plain"]
+            plain = saved(folder, name)[0]["plain"]
             before, gradients = zip(*(step["first.weight"] for step in plain["steps"]), strict=True)
             after = [*before[1:], plain["whole"]["first.weight"]]
             assert alike(values(reader, "weights", "first"), [one[:3] for one in before])
@@ -363,7 +348,7 @@ def test_a_missing_rank_is_told_and_the_shards_of_the_other_are_read(fsdp: Path,
 
 
 @needs_gloo
-def test_the_same_names_as_on_one_process(ddp: Path, fsdp: Path, tmp_path: Path) -> None:
+def test_the_same_names_as_on_one_process(folder: Path, tmp_path: Path) -> None:
     """A trace of the bare model has the streams of every other, so that they can be laid side by side."""
     model = two_ranks.Network().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -381,7 +366,7 @@ def test_the_same_names_as_on_one_process(ddp: Path, fsdp: Path, tmp_path: Path)
         expected = names(reader)
         structure = [one["name"] for one in reader.header["model"]["parameters"]]
     for name in ("ddp", "static", "compiled", "late", "fsdp", "fsdp_late", "checkpointed", "hybrid"):
-        with TraceReader(trace_of(ddp if name in DDP else fsdp, name)) as reader:
+        with TraceReader(trace_of(folder, name)) as reader:
             assert names(reader) == expected, name
             assert [one["name"] for one in reader.header["model"]["parameters"]] == structure, name
 
@@ -451,6 +436,15 @@ dist.destroy_process_group()
 """
 
 
+BECOMES_ANOTHER = """
+import os, subprocess, sys
+sys.path.remove("")
+from tracereel.main import main
+os.execv = lambda path, command: sys.exit(subprocess.run(command).returncode)
+main()
+"""
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the script saved how each rank ended that nobody recorded."""
@@ -507,8 +501,11 @@ def test_trace_record_under_torchrun(tmp_path: Path, form: str, alone: Path) -> 
         }.get(form, form.split())
         launcher += ["--standalone", "--nproc-per-node", "2"]
         (tmp_path / "tracereel.py").write_text("raise SystemExit('a script of the user that is called so, too')")
-        ran = subprocess.run(
-            [sys.executable, str(ROOT / "cli.py"), *options, *launcher, str(script), str(end)],
+        # in forked processes, so that it becomes one of those (in fresh ones: test_launchers.py, with accelerate)
+        forked = form == "torchrun inside"
+        recorder = ["-c", BECOMES_ANOTHER] if forked else [str(ROOT / "cli.py")]
+        ran = (processes.run if forked else subprocess.run)(
+            [sys.executable, *recorder, *options, *launcher, str(script), str(end)],
             cwd=tmp_path, capture_output=True, text=True,
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -599,7 +596,7 @@ def splits(shape: list[int], generator: np.random.Generator) -> Iterator[tuple[l
         yield [begin for begin, _ in chosen], [end - begin for begin, end in chosen]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 6))])
 @pytest.mark.parametrize("suffix", [".zarr", ".h5"])
 def test_any_blocks_are_put_together(tmp_path: Path, suffix: str, seed: int) -> None:
     """Random grids of up to 9 ranks, in any order, empty blocks and copies among them; read in every way."""

@@ -56,20 +56,20 @@ def bounded(path: Path, bound: int | str, count: int, **settings: Any) -> tuple[
 
 @pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize(
-    ("width", "layers", "bound", "settings"),
+    ("width", "layers", "bound", "steps", "settings"),
     [
-        (16, 2, 4_000_000, {}),
-        (16, 2, 4_000_000, {"commit_steps": 1}),
-        (128, 2, 8_000_000, {}),
-        (160, 2, 8_000_000, {"commit_seconds": 0.0}),
-        (8, 20, 8_000_000, {}),
+        (16, 2, 4_000_000, 200, {}),
+        (16, 2, 4_000_000, 200, {"commit_steps": 1}),
+        (128, 2, 8_000_000, 50, {}),
+        (160, 2, 8_000_000, 50, {"commit_seconds": 0.0}),
+        (8, 20, 4_000_000, 60, {}),
     ],
 )
 def test_a_trace_stays_below_its_bound(
-    suffix: str, width: int, layers: int, bound: int, settings: dict[str, Any], tmp_path: Path
+    suffix: str, width: int, layers: int, bound: int, steps: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """On the disk, with all that is not data; and it is not much less, so that the bound can be used."""
-    _, warned = bounded(tmp_path / f"run.{suffix}", bound, 600, width=width, layers=layers, **settings)
+    _, warned = bounded(tmp_path / f"run.{suffix}", bound, steps, width=width, layers=layers, **settings)
     with tracer.open(tmp_path / f"run.{suffix}") as trace:
         told = trace.info
     assert told["stored_bytes"] <= bound
@@ -90,7 +90,7 @@ def test_padding_counts(suffix: str, elements: int, tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.ones(1, elements)
     with pytest.warns(RuntimeWarning, match="max_bytes"), tracer.record(path, model, optimizer, max_bytes=40_000_000):
-        for _ in range(200):
+        for _ in range(100):
             optimizer.zero_grad()
             model(inputs).sum().backward()
             optimizer.step()
@@ -101,14 +101,14 @@ def test_padding_counts(suffix: str, elements: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_the_last_step_is_whole(suffix: str, tmp_path: Path) -> None:
     """Every step that is there has all its messages, with the values of an unbounded recording, and none is missing."""
-    bounded(tmp_path / f"run.{suffix}", 3_000_000, 300)
+    bounded(tmp_path / f"run.{suffix}", 3_000_000, 120)
     model, optimizer, steps = training()
     with tracer.record(tmp_path / f"whole.{suffix}", model, optimizer):
-        steps(300)
+        steps(120)
     with tracer.open(tmp_path / f"run.{suffix}") as trace, tracer.open(tmp_path / f"whole.{suffix}") as whole:
         found, expected = list(trace), list(whole)
         last = trace.info["steps"][1]
-    assert 10 < last < 290
+    assert 10 < last < 110
     expected = [one for one in expected if one.global_step <= last and one.kind != "epoch_finished"]
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
@@ -124,7 +124,7 @@ def test_the_last_step_is_whole(suffix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_a_last_step_without_room_is_told(suffix: str, tmp_path: Path) -> None:
     """A run may end with the very step that there is no room for, which is found out when it is closed."""
-    bounded(tmp_path / f"long.{suffix}", 3_000_000, 300)
+    bounded(tmp_path / f"long.{suffix}", 3_000_000, 120)
     with tracer.open(tmp_path / f"long.{suffix}") as trace:
         (told,) = [note for note in trace.notes if "stopped" in note]
         first_without_room = told["stopped"]["global_step"]
@@ -140,8 +140,8 @@ def test_a_last_step_without_room_is_told(suffix: str, tmp_path: Path) -> None:
 def test_training_and_receivers_go_on_unhindered(tmp_path: Path) -> None:
     """Parameters are those of a training without a recorder; hooks are gone when nobody listens any more."""
     plain, _, steps = training()
-    steps(300)
-    model, _ = bounded(tmp_path / "run.zarr", 3_000_000, 300)
+    steps(120)
+    model, _ = bounded(tmp_path / "run.zarr", 3_000_000, 120)
     for name, value in plain.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
 
@@ -151,18 +151,18 @@ def test_training_and_receivers_go_on_unhindered(tmp_path: Path) -> None:
         pytest.warns(RuntimeWarning, match="max_bytes"),
         tracer.record(tmp_path / "other.zarr", model, optimizer, receivers=[heard], max_bytes=3_000_000),
     ):
-        steps(300)
+        steps(120)
         assert not model[0]._forward_hooks  # activations were for the recorder only
-    assert {one.global_step for one in heard.messages} == set(range(300))
+    assert {one.global_step for one in heard.messages} == set(range(120))
 
     with (
         pytest.warns(RuntimeWarning, match="max_bytes"),
         tracer.record(tmp_path / "third.zarr", model, optimizer, max_bytes=3_000_000) as run,
     ):
-        steps(300)
+        steps(120)
         with tracer.open(tmp_path / "third.zarr") as trace:  # complete before the training ends
             assert trace.status == "finished"
-        assert run.global_step == 300
+        assert run.global_step == 120
 
 
 def test_a_warning_that_is_an_error_leaves_a_closed_trace(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_warning_that_is_an_error_leaves_a_closed_trace(tmp_path: Path) -> Non
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message=".*no longer listens.*")
         with tracer.record(tmp_path / "run.zarr", model, optimizer, max_bytes=3_000_000):
-            steps(300)
+            steps(120)
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert trace.status == "finished"
         assert any("stopped" in one for one in trace.notes)
@@ -207,13 +207,13 @@ def test_attempts_share_a_bound(tmp_path: Path) -> None:
         pytest.warns(RuntimeWarning, match="max_bytes"),
         tracer.record(path, model, optimizer, resume=True, first_step=60, max_bytes=bound),
     ):
-        steps(1000)
+        steps(300)
     with tracer.open(path) as trace:
         told = trace.info
     assert told["stored_bytes"] <= bound
     assert told["steps"][1] > 60
     alone = tmp_path / "alone.zarr"
-    bounded(alone, bound, 1060)
+    bounded(alone, bound, 360)
     assert tracer.open(alone).info["steps"][1] > told["steps"][1]
 
 
@@ -226,7 +226,7 @@ def test_ranks_have_equal_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         pytest.warns(RuntimeWarning, match="max_bytes"),
         tracer.record(tmp_path / "run.zarr", model, optimizer, max_bytes=8_000_000) as run,
     ):
-        steps(600)
+        steps(200)
         assert run.recorder is not None
         assert run.recorder.budget is not None
         assert run.recorder.budget.max_bytes == 4_000_000
@@ -281,7 +281,7 @@ from torch import nn
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(600):
+for step in range(300):
     optimizer.zero_grad()
     nn.functional.mse_loss(model(torch.randn(5, 16)), torch.zeros(5, 2)).backward()
     optimizer.step()
@@ -309,12 +309,12 @@ def test_trace_record_is_bounded(options: list[str], environment: dict[str, str]
         check=False,
         timeout=120,
     )
-    assert (done.returncode, done.stdout) == (0, "599\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "299\n"), done.stderr
     assert "max_bytes" in done.stderr
     runner = CliRunner()
     told = json.loads(runner.invoke(main, ["info", str(tmp_path / "train.zarr"), "--json"]).stdout)
     last = told["steps"][1]
-    assert 10 < last < 590
+    assert 10 < last < 290
     assert told["stored_bytes"] <= 4_000_000
     lines = runner.invoke(main, ["info", str(tmp_path / "train.zarr")]).stdout.splitlines()
     assert f"stopped     at max_bytes (4,000,000): nothing from step {last + 1} on" in lines
@@ -325,7 +325,7 @@ def test_captures_that_thin_out_make_a_bound_last(tmp_path: Path) -> None:
     reach = []
     for every in (1, 10):
         path = tmp_path / f"{every}.zarr"
-        bounded(path, 4_000_000, 3000 if every == 10 else 600, capture=Capture(every=every))
+        bounded(path, 3_000_000, 1200 if every == 10 else 120, capture=Capture(every=every))
         reach.append(tracer.open(path).info["steps"][1])
     assert 8 <= reach[1] / reach[0] <= 12
 
@@ -334,7 +334,7 @@ def test_captures_that_thin_out_make_a_bound_last(tmp_path: Path) -> None:
 def test_a_bound_that_a_later_attempt_did_not_have_is_not_told(tmp_path: Path, suffix: str) -> None:
     """Where an attempt with more room recorded what the first left out, nothing is said of the first's bound."""
     path = tmp_path / f"run.{suffix}"
-    bounded(path, 3_000_000, 300)
+    bounded(path, 3_000_000, 120)
     with tracer.TraceReader(path) as trace:
         (stopped,) = [note["stopped"] for note in trace.notes if "stopped" in note]
     first = stopped["global_step"]
@@ -349,7 +349,7 @@ def test_a_bound_that_a_later_attempt_did_not_have_is_not_told(tmp_path: Path, s
     assert "nothing from step" not in shown.output
     # what is missing between the attempts is still told
     again = tmp_path / f"other.{suffix}"
-    bounded(again, 3_000_000, 300)
+    bounded(again, 3_000_000, 120)
     with tracer.record(again, model, optimizer, resume=True, first_step=first + 3):
         steps(1)
     with tracer.TraceReader(again) as trace:

@@ -155,6 +155,7 @@ def test_drops_stand_in_the_trace_while_the_queue_is_full(
 def test_takes_its_time_only_while_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written is in no hurry while the queue is less than half full and the trace not being closed."""
     monkeypatch.setattr("tracer.recording.writer_thread._BATCH_MESSAGES", 1)
+    monkeypatch.setattr("tracer.recording.writer_thread._LONGEST", 0.1)
     noted = []
 
     class Noting(Slow):
@@ -257,11 +258,12 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 def test_a_full_disk_does_not_end_the_training(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When writing fails, the training goes on with a warning, and subscribers still listen."""
     fail_after(monkeypatch, 20)
+    path = tmp_path / f"run.{suffix}"
     model, optimizer, steps = training()
     heard = Collect("loss", "batch_finished")
     before = model[0].weight.detach().clone()
     with pytest.warns(RuntimeWarning) as caught:
-        with tracer.record(tmp_path / f"run.{suffix}", model, optimizer, receivers=[heard]) as run:
+        with tracer.record(path, model, optimizer, receivers=[heard], commit_seconds=0.1) as run:
             steps(3)
             deadline = time.monotonic() + 10
             while run.recorder._queue.error is None and time.monotonic() < deadline:
@@ -274,7 +276,7 @@ def test_a_full_disk_does_not_end_the_training(suffix: str, tmp_path: Path, monk
     assert len(said) == 2
     assert len(heard.of("batch_finished")) == 6
     assert not torch.equal(before, model[0].weight)
-    with tracer.open(tmp_path / f"run.{suffix}") as trace:
+    with tracer.open(path) as trace:
         assert trace.status != "finished"
         assert len(list(trace)) <= 20
 
@@ -599,7 +601,7 @@ def test_a_killed_run_reads_as_interrupted(suffix: str, tmp_path: Path) -> None:
     script = (
         PREAMBLE
         + f"""
-    with tracer.record("run.{suffix}", model, optimizer) as run:
+    with tracer.record("run.{suffix}", model, optimizer, commit_seconds=0.2) as run:
         for number in range(10**6):
             step()
             if number % 10 == 0:
@@ -699,7 +701,7 @@ def test_a_path_is_free_after_its_writer_failed(tmp_path: Path, suffix: str, mon
 
     with monkeypatch.context() as patched, pytest.warns(RuntimeWarning):
         patched.setattr(tracer.TraceWriter, "write_many", fail)
-        with tracer.record(path, model, None) as run:
+        with tracer.record(path, model, None, commit_seconds=0.1) as run:
             model(torch.ones(1, 2)).sum().backward()
             run.recorder._thread.join(10)  # type: ignore[union-attr] # it records
     with tracer.record(path, model, None, overwrite=True):

@@ -512,7 +512,7 @@ def test_a_message_that_a_receiver_spoilt_is_not_recorded(training: Stream, tmp_
             assert spoilt.wait(10)
             super().write_many(batch)
 
-    recorder = Recorder(Late(tmp_path / "run.zarr"))
+    recorder = Recorder(Late(tmp_path / "run.zarr", commit_seconds=0.1))
     first, second = (torch.full((3,), float(step)).as_subclass(OnDevice) for step in range(2))
     recorder.receive(message(torch.zeros(3), 0))
     assert writing.wait(10)

@@ -297,13 +297,13 @@ def group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def main(which: str, folder: Path) -> None:
+def main(folder: Path) -> None:
     """Train each situation plainly and recorded, and save what there is to compare."""
     torch.set_num_threads(1)
     with group(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         watch_collectives()
-        for name, make in SITUATIONS[which].items():
+        for name, make in (SITUATIONS["ddp"] | SITUATIONS["fsdp"]).items():
             plain = train(make(), None)
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
@@ -316,4 +316,4 @@ def main(which: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

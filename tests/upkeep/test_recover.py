@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -140,15 +141,26 @@ def test_missing_shards(tmp_path: Path, name: str, left: list[tuple[str, int]] |
         assert names(tmp_path / "saved.zarr") == left
 
 
+DOCUMENTS = [
+    *("", "rank0", "rank0/journal", "rank0/declarations", "rank0/pools"),
+    *("rank0/weights/fc", "rank0/pools/loss/float64"),
+]
+TEXTS = ["", "{", None]
+COMPRESSIONS = ["none", "lz4", "zstd"]
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "text", "compression"),
     [
-        *("", "rank0", "rank0/journal", "rank0/declarations", "rank0/pools"),
-        *("rank0/weights/fc", "rank0/pools/loss/float64"),
+        # each document with each text, and with each compression, is in the default run
+        pytest.param(*which, marks=[] if (name + text + compression) % 3 == 0 else pytest.mark.slow)
+        for (name, text, compression), which in zip(
+            itertools.product(range(len(DOCUMENTS)), range(3), range(3)),
+            itertools.product(DOCUMENTS, TEXTS, COMPRESSIONS),
+            strict=True,
+        )
     ],
 )
-@pytest.mark.parametrize("text", ["", "{", None])
-@pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
 def test_damaged_zarr_json(tmp_path: Path, name: str, text: str | None, compression: str) -> None:
     """An array whose zarr.json is damaged or gone is read as the writer makes such arrays, and loses nothing."""
     path = write(tmp_path / "run.zarr", compression)

@@ -1,11 +1,12 @@
 """The non-interference certificate: for loops of one's own, and for scripts; also where the verdict is a bad one.
 
-The script that draws from all generators, and that which is terminated, are rehearsed in fresh interpreters, the others
-in forked ones (`tests.processes`).
+One rehearsal, of a script that draws from all generators, is of a fresh interpreter, the others are of forked ones
+(`tests.processes`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -31,7 +32,7 @@ import tracer
 from tests import processes
 from tracer import Capture, CaptureError, Certificate, Message
 from tracer.recording.certifying.fingerprint import fingerprint
-from tracer.recording.certifying.rehearsal import certify_script
+from tracer.recording.certifying.rehearsal import Request, certify_script, rehearse
 from tracer.recording.certifying.verdict import Steps, compare
 from tracer.recording.launching.program import Program
 from tracer.recording.options import Options
@@ -453,7 +454,8 @@ def record(
         return done, trace.header.get("certificate")
 
 
-def test_a_script_without_seeds_is_certified(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_script_without_seeds_is_certified(tmp_path: Path, fresh: bool) -> None:
     """It draws from all generators; the rehearsals begin alike, and print nothing; the real run is as without."""
     body = """
     train()
@@ -461,7 +463,7 @@ def test_a_script_without_seeds_is_certified(tmp_path: Path) -> None:
     with open("ran", "a") as file: file.write(os.environ.get("TRACE_REHEARSAL", "real") + " ")
     print("done"); sys.exit(3)
     """
-    done, told = record(tmp_path, body, "--certify", "4", "--every", "2", fresh=True)
+    done, told = record(tmp_path, body, "--certify", "4", "--every", "2", fresh=fresh)
     assert (done.returncode, done.stdout) == (3, "done\n"), done.stderr
     assert told is not None
     assert (told["verdict"], told["steps"], told["differing"]) == ("identical", 4, []), told
@@ -471,6 +473,27 @@ def test_a_script_without_seeds_is_certified(tmp_path: Path) -> None:
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert trace.info["steps"] == [0, 4]
     assert sorted(one.name for one in tmp_path.iterdir()) == ["ran", "run.zarr", "train.py"]
+
+
+def test_a_rehearsal_begins_in_a_fresh_interpreter_as_in_a_forked_one(tmp_path: Path) -> None:
+    """With the same generators and the same hash seed: what the script is like after each step is the same."""
+    body = """
+    begun = [hash("seeded"), random.random(), numpy.random.rand(), float(torch.rand(1))]
+    with open("begun", "a") as file: print(begun, file=file)
+    train()
+    """
+    (tmp_path / "train.py").write_text(HEAD + textwrap.dedent(body).replace('"begun"', repr(str(tmp_path / "begun"))))
+    program = Program(script=str(tmp_path / "train.py"))
+    request = Request(program=program, settings=[{}], options=Options(), purpose="certify", steps=4)
+    found = []
+    for way in (contextlib.nullcontext, processes.forked):
+        with way():
+            steps, told = rehearse(request, tmp_path, recorded=way is not processes.forked)
+        assert (steps.error, len(steps.hashes), "left" in told) == (None, 4, True)
+        found.append(steps.hashes)
+    assert found[0] == found[1]
+    begun = (tmp_path / "begun").read_text().splitlines()
+    assert (len(begun), len(set(begun))) == (2, 1)
 
 
 def test_a_script_that_ends_before(tmp_path: Path) -> None:
@@ -578,13 +601,19 @@ def test_a_dry_run_of_torchrun_is_refused_before_it_is_started() -> None:
     assert (done.exit_code, "give it without torchrun" in done.output) == (2, True), done.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_who_ends_a_rehearsal_ends_its_process(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "begin"),
+    [
+        (signal.SIGTERM, processes.Popen),
+        (signal.SIGINT, processes.Popen),
+        pytest.param(signal.SIGTERM, subprocess.Popen, marks=pytest.mark.slow),
+    ],
+)
+def test_who_ends_a_rehearsal_ends_its_process(number: signal.Signals, begin: Any, tmp_path: Path) -> None:
     """The script's process does not go on by itself, and nothing is left behind."""
     body = "import time; open('pid', 'w').write(str(os.getpid())); time.sleep(300)"
     (tmp_path / "train.py").write_text(HEAD + body)
     (tmp_path / "temporary").mkdir()
-    begin = subprocess.Popen if number == signal.SIGTERM else processes.Popen
     asked = begin(
         [sys.executable, "-m", "tracereel", "record", "--certify", "3", "train.py"],
         cwd=tmp_path,

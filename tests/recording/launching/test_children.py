@@ -49,9 +49,10 @@ def in_group(rank, store):
     train(rank, nn.parallel.DistributedDataParallel(nn.Linear(4, 3)))
     dist.destroy_process_group()
 
-def processes(way, count, target=train, *more):
+def processes(way, numbers, target=train, *more):
     context = mp.get_context(way)
-    started = [context.Process(target=target, args=(number, nn.Linear(4, 3), *more)) for number in range(count)]
+    numbers = range(numbers) if isinstance(numbers, int) else numbers
+    started = [context.Process(target=target, args=(number, nn.Linear(4, 3), *more)) for number in numbers]
     for one in started: one.start()
     return started
 
@@ -61,16 +62,15 @@ def end(started):
 """
 
 
-def run(folder: Path, body: str, *options: str, alone: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run a script, alone or recorded."""
+def run(folder: Path, body: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a script, recorded."""
     for one in folder.glob("losses*.txt"):
         one.unlink()
     (folder / "train.py").write_text(
         HEAD + 'if __name__ == "__main__":\n' + textwrap.indent(textwrap.dedent(body), " ")
     )
-    recorder = () if alone else ("-m", "tracereel", "record", "--out", "run.zarr", *options)
     return processes.run(
-        [sys.executable, *recorder, "train.py"],
+        [sys.executable, "-m", "tracereel", "record", "--out", "run.zarr", *options, "train.py"],
         cwd=folder,
         env=ENVIRONMENT,
         capture_output=True,
@@ -105,11 +105,9 @@ def as_float32(numbers: list[float]) -> list[float]:
 @pytest.mark.parametrize("way", ["spawn", "fork"])
 def test_processes_that_train(tmp_path: Path, way: str) -> None:
     """Those that know of no rank have a number each, from 1 on; the script itself is 0. Hogwild is such a program."""
-    body = f"end(processes({way!r}, 2))"
-    alone = run(tmp_path, body, alone=True)
-    assert alone.stdout == "[0, 0]\n"
+    body = f"end([*processes('fork', 1), *processes({way!r}, [1])])"
     recorded = run(tmp_path, body)
-    assert (recorded.returncode, recorded.stdout) == (0, alone.stdout), recorded.stderr
+    assert (recorded.returncode, recorded.stdout) == (0, "[0, 0]\n"), recorded.stderr
     assert "Warning" not in recorded.stderr
     assert losses(tmp_path) == {number + 1: as_float32(printed(tmp_path, number)) for number in range(2)}
 
@@ -125,11 +123,14 @@ def test_a_script_that_trains_beside_its_processes(tmp_path: Path) -> None:
         assert losses(tmp_path) == expected
 
 
-@pytest.mark.parametrize("suffix", ["zarr", "h5"])
-def test_ranks_of_torch_distributed(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "how"),
+    # what a spawned process is told, it is told in `test_processes_that_train`, too
+    [("zarr", "fork"), ("h5", "fork"), pytest.param("zarr", "spawn", marks=pytest.mark.slow)],
+)
+def test_ranks_of_torch_distributed(tmp_path: Path, suffix: str, how: str) -> None:
     """`mp.spawn` as the tutorials of DistributedDataParallel do it: the ranks are the group's."""
     out = f"run.{suffix}"
-    how = "spawn" if suffix == "zarr" else "fork"
     body = f"mp.start_processes(in_group, ({str(tmp_path / 'store')!r},), 2, start_method={how!r}); print('done')"
     done = run(tmp_path, body, "--out", out)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

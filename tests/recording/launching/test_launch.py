@@ -1,6 +1,6 @@
 """``trace record`` on unmodified scripts: each runs in a process of its own, with and without being recorded.
 
-Most are forked (`tests.processes`). Those interpreters are fresh whose imports matter, and one of each way to end.
+Most are forked (`tests.processes`). Those interpreters are fresh whose imports matter.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -74,15 +75,33 @@ def record(folder: Path, *arguments: str, fresh: bool = False) -> subprocess.Com
     return run(folder, "-m", "tracereel", "record", "--out", "run.zarr", *arguments, fresh=fresh)
 
 
-def test_a_recorded_script_does_what_it_does_alone(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def freshly(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A folder whose modules have the names of ours, and how its script ended that a fresh interpreter recorded.
+
+    As the command `trace` does it, from another folder, where the trace is.
+    """
+    folder = tmp_path_factory.mktemp("freshly")
+    (folder / "tracer.py").write_text("def trace(x): return x\n")
+    (folder / "cli.py").write_text("number = 8\n")
+    path = script(folder, "import cli; print(cli.number)\n" + PLAIN)
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    command = "import sys; from tracereel.main import main; sys.argv = ['trace', *sys.argv[1:]]; main()"
+    return folder, run(elsewhere, "-c", command, "record", "--out", "run.zarr", str(path), fresh=True)
+
+
+def test_a_recorded_script_does_what_it_does_alone(
+    freshly: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
     """Output and weights, down to the next random number, are those of the script run alone; loss and epochs are
     seen.
     """
-    path = script(tmp_path, PLAIN)
-    alone, recorded = run(tmp_path, str(path), fresh=True), record(tmp_path, str(path), fresh=True)
+    folder, recorded = freshly
+    alone = run(folder, str(folder / "train.py"))
     assert (alone.returncode, recorded.returncode) == (0, 0), recorded.stderr
     assert alone.stdout == recorded.stdout
-    with tracer.open(tmp_path / "run.zarr") as trace:
+    with tracer.open(folder / "elsewhere" / "run.zarr") as trace:
         assert trace.status == "finished"
         counts = {(stream.kind, stream.module, stream.tag): stream.count for stream in trace.streams}
         assert counts["activations", "0", "default"] == counts["weight_updates", "3", "default"] == 6
@@ -98,6 +117,41 @@ def test_a_recorded_script_does_what_it_does_alone(tmp_path: Path) -> None:
         ("epoch_finished", 5, 1),
     ]
     assert evaluated == {(3, 0), (6, 1)}  # with the weights to come, but still in the epoch they end
+
+
+def test_a_script_with_a_cli_of_its_own(freshly: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    """A module of the script's folder is found, though a file of this project is called the same."""
+    _, recorded = freshly
+    assert recorded.returncode == 0, recorded.stderr
+    assert recorded.stdout.startswith("8\n")
+
+
+@pytest.mark.parametrize("package", [False, True])
+def test_a_module_of_the_same_name(
+    tmp_path: Path, package: bool, freshly: tuple[Path, subprocess.CompletedProcess[str]]
+) -> None:
+    """A script that would get this package in place of its own module is told before it runs, and none else."""
+    theirs = tmp_path / ("tracer/__init__.py" if package else "tracer.py")
+    theirs.parent.mkdir(exist_ok=True)
+    theirs.write_text("def trace(x): return x\n")
+    body = """
+    print("begun")
+    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    F.cross_entropy(net(x), y).backward(); opt.step()
+    """
+    script(tmp_path, body)
+    program = "import sys; sys.path.remove(''); from tracereel.main import main; main()"
+    main = ["-c", program, "record", "--out", "run.zarr"]
+    folder, recorded = freshly
+    assert ((folder / "tracer.py").exists(), recorded.returncode) == (True, 0), recorded.stderr
+    done = run(tmp_path, *main, "train.py")
+    assert (done.returncode, done.stdout) == (0, "begun\n"), done.stderr
+    script(tmp_path, "def late():\n    from tracer import trace\n" + textwrap.dedent(body), "other.py")
+    done = run(tmp_path, *main, "--overwrite", "other.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"its own {theirs.relative_to(tmp_path)}, which has the name of this package" in " ".join(
+        done.stderr.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,15 +181,19 @@ def test_the_exit_code_is_the_scripts_own(tmp_path: Path, ending: str, code: int
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "status"),
-    [(signal.SIGTERM, 143, "failed: SystemExit: 143"), (signal.SIGINT, 130, "failed: KeyboardInterrupt")],
+    ("number", "code", "status", "begin"),
+    [
+        (signal.SIGTERM, 143, "failed: SystemExit: 143", processes.Popen),
+        (signal.SIGINT, 130, "failed: KeyboardInterrupt", processes.Popen),
+        # what a fresh interpreter does differently at SIGTERM, tests/recording/test_termination.py has of `record`
+        pytest.param(signal.SIGTERM, 143, "failed: SystemExit: 143", subprocess.Popen, marks=pytest.mark.slow),
+    ],
 )
-def test_a_signal_leaves_a_closed_trace(tmp_path: Path, number: int, code: int, status: str) -> None:
+def test_a_signal_leaves_a_closed_trace(tmp_path: Path, number: int, code: int, status: str, begin: Any) -> None:
     """A script that is terminated, as a batch system or Ctrl-C does it, leaves a trace that is closed and says so."""
     body = PLAIN.replace("range(2)", "range(10**6)") + "\n"
     path = script(tmp_path, body.replace("for a, b in loader:", "print('.', flush=True)\n    for a, b in loader:"))
     command = [sys.executable, "-m", "tracereel", "record", "--out", "run.h5", str(path)]
-    begin = subprocess.Popen if number == signal.SIGTERM else processes.Popen
     with begin(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for _ in range(5):
@@ -372,22 +430,49 @@ def test_a_forked_child_that_goes_on_to_the_end(tmp_path: Path) -> None:
         assert trace.select("loss", tags="default").size == 6
 
 
-def test_no_warning_of_ours_ends_a_script_that_has_warnings_raised(tmp_path: Path) -> None:
-    """It is said on stderr: here that a pass without values is not observed."""
+@pytest.fixture(scope="module")
+def strictly(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A script that logs everything, under ``-W error``, and how a fresh interpreter ended that recorded it.
+
+    It trains what has no values, of which a warning of ours says that it is not observed, and what has.
+    """
+    folder = tmp_path_factory.mktemp("strictly")
     body = """
+    import logging
+    logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
     with torch.device("meta"):
         net = nn.Linear(4, 3)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(3):
         opt.zero_grad(); net(x.to("meta")).sum().backward(); opt.step()
-    print("trained")
+    other = nn.Linear(4, 3); opt = torch.optim.SGD(other.parameters(), lr=0.1)
+    F.cross_entropy(other(x), y).backward(); opt.step()
+    logging.info("trained")
     """
-    path = script(tmp_path, body)
-    alone = run(tmp_path, "-W", "error", str(path))
-    recorded = run(tmp_path, "-W", "error", "-m", "tracereel", "record", "--out", "run.zarr", str(path), fresh=True)
+    path = script(folder, body)
+    command = ["-W", "error", "-m", "tracereel", "record", "--out", "run.zarr", str(path)]
+    return path, run(folder, *command, fresh=True)
+
+
+def test_no_warning_of_ours_ends_a_script_that_has_warnings_raised(
+    strictly: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    """It is said on stderr: here that a pass without values is not observed."""
+    path, recorded = strictly
+    alone = run(path.parent, "-W", "error", str(path))
     assert (alone.returncode, recorded.returncode) == (0, 0), recorded.stderr
-    assert alone.stdout == recorded.stdout == "trained\n"
+    assert alone.stdout == recorded.stdout
     assert "RuntimeWarning: activations of" in recorded.stderr
+
+
+def test_what_is_imported_for_the_trace_is_imported_before_the_script(
+    strictly: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    """A script that logs everything gets no lines that it did not get alone."""
+    path, recorded = strictly
+    assert (recorded.returncode, recorded.stdout) == (0, "INFO:root:trained\n"), recorded.stderr
+    with tracer.open(path.with_name("run.zarr")) as trace:
+        assert [stream.count for stream in trace.streams if stream.kind == "weight_updates"] == [1]
 
 
 def test_a_module_is_run_as_python_dash_m_does(tmp_path: Path) -> None:
@@ -594,19 +679,6 @@ def test_tensors_that_are_no_modules_may_be_trained_first(tmp_path: Path) -> Non
     with tracer.open(tmp_path / "run.zarr") as trace:
         counts = {one.module: one.count for one in trace.streams if one.kind == "weight_gradients"}
     assert counts == {"parameters.0": 3, "0": 6, "3": 6}
-
-
-def test_a_script_with_a_cli_of_its_own(tmp_path: Path) -> None:
-    """A module of the script's folder is found, though a file of this project is called the same."""
-    (tmp_path / "cli.py").write_text("number = 8\n")
-    path = script(tmp_path, "import cli; print(cli.number)\n" + PLAIN)
-    # as the command does
-    command = "import sys; from tracereel.main import main; sys.argv = ['trace', *sys.argv[1:]]; main()"
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    done = run(elsewhere, "-c", command, "record", "--out", "run.zarr", str(path), fresh=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("8\n")
 
 
 def test_evaluation_is_kept_light_unless_asked() -> None:
@@ -861,43 +933,6 @@ def test_models_that_are_frozen_for_the_collector(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert [one.global_step for one in trace.messages("weights", modules="1")] == [0, 1]
-
-
-@pytest.mark.parametrize("package", [False, True])
-def test_a_module_of_the_same_name(tmp_path: Path, package: bool) -> None:
-    """A script that would get this package in place of its own module is told before it runs, and none else."""
-    theirs = tmp_path / ("tracer/__init__.py" if package else "tracer.py")
-    theirs.parent.mkdir(exist_ok=True)
-    theirs.write_text("def trace(x): return x\n")
-    body = """
-    print("begun")
-    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    F.cross_entropy(net(x), y).backward(); opt.step()
-    """
-    script(tmp_path, body)
-    program = "import sys; sys.path.remove(''); from tracereel.main import main; main()"
-    main = ["-c", program, "record", "--out", "run.zarr"]
-    done = run(tmp_path, *main, "train.py", fresh=True)
-    assert (done.returncode, done.stdout) == (0, "begun\n"), done.stderr
-    script(tmp_path, "def late():\n    from tracer import trace\n" + textwrap.dedent(body), "other.py")
-    done = run(tmp_path, *main, "--overwrite", "other.py")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"its own {theirs.relative_to(tmp_path)}, which has the name of this package" in " ".join(
-        done.stderr.split()
-    )
-
-
-def test_what_is_imported_for_the_trace_is_imported_before_the_script(tmp_path: Path) -> None:
-    """A script that logs everything gets no lines that it did not get alone."""
-    body = """
-    import logging
-    logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
-    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    F.cross_entropy(net(x), y).backward(); opt.step()
-    logging.info("done")
-    """
-    done = record(tmp_path, str(script(tmp_path, body)), fresh=True)
-    assert (done.returncode, done.stdout) == (0, "INFO:root:done\n"), done.stderr
 
 
 SHORTER = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -142,7 +141,10 @@ def test_the_file_that_launchers_start_hides_nothing(tmp_path: Path) -> None:
 
 
 def test_accelerate_is_recorded(tmp_path: Path) -> None:
-    """The script that accelerate starts, with its arguments, and its exit code."""
+    """The script that accelerate starts, with its arguments, and its exit code.
+
+    What is started is a fresh interpreter, for which a module of the script's folder must not hide this project's.
+    """
     pytest.importorskip("accelerate", reason="needs accelerate: pip install 'tracereel[transformers]'")
     (tmp_path / "train.py").write_text(
         "import sys, torch\nfrom accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\n"
@@ -153,8 +155,9 @@ def test_accelerate_is_recorded(tmp_path: Path) -> None:
         "    opt.step(); opt.zero_grad()\n"
         "print(sys.argv[1:])\n"
     )
+    (tmp_path / "tracereel.py").write_text("raise SystemExit('a script of the user that is called so, too')")
     launcher = ["accelerate", "launch", "--cpu", "--num_processes", "1", "--num_machines", "1", "train.py", "--lr", "1"]
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, str(ROOT / "cli.py"), "record", "--out", "run.zarr", "-k", "loss", *launcher],
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
