@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 import uuid
 from collections.abc import Mapping
 from importlib import import_module
@@ -17,7 +18,11 @@ from tracer.errors import MessageError, TracerError
 CONNECT_SECONDS: Final = 30.0
 """How long a Dask scheduler may take to answer."""
 WORKERS_SECONDS: Final = 300.0
-"""How long Dask may take until it has a worker."""
+"""How long Dask may be without a worker."""
+LOOK_SECONDS: Final = 10.0
+"""How often this process looks whether there is a worker, while it waits for a task."""
+PAUSE_SECONDS: Final = 0.005
+"""How often it looks whether a task is done."""
 RECEIPT_SECONDS: Final = 60.0
 """How long the receipt of a finished task may take before this process looks whether the scheduler is still there."""
 
@@ -111,6 +116,7 @@ class Dask:
 
     def next_done(self) -> tuple[str, Document | Death]:
         try:
+            self._wait()
             future = next(self._results)
             self._left -= 1
             key = future.key.split("-", 3)[3]
@@ -130,6 +136,29 @@ class Dask:
                 raise self._gone()
             return key, Death(f"Dask gave it up ({status})")
         return key, Death(f"Dask could not run it: {type(error).__name__}: {error}")
+
+    def _wait(self) -> None:
+        """Wait until a task is done.
+
+        Raises
+        ------
+        TracerError
+            If Dask is without a worker for `WORKERS_SECONDS`: then its tasks wait for ever.
+        """
+        looked = worked = time.monotonic()
+        while not (self._results.has_ready() or self._results.is_empty()):
+            time.sleep(PAUSE_SECONDS)
+            now = time.monotonic()
+            if now - looked < LOOK_SECONDS or self._client.status != "running":
+                continue
+            looked = now
+            if self._client.nthreads():
+                worked = now
+            elif now - worked > WORKERS_SECONDS:
+                raise TracerError(
+                    f"the Dask scheduler at {self._name} had no worker for {WORKERS_SECONDS:.0f} seconds, with "
+                    f"{self._left} tasks left; what is done is kept: run the same again"
+                )
 
     def _gone(self, why: str = "") -> TracerError:
         return TracerError(

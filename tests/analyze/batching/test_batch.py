@@ -975,9 +975,16 @@ def test_a_receipt_that_died_with_its_worker_is_waited_for() -> None:
         def exception(self, timeout: float) -> Exception:
             return ArithmeticError("no")
 
+    class Ready(list[Future]):
+        def has_ready(self) -> bool:
+            return True
+
+        def __next__(self) -> Future:
+            return self.pop()
+
     def engine(future: Future, client: str) -> Dask:
         one = object.__new__(Dask)
-        one._results, one._left, one._name = iter([future]), 1, "here"
+        one._results, one._left, one._name = Ready([future]), 1, "here"
         one._client = SimpleNamespace(status=client)
         one._distributed = SimpleNamespace(KilledWorker=KeyError)
         return one
@@ -992,6 +999,22 @@ def test_a_receipt_that_died_with_its_worker_is_waited_for() -> None:
     assert done("lost") == Death("Dask gave it up (lost)")
     with pytest.raises(TracerError, match=r"the Dask scheduler at here is gone with 0 tasks left"):
         done("finished", "pending", client="connecting")
+
+
+def test_tasks_without_a_worker_are_given_up(quick_deaths: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the last worker is gone for good, a batch does not wait for ever: a sentence says so."""
+    dask = Dask("local", workers=1)
+    try:
+        dask._cluster.scale(0)
+        while dask._client.nthreads():
+            time.sleep(0.01)
+        monkeypatch.setattr(clusters, "WORKERS_SECONDS", 0.05)
+        monkeypatch.setattr(clusters, "LOOK_SECONDS", 0.01)
+        dask.submit("unit", {})
+        with pytest.raises(TracerError, match=r"at local had no worker for 0 seconds, with 1 tasks left; what is done"):
+            dask.next_done()
+    finally:
+        dask.close()
 
 
 def test_dask_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
