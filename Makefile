@@ -6,6 +6,8 @@ DEMO := $(VENV)/demo
 INSTALLED := $(VENV)/installed
 # the tests' models are tiny: more threads than processes only wait for each other
 export OMP_NUM_THREADS ?= 1
+# on two cores one process more than cores: some tests wait
+JOBS ?= 3
 
 .PHONY: help demo test check test-slow lint docs bench clean
 
@@ -20,16 +22,16 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest $(FILE)
 else
 test: lint ## everything that must hold: lint, types, tests, doctests; FILE=tests/messaging/test_bus.py only that
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n $(JOBS)
 endif
 
 check: lint ## the daily loop: lint, types, and the tests of the files that changed since the last commit
-	$(BIN)/python tests/changed.py | xargs -r $(BIN)/python -m pytest -n 2
+	$(BIN)/python tests/changed.py | xargs -r $(BIN)/python -m pytest -n $(JOBS)
 
 test-slow: $(INSTALLED) ## what takes minutes: a hundred kills of each format, more damaged traces, random cases and models, the experiment
-	$(BIN)/python -m pytest -n 2 -m slow
-	TRACEREEL_EXAMPLES=all $(BIN)/python -m pytest -n 2 -m hypothesis
-	TRACEREEL_FUZZ_CASES=1000 $(BIN)/python -m pytest -n 2 tests/trace/test_hostile.py -k random
+	$(BIN)/python -m pytest -n $(JOBS) -m slow
+	TRACEREEL_EXAMPLES=all $(BIN)/python -m pytest -n $(JOBS) -m hypothesis
+	TRACEREEL_FUZZ_CASES=1000 $(BIN)/python -m pytest -n $(JOBS) tests/trace/test_hostile.py -k random
 
 lint: $(INSTALLED) ## style and types
 	$(BIN)/ruff check .
