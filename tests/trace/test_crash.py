@@ -70,7 +70,8 @@ for trial in trials:
                 writer.commit()
                 os.pwrite(acknowledged, struct.pack("<q", number), 0)
         os._exit(1)
-    os.read(ready, 1)
+    os.close(started)
+    assert os.read(ready, 1) == b".", f"the writer of trial {trial} did not begin"
     # mostly early, where the files are made, sealed and moved; sometimes with many commits behind it
     time.sleep(rng.random() * rng.choice([0.02, 0.1, 0.4]))
     os.kill(child, 9)
@@ -176,7 +177,8 @@ def test_kill_many(tmp_path: Path, suffix: str) -> None:
     for trials in (range(TRIALS, 30), *(range(first, first + 25) for first in range(1000, 1100, 25))):
         kill(tmp_path, suffix, trials)
     for compression in ("lz4", "zstd"):
-        kill(tmp_path, suffix, range(2004, 2012), compression)
+        (tmp_path / compression).mkdir()
+        kill(tmp_path / compression, suffix, range(2004, 2012), compression)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the space is limited by RLIMIT_FSIZE")
