@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import tracer
 from analyze.tables.escapes import printable
 from tracer.errors import TracerError
 from tracer.secrets import masked
+from tracer.trace.selection import Steps
 from tracereel import options
 from tracereel.checks import TRACE_SUFFIXES
 from tracereel.command import Command, conclude
@@ -116,6 +117,17 @@ def list_streams(trace: str, filters: Filters, as_json: bool) -> None:
     print_table(columns, rows, right=right, names=("module", "tag"), prose=("shape",), group="kind")
 
 
+def _values(reader: tracer.TraceReader, chosen: list[int], steps: Steps | None) -> Iterator[tuple[list[int], Any]]:
+    """The messages of some streams and steps: the number of the stream and the counters of each, and its data."""
+    from tracer.format.journal import Column
+
+    columns = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
+    start, stop = (steps or (None, None))[:2]
+    for window in reader.within(start or 0, stop).windows():
+        for row, data in window.values(streams=chosen, steps=steps):
+            yield window.journal[row, columns].tolist(), data
+
+
 @click.command(
     cls=Command,
     examples=["trace cat run.zarr -k loss --steps 0:100:10", "trace cat run.zarr -k weights --values 3 --limit 5"],
@@ -132,15 +144,11 @@ def cat(trace: str, filters: Filters, limit: int | None, values: int, as_json: b
     """
     from itertools import islice
 
-    from tracer.format.journal import Column
-
-    columns = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
     with tracer.open(trace) as reader:
         chosen = [stream.id for stream in filters.streams(reader)]
         note_problems(reader)
-        streams, journal = reader.streams, reader.journal
-        for row, data in islice(reader.values(streams=chosen, steps=filters.steps), limit):
-            number, *counters = journal[row, columns].tolist()
+        streams = reader.streams
+        for (number, *counters), data in islice(_values(reader, chosen, filters.steps), limit):
             stream = streams[number]
             facts = message_facts(stream, stream.module, counters, stream.dtype, data, values)
             if as_json:

@@ -202,7 +202,7 @@ def test_streams_are_declared_before_they_have_messages(tmp_path: Path) -> None:
     """A follower may look between the commit of the declarations and that of the first rows."""
     from tracer.replaying.audience import Audience
     from tracer.replaying.filters import Filters
-    from tracer.replaying.plan import plan_of
+    from tracer.replaying.plan import wanted_of
     from tracer.replaying.replay import settled
 
     path = tmp_path / "run.zarr"
@@ -217,9 +217,9 @@ def test_streams_are_declared_before_they_have_messages(tmp_path: Path) -> None:
         document.write_text(text.replace('"shape": [2, ', '"shape": [0, '))
         receivers = (Collect("weight_updates"), Counting("weight_updates"))
         with TraceReader(path) as reader:
-            todo = plan_of(reader, Audience(receivers), Filters(), 0, growing=True)
-            assert (len(reader), len(todo.derived)) == (0, 1)
-            assert settled(reader, todo) == 0
+            wanted = wanted_of(reader, Audience(receivers), Filters(), 0, growing=True)
+            assert (len(reader), len(wanted.derived)) == (0, 1)
+            assert settled(reader, wanted.derived) == 0
         document.write_text(text)
 
 

@@ -18,6 +18,7 @@ from tracer.errors import TraceError
 from tracer.format.encodings import STORAGE_DTYPES, is_encoded
 from tracer.format.journal import HAS_DATA, NONE, Column, is_shape
 from tracer.format.placement import Placement
+from tracer.format.summaries import Fact, Summary
 
 _T = TypeVar("_T")
 _COUNTERS = [Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
@@ -113,6 +114,8 @@ class Tables:
         What the declaration ``status`` says; empty while there is none.
     streams, shapes, pools : dict
         By the numbers that the journal has for them.
+    summaries : list of Summary
+        Of the rows of the journal, in their order; without gaps, each begins where the last one ends.
 
     Examples
     --------
@@ -133,6 +136,7 @@ class Tables:
         self.streams: dict[int, Stream] = {}
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.pools: dict[int, Pool] = {}
+        self.summaries: list[Summary] = []
         self._gaps = gaps
 
     def declare(self, what: str, value: Any) -> None:
@@ -160,6 +164,18 @@ class Tables:
             self._enter(self.shapes, value["id"], shape, what)
         elif what == "pool":
             self._enter(self.pools, value["id"], Pool.parse(value), what)
+        elif what == "summary":
+            self._summarize(Summary.parse(value))
+
+    def _summarize(self, summary: Summary) -> None:
+        after = self.summaries[-1].stop if self.summaries else 0
+        if not self._gaps:
+            last = max((max(ids) for ids in summary.shapes.values()), default=-1)
+            if summary.start != after:
+                raise ValueError(f"the summary of rows from {summary.start} on stands where one from {after} on should")
+            if int(summary.facts[-1, Fact.STREAM]) >= len(self.streams) or last >= len(self.shapes):
+                raise ValueError(f"the summary of rows from {after} on is of streams or shapes that are not declared")
+        self.summaries.append(summary)
 
     def _enter(self, table: dict[int, _T], number: Any, value: _T, what: str) -> None:
         if self._gaps:

@@ -139,7 +139,7 @@ def already_spent(path: Location, rank: int) -> int:
         for part in parts.shown:
             if part.rank != rank:
                 continue
-            journal = part.journal
+            journal = part.rows.all
             with_data = journal[journal[:, Column.POOL] != NONE]
             sizes = np.array([np.dtype(pool.dtype).itemsize for pool in part.tables.pools.values()] or [0], np.int64)
             spent += len(journal) * ROW_BYTES + len(part.streams) * STREAM_BYTES + len(part.tables.pools) * ARRAY_BYTES

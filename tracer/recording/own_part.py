@@ -115,10 +115,14 @@ def go_on(path: Location, rank: int, options: Options, exporter: Exporter) -> No
         # an evaluation after an epoch's last step has the number of the next one, but counts with the old epoch
         training = [one.id for one in trace.streams if one.tag == DEFAULT_TAG]
         ended = [one.id for one in trace.streams if one.kind == "epoch_finished"]
-        counts = np.isin(trace.journal[:, Column.STREAM], training)
+        # what was recorded of the step itself tells enough, and is read without the rest
+        of_step = trace.within(step, step + 1)
+        steps = of_step.journal[np.isin(of_step.journal[:, Column.STREAM], training), Column.GLOBAL_STEP]
+        found = of_step if (steps == step).any() else trace
+        counts = np.isin(found.journal[:, Column.STREAM], training)
         # without messages of this rank, those of others tell the step
-        mine = counts & (trace.rank == rank)
-        train_step, epoch = _counted(trace.journal[mine if mine.any() else counts], step, ended)
+        mine = counts & (found.rank == rank)
+        train_step, epoch = _counted(found.journal[mine if mine.any() else counts], step, ended)
     if options.first_epoch is not None and options.first_epoch != epoch:
         train_step, epoch = 0, options.first_epoch
     exporter.start_at(step, train_step, epoch)

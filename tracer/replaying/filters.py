@@ -10,7 +10,7 @@ from tracer.errors import UnknownNameError, did_you_mean
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, KINDS
 from tracer.messaging.subscription import passes
 from tracer.trace.reader import TraceReader
-from tracer.trace.selection import Steps
+from tracer.trace.selection import Selection, Steps
 from tracer.trace.streams import StreamInfo
 
 
@@ -39,6 +39,18 @@ class Filters:
     ) -> Filters:
         """The filters, each given as one name or several names."""
         return cls(_tuple(kinds), _tuple(modules), _tuple(tags), steps)
+
+    @property
+    def bounds(self) -> tuple[int, int | None]:
+        """The first step and the one after the last, None for an open end.
+
+        Raises
+        ------
+        CaptureError
+            If the steps are no range.
+        """
+        selection = Selection.of(steps=self.steps)
+        return selection.start, selection.stop
 
     @property
     def narrow(self) -> bool:

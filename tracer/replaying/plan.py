@@ -15,7 +15,7 @@ from tracer.messaging.bus import Receiver, Scope
 from tracer.messaging.subscriber import unmet
 from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters
-from tracer.replaying.updates import NO_ROWS, by_stream, derivable, due, due_pairs
+from tracer.replaying.updates import asking, by_stream, counted, derivable, due, due_pairs, with_pairs
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
@@ -98,10 +98,28 @@ def plan(
         return plan_of(reader.of_rank(chosen), Audience(receivers), filters, chosen)
 
 
-def plan_of(
-    reader: TraceReader, audience: Audience, filters: Filters, rank: int, *, since: int = 0, growing: bool = False
-) -> Plan:
-    """The plan of a replay of one rank.
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """What receivers get of one rank of a trace, stream by stream.
+
+    Attributes
+    ----------
+    streams : list of StreamInfo
+        The streams that some receiver asks for.
+    derived : list of StreamInfo
+        Updates that some receiver asks for and that follow from weights; each has the id of the stream of its weights.
+    missing, partial : list of str
+        As in `Plan`.
+    """
+
+    streams: list[StreamInfo]
+    derived: list[StreamInfo]
+    missing: list[str]
+    partial: list[str]
+
+
+def wanted_of(reader: TraceReader, audience: Audience, filters: Filters, rank: int, *, growing: bool = False) -> Wanted:
+    """What receivers get of one rank; few rows of the journal are read for it.
 
     Parameters
     ----------
@@ -109,8 +127,6 @@ def plan_of(
     audience : Audience
     filters : Filters
     rank : int
-    since : int
-        The first row of the journal to publish; earlier rows are published already.
     growing : bool
         Whether more messages may be recorded.
     """
@@ -119,35 +135,45 @@ def plan_of(
     audience.check(reader, streams)
     offered = [stream for stream in streams if filters.let_through(stream)]
     # passive receivers alone get what was recorded, and not all that could be derived from it
-    updates = derivable(reader, streams, audience.active, filters, growing=growing)
-    there = [(one.kind, one.module, one.tag) for one in (*offered, *updates)]
+    derived = derivable(streams, audience.active, filters)
+    derived = derived if growing or not derived else with_pairs(reader, derived)
+    there = [(one.kind, one.module, one.tag) for one in (*offered, *derived)]
     missing = unmet(audience.asking, there, f"{reader.path}{' (after the filters)' if filters.narrow else ''}")
     if missing:
         missing[-1] += filters.meant_modules(streams)
+    wanted = [stream for stream in offered if asking(stream, audience.asking)]
+    return Wanted(wanted, derived, missing, audience.spoiled([*wanted, *derived]))
+
+
+def rows_due(
+    reader: TraceReader, wanted: Wanted, audience: Audience, filters: Filters
+) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """The rows of a reader's journal that are due, as `Plan.where` and `Plan.pairs` say."""
     journal = reader.journal
     where = np.zeros(len(journal), dtype=np.bool_)
-    recent = np.arange(len(journal)) >= since if since else None
-    chosen = reader.select(streams=[one.id for one in offered], steps=filters.steps, where=recent)
-    in_range = by_stream(journal, chosen)
-    wanted: list[StreamInfo] = []
-    for stream in offered:
-        rows = due(stream, in_range.get(stream.id, NO_ROWS), journal, audience.asking)
-        if rows is not None:
-            wanted.append(stream)
-            where[rows] = True
-    derived, pairs = due_pairs(reader, updates, audience.active, filters.steps, recent)
+    chosen = by_stream(journal, reader.select(streams=[one.id for one in wanted.streams], steps=filters.steps))
+    for stream in wanted.streams:
+        if stream.id in chosen:
+            where[due(stream, chosen[stream.id], journal, audience.asking)] = True
+    return where, due_pairs(reader, wanted.derived, audience.active, filters.steps)
+
+
+def plan_of(reader: TraceReader, audience: Audience, filters: Filters, rank: int) -> Plan:
+    """The plan of a replay of one rank."""
+    wanted = wanted_of(reader, audience, filters, rank)
+    where, pairs = rows_due(reader, wanted, audience, filters)
     read = where.copy()
     read[pairs] = True
     return Plan(
         trace=str(reader.path),
-        streams=wanted,
-        derived=derived,
+        streams=wanted.streams,
+        derived=counted(reader, wanted.derived),
         messages=int(where.sum()) + len(pairs),
         bytes=int(reader.sizes(np.flatnonzero(read)).sum()),
-        skipped=len(journal) - int(where.sum()),
-        missing=missing,
+        skipped=len(reader.journal) - int(where.sum()),
+        missing=wanted.missing,
         memory=audience.memories(),
-        partial=audience.spoiled([*wanted, *derived]),
+        partial=wanted.partial,
         where=where,
         pairs=pairs,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -15,11 +15,12 @@ from tracer.format.journal import Column
 from tracer.messaging.bus import MessageBus, Receiver, in_order, tell_of_model
 from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters
-from tracer.replaying.plan import Plan, opened, plan_of, rank_of
+from tracer.replaying.plan import Wanted, opened, rank_of, rows_due, wanted_of
 from tracer.replaying.updates import messages
 from tracer.stores.locations import Anywhere
-from tracer.trace.reader import TraceReader
+from tracer.trace.reader import WINDOW_ROWS, TraceReader
 from tracer.trace.selection import Steps
+from tracer.trace.streams import StreamInfo
 
 
 def replay(
@@ -103,26 +104,35 @@ def replay(
             reader.refresh()  # the run may have committed more before it ended
         # other ranks may commit their share of a step later than this rank commits the steps that follow
         reader = reader.of_rank(chosen, assemble=False if following else None)
-        todo = plan_of(reader, audience, filters, chosen, growing=following)
-        if todo.missing and not following:
-            raise CaptureError("; ".join(todo.missing))
-        for sentence in todo.partial:
+        wanted = wanted_of(reader, audience, filters, chosen, growing=following)
+        if wanted.missing and not following:
+            raise CaptureError("; ".join(wanted.missing))
+        for sentence in wanted.partial:
             warnings.warn(sentence, RuntimeWarning, stacklevel=2)
         bus = _prepared(reader, audience, following=following)
         guard = guard if guard is not None else contextlib.nullcontext()
         # a message that a receiver keeps should not depend on the file; any other needs no copy
         mapped = not audience.may_keep
+        asked = _asked(reader, filters)
+        starts, rows = asked.begin, WINDOW_ROWS
         try:
-            while following:
-                done = settled(reader, todo)
-                _publish(bus, reader, todo, done, mapped, guard)
-                following = wait(reader)
-                _register_topics(bus, reader)
-                tell_of_model(audience.receivers, lambda: reader.header.get("model"))  # the header may have come later
-                todo = plan_of(reader, audience, filters, chosen, since=done, growing=following)
-            if todo.missing:
-                raise CaptureError("; ".join(todo.missing))
-            _publish(bus, reader, todo, len(reader), mapped, guard)
+            while True:
+                window = reader.window(starts, rows, None if following else asked.end)
+                done = _publish(bus, window, wanted, audience, filters, mapped, guard, last=not following)
+                starts = window.after(done)
+                # a window whose messages all wait for the next step has to be longer
+                rows = WINDOW_ROWS if done else 2 * rows
+                if window.is_last and not following:
+                    break
+                if window.is_last:
+                    following = wait(reader)
+                    _register_topics(bus, reader)
+                    # the header may have come later
+                    tell_of_model(audience.receivers, lambda: reader.header.get("model"))
+                    wanted = wanted_of(reader, audience, filters, chosen, growing=following)
+                    asked = _asked(reader, filters)
+            if wanted.missing:
+                raise CaptureError("; ".join(wanted.missing))
             with guard:
                 bus.finish()
         except BaseException:
@@ -151,19 +161,38 @@ def _register_topics(bus: MessageBus, reader: TraceReader) -> None:
             bus.register_topic(stream.kind)  # a user's own kind, or the kind of an answer in a results trace
 
 
+def _asked(reader: TraceReader, filters: Filters) -> TraceReader:
+    """A reader of the part with the steps that are asked for, and the one after them: a derived update needs that."""
+    start, stop = filters.bounds
+    return reader.within(start, None if stop is None else stop + 1)
+
+
 def _publish(
-    bus: MessageBus, reader: TraceReader, todo: Plan, limit: int, mapped: bool, guard: AbstractContextManager[object]
-) -> None:
-    """Publish the planned messages of the rows before `limit`."""
-    where, pairs = todo.where, todo.pairs
-    if limit < len(where):
-        where = where.copy()
-        where[limit:] = False
-        pairs = pairs[pairs[:, 0] < limit]
-    for message in messages(reader, where, pairs, mapped):
+    bus: MessageBus,
+    window: TraceReader,
+    wanted: Wanted,
+    audience: Audience,
+    filters: Filters,
+    mapped: bool,
+    guard: AbstractContextManager[object],
+    *,
+    last: bool,
+) -> int:
+    """Publish the messages of a window that are due, and for which nothing has to be waited for; how many these are.
+
+    After the `last` window nothing comes.
+    """
+    where, pairs = rows_due(window, wanted, audience, filters)
+    done = len(where)
+    if not (last and window.is_last):
+        done = settled(window, wanted.derived)
+        where[done:] = False
+        pairs = pairs[pairs[:, 0] < done]
+    for message in messages(window, where, pairs, mapped):
         with guard:
             bus.publish(message)
         del message  # before the next is read, so that it can reuse the memory, which is still in the cache
+    return done
 
 
 POLL_SECONDS = 0.1
@@ -171,14 +200,17 @@ LONGEST_POLL_SECONDS = 2.0
 """The first and the longest pause of a replay that follows a run, between looks for new commits."""
 
 
-def settled(reader: TraceReader, todo: Plan) -> int:
+def settled(window: TraceReader, derived: Sequence[StreamInfo]) -> int:
     """The row before which everything can be published: an update waits for the weight of the next step."""
-    streams, steps = reader.journal[:, Column.STREAM], reader.journal[:, Column.GLOBAL_STEP]
+    streams, steps = window.journal[:, Column.STREAM], window.journal[:, Column.GLOBAL_STEP]
+    if not derived or not len(steps):
+        return len(steps)
     # what comes before a step carries its number, so the step after a weight's is over once the one after begins
-    over = int(steps.max(initial=0)) - 1
-    last = np.full(len(reader.streams), -1)
+    over = int(steps.max()) - 1
+    ids = np.array([stream.id for stream in derived])
+    last = np.full(max(int(streams.max()), int(ids.max())) + 1, -1)
     last[streams] = np.arange(len(streams))  # with repeated indices, the last assignment stays
-    last = last[[stream.id for stream in todo.derived]]
+    last = last[ids]
     last = last[last >= 0]  # a stream is declared before it has messages
     waiting = last[steps[last] >= over]
     return int(waiting.min(initial=len(streams)))

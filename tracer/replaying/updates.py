@@ -34,13 +34,16 @@ def by_stream(journal: NDArray[np.int64], rows: NDArray[np.int64]) -> dict[int, 
     return dict(zip(streams.tolist(), np.split(rows, begins[1:]), strict=False))
 
 
+def asking(stream: StreamInfo, receivers: Sequence[Receiver]) -> list[Receiver]:
+    """The receivers that ask for a stream, in some step or other."""
+    return [one for one in receivers if one.wants(stream.kind, stream.module, stream.tag, None)]
+
+
 def due(
     stream: StreamInfo, rows: NDArray[np.int64], journal: NDArray[np.int64], receivers: Sequence[Receiver]
-) -> NDArray[np.int64] | None:
-    """The rows of a stream that some receiver wants; None if no receiver asks for the stream at all."""
-    who = [one for one in receivers if one.wants(stream.kind, stream.module, stream.tag, None)]
-    if not who:
-        return None
+) -> NDArray[np.int64]:
+    """The rows of a stream that some receiver wants."""
+    who = asking(stream, receivers)
     entry = KINDS.get(stream.kind)
     clock = journal[rows, Column.EPOCH if entry is not None and entry.clock == "epoch" else Column.GLOBAL_STEP]
     ticks = _distinct(clock)
@@ -57,36 +60,26 @@ _UPDATES = {"weights": "weight_updates", "biases": "bias_updates"}
 _GRADIENTS = {"weight_updates": "weight_gradients", "bias_updates": "bias_gradients"}
 
 
-def derivable(
-    reader: TraceReader,
-    streams: Sequence[StreamInfo],
-    receivers: Sequence[Receiver],
-    filters: Filters,
-    *,
-    growing: bool,
-) -> list[StreamInfo]:
-    """The updates that receivers ask for and the trace lacks, but that follow from weights in consecutive steps.
+def derivable(streams: Sequence[StreamInfo], receivers: Sequence[Receiver], filters: Filters) -> list[StreamInfo]:
+    """The updates that receivers ask for and the trace lacks, but that may follow from weights in consecutive steps.
 
     Weights that were cast or reduced give no updates: a difference of rounded numbers is not the rounded difference.
 
     Parameters
     ----------
-    reader : TraceReader
     streams : sequence of StreamInfo
         The streams of the trace.
     receivers : sequence of Receiver
     filters : Filters
-    growing : bool
-        Whether weights of more steps may be recorded.
 
     Returns
     -------
     list of StreamInfo
-        Each has the id of the stream of its weights.
+        Each has the id of the stream of its weights, and no messages; see `counted`.
     """
     present = {stream.kind for stream in streams}
-    bases = [
-        stream
+    return [
+        replace(stream, kind=kind, dtype=_dtype_of_difference(stream.dtype), count=0, bytes=0, steps=None)
         for stream in streams
         if (kind := _UPDATES.get(stream.kind)) is not None
         and kind not in present
@@ -94,34 +87,44 @@ def derivable(
         and not {"dtype", "reduce"} & set(stream.sampling or ())
         and any(one.wants(kind, stream.module, stream.tag, None) for one in receivers)
     ]
-    rows_of = by_stream(reader.journal, reader.select(streams=[stream.id for stream in bases])) if bases else {}
+
+
+def with_pairs(reader: TraceReader, updates: Sequence[StreamInfo]) -> list[StreamInfo]:
+    """Those updates whose weights are there in two consecutive steps; rows are read until that is known of all."""
+    ids = [one.id for one in updates]
+    found: set[int] = set()
+    last: dict[int, NDArray[np.int64]] = {}
+    for window in reader.windows():
+        journal = window.journal
+        for number, rows in by_stream(journal, window.select(streams=set(ids) - found)).items():
+            facts = journal[rows][:, [Column.GLOBAL_STEP, Column.SHAPE]]
+            facts = np.concatenate([last.get(number, facts[:0]), facts])
+            last[number] = facts[-1:]
+            if (np.diff(facts, axis=0) == (1, 0)).all(axis=1).any():
+                found.add(number)
+        if len(found) == len(ids):
+            break
+    return [one for one in updates if one.id in found]
+
+
+def counted(reader: TraceReader, updates: Sequence[StreamInfo]) -> list[StreamInfo]:
+    """The same updates, with how many messages each has, their bytes and their first and last step."""
+    journal = reader.journal
+    rows_of = by_stream(journal, reader.select(streams=[one.id for one in updates]))
     found = []
-    for stream in bases:
+    for stream in updates:
         rows = rows_of.get(stream.id, NO_ROWS)
-        pairs = pairs_of(reader.journal, rows, rows)
-        if len(pairs) or growing:
-            steps = reader.journal[pairs[:, 0], Column.GLOBAL_STEP]
-            found.append(
-                replace(
-                    stream,
-                    kind=_UPDATES[stream.kind],
-                    dtype=_dtype_of_difference(stream.dtype),
-                    count=len(pairs),
-                    bytes=int(reader.sizes(pairs[:, 0]).sum()),
-                    steps=(int(steps[0]), int(steps[-1])) if len(pairs) else None,
-                )
-            )
+        pairs = pairs_of(journal, rows, rows)
+        steps = journal[pairs[:, 0], Column.GLOBAL_STEP]
+        span = (int(steps[0]), int(steps[-1])) if len(pairs) else None
+        found.append(replace(stream, count=len(pairs), bytes=int(reader.sizes(pairs[:, 0]).sum()), steps=span))
     return found
 
 
 def due_pairs(
-    reader: TraceReader,
-    updates: Sequence[StreamInfo],
-    receivers: Sequence[Receiver],
-    steps: Steps | None,
-    recent: NDArray[np.bool_] | None,
-) -> tuple[list[StreamInfo], NDArray[np.int64]]:
-    """The derivable updates that receivers want at all, and the pairs of rows for those that are due.
+    reader: TraceReader, updates: Sequence[StreamInfo], receivers: Sequence[Receiver], steps: Steps | None
+) -> NDArray[np.int64]:
+    """The pairs of rows for those derivable updates that are due.
 
     Parameters
     ----------
@@ -130,21 +133,17 @@ def due_pairs(
         As `derivable` gives them.
     receivers : sequence of Receiver
     steps : Steps, optional
-    recent : ndarray of bool, optional
-        The rows of weights that are still to come.
     """
-    journal, ids = reader.journal, [one.id for one in updates]
-    everything = by_stream(journal, reader.select(streams=ids))
-    in_range = by_stream(journal, reader.select(streams=ids, steps=steps, where=recent))
-    wanted: list[StreamInfo] = []
     pairs = [np.zeros((0, 2), np.int64)]
-    for stream in updates:
-        rows = due(stream, in_range.get(stream.id, NO_ROWS), journal, receivers)
-        if rows is not None:
-            wanted.append(stream)
+    if updates:
+        journal, ids = reader.journal, [one.id for one in updates]
+        everything = by_stream(journal, reader.select(streams=ids))
+        in_range = by_stream(journal, reader.select(streams=ids, steps=steps))
+        for stream in updates:
+            rows = due(stream, in_range.get(stream.id, NO_ROWS), journal, receivers)
             pairs.append(pairs_of(journal, rows, everything.get(stream.id, NO_ROWS)))
     all_pairs = np.concatenate(pairs)
-    return wanted, all_pairs[np.argsort(all_pairs[:, 0])]
+    return all_pairs[np.argsort(all_pairs[:, 0])]
 
 
 def _dtype_of_difference(dtype: str | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -132,69 +133,113 @@ def worst(statuses: Sequence[str]) -> str:
 
 
 class Written(Numbered, Protocol):
-    """What the order of messages depends on: of a `Part`, or of one that is surveyed for damage."""
+    """What the order of messages depends on: of a part, or of one that is surveyed for damage."""
+
+    @property
+    def messages(self) -> int:
+        """How many messages it has."""
+        ...
+
+    def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+        """The rows of evaluations with the number of a step before that is trained, and their tags."""
+        ...
+
+
+class Span(Protocol):
+    """Rows of a part that follow each other."""
+
+    @property
+    def part(self) -> Written: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def clock(self) -> int:
+        """The largest step of the rows before them."""
+        ...
 
     @property
     def journal(self) -> NDArray[np.int64]: ...
-    def tags(self) -> NDArray[np.str_]: ...
 
 
 def tags_of(ids: NDArray[np.int64], streams: Mapping[int, Stream]) -> NDArray[np.str_]:
     """The tags of streams by their ids; that of training where nothing is known of a stream."""
     numbers, places = np.unique(ids, return_inverse=True)
     names = [streams[number].tag if number in streams else DEFAULT_TAG for number in numbers.tolist()]
-    return np.array(names, np.str_)[places]
+    return np.array(names or [DEFAULT_TAG], np.str_)[places]
 
 
-def counting(parts: Sequence[Written]) -> list[NDArray[np.bool_]]:
+def evaluated(steps: NDArray[np.int64], tags: NDArray[np.str_], step: int) -> tuple[NDArray[np.int64], bool]:
+    """The rows of evaluations before the training of a step, and whether that begins in these rows."""
+    trained = np.flatnonzero((steps >= step) & (tags == DEFAULT_TAG))
+    end = trained[0] if len(trained) else len(steps)
+    return np.flatnonzero((steps[:end] == step) & (tags[:end] != DEFAULT_TAG)), len(trained) > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Counting:
+    """Which rows of a part count: all, or those before the step that a later attempt began with, and some others.
+
+    Attributes
+    ----------
+    limit : int or None
+        Rows of this step and later ones do not count; None: all rows do.
+    besides : numpy.ndarray of int64
+        But these rows of this step do: evaluations of the state that the later attempt began with.
+    """
+
+    limit: int | None = None
+    besides: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def mask(self, steps: NDArray[np.int64], start: int) -> NDArray[np.bool_]:
+        """Which of some rows count, by their steps and the number of the first."""
+        if self.limit is None:
+            return np.ones(len(steps), np.bool_)
+        counts: NDArray[np.bool_] = steps < self.limit
+        besides = self.besides - start
+        counts[besides[(besides >= 0) & (besides < len(steps))]] = True
+        return counts
+
+
+def counting(parts: Sequence[Written]) -> list[Counting]:
     """Which rows of each part count: a later attempt takes the place of all steps from its first on.
 
     It does so once it has a message. Evaluations of the state that it began with, made before that step was trained,
     still count, unless it made them (those of their tag) again.
     """
-    firsts = [(one.attempt, one.first_step) for one in parts if len(one.journal)]
+    firsts = [(one.attempt, one.first_step) for one in parts if one.messages]
     found = []
     for part in parts:
         limit = min((step for attempt, step in firsts if attempt > part.attempt), default=None)
-        steps = part.journal[:, Column.GLOBAL_STEP]
-        counts = np.ones(len(steps), bool) if limit is None else steps < limit
-        if limit is not None and not counts.all():
-            again = [tag for one in parts if one.attempt > part.attempt for tag in _evaluated(one, limit)[1]]
-            rows, tags = _evaluated(part, limit)
-            counts[rows[~np.isin(tags, again)]] = True
-        found.append(counts)
+        if limit is None:
+            found.append(Counting())
+            continue
+        again = [tag for one in parts if one.attempt > part.attempt for tag in one.evaluated(limit)[1]]
+        rows, tags = part.evaluated(limit)
+        found.append(Counting(limit, rows[~np.isin(tags, again)]))
     return found
 
 
-def _evaluated(part: Written, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
-    """The rows of evaluations before the training of a step, and their tags."""
-    steps, tags = part.journal[:, Column.GLOBAL_STEP], part.tags()
-    trained = np.flatnonzero((steps >= step) & (tags == DEFAULT_TAG))
-    end = trained[0] if len(trained) else len(steps)
-    rows = np.flatnonzero((steps[:end] == step) & (tags[:end] != DEFAULT_TAG))
-    return rows, tags[rows]
-
-
-def in_order(parts: Sequence[Written], others: Sequence[Written] = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rows of all parts that count, in one order: their parts, and their rows in the journals of those.
+def in_order(spans: Sequence[Span], others: Sequence[Written] = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rows of all spans that count, in one order: their spans, and their rows in the journals of those.
 
     Parts are ordered by the step, then by the rank; each keeps its own order. Of `others` only is asked what rows of
-    `parts` they take the place of.
+    the spans they take the place of.
 
     Returns
     -------
-    part : numpy.ndarray of int64, (messages,)
+    span : numpy.ndarray of int64, (messages,)
     row : numpy.ndarray of int64, (messages,)
     """
     numbers, rows, clocks, ranks = ([np.zeros(0, np.int64)] for _ in range(4))
-    for number, (part, counts) in enumerate(zip(parts, counting([*parts, *others]), strict=False)):
-        steps = part.journal[:, Column.GLOBAL_STEP]
-        mine = np.flatnonzero(counts)
+    parts = [span.part for span in spans]
+    for number, (span, counts) in enumerate(zip(spans, counting([*parts, *others]), strict=False)):
+        steps = span.journal[:, Column.GLOBAL_STEP]
+        mine = np.flatnonzero(counts.mask(steps, span.start))
         numbers.append(np.full(len(mine), number))
         rows.append(mine)
         # an evaluation of an earlier step stays where it was recorded, so the clock never runs back
-        clocks.append(np.maximum.accumulate(steps[mine]))
-        ranks.append(np.full(len(mine), part.rank))
+        clocks.append(np.maximum.accumulate(steps[mine]).clip(min=span.clock))
+        ranks.append(np.full(len(mine), span.part.rank))
     order = np.lexsort((np.concatenate(ranks), np.concatenate(clocks)))
     return np.concatenate(numbers)[order], np.concatenate(rows)[order]
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tracer.format.declarations import declaration, is_note, sealed
 from tracer.format.journal import COLUMNS, Column, row_checksums
 from tracer.format.names import declarations_name, journal_name
+from tracer.format.summaries import Summarizing
 from tracer.format.version import FORMAT, VERSION
 from tracer.stores.protocols import WriteStore
 from tracer.trace.header import ending, now, public
@@ -59,6 +60,7 @@ class Commits:
         self.last_notes: Callable[[], Iterable[Mapping[str, Any]]] = tuple
         self._declarations = declarations_name(part)
         self._journal = bytearray(capacity * _ROW.size)
+        self._summaries = Summarizing()
         # the checksum of the last line
         self._sealed = 0
         # whether the declarations are as the last commit left them
@@ -102,6 +104,9 @@ class Commits:
         """Commit what there is: numbers, then declarations, then the journal, which makes the messages exist."""
         self.store.commit()
         self._at_rest = False
+        summary = self._summaries.due()
+        if summary is not None:
+            self.lines.insert(0, declaration("summary", summary.declared()))  # the status stays the last line
         if self.lines:
             lines, self._sealed = sealed(self.lines, self._sealed)
             self.store.append(self._declarations, np.frombuffer(lines, np.uint8))
@@ -112,6 +117,7 @@ class Commits:
             rows[:, Column.CHECK] = row_checksums(rows, self.committed)
             self.store.append(journal_name(self.part), rows)
             self.store.commit()
+            self._summaries.add(rows)
             self.committed += self.rows
             self.rows = 0
         self._at_rest = True

@@ -18,6 +18,7 @@ from tracer.format import journal
 from tracer.format.checksum import crc32c
 from tracer.format.encodings import ENCODINGS
 from tracer.format.journal import NONE, Column
+from tracer.format.tables import Stream
 from tracer.memory import SMALLEST, Memory
 from tracer.stores.disk.mapped import MappedFiles
 from tracer.stores.locations import Location
@@ -75,6 +76,12 @@ class _Range(NamedTuple):
     counts: NDArray[np.int64]
 
 
+def itemsizes(streams: Sequence[Stream]) -> NDArray[np.int64]:
+    """Bytes of an element of each stream, as it is stored; 1 for events."""
+    sizes = {name: np.dtype(encoding.storage).itemsize for name, encoding in ENCODINGS.items()}
+    return np.array([sizes[one.dtype] if one.dtype else 1 for one in streams], np.int64)
+
+
 @final
 class Data:
     """Reads the data of rows of a journal.
@@ -100,8 +107,7 @@ class Data:
         for stream in streams:
             storage = ENCODINGS[stream.dtype].storage if stream.dtype else ""
             self._kept_as.append((stream.dtype or "", storage, np.dtype(storage or "uint8")))
-        self.itemsizes = np.array([dtype.itemsize for _, _, dtype in self._kept_as], np.int64)
-        """Bytes of an element of each stream."""
+        self._itemsizes = itemsizes(streams)
         self._storages = np.array([storage for _, storage, _ in self._kept_as])
         numbers = {name: number for number, name in enumerate(ENCODINGS)}
         self._dtype_ids = np.array([numbers.get(stream.dtype or "", 0) for stream in streams], np.int64)
@@ -111,7 +117,7 @@ class Data:
     def sizes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Bytes of the data of each of some rows of `journal`."""
         nbytes: NDArray[np.int64] = (
-            self.merged.journal[rows, Column.COUNT] * self.itemsizes[self.merged.journal[rows, Column.STREAM]]
+            self.merged.journal[rows, Column.COUNT] * self._itemsizes[self.merged.journal[rows, Column.STREAM]]
         )
         return nbytes
 

@@ -6,7 +6,7 @@ attempts follow each other, and the steps that a later one trained again are tho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
 
@@ -16,14 +16,25 @@ from numpy.typing import NDArray
 from tracer.errors import CaptureError, TraceError
 from tracer.format.journal import NONE, Column
 from tracer.format.names import part_of, rank_and_attempt
+from tracer.format.summaries import Summary, united
 from tracer.format.tables import Pool, Stream
 from tracer.stores.locations import Location, part_in
 from tracer.stores.opening import open_parts
 from tracer.stores.protocols import ReadStore
 from tracer.trace.assembly import Block, assembled
-from tracer.trace.attempts import counting, foreign_parts, in_order, missing, restarted, unreadable_part, worst
+from tracer.trace.attempts import (
+    Counting,
+    counting,
+    foreign_parts,
+    in_order,
+    missing,
+    restarted,
+    unreadable_part,
+    worst,
+)
 from tracer.trace.certificate import worst_certificate
 from tracer.trace.part import Part, is_empty
+from tracer.trace.spans import PartSpan, counted
 
 _T = TypeVar("_T")
 
@@ -185,7 +196,7 @@ class Parts:
         """Whether a note says how an attempt ended, before a step that a later one recorded."""
         about = note.get("stopped", note.get("unended"))
         step = about.get("global_step") if isinstance(about, Mapping) else None
-        later = [one.first_step for one in self.shown if one.attempt > part.attempt and len(one.journal)]
+        later = [one.first_step for one in self.shown if one.attempt > part.attempt and one.messages]
         return type(step) is int and any(first <= step for first in later)
 
     @property
@@ -207,12 +218,91 @@ class Parts:
                 },
             )
             told["ranks"].append(part.rank)
-            told["messages"] += len(counts)
-            told["superseded"] += int((~counts).sum())
+            told["messages"] += part.messages
+            told["superseded"] += part.messages - sum(one.messages for one in counted(part, counts))
             if told["status"] == "finished":
                 told["status"] = part.status
             told["certificate"] = worst_certificate([told["certificate"], part.header.get("certificate")])
         return list(found.values())
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Joint:
+    """The tables of the parts that are read, as one.
+
+    Attributes
+    ----------
+    parts : list of Part
+    others : list of Part
+        Those that only take the place of rows of the others.
+    streams : list of Stream
+    shapes : list of tuple of int
+    pools : list of Pool
+    stores : list of ReadStore
+        Of each pool.
+    numbers : list of (numpy.ndarray, numpy.ndarray, numpy.ndarray)
+        For each part, the numbers that its streams, shapes and pools have here.
+    assembles : bool
+        Whether tensors of these streams may be distributed over ranks, and are put together.
+    """
+
+    parts: list[Part]
+    others: list[Part]
+    streams: list[Stream]
+    shapes: list[tuple[int, ...]]
+    pools: list[Pool]
+    stores: list[ReadStore]
+    numbers: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]
+    assembles: bool
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one part, whose rows all count."""
+        return len(self.parts) == 1 and all(part.attempt <= self.parts[0].attempt for part in self.others)
+
+    @property
+    def counting(self) -> list[Counting]:
+        """Which rows of each part count."""
+        return counting([*self.parts, *self.others])[: len(self.parts)]
+
+    def total(self, only: Collection[int] | None, without: Collection[int] = ()) -> Summary:
+        """The summary of all messages, or of those of some ranks, or `without` training in some steps.
+
+        Few rows are read for it.
+        """
+        found = [
+            one.numbered(*numbers[:2])
+            for part, counts, numbers in zip(self.parts, self.counting, self.numbers, strict=True)
+            for one in counted(part, counts, without)
+        ]
+        whole = united(found)
+        if only is None:
+            return whole
+        return whole.of_streams(np.array([n for n, stream in enumerate(self.streams) if stream.rank in only], np.int64))
+
+
+def joint(parts: Parts) -> Joint:
+    """Make one table of streams, shapes and pools of those of the parts."""
+    # other ranks' parts are read only if they may hold shards or replicas of tensors of these ranks
+    lent = any(stream.placement is not None for part in parts.lending for stream in part.streams)
+    read = sorted([*parts.shown, *parts.lending], key=_by_attempt) if lent else parts.shown
+    # a stream that several attempts declare is one stream
+    streams, stream_ids = _united([part.tables.streams.values() for part in read])
+    shapes, shape_ids = _united([part.tables.shapes.values() for part in read])
+    pools = [np.arange(len(part.tables.pools)) for part in read]
+    begins = np.cumsum([0, *(len(one) for one in pools[:-1])])
+    pool_ids = [ids + begin for ids, begin in zip(pools, begins, strict=True)]
+    return Joint(
+        parts=read,
+        others=[part for part in parts.all if part not in read],
+        streams=streams,
+        shapes=shapes,
+        pools=[pool for part in read for pool in part.tables.pools.values()],
+        stores=[part.store for part in read for _ in part.tables.pools],
+        numbers=list(zip(stream_ids, shape_ids, pool_ids, strict=True)),
+        assembles=parts.assemble and any(stream.placement is not None for stream in streams),
+    )
 
 
 @final
@@ -234,6 +324,9 @@ class Merged:
         How they are put together.
     problems : list of str
         What could not be.
+    origin : (numpy.ndarray of int64, numpy.ndarray of int64) or None
+        For each row of `journal`, the number of its part and its row there; None where there is one part, whose rows
+        follow each other, and where tensors were put together.
     """
 
     journal: NDArray[np.int64]
@@ -244,17 +337,14 @@ class Merged:
     recorded: NDArray[np.int64]
     wholes: list[Block] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    origin: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
 
-def merged(parts: Parts) -> Merged:
-    """Make one journal, and one table of streams, shapes and pools, of those of the parts."""
-    # other ranks' parts are read only if they may hold shards or replicas of tensors of these ranks
-    lent = any(stream.placement is not None for part in parts.lending for stream in part.streams)
-    read = sorted([*parts.shown, *parts.lending], key=_by_attempt) if lent else parts.shown
-    journal, streams, shapes = _joined(read, [part for part in parts.all if part not in read])
-    pools = [pool for part in read for pool in part.tables.pools.values()]
-    stores = [part.store for part in read for _ in part.tables.pools]
-    if parts.assemble and any(stream.placement is not None for stream in streams):
+def merged(parts: Parts, tables: Joint, spans: Sequence[PartSpan]) -> Merged:
+    """Make one journal of some rows of the parts."""
+    journal, origin = _joined(tables, spans)
+    streams, shapes, pools, stores = tables.streams, tables.shapes, tables.pools, tables.stores
+    if tables.assembles:
         found = assembled(journal, streams, shapes, parts.only)
         problems = found.problems if parts.status != "recording" else []
         journal, streams, shapes = found.journal, found.streams, found.shapes
@@ -262,33 +352,36 @@ def merged(parts: Parts) -> Merged:
     recorded = journal
     if parts.only is not None and not parts.only.issuperset(stream.rank for stream in streams):
         ranks = np.array([stream.rank for stream in streams], np.int64)
-        journal = journal[np.isin(ranks[journal[:, Column.STREAM]], list(parts.only))]
-    return Merged(journal, streams, shapes, pools, stores, recorded)
+        shown = np.flatnonzero(np.isin(ranks[journal[:, Column.STREAM]], list(parts.only)))
+        journal = journal[shown]
+        if origin is None:
+            origin = np.zeros(len(recorded), np.int64), np.arange(spans[0].start, spans[0].stop)
+        origin = origin[0][shown], origin[1][shown]
+    return Merged(journal, streams, shapes, pools, stores, recorded, origin=origin)
 
 
-def _joined(parts: list[Part], others: list[Part]) -> tuple[NDArray[np.int64], list[Stream], list[tuple[int, ...]]]:
-    """The journals of some parts as one, and the tables that it refers to; `others` only take the place of rows."""
-    if len(parts) == 1 and all(part.attempt <= parts[0].attempt for part in others):
-        tables = parts[0].tables
-        return parts[0].journal.view(), list(tables.streams.values()), list(tables.shapes.values())
-    number, row = in_order(parts, others)
-    # a stream that several attempts declare is one stream
-    streams, stream_ids = _united([part.tables.streams.values() for part in parts])
-    shapes, shape_ids = _united([part.tables.shapes.values() for part in parts])
-    pools = [np.arange(len(part.tables.pools)) for part in parts]
-    begins = np.cumsum([0, *(len(one) for one in pools[:-1])])
-    pool_ids = [ids + begin for ids, begin in zip(pools, begins, strict=True)]
-    begins = np.cumsum([0, *(len(part.journal) for part in parts)])
-    journal = np.concatenate([part.journal for part in parts])[begins[number] + row]
-    for column, ids in ((Column.STREAM, stream_ids), (Column.SHAPE, shape_ids), (Column.POOL, pool_ids)):
+def _joined(
+    tables: Joint, spans: Sequence[PartSpan]
+) -> tuple[NDArray[np.int64], tuple[NDArray[np.int64], NDArray[np.int64]] | None]:
+    """The journals of some parts as one, and where its rows come from."""
+    if tables.alone:
+        return spans[0].journal.view(), None
+    number, row = in_order(spans, tables.others)
+    begins = np.cumsum([0, *(len(span.journal) for span in spans)])
+    journal = np.concatenate([span.journal for span in spans])[begins[number] + row]
+    for place, column in enumerate((Column.STREAM, Column.SHAPE, Column.POOL)):
+        ids = [one[place] for one in tables.numbers]
         begins = np.cumsum([0, *map(len, ids)])
         there = journal[:, column] != NONE
         journal[there, column] = np.concatenate(ids)[(journal[:, column] + begins[number])[there]]
-    return journal, streams, shapes
+    starts = np.array([span.start for span in spans], np.int64)
+    return journal, (number, row + starts[number])
 
 
 def _united(tables: list[Collection[_T]]) -> tuple[list[_T], list[NDArray[np.int64]]]:
     """One table of what is in several, and for each of them the numbers that its entries have in it."""
+    if len(tables) == 1:
+        return list(tables[0]), [np.arange(len(tables[0]))]
     numbers: dict[str, int] = {}
     table: list[_T] = []
     ids = []

@@ -7,8 +7,8 @@ touches. A part has a journal and declarations. `tracer.trace.merging` makes one
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Final, final
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,19 +22,9 @@ from tracer.format.tables import Stream, Tables
 from tracer.format.version import check_root
 from tracer.stores.locations import Location
 from tracer.stores.protocols import ReadStore
-from tracer.trace.attempts import first_step, tags_of
+from tracer.trace.attempts import evaluated, first_step, tags_of
+from tracer.trace.rows import Rows
 
-WRONG: Final[Mapping[str, str]] = {
-    "stream": "is of a stream that was not declared",
-    "data": "says of its data what its stream does not",
-    "pool": "is in a pool that was not declared",
-    "shape": "has a shape that was not declared",
-    "count": "has another number of elements than its shape",
-    "event": "has data, and its stream has none",
-    "offset": "begins before its pool",
-    "counter": "has a negative counter",
-}
-"""What is wrong with a row of the journal, for each reason of `tracer.format.tables.Tables.contradictions`."""
 LATE, LATE_SECONDS = 20, 0.01
 """How often, and after how long, declarations are read again that the journal refers to."""
 SILENT_SECONDS = 60.0
@@ -69,6 +59,8 @@ class Part:
         Of the root of its store.
     tables : Tables
         What its declarations say.
+    rows : Rows
+        Its journal.
     broken_off : str
         A sentence, where the end is missing or damaged: a machine that loses power may have had it in memory alone.
     """
@@ -84,19 +76,12 @@ class Part:
         except TraceError as error:
             raise type(error)(f"{path} cannot be read: {error}") from None
         self.tables = Tables()
-        # memory for the journal, which is doubled when it is full, and how many rows are in it
-        self._rows = np.empty((0, COLUMNS), np.int64)
-        self._length = 0
+        self.rows = Rows(path, name, store, self.tables)
         # bytes of the declarations that were read, and the checksum of the last line
         self._declared = 0
         self._checksum = 0
         self.broken_off = ""
         self._read()
-
-    @property
-    def journal(self) -> NDArray[np.int64]:
-        """The committed journal, (messages, columns)."""
-        return self._rows[: self._length]
 
     @property
     def header(self) -> dict[str, Any]:
@@ -112,11 +97,26 @@ class Part:
     def extent(self) -> tuple[int, ...]:
         """How far it was read: other numbers where `refresh` has read more."""
         tables = self.tables
-        return self._length, len(tables.streams), len(tables.notes), len(tables.ending)
+        return self.rows.length, len(tables.streams), len(tables.notes), len(tables.ending)
 
-    def tags(self) -> NDArray[np.str_]:
-        """The tag of each row of the journal."""
-        return tags_of(self.journal[:, Column.STREAM], self.tables.streams)
+    @property
+    def messages(self) -> int:
+        """How many messages it has."""
+        return self.rows.length
+
+    def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+        """As `tracer.trace.attempts.Written.evaluated`; few rows are read for it."""
+        rows, tags = [np.zeros(0, np.int64)], [np.zeros(0, np.str_)]
+        for piece in self.rows.pieces():
+            if piece.steps[1] >= step:
+                journal = self.rows.between(piece.start, piece.stop)
+                names = tags_of(journal[:, Column.STREAM], self.tables.streams)
+                found, end = evaluated(journal[:, Column.GLOBAL_STEP], names, step)
+                rows.append(found + piece.start)
+                tags.append(names[found])
+                if end:
+                    break
+        return np.concatenate(rows), np.concatenate(tags)
 
     def refresh(self) -> bool:
         """Read what was committed since the last time; whether there was anything.
@@ -153,39 +153,39 @@ class Part:
         self._declared += nbytes
         self._checksum = checksum
         self._declare_all(lines)
-        rows = rows_to_the_break(self.store, self.name, self._length, error)
+        start = self.rows.length
+        rows = rows_to_the_break(self.store, self.name, start, error)
         beyond = self.tables.beyond(rows)
         rows = rows[: int(beyond.argmax())] if beyond.any() else rows
-        self._check(rows)
-        self._extend(rows)
+        self.rows.add(start, rows)
         self.broken_off = (
-            f"{self.path}: the end of {self.name} is missing or damaged, from row {self._length} of the journal on: "
-            f"{str(error).removeprefix(f'{self.path}: ')}"
+            f"{self.path}: the end of {self.name} is missing or damaged, from row {self.rows.length} of the journal "
+            f"on: {str(error).removeprefix(f'{self.path}: ')}"
         )
         return bool(len(rows) or lines)
 
     def _read_all(self) -> bool:
-        # the journal first: what it refers to was committed before it
-        rows = self._new_rows()
+        # the journal's length first: what its rows refer to was committed before them
+        length = self.rows.committed()
         lines = self._new_lines()
         if any(what == "status" for what, _ in lines):
-            # The run may have ended between the two reads, so the rows are read again. Where a chunk is never seen half
-            # written, only the rows that came since are.
-            known = len(rows) if self.store.checksums_chunks else 0
-            rows = np.concatenate([rows[:known], self._new_rows(known)])
+            length = self.rows.committed()  # the run may have ended between the two reads
         self._declare_all(lines)
+        start, rows = self.rows.new(length)
         if self.store.checksums_chunks is False:
-            rows = self._without_late_rows(rows)
-        self._check(rows)
-        self._extend(rows)
-        ended_with = self.tables.ending.get("messages", self._length)
-        if ended_with != self._length:
+            rows = self._without_late_rows(start, rows)
+        if start > self.rows.length == 0 and not self.tables.ending and not self._lives:
+            # what a machine that lost power had in memory alone may be missing anywhere
+            self.rows.prove(start)
+        self.rows.add(start, rows)
+        ended_with = self.tables.ending.get("messages", self.rows.length)
+        if ended_with != self.rows.length:
             raise TraceCorruptError(
-                f"{self.path}: the run ended with {ended_with} messages, and the journal has {self._length} rows"
+                f"{self.path}: the run ended with {ended_with} messages, and the journal has {self.rows.length} rows"
             )
         return bool(len(rows) or lines)
 
-    def _without_late_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _without_late_rows(self, start: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows of a library that may write the end of the journal before the rows, and those before declarations.
 
         Declarations that rows refer to are waited for. Rows that are not there yet are left out.
@@ -198,7 +198,7 @@ class Part:
             self.store.refresh()
             self._declare_all(self._new_lines())
             if self.tables.ending:
-                rows = _without_torn_rows(self._new_rows())
+                rows = _without_torn_rows(self.store.read(journal_name(self.name), start, self.rows.committed()))
         return rows
 
     def _declare_all(self, lines: Sequence[tuple[str, Any]]) -> None:
@@ -209,15 +209,6 @@ class Part:
             raise type(error)(f"{self.path}: {error}") from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TraceCorruptError(f"{self.path}: a declaration is damaged: {error!r}") from error
-
-    def _new_rows(self, known: int = 0) -> NDArray[np.int64]:
-        name = journal_name(self.name)
-        length = self.store.length(name)
-        if self.store.row_shape(name) != (COLUMNS,) or self.store.dtype(name) != "int64":
-            raise TraceCorruptError(f"{self.path}: the journal is not {COLUMNS} columns of int64")
-        if length < self._length:
-            raise TraceCorruptError(f"{self.path}: the journal had {self._length} rows, and has {length} now")
-        return self.store.read(name, self._length + known, max(length, self._length + known))
 
     def _new_lines(self) -> list[tuple[str, Any]]:
         name = declarations_name(self.name)
@@ -230,37 +221,6 @@ class Part:
         self._declared += nbytes
         return lines
 
-    def _extend(self, rows: NDArray[np.int64]) -> None:
-        length = self._length + len(rows)
-        if length > len(self._rows):
-            if not self._length:
-                self._rows = rows
-            else:
-                grown = np.empty((max(length, 2 * len(self._rows)), COLUMNS), np.int64)
-                grown[: self._length] = self.journal
-                self._rows = grown
-        if self._rows is not rows:
-            self._rows[self._length : length] = rows
-        self._length = length
-
-    def _check(self, rows: NDArray[np.int64]) -> None:
-        """Check what can be checked of new rows without reading data.
-
-        Raises
-        ------
-        TraceCorruptError
-            If a row contradicts its checksum, the declarations or itself.
-        """
-        self._refuse(row_checksums(rows, self._length) != rows[:, Column.CHECK], "fails its checksum")
-        for reason, wrong in self.tables.contradictions(rows):
-            self._refuse(wrong, WRONG[reason])
-
-    def _refuse(self, wrong: NDArray[np.bool_], why: str) -> None:
-        if wrong.any():
-            number = self._length + int(wrong.argmax())
-            where = "" if (self.rank, self.attempt) == (0, 0) else f" of {self.name}"
-            raise TraceCorruptError(f"{self.path}: row {number} of the journal{where} {why}")
-
     @property
     def first_step(self) -> int:
         """The global step that this attempt began with: earlier attempts count up to it only."""
@@ -271,7 +231,11 @@ class Part:
         """As `tracer.TraceReader.status`, of this part."""
         if self.tables.ending:
             return str(self.tables.ending.get("status", "finished"))
-        return "recording" if lives(self.header.get("process"), self.store) else "interrupted"
+        return "recording" if self._lives else "interrupted"
+
+    @property
+    def _lives(self) -> bool:
+        return lives(self.header.get("process"), self.store)
 
 
 def _pieces(store: ReadStore, name: str, start: int) -> Iterator[tuple[int, int, NDArray[Any] | None]]:
@@ -367,6 +331,3 @@ def _without_torn_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     while length and torn[length - 1]:
         length -= 1
     return rows[:length]
-
-
-# -- which part a process writes --------------------------------------------------------------------------------------

@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from functools import cached_property
 from types import TracebackType
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import CaptureError, TraceError
 from tracer.format.journal import NONE, Column
+from tracer.format.summaries import Fact, summarized
+from tracer.format.tables import Stream
 from tracer.format.version import FORMAT
 from tracer.messaging.messages import DEFAULT_TAG, Message
 from tracer.shown import table
@@ -21,10 +25,47 @@ from tracer.stores.locations import Anywhere, location
 from tracer.stores.opening import STORES
 from tracer.trace.assembly import WHOLE
 from tracer.trace.blocks import Blocks
-from tracer.trace.data import Data
-from tracer.trace.merging import Parts, listed, merged
+from tracer.trace.data import Data, itemsizes
+from tracer.trace.merging import Parts, joint, listed, merged
 from tracer.trace.selection import Selection, Steps
+from tracer.trace.spans import PartSpan, ahead, clock_before
 from tracer.trace.streams import Batch, StreamInfo, called, described
+
+Position = tuple[int, ...]
+"""The first rows of each part that come after some messages of a trace."""
+WINDOW_ROWS: Final = 1 << 18
+"""Messages of a window, if nobody says otherwise."""
+
+
+@final
+class _Read:
+    """A journal that was read, and what reads the data of its rows."""
+
+    def __init__(self, data: Data, spans: Sequence[PartSpan]) -> None:
+        data.merged.journal.flags.writeable = False
+        self.data = data
+        self.blocks = Blocks(data)
+        self._spans = spans
+
+    @cached_property
+    def rank(self) -> NDArray[np.int64]:
+        """The rank that each row is of."""
+        read = self.data.merged
+        ranks = np.array([stream.rank for stream in read.streams] or [0], np.int64)
+        found: NDArray[np.int64] = ranks[read.journal[:, Column.STREAM]]
+        return found
+
+    def after(self, count: int) -> Position:
+        """As `TraceReader.after`."""
+        read = self.data.merged
+        if count == len(read.journal):
+            return tuple(span.stop for span in self._spans)
+        if read.origin is None:
+            return (self._spans[0].start + count,)
+        parts, rows = read.origin[0][:count], read.origin[1][:count]
+        return tuple(
+            int(rows[parts == number].max(initial=span.start - 1)) + 1 for number, span in enumerate(self._spans)
+        )
 
 
 @final
@@ -50,12 +91,6 @@ class TraceReader:
 
     Attributes
     ----------
-    problems : list of str
-        A sentence for each part of the trace that is missing or cannot be read.
-    journal : numpy.ndarray of int64, (messages, columns)
-        The committed journal; see `tracer.format.journal.Column`. Not to be changed.
-    rank : numpy.ndarray of int64, (messages,)
-        The rank that each row of `journal` is of.
     unreadable : dict of int to TraceError
         Why not, for each rank that has a part that is there and cannot be read.
 
@@ -90,17 +125,119 @@ class TraceReader:
             raise
 
     def _merge(self) -> None:
-        """Make one journal of those of the parts, as far as these were read."""
+        """Make one table of those of the parts, as far as these were read."""
         self._extent = self._parts.extent
-        self._merged = merged(self._parts)
-        self.problems = [*self._parts.problems, *(f"{self.path}: {problem}" for problem in self._merged.problems)]
-        self.journal: NDArray[np.int64] = self._merged.journal
-        self.journal.flags.writeable = False
-        ranks = np.array([stream.rank for stream in self._merged.streams] or [0], np.int64)
-        self.rank: NDArray[np.int64] = ranks[self.journal[:, Column.STREAM]]
-        self._data = Data(self.path, self._merged, self._parts.stores, self._verify)
-        self._blocks = Blocks(self._data)
+        self._tables = joint(self._parts)
+        self._spans: list[PartSpan] | None = None
+        self._read: _Read | None = None
         self._infos: list[StreamInfo] | None = None
+        self._whole: TraceReader | None = None
+        self._ends: Position | None = None
+
+    def _rows(self) -> _Read:
+        """The journal, which is read when somebody asks for it."""
+        if self._read is None:
+            spans = self._spans
+            if spans is None:
+                spans = [PartSpan.whole(part) for part in self._tables.parts]
+            found = merged(self._parts, self._tables, spans)
+            self._read = _Read(Data(self.path, found, self._parts.stores, self._verify), spans)
+        return self._read
+
+    @property
+    def journal(self) -> NDArray[np.int64]:
+        """The committed journal, (messages, columns); see `tracer.format.journal.Column`. Not to be changed."""
+        return self._rows().data.merged.journal
+
+    @property
+    def rank(self) -> NDArray[np.int64]:
+        """The rank that each row of `journal` is of, (messages,)."""
+        return self._rows().rank
+
+    @property
+    def problems(self) -> list[str]:
+        """A sentence for each part of the trace that is missing or cannot be read."""
+        assembling = self._rows().data.merged.problems if self._tables.assembles else []
+        return [*self._parts.problems, *(f"{self.path}: {problem}" for problem in assembling)]
+
+    @property
+    def _streams(self) -> list[Stream]:
+        return self._rows().data.merged.streams if self._tables.assembles else self._tables.streams
+
+    def within(self, start: int, stop: int | None) -> TraceReader:
+        """A reader of that part of this trace which has all messages of some global steps, and few others.
+
+        Its `journal`, and so all that it selects and reads, is of this part; what it says of the trace and its streams
+        is of the whole. It shares the open files and ends when this reader is closed.
+
+        Parameters
+        ----------
+        start, stop : int, int or None
+            The first step, and the one after the last; None for an open end.
+        """
+        if self._read is not None or self._spans is not None or self._tables.assembles:
+            return self
+        parts, counts = self._tables.parts, self._tables.counting
+        spans = []
+        for part, counting in zip(parts, counts, strict=True):
+            first, last = part.rows.holding(start, stop)
+            spans.append(PartSpan(part, first, last, 0 if self._tables.alone else clock_before(part, first, counting)))
+        return self._part_of(spans)
+
+    def window(
+        self, starts: Position | None = None, rows: int = WINDOW_ROWS, ends: Position | None = None
+    ) -> TraceReader:
+        """A reader of the next messages, as `within`: about so many, up to the end of a step, or all that are left.
+
+        Parameters
+        ----------
+        starts, ends : tuple of int or None
+            Where they begin and end, as `after` and `end` say; None: with the first and the last message.
+        rows : int
+            How many messages there should be; where tensors are put together of their parts, all are taken.
+        """
+        tables, ends = self._tables, ends or self.end
+        if tables.assembles:
+            return self
+        starts = starts or self.begin
+        return self._part_of(ahead(tables.parts, tables.counting, starts, ends, rows, alone=tables.alone), ends)
+
+    def windows(self, rows: int = WINDOW_ROWS) -> Iterator[TraceReader]:
+        """Readers of all messages, one window after the other: what is read of a long trace never fills the memory."""
+        ends = self.end
+        window = self.window(rows=rows, ends=ends)
+        yield window
+        while not window.is_last:
+            window = self.window(window.after(len(window.journal)), rows, ends)
+            yield window
+
+    @property
+    def begin(self) -> Position:
+        """Where the messages begin."""
+        if self._spans is not None:
+            return tuple(span.start for span in self._spans)
+        return (0,) * len(self._tables.parts)
+
+    @property
+    def end(self) -> Position:
+        """Where the messages end."""
+        if self._spans is not None:
+            return tuple(span.stop for span in self._spans)
+        return tuple(part.messages for part in self._tables.parts)
+
+    def after(self, count: int) -> Position:
+        """Where the messages begin that follow the first so many of this reader."""
+        return self._rows().after(count)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this window ends where the messages do that it was made of."""
+        return self._ends is None or self.end == self._ends
+
+    def _part_of(self, spans: list[PartSpan], ends: Position | None = None) -> TraceReader:
+        view = copy(self)
+        view._spans, view._read, view._whole, view._ends = spans, None, self._whole or self, ends
+        return view
 
     def refresh(self) -> bool:
         """Read what was committed since the trace was opened, or since the last time; whether there was anything.
@@ -186,7 +323,7 @@ class TraceReader:
     @property
     def ranks(self) -> list[int]:
         """The ranks that there are messages of, ascending."""
-        of_streams = {stream.rank for stream in self._merged.streams}
+        of_streams = {stream.rank for stream in self._streams}
         found = of_streams | {part.rank for part in self._parts.shown if not part.streams}
         return sorted(found if self._parts.only is None else found & self._parts.only)
 
@@ -223,19 +360,22 @@ class TraceReader:
     @property
     def streams(self) -> list[StreamInfo]:
         """Every stream, in the order in which they first occurred."""
+        if self._whole is not None:
+            return self._whole.streams
         if self._infos is None:
-            self._infos = described(self._merged, self._data.itemsizes)
+            if self._tables.assembles:
+                read = self._rows().data.merged
+                streams, shapes, total = read.streams, read.shapes, summarized(read.journal, 0, checksum=False)
+            else:
+                streams, shapes, total = self._tables.streams, self._tables.shapes, self._tables.total(self._parts.only)
+            self._infos = described(streams, shapes, total, itemsizes(streams))
         return list(self._infos)
 
     @property
     def info(self) -> dict[str, Any]:
         """The trace in a few JSON values: what it is, of what run, how far it got, how much it holds."""
-        trained = self.journal[~self._unended()]
-
-        def span(column: Column) -> list[int] | None:
-            values = trained[:, column]
-            return [int(values.min()), int(values.max())] if len(values) else None
-
+        steps, epochs = self._trained()
+        streams = self.streams
         first = self._parts.shown[0]
         return {
             "path": str(self.path),
@@ -246,12 +386,12 @@ class TraceReader:
             "created": first.header.get("created", first.attributes.get("created")),
             "status": self.status,
             "ended": self._parts.last_attempt[0].tables.ending.get("ended"),
-            "messages": len(self.journal),
-            "bytes": int(self._data.sizes(np.arange(len(self.journal))).sum()),
+            "messages": sum(stream.count for stream in streams),
+            "bytes": sum(stream.bytes for stream in streams),
             "stored_bytes": sum(store.nbytes for store in self._parts.stores),
-            "steps": span(Column.GLOBAL_STEP),
-            "epochs": span(Column.EPOCH),
-            "streams": len(self._merged.streams),
+            "steps": steps,
+            "epochs": epochs,
+            "streams": len(streams),
             "dropped": self.dropped,
             "ranks": self.ranks,
             "attempts": self.attempts,
@@ -260,14 +400,27 @@ class TraceReader:
             "notes": self.notes,
         }
 
-    def _unended(self) -> NDArray[np.bool_]:
-        """Which rows of `journal` are of training passes that no step of an optimizer followed."""
+    def _trained(self) -> tuple[list[int] | None, list[int] | None]:
+        """The first and the last global step and epoch, but for training that no step of an optimizer followed."""
         steps = [note["unended"].get("global_step") for note in self.notes if isinstance(note.get("unended"), Mapping)]
-        training = [number for number, one in enumerate(self._merged.streams) if one.tag == DEFAULT_TAG]
-        late = np.isin(self.journal[:, Column.GLOBAL_STEP], [one for one in steps if type(one) is int])
-        return late & np.isin(self.journal[:, Column.STREAM], training)
+        unended = [one for one in steps if type(one) is int]
+        if self._tables.assembles:
+            streams, journal = self._streams, self.journal
+            training = [number for number, one in enumerate(streams) if one.tag == DEFAULT_TAG]
+            late = np.isin(journal[:, Column.GLOBAL_STEP], unended) & np.isin(journal[:, Column.STREAM], training)
+            facts = summarized(journal[~late], 0, checksum=False).facts
+        else:
+            facts = self._tables.total(self._parts.only, without=unended).facts
+        if not len(facts):
+            return None, None
+        return (
+            [int(facts[:, Fact.FIRST_STEP].min()), int(facts[:, Fact.LAST_STEP].max())],
+            [int(facts[:, Fact.FIRST_EPOCH].min()), int(facts[:, Fact.LAST_EPOCH].max())],
+        )
 
     def __len__(self) -> int:
+        if self._spans is None and self._read is None:
+            return sum(stream.count for stream in self.streams)
         return len(self.journal)
 
     def __iter__(self) -> Iterator[Message]:
@@ -290,13 +443,7 @@ class TraceReader:
         CaptureError
             If the steps are no range, a stream id is unknown, or the mask has another length than the journal.
         """
-        selection = Selection.of(kinds, modules, steps, tags, ranks)
-        wanted = None if streams is None else set(streams)
-        if wanted is not None and not wanted <= set(range(len(self._merged.streams))):
-            raise CaptureError(
-                f"{self.path} has the streams 0 to {len(self._merged.streams) - 1}, and not all of {sorted(wanted)}"
-            )
-        mask = selection.rows(self.journal, self._merged.streams, wanted)
+        mask = Selection.of(kinds, modules, steps, tags, ranks).rows(self.journal, self._streams, self._known(streams))
         if where is not None:
             if where.shape != mask.shape or where.dtype != np.bool_:
                 raise CaptureError(
@@ -304,6 +451,18 @@ class TraceReader:
                 )
             mask &= where
         return np.flatnonzero(mask)
+
+    def _select(self, selection: Selection, among: set[int] | None) -> NDArray[np.int64]:
+        return np.flatnonzero(selection.rows(self.journal, self._streams, among))
+
+    def _known(self, streams: Iterable[int] | None) -> set[int] | None:
+        """The ids of streams, if they are known; None for all."""
+        wanted = None if streams is None else set(streams)
+        if wanted is not None and not wanted <= set(range(len(self._streams))):
+            raise CaptureError(
+                f"{self.path} has the streams 0 to {len(self._streams) - 1}, and not all of {sorted(wanted)}"
+            )
+        return wanted
 
     def messages(
         self,
@@ -350,7 +509,21 @@ class TraceReader:
         TraceCorruptError
             If what is read is damaged. What came before is right.
         """
-        return self._blocks.messages(self.select(kinds, modules, steps, tags, streams, where, ranks), mapped)
+        if where is not None or self._read is not None:
+            chosen = self.select(kinds, modules, steps, tags, streams, where, ranks)
+            return self._rows().blocks.messages(chosen, mapped)
+        selection = Selection.of(kinds, modules, steps, tags, ranks)
+        among = self._known(streams)
+        return (
+            message
+            for window in self._holding(steps).windows()
+            for message in window._rows().blocks.messages(window._select(selection, among), mapped)
+        )
+
+    def _holding(self, steps: Steps | None) -> TraceReader:
+        """A reader of the part that has the messages of some steps."""
+        selection = Selection.of(steps=steps)
+        return self if steps is None else self.within(selection.start, selection.stop)
 
     def arrays(
         self,
@@ -381,7 +554,7 @@ class TraceReader:
         ...     print(trace.journal[batch.rows, Column.GLOBAL_STEP], batch.data.sum(axis=1))
         [0 1 2] [0 2 4]
         """
-        return self._blocks.arrays(self.select(kinds, modules, steps, tags, streams, where, ranks))
+        return self._rows().blocks.arrays(self.select(kinds, modules, steps, tags, streams, where, ranks))
 
     def values(
         self,
@@ -397,11 +570,11 @@ class TraceReader:
 
         Data is as in `Batch`, and None for events. Parameters and errors are those of `messages`.
         """
-        return self._blocks.values(self.select(kinds, modules, steps, tags, streams, where, ranks))
+        return self._rows().blocks.values(self.select(kinds, modules, steps, tags, streams, where, ranks))
 
     def sizes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Bytes of the data of each of some rows of `journal`."""
-        return self._data.sizes(rows)
+        return self._rows().data.sizes(rows)
 
     def begins_chunk(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Of some rows of `journal`, those in whose data a chunk of the store begins: good places to cut a reading.
@@ -411,7 +584,7 @@ class TraceReader:
         TraceCorruptError
             If the arrays that hold the data are not as they were declared.
         """
-        return self._data.begins_chunk(rows)
+        return self._rows().data.begins_chunk(rows)
 
     def fingerprint(self, rows: NDArray[np.int64]) -> str:
         """A digest of what some rows of `journal` say: it changes whenever a replay of them may give other messages.
@@ -431,21 +604,20 @@ class TraceReader:
         >>> trace.fingerprint(np.array([0, 1])) == trace.fingerprint(np.array([0, 2]))
         False
         """
-        journal = self.journal[rows]
+        merged_rows = self._rows().data.merged
+        journal = merged_rows.journal[rows]
         digest = hashlib.sha256()
         attempts = [[part.name, part.header.get("run_id"), part.header.get("created")] for part in self._parts.shown]
-        streams = [
-            [number, repr(self._merged.streams[number])] for number in np.unique(journal[:, Column.STREAM]).tolist()
-        ]
+        streams = [[number, repr(self._streams[number])] for number in np.unique(journal[:, Column.STREAM]).tolist()]
         shapes = [
-            [number, *self._merged.shapes[number]]
+            [number, *merged_rows.shapes[number]]
             for number in np.unique(journal[:, Column.SHAPE]).tolist()
             if number != NONE
         ]
         digest.update(json.dumps([attempts, streams, shapes], default=str).encode())
         digest.update(np.ascontiguousarray(journal).tobytes())
         if (journal[:, Column.POOL] == WHOLE).any():  # such rows refer to the recorded rows of the parts
-            digest.update(np.ascontiguousarray(self._merged.recorded).tobytes())
+            digest.update(np.ascontiguousarray(merged_rows.recorded).tobytes())
         return digest.hexdigest()
 
     def array(
@@ -490,15 +662,16 @@ class TraceReader:
         TraceCorruptError
             If what is read is damaged.
         """
-        streams = self._merged.streams
+        streams = self._streams
         found = called(self.path, streams, kind, module, tag, leaf, rank)
         if all(streams[number].dtype is None for number in found):
             raise CaptureError(f"{self.path}: {kind} messages are events, and carry no data")
-        selected = self.select(steps=steps, streams=found)
+        reader = self._holding(steps)
+        selected = reader.select(steps=steps, streams=found)
         if call is not None:
-            selected = selected[self.journal[selected, Column.CALL] == call]
-        rows, data = self._blocks.together(selected)
-        return self.journal[rows, Column.GLOBAL_STEP], data
+            selected = selected[reader.journal[selected, Column.CALL] == call]
+        rows, data = reader._rows().blocks.together(selected)
+        return reader.journal[rows, Column.GLOBAL_STEP], data
 
     def __copy__(self) -> TraceReader:
         same = object.__new__(TraceReader)

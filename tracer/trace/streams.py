@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import CaptureError, did_you_mean
-from tracer.format.journal import NONE, Column
+from tracer.format.summaries import FACTS, Fact, Summary
 from tracer.format.tables import Stream
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.stores.locations import Location
-from tracer.trace.merging import Merged
 from tracer.trace.selection import is_of
 
 
@@ -85,18 +84,25 @@ class Batch:
     data: NDArray[Any]
 
 
-def described(merged: Merged, itemsizes: NDArray[np.int64]) -> list[StreamInfo]:
-    """Every stream of a journal, in the order of their numbers; an element of each has so many bytes."""
-    journal = merged.journal
-    order = np.argsort(journal[:, Column.STREAM], kind="stable")
-    ids = np.arange(len(merged.streams) + 1)
-    bounds = np.searchsorted(journal[order, Column.STREAM], ids).tolist()
+def described(
+    streams: Sequence[Stream], shapes: Sequence[tuple[int, ...]], total: Summary, itemsizes: NDArray[np.int64]
+) -> list[StreamInfo]:
+    """Every stream of a trace, in the order of their numbers.
+
+    Parameters
+    ----------
+    streams : sequence of Stream
+    shapes : sequence of tuple of int
+    total : Summary
+        Of all messages.
+    itemsizes : numpy.ndarray of int64, (streams,)
+        The bytes of an element of each stream.
+    """
+    facts = {row[Fact.STREAM]: row for row in total.facts.tolist()}
+    nothing = [0] * FACTS
     infos = []
-    for number, stream in enumerate(merged.streams):
-        rows = journal[order[bounds[number] : bounds[number + 1]]]
-        shape_ids, first = np.unique(rows[:, Column.SHAPE], return_index=True)
-        shape_ids = shape_ids[np.argsort(first)]
-        steps = rows[:, Column.GLOBAL_STEP]
+    for number, (stream, itemsize) in enumerate(zip(streams, itemsizes.tolist(), strict=True)):
+        _, messages, elements, calls, first, last, *_ = facts.get(number, nothing)
         infos.append(
             StreamInfo(
                 id=number,
@@ -107,11 +113,11 @@ def described(merged: Merged, itemsizes: NDArray[np.int64]) -> list[StreamInfo]:
                 leaf=stream.leaf,
                 dtype=stream.dtype,
                 sampling=stream.sampling,
-                count=len(rows),
-                bytes=int(rows[:, Column.COUNT].sum() * itemsizes[number]),
-                calls=int(rows[:, Column.CALL].max(initial=-1)) + 1,
-                shapes=[merged.shapes[shape] for shape in shape_ids.tolist() if shape != NONE],
-                steps=(int(steps.min()), int(steps.max())) if len(rows) else None,
+                count=messages,
+                bytes=elements * itemsize,
+                calls=calls,
+                shapes=[shapes[shape] for shape in total.shapes.get(number, ())],
+                steps=(first, last) if messages else None,
                 rank=stream.rank,
             )
         )

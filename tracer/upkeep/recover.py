@@ -15,7 +15,7 @@ from tracer.errors import TraceCorruptError, TraceLostError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.stores.locations import Anywhere, Location, location
-from tracer.trace.attempts import in_order, tags_of, worst
+from tracer.trace.attempts import evaluated, in_order, tags_of, worst
 from tracer.trace.writer import TraceWriter
 from tracer.upkeep.convert import check_paths, new_trace, single
 from tracer.upkeep.findings import Problem
@@ -240,10 +240,14 @@ class _Order:
         self.journal[:, Column.GLOBAL_STEP] = steps
         self.first_step = survey.first_step if survey.header else _first_step(survey, surveys)
         self._streams = survey.streams
+        self.part, self.start, self.clock = self, 0, 0
+        self.messages = len(self.journal)
 
-    def tags(self) -> NDArray[np.str_]:
-        """The tag of each row."""
-        return tags_of(self.journal[:, Column.STREAM], self._streams)
+    def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+        """As `tracer.trace.attempts.Written.evaluated`."""
+        tags = tags_of(self.journal[:, Column.STREAM], self._streams)
+        rows, _ = evaluated(self.journal[:, Column.GLOBAL_STEP], tags, step)
+        return rows, tags[rows]
 
 
 def _first_step(survey: Survey, surveys: Sequence[Survey]) -> int:

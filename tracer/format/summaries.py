@@ -1,0 +1,266 @@
+"""`Summary`: what some rows of a journal hold, stream by stream, so that many questions need no rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.format.checksum import crc32c
+from tracer.format.journal import NONE, Column
+
+SUMMARY_ROWS: Final = 1 << 16
+"""A writer declares a summary of so many rows of the journal, or of more where there are many streams."""
+ROWS_A_STREAM: Final = 16
+"""So many rows a stream at least, so that summaries stay small beside the rows."""
+_LARGEST: Final = np.iinfo(np.int64).max
+
+
+class Fact(IntEnum):
+    """The columns of `Summary.facts`, one row a stream."""
+
+    STREAM = 0
+    MESSAGES = 1
+    ELEMENTS = 2
+    CALLS = 3
+    FIRST_STEP = 4
+    LAST_STEP = 5
+    FIRST_EPOCH = 6
+    LAST_EPOCH = 7
+
+
+FACTS: Final = len(Fact)
+_SUMS: Final = (Fact.MESSAGES, Fact.ELEMENTS)
+_HIGHEST: Final = (Fact.CALLS, Fact.LAST_STEP, Fact.LAST_EPOCH)
+_LOWEST: Final = (Fact.FIRST_STEP, Fact.FIRST_EPOCH)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Summary:
+    """What some rows of a journal hold.
+
+    Attributes
+    ----------
+    start, stop : int
+        The rows: start inclusive, stop exclusive.
+    crc32c : int
+        The CRC-32C of the bytes of these rows, little-endian; 0 where the rows do not follow each other.
+    facts : numpy.ndarray of int64, (streams, FACTS)
+        For each stream that has messages there, by its id: how many, their elements, its calls in a step at most, its
+        lowest and highest global step, and its lowest and highest epoch.
+    shapes : dict of int to list of int
+        For each of these streams that carries data, the ids of its shapes, in the order in which they first occur.
+    """
+
+    start: int
+    stop: int
+    crc32c: int
+    facts: NDArray[np.int64]
+    shapes: dict[int, list[int]]
+
+    @property
+    def messages(self) -> int:
+        """How many messages the rows are."""
+        return int(self.facts[:, Fact.MESSAGES].sum())
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The lowest and the highest global step; (0, -1) without rows."""
+        if not len(self.facts):
+            return 0, -1
+        return int(self.facts[:, Fact.FIRST_STEP].min()), int(self.facts[:, Fact.LAST_STEP].max())
+
+    def numbered(self, streams: NDArray[np.int64], shapes: NDArray[np.int64]) -> Summary:
+        """The same with other ids: `streams` and `shapes` have the new id for each old one."""
+        facts = self.facts.copy()
+        facts[:, Fact.STREAM] = streams[facts[:, Fact.STREAM]]
+        ids: dict[int, list[int]] = {}
+        for stream, old in self.shapes.items():
+            _append(ids, int(streams[stream]), [int(shapes[shape]) for shape in old])
+        return Summary(self.start, self.stop, 0, _by_stream(facts), ids)
+
+    def of_streams(self, ids: NDArray[np.int64]) -> Summary:
+        """The same of the messages of some streams alone."""
+        facts = self.facts[np.isin(self.facts[:, Fact.STREAM], ids)]
+        return Summary(self.start, self.stop, 0, facts, self.shapes)
+
+    def declared(self) -> dict[str, Any]:
+        """The value of the declaration ``summary``."""
+        streams = [[*facts, self.shapes.get(facts[Fact.STREAM], [])] for facts in self.facts.tolist()]
+        return {
+            "rows": [self.start, self.stop],
+            "crc32c": self.crc32c,
+            "streams": streams,
+        }
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> Summary:
+        """The summary that a declaration holds.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            If something of it is missing, or it contradicts itself.
+        """
+        (start, stop), checksum, streams = value["rows"], value["crc32c"], value["streams"]
+        facts = [row[:FACTS] for row in streams]
+        shapes = {row[Fact.STREAM]: list(row[FACTS]) for row in streams if row[FACTS]}
+        numbers = [start, stop, checksum, *(one for row in facts for one in row)]
+        numbers += [one for ids in shapes.values() for one in ids]
+        if not all(type(one) is int and 0 <= one <= _LARGEST for one in numbers):
+            raise ValueError(f"the summary of rows {start!r} to {stop!r} has something that is no whole number")
+        if any(len(row) != FACTS for row in facts):
+            raise ValueError(f"the summary of rows {start} to {stop} lacks numbers of a stream")
+        table = np.array(facts, np.int64).reshape(len(facts), FACTS)
+        found = cls(start, stop, checksum, table, shapes)
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        ids, counts = self.facts[:, Fact.STREAM], self.facts[:, Fact.MESSAGES]
+        wrong = (
+            self.stop <= self.start
+            or self.crc32c >= 2**32
+            or bool((np.diff(ids) <= 0).any())
+            or bool((counts < 1).any())
+            or sum(counts.tolist()) != self.stop - self.start
+            or bool((self.facts[:, _LOWEST] > self.facts[:, _HIGHEST[1:]]).any())
+        )
+        if wrong:
+            raise ValueError(f"the summary of rows {self.start} to {self.stop} contradicts itself")
+
+    def is_of(self, rows: NDArray[np.int64]) -> bool:
+        """Whether it says of rows of the journal, numbered from `start`, what they are."""
+        found = summarized(rows, self.start)
+        return (
+            self.stop == found.stop
+            and self.crc32c == found.crc32c
+            and np.array_equal(self.facts, found.facts)
+            and self.shapes == found.shapes
+        )
+
+
+NOTHING: Final = Summary(0, 0, 0, np.zeros((0, FACTS), np.int64), {})
+"""The summary of no rows."""
+
+
+def summarized(rows: NDArray[np.int64], start: int, *, checksum: bool = True) -> Summary:
+    """The summary of rows of a journal; without the `checksum` that costs a pass over their bytes.
+
+    Parameters
+    ----------
+    rows : numpy.ndarray of int64, (n, columns)
+    start : int
+        The number of the first row.
+
+    Examples
+    --------
+    >>> rows = np.zeros((3, len(Column)), np.int64)
+    >>> rows[:, Column.STREAM], rows[:, Column.GLOBAL_STEP] = [1, 0, 1], [4, 5, 6]
+    >>> summarized(rows, 7).facts.tolist()
+    [[0, 1, 0, 1, 5, 5, 0, 0], [1, 2, 0, 1, 4, 6, 0, 0]]
+    """
+    if not len(rows):
+        return NOTHING
+    order = np.argsort(rows[:, Column.STREAM], kind="stable")
+    streams = rows[order, Column.STREAM]
+    begins = np.flatnonzero(np.r_[True, streams[1:] != streams[:-1]])
+    facts = np.empty((len(begins), FACTS), np.int64)
+    facts[:, Fact.STREAM] = streams[begins]
+    facts[:, Fact.MESSAGES] = np.diff(np.r_[begins, len(rows)])
+    facts[:, Fact.ELEMENTS] = np.add.reduceat(rows[order, Column.COUNT], begins)
+    facts[:, Fact.CALLS] = np.maximum.reduceat(rows[order, Column.CALL], begins) + 1
+    for first, last, column in (
+        (Fact.FIRST_STEP, Fact.LAST_STEP, Column.GLOBAL_STEP),
+        (Fact.FIRST_EPOCH, Fact.LAST_EPOCH, Column.EPOCH),
+    ):
+        values = rows[order, column]
+        facts[:, first] = np.minimum.reduceat(values, begins)
+        facts[:, last] = np.maximum.reduceat(values, begins)
+    found = crc32c(np.ascontiguousarray(rows, "<i8")) if checksum else 0
+    return Summary(start, start + len(rows), found, facts, _shapes(streams, rows[order, Column.SHAPE]))
+
+
+def _shapes(streams: NDArray[np.int64], shapes: NDArray[np.int64]) -> dict[int, list[int]]:
+    """The shapes of streams in the order in which they first occur, from rows that are sorted by their streams."""
+    # most streams have one shape, and then a row differs from the one before it only where a stream begins
+    changes = np.flatnonzero(np.r_[True, (streams[1:] != streams[:-1]) | (shapes[1:] != shapes[:-1])])
+    found: dict[int, list[int]] = {}
+    for stream, shape in dict.fromkeys(zip(streams[changes].tolist(), shapes[changes].tolist(), strict=True)):
+        if shape != NONE:
+            found.setdefault(stream, []).append(shape)
+    return found
+
+
+def united(summaries: Sequence[Summary]) -> Summary:
+    """The summary of the rows of several, in their order.
+
+    Examples
+    --------
+    >>> rows = np.zeros((4, len(Column)), np.int64)
+    >>> rows[:, Column.STREAM] = [0, 1, 1, 2]
+    >>> united([summarized(rows[:2], 0), summarized(rows[2:], 2)]).facts.tolist() == summarized(rows, 0).facts.tolist()
+    True
+    """
+    summaries = [one for one in summaries if one.stop > one.start]
+    if len(summaries) < 2:
+        return summaries[0] if summaries else NOTHING
+    facts = _by_stream(np.concatenate([one.facts for one in summaries]))
+    shapes: dict[int, list[int]] = {}
+    for one in summaries:
+        for stream, ids in one.shapes.items():
+            _append(shapes, stream, ids)
+    return Summary(summaries[0].start, summaries[-1].stop, 0, facts, shapes)
+
+
+def _append(shapes: dict[int, list[int]], stream: int, ids: Sequence[int]) -> None:
+    """Append ids of shapes to those of a stream that are known, if they are not among them."""
+    known = shapes.setdefault(stream, [])
+    if known != ids:
+        known += [shape for shape in ids if shape not in known]
+
+
+def _by_stream(facts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """One row of facts for each stream, by its id, of several."""
+    if not len(facts):
+        return facts
+    facts = facts[np.argsort(facts[:, Fact.STREAM], kind="stable")]
+    streams = facts[:, Fact.STREAM]
+    begins = np.flatnonzero(np.r_[True, streams[1:] != streams[:-1]])
+    whole = facts[begins]
+    if len(begins) < len(facts):
+        for some, ufunc in ((_SUMS, np.add), (_HIGHEST, np.maximum), (_LOWEST, np.minimum)):
+            for fact in some:
+                whole[:, fact] = ufunc.reduceat(facts[:, fact], begins)
+    return whole
+
+
+class Summarizing:
+    """Makes the summaries that a writer declares, of the rows of the journal that it committed.
+
+    Only committed rows are summarized: a declaration is committed before the rows that come with it, and must never
+    speak of rows that are not there.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[NDArray[np.int64]] = []
+        self._start = self._stop = self._streams = 0
+
+    def add(self, rows: NDArray[np.int64]) -> None:
+        """Note rows that were committed just now."""
+        self._rows.append(rows.copy())
+        self._stop += len(rows)
+        self._streams = max(self._streams, int(rows[:, Column.STREAM].max()) + 1)
+
+    def due(self) -> Summary | None:
+        """The summary that is to be declared now, of all rows since the last one; None while they are few."""
+        if self._stop - self._start < max(SUMMARY_ROWS, ROWS_A_STREAM * self._streams):
+            return None
+        found = summarized(np.concatenate(self._rows), self._start)
+        self._rows.clear()
+        self._start = self._stop
+        return found

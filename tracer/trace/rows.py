@@ -1,0 +1,251 @@
+"""`Rows`: the journal of a part, of which rows are read and checked when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import TraceCorruptError
+from tracer.format.checksum import crc32c
+from tracer.format.journal import COLUMNS, Column, row_checksums
+from tracer.format.names import journal_name, rank_and_attempt
+from tracer.format.summaries import NOTHING, SUMMARY_ROWS, Summary, summarized, united
+from tracer.format.tables import Tables
+from tracer.stores.locations import Location
+from tracer.stores.protocols import ReadStore
+
+WRONG: Final[Mapping[str, str]] = {
+    "stream": "is of a stream that was not declared",
+    "data": "says of its data what its stream does not",
+    "pool": "is in a pool that was not declared",
+    "shape": "has a shape that was not declared",
+    "count": "has another number of elements than its shape",
+    "event": "has data, and its stream has none",
+    "offset": "begins before its pool",
+    "counter": "has a negative counter",
+}
+"""What is wrong with a row of the journal, for each reason of `tracer.format.tables.Tables.contradictions`."""
+KEPT_ROWS: Final = 4 * SUMMARY_ROWS
+"""Of more rows than these that are kept, those before the last summary are dropped."""
+PIECE_ROWS: Final = 1 << 18
+"""Rows that are summarized or checked at once, at most."""
+
+
+@final
+class Rows:
+    """The journal of a part, as far as it was committed when the part was last read.
+
+    What a summary speaks of is read when it is asked for. The rows after the last summary are read as they come, and
+    are kept. All of them are kept once the whole journal was asked for, and where there is no summary.
+
+    Parameters
+    ----------
+    path : path
+        Of the trace, for messages.
+    part : str
+    store : ReadStore
+    tables : Tables
+        What the declarations of the part say, which grows as the part is read.
+
+    Attributes
+    ----------
+    length : int
+        How many rows there are.
+    """
+
+    def __init__(self, path: Location, part: str, store: ReadStore, tables: Tables) -> None:
+        self._path = path
+        self._part = part
+        self._store = store
+        self._tables = tables
+        self.length = 0
+        # memory for the rows from number `_first` on, which is doubled when it is full
+        self._memory = np.empty((0, COLUMNS), np.int64)
+        self._first = 0
+        self._keeps_all = False
+        # the summary of so many rows
+        self._total = NOTHING
+        self._totalled = 0
+
+    @property
+    def _kept(self) -> NDArray[np.int64]:
+        return self._memory[: self.length - self._first]
+
+    def committed(self) -> int:
+        """How many rows the store has now.
+
+        Raises
+        ------
+        TraceCorruptError
+            If they are no rows of a journal, or fewer than there were.
+        """
+        name = journal_name(self._part)
+        length = self._store.length(name)
+        if self._store.row_shape(name) != (COLUMNS,) or self._store.dtype(name) != "int64":
+            raise TraceCorruptError(f"{self._path}: the journal is not {COLUMNS} columns of int64")
+        if length < self.length:
+            raise TraceCorruptError(f"{self._path}: the journal had {self.length} rows, and has {length} now")
+        return length
+
+    def new(self, length: int) -> tuple[int, NDArray[np.int64]]:
+        """Of the rows up to `length`, those that are neither known nor summarized: the first's number, and the rows."""
+        start = self.length
+        if not self._keeps_all:
+            start = max([start, *(one.stop for one in self._tables.summaries if one.stop <= length)])
+        return start, self._store.read(journal_name(self._part), start, max(length, start))
+
+    def add(self, start: int, rows: NDArray[np.int64]) -> None:
+        """Check rows, the first of which has this number, and keep them; those before it that are not known are not.
+
+        Raises
+        ------
+        TraceCorruptError
+            If a row contradicts its checksum, the declarations or itself.
+        """
+        self._check(start, rows)
+        if start > self.length:
+            self._memory, self._first, self.length = rows, start, start + len(rows)
+            return
+        length = self.length + len(rows)
+        if length - self._first > len(self._memory):
+            if not len(self._kept):
+                self._memory = rows
+            else:
+                grown = np.empty((max(length - self._first, 2 * len(self._memory)), COLUMNS), np.int64)
+                grown[: len(self._kept)] = self._kept
+                self._memory = grown
+        if self._memory is not rows:
+            self._memory[self.length - self._first : length - self._first] = rows
+        self.length = length
+        self._drop()
+
+    def _drop(self) -> None:
+        """Keep no more than the rows of the last summary, and those after it, where many are kept."""
+        summaries = self._blocks
+        if self._keeps_all or len(self._kept) <= KEPT_ROWS or not summaries or summaries[-1].start <= self._first:
+            return
+        _ = self.total
+        first = summaries[-1].start
+        self._memory, self._first = self._kept[first - self._first :].copy(), first
+
+    @property
+    def _blocks(self) -> list[Summary]:
+        """The summaries of rows that are there."""
+        summaries = self._tables.summaries
+        last = len(summaries)
+        while last and summaries[last - 1].stop > self.length:
+            last -= 1
+        return summaries[:last]
+
+    @property
+    def all(self) -> NDArray[np.int64]:
+        """All rows, (messages, columns); they are kept from now on."""
+        if self._first:
+            self._memory = np.concatenate([self._read(0, self._first), self._kept])
+            self._first = 0
+        self._keeps_all = True
+        return self._kept
+
+    def between(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Some rows, start inclusive and stop exclusive.
+
+        Raises
+        ------
+        TraceCorruptError
+            If they are damaged.
+        """
+        if start >= self._first:
+            return self._kept[start - self._first : max(stop, start) - self._first]
+        before = self._read(start, min(stop, self._first))
+        return before if stop <= self._first else np.concatenate([before, self._kept[: stop - self._first]])
+
+    def pieces(self, start: int = 0) -> Iterator[Summary]:
+        """Summaries of all rows from one on, which begins one of them, in their order; few rows are read for them."""
+        for one in self._blocks:
+            if start <= one.start and one.stop <= self._first:
+                yield one
+                start = one.stop
+        for begin in range(start, self.length, PIECE_ROWS):
+            yield summarized(self.between(begin, min(begin + PIECE_ROWS, self.length)), begin, checksum=False)
+
+    def holding(self, first: int, stop: int | None) -> tuple[int, int]:
+        """The rows that may be of some global steps, first inclusive and stop exclusive; of none, an empty range."""
+        end = np.iinfo(np.int64).max if stop is None else stop
+        blocks = [one for one in self._blocks if one.stop <= self._first]
+        found = [(one.start, one.stop) for one in blocks if one.steps[0] < end and one.steps[1] >= first]
+        steps = self._kept[:, Column.GLOBAL_STEP]
+        rows = np.flatnonzero((steps >= first) & (steps < end))
+        if len(rows):
+            found.append((self._first + int(rows[0]), self._first + int(rows[-1]) + 1))
+        return (found[0][0], found[-1][1]) if found else (self.length, self.length)
+
+    @property
+    def total(self) -> Summary:
+        """The summary of all rows."""
+        if self._totalled < self.length:
+            if self._totalled < self._first:
+                self._total, self._totalled = NOTHING, 0
+            self._total = united([self._total, *self.pieces(self._totalled)])
+            self._totalled = self.length
+        return self._total
+
+    def prove(self, length: int) -> None:
+        """Compare the rows before `length` that summaries speak of with the checksums of these.
+
+        Raises
+        ------
+        TraceCorruptError
+            If some of them are not there, or damaged.
+        """
+        for one in self._tables.summaries:
+            if one.stop <= length:
+                rows = self._store.read(journal_name(self._part), one.start, one.stop)
+                if crc32c(np.ascontiguousarray(rows, "<i8")) != one.crc32c:
+                    self._check(one.start, rows)
+
+    def _read(self, start: int, stop: int) -> NDArray[np.int64]:
+        rows = self._store.read(journal_name(self._part), start, stop)
+        self._check(start, rows)
+        return rows
+
+    def _check(self, start: int, rows: NDArray[np.int64]) -> None:
+        """Check what can be checked of rows without reading data, some at a time."""
+        stop = start + len(rows)
+        done = start
+        for one in self._tables.summaries:
+            # a whole block is right if its one checksum is
+            if done <= one.start and one.stop <= stop:
+                self._check_rows(done, rows[done - start : one.start - start])
+                block = rows[one.start - start : one.stop - start]
+                if crc32c(np.ascontiguousarray(block, "<i8")) != one.crc32c:
+                    self._check_rows(one.start, block)
+                    raise TraceCorruptError(
+                        f"{self._path}: rows {one.start} to {one.stop - 1} of the journal{self._of} are not those that "
+                        "their summary is of"
+                    )
+                self._refuse_contradictions(one.start, block)
+                done = one.stop
+        self._check_rows(done, rows[done - start :])
+
+    def _check_rows(self, start: int, rows: NDArray[np.int64]) -> None:
+        for begin in range(0, len(rows), PIECE_ROWS):
+            piece = rows[begin : begin + PIECE_ROWS]
+            wrong = row_checksums(piece, start + begin) != piece[:, Column.CHECK]
+            self._refuse(start + begin, wrong, "fails its checksum")
+            self._refuse_contradictions(start + begin, piece)
+
+    def _refuse_contradictions(self, start: int, rows: NDArray[np.int64]) -> None:
+        for reason, wrong in self._tables.contradictions(rows):
+            self._refuse(start, wrong, WRONG[reason])
+
+    def _refuse(self, start: int, wrong: NDArray[np.bool_], why: str) -> None:
+        if wrong.any():
+            number = start + int(wrong.argmax())
+            raise TraceCorruptError(f"{self._path}: row {number} of the journal{self._of} {why}")
+
+    @property
+    def _of(self) -> str:
+        return "" if rank_and_attempt(self._part) == (0, 0) else f" of {self._part}"
