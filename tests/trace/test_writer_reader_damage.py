@@ -24,8 +24,8 @@ from tracer.errors import (
 from tracer.format.journal import Column, row_checksums
 from tracer.format.names import declarations_name, journal_name
 from tracer.messaging.messages import Message
-from tracer.trace.part import Part
 from tracer.trace.reader import TraceReader
+from tracer.trace.rows import Rows
 from tracer.trace.writer import TraceWriter
 
 
@@ -265,18 +265,16 @@ def test_journals_that_contradict(
     """A journal row that refers to nothing, or beyond a pool, is refused and never shows other numbers."""
     path = tmp_path / f"run{suffix}"
     write(path, [network("batch_started", 0), network("loss", 0, [1.0, 2.0]), network("labels", 0, [1, 2])])
-    read = Part._new_rows
+    read = Rows.new
 
-    def changed(self: Part, known: int = 0) -> Any:
-        journal = read(self, known)
-        if known:
-            return journal
+    def changed(self: Rows, length: int) -> Any:
+        start, journal = read(self, length)
         for column, value in changes.items():
             journal[1, column] = value
         journal[:, Column.CHECK] = row_checksums(journal, 0)
-        return journal
+        return start, journal
 
-    monkeypatch.setattr(Part, "_new_rows", changed)
+    monkeypatch.setattr(Rows, "new", changed)
     with pytest.raises(TraceCorruptError, match=word):
         list(TraceReader(path).messages())
 
