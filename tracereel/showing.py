@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,7 +14,6 @@ import tracer
 from analyze.tables.escapes import printable
 from tracer.errors import TracerError
 from tracer.secrets import masked
-from tracer.trace.selection import Steps
 from tracereel import options
 from tracereel.checks import TRACE_SUFFIXES
 from tracereel.command import Command, conclude
@@ -23,6 +22,9 @@ from tracereel.facts import message_facts, message_line, stream_facts
 from tracereel.options import Filters
 from tracereel.overview import overview
 from tracereel.printing import complain, few_shapes, note_problems, print_json, print_table, size, span, where
+
+if TYPE_CHECKING:
+    from tracer.trace.selection import Steps
 
 
 @click.command(cls=Command, examples=["trace info run.zarr", "trace info runs/", "trace info a.zarr b.h5 --json"])

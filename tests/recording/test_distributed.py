@@ -718,7 +718,7 @@ def test_parts_in_the_same_place_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     write_parts(path, [([0], [4]), ([4], [4])], [8], steps=1)
     with TraceReader(path) as reader:
-        recorded = reader._merged.recorded
+        recorded = reader._rows().data.merged.recorded
         recorded[1] = recorded[0]
         with pytest.raises(TraceCorruptError, match="in the same place of a pool"):
             next(iter(reader.messages()))
