@@ -80,7 +80,7 @@ def unsealed(line: bytes, before: Collection[int]) -> tuple[dict[str, Any] | Non
     for checksum in found:
         if tail == b"%d}\n" % checksum:
             try:
-                value = json.loads(body + b"}")
+                value = json.loads((body + b"}").decode())
             except (ValueError, RecursionError):
                 value = None
             return (value if isinstance(value, dict) and len(value) == 1 else None), {checksum}

@@ -7,6 +7,7 @@ there.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +22,7 @@ from tracer.format.placement import Placement
 from tracer.format.summaries import Fact, Summary
 
 _T = TypeVar("_T")
+_facts_of = operator.itemgetter("id", "kind", "network", "module", "tag", "leaf", "dtype", "rank")
 _COUNTERS = [Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
 
 
@@ -66,17 +68,17 @@ class Stream:
         TraceError
             If the installed torch lacks its dtype.
         """
-        number, kind, module, tag, leaf = (value[name] for name in ("id", "kind", "module", "tag", "leaf"))
-        dtype, rank, sampling = value["dtype"], value["rank"], value.get("sampling")
+        number, kind, network, module, tag, leaf, dtype, rank = _facts_of(value)
+        sampling = value.get("sampling")
         if dtype is not None and not is_encoded(dtype):
             raise TraceError(f"stream {number} has the dtype {dtype}, which this torch lacks")
-        if value["network"] is not (module is None) or not kind or (dtype is None and module is not None):
+        if network is not (module is None) or not kind or (dtype is None and module is not None):
             raise ValueError(f"stream {number} contradicts itself")
-        if not all(isinstance(name, str) for name in (kind, tag, leaf, module or "")):
+        if not type(kind) is type(tag) is type(leaf) is type(module or "") is str:
             raise TypeError(f"stream {number} has a name that is no text")
         if type(rank) is not int or rank < 0:
             raise ValueError(f"stream {number} has the rank {rank!r}")
-        place = sampling.get("placement") if isinstance(sampling, Mapping) else None
+        place = sampling.get("placement") if isinstance(sampling, dict) else None
         placement = None if place is None else Placement.parse(place)
         return cls(kind, module is None, module, tag, leaf, dtype, sampling, rank, placement)
 

@@ -101,24 +101,24 @@ def described(
     facts = {row[Fact.STREAM]: row for row in total.facts.tolist()}
     nothing = [0] * FACTS
     infos = []
-    for number, (stream, itemsize) in enumerate(zip(streams, itemsizes.tolist(), strict=True)):
+    for number, (one, itemsize) in enumerate(zip(streams, itemsizes.tolist(), strict=True)):
         _, messages, elements, calls, first, last, *_ = facts.get(number, nothing)
         infos.append(
             StreamInfo(
                 id=number,
-                kind=stream.kind,
-                network=stream.network,
-                module=stream.module,
-                tag=stream.tag,
-                leaf=stream.leaf,
-                dtype=stream.dtype,
-                sampling=stream.sampling,
+                kind=one.kind,
+                network=one.network,
+                module=one.module,
+                tag=one.tag,
+                leaf=one.leaf,
+                dtype=one.dtype,
+                sampling=one.sampling,
                 count=messages,
                 bytes=elements * itemsize,
                 calls=calls,
                 shapes=[shapes[shape] for shape in total.shapes.get(number, ())],
                 steps=(first, last) if messages else None,
-                rank=stream.rank,
+                rank=one.rank,
             )
         )
     return infos
