@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from analyze.batching.cutting import PART_BYTES, shares
 from analyze.batching.questions import Question
 from analyze.batching.units import SCHEMA, Failure, Run, Selection, StepRange, TracePlan, Unit, digest, sentence_of
-from tracer.format.journal import Column
 from tracer.replaying.plan import Plan, plan
 from tracer.stores.locations import Anywhere, Url, location
 from tracer.trace.reader import TraceReader
@@ -79,7 +78,7 @@ def unplanned(trace: str, spec: str, rank: int | None, why: object) -> Failure:
 
 def _settled(reader: TraceReader, steps: StepRange | None) -> StepRange:
     """The complete steps of a run that is still being recorded: all their messages are there, derived ones too."""
-    last = int(reader.journal[:, Column.GLOBAL_STEP].max(initial=0)) - 1
+    last = max((stream.steps[1] for stream in reader.streams if stream.steps is not None), default=0) - 1
     start, stop, stride = (*(steps or (None, None)), 1)[:3]
     return start, max(last, 0) if stop is None else min(stop, max(last, 0)), stride
 

@@ -18,6 +18,10 @@ SETTLED_NANOSECONDS: Final = 2_000_000_000
 """How long ago a file was written whose damage is taken for lasting: a writer may be in the midst of it."""
 
 
+FEW: Final = 16
+"""Chunks are asked for one by one where they are fewer than this part of all: HDF5 tells of all of them quicker."""
+
+
 class Stored(NamedTuple):
     """Where a chunk of an array with a filter lies."""
 
@@ -43,13 +47,14 @@ class ChunkPlaces:
     def __init__(self, file: ByteFile, *, partly: bool) -> None:
         self._file = file
         self._partly = partly
-        # for each array: the row up to which its chunks were looked up, and what HDF5 said of each chunk
-        self._known: dict[str, tuple[int, dict[int, Any]]] = {}
+        # for each array: the row up to which its chunks were looked up, what HDF5 said of each chunk, and of how many
+        # it was asked one by one since it told of all
+        self._known: dict[str, tuple[int, dict[int, Any], int]] = {}
         # for arrays whose chunks HDF5 cannot tell: when the file was last written, and why
         self._broken: dict[str, tuple[int, str]] = {}
 
-    def offsets(self, name: str, dataset: Dataset, stop: int) -> dict[int, int]:
-        """Where each chunk of an array without filters begins, by its number.
+    def offsets(self, name: str, dataset: Dataset, start: int, stop: int) -> dict[int, int]:
+        """Where each chunk of an array without filters begins, by its number: of those with some rows at least.
 
         Looked up anew when rows are asked for that were not there before.
         """
@@ -57,52 +62,63 @@ class ChunkPlaces:
         def offset_of(stored: Any) -> int | None:
             return stored.byte_offset if stored.filter_mask == 0 else None
 
-        return self._chunks_of(name, dataset, stop, offset_of)
+        return self._chunks_of(name, dataset, start, stop, offset_of)
 
-    def stored(self, name: str, dataset: Dataset, stop: int) -> dict[int, Stored]:
+    def stored(self, name: str, dataset: Dataset, start: int, stop: int) -> dict[int, Stored]:
         """Where each chunk of an array with a filter lies; as `offsets`."""
 
         def place_of(stored: Any) -> Stored:
             return Stored(stored.byte_offset, stored.size, stored.filter_mask)
 
-        return self._chunks_of(name, dataset, stop, place_of)
+        return self._chunks_of(name, dataset, start, stop, place_of)
 
-    def _chunks_of(self, name: str, dataset: Dataset, stop: int, what: Callable[[Any], Any]) -> dict[int, Any]:
-        known, chunks = self._known.get(name, (0, {}))
-        if stop > known:
-            chunk, shape = dataset.chunks, dataset.shape
-            grid = [-(-size // part) for size, part in zip(shape, chunk, strict=True)]
-            steps = [math.prod(grid[axis + 1 :]) for axis in range(len(grid))]
-            chunks, rows = {}, shape[0]
+    def _chunks_of(
+        self, name: str, dataset: Dataset, start: int, stop: int, what: Callable[[Any], Any]
+    ) -> dict[int, Any]:
+        known, chunks, asked = self._known.get(name, (0, {}, 0))
+        if stop <= known:
+            return chunks
+        chunk, shape = dataset.chunks, dataset.shape
+        grid = [-(-size // part) for size, part in zip(shape, chunk, strict=True)]
+        steps = [math.prod(grid[axis + 1 :]) for axis in range(len(grid))]
 
-            def note(stored: Any) -> None:
-                said = what(stored)
-                if said is None:
-                    return
-                number = 0
-                for offset, part, step in zip(stored.chunk_offset, chunk, steps, strict=True):
-                    number += offset // part * step
-                chunks[number] = said
+        def note(stored: Any) -> None:
+            said = None if stored.byte_offset is None else what(stored)
+            if said is None:
+                return
+            number = 0
+            for offset, part, step in zip(stored.chunk_offset, chunk, steps, strict=True):
+                number += offset // part * step
+            chunks[number] = said
 
-            try:
-                self._look(name, dataset, note)
-            except Exception:
-                rows = self._rows_found(chunks, grid, chunk[0])
-                if rows > known:
-                    self._known[name] = (rows, chunks)
-                if stop > rows:
-                    raise
-            self._known[name] = (rows, chunks)
+        # the last chunk that is known may have been filled, and moved, since
+        first = max(start, known) // chunk[0]
+        few = range(first, -(-stop // chunk[0]))
+        asked += len(few)
+        if asked * FEW < grid[0] and not self._partly:
+            self._look(name, lambda: _tell(dataset, few, grid[1:], note))
+            self._known[name] = (stop if start <= known else known, chunks, asked)
+            return chunks
+        chunks, rows = {}, shape[0]
+        try:
+            self._look(name, lambda: dataset.id.chunk_iter(note))
+        except Exception:
+            rows = self._rows_found(chunks, grid, chunk[0])
+            if rows > known:
+                self._known[name] = (rows, chunks, 0)
+            if stop > rows:
+                raise
+        self._known[name] = (rows, chunks, 0)
         return chunks
 
-    def _look(self, name: str, dataset: Dataset, note: Callable[[Any], None]) -> None:
-        """Have HDF5 tell of each chunk that is stored; where it could not, it is asked again when somebody has written.
+    def _look(self, name: str, ask: Callable[[], object]) -> None:
+        """Have HDF5 tell of chunks that are stored; where it could not, it is asked again when somebody has written.
 
         It tries for some 20 ms to read what is damaged, and is asked for each chunk.
         """
         file = self._file.descriptor
         if file is None:  # an object store may answer otherwise the next time
-            dataset.id.chunk_iter(note)
+            ask()
             return
         # of the open file, since another one, or none, may be at the path by now
         written = os.fstat(file).st_mtime_ns
@@ -110,7 +126,7 @@ class ChunkPlaces:
         if broken is not None and broken[0] == written:
             raise OSError(broken[1])
         try:
-            dataset.id.chunk_iter(note)
+            ask()
         except Exception as error:
             if time.time_ns() - written > SETTLED_NANOSECONDS and errno_of(error) not in UNREADABLE:
                 self._broken[name] = (written, str(error))
@@ -122,3 +138,11 @@ class ChunkPlaces:
             return 0
         chunks = next(number for number in itertools.count() if number not in found)
         return chunks // math.prod(grid[1:]) * height
+
+
+def _tell(dataset: Dataset, numbers: range, grid: Sequence[int], note: Callable[[Any], None]) -> None:
+    """Have HDF5 tell of each chunk in some rows of the grid of chunks."""
+    for number in numbers:
+        for rest in itertools.product(*map(range, grid)):
+            at = tuple(one * part for one, part in zip((number, *rest), dataset.chunks, strict=True))
+            note(dataset.id.get_chunk_info_by_coord(at))

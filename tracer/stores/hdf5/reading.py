@@ -163,7 +163,7 @@ class Hdf5ReadStore(ReadStore):
         dataset = self._dataset(name)
         if dataset.codec is not None:
             length = dataset.shape[0]
-            stored = self._asked(f"array {name!r}", lambda: self._places.stored(name, self._dataset(name), length))
+            stored = self._asked(f"array {name!r}", lambda: self._places.stored(name, self._dataset(name), 0, length))
             grid = math.prod(-(-size // part) for size, part in zip(dataset.shape[1:], dataset.chunks[1:], strict=True))
             # a damaged file may claim any number for a chunk; chunks may be missing
             chunks = min(max(stored, default=-1) + 1, 1000 * (len(stored) + 1))
@@ -193,7 +193,7 @@ class Hdf5ReadStore(ReadStore):
         dataset, file = self._dataset(name), self._file.descriptor
         if file is None or not dataset.in_rows or not 0 <= row < dataset.shape[0]:
             return None
-        offset = self._places.offsets(name, dataset, row + 1).get(row)
+        offset = self._places.offsets(name, dataset, row, row + 1).get(row)
         if offset is None:
             return None
         if self._key is None:
@@ -238,7 +238,7 @@ class Hdf5ReadStore(ReadStore):
 
     def _read_chunks(self, name: str, dataset: Dataset, start: int, stop: int, out: memoryview) -> None:
         """Fill `out` with rows ``start`` to ``stop`` from the file itself: HDF5 is asked only where the chunks are."""
-        places = self._places.offsets(name, dataset, stop)
+        places = self._places.offsets(name, dataset, start, stop)
         first, end = start * dataset.row_nbytes, stop * dataset.row_nbytes
         parts = []
         for number, begin, length in walk(dataset.shape, dataset.chunks, dataset.dtype.itemsize, start, stop):
@@ -262,7 +262,7 @@ class Hdf5ReadStore(ReadStore):
         """As `_read_chunks`, for an array with compressed chunks; HDF5 decodes none of them."""
         assert dataset.codec is not None
         shape, chunk, item = dataset.shape, dataset.chunks, dataset.dtype.itemsize
-        places = self._places.stored(name, dataset, stop)
+        places = self._places.stored(name, dataset, start, stop)
         chunk_nbytes = item * math.prod(chunk)
         first, end = start * dataset.row_nbytes, stop * dataset.row_nbytes
         buffer = np.empty(chunk_nbytes + OVERHEAD, np.uint8)
@@ -303,7 +303,7 @@ class Hdf5ReadStore(ReadStore):
         nbytes = (stop - start) * dataset.row_nbytes
         if nbytes <= self._size:
             return
-        places = self._places.stored(name, dataset, stop)
+        places = self._places.stored(name, dataset, start, stop)
         per_height = math.prod(-(-size // part) for size, part in zip(shape[1:], chunk[1:], strict=True))
         first, end = start // chunk[0] * per_height, -(-stop // chunk[0]) * per_height
         sizes = [size for number, (_, size, _) in places.items() if first <= number < end]
