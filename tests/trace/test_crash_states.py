@@ -23,6 +23,7 @@ import tracer.stores.chunks
 import tracer.stores.hdf5.reading
 import tracer.stores.zarr.reading
 from tests.trace.crash_states import Disk, Stage, State
+from tests.trace.small_summaries import small_summaries
 from tracer.errors import TraceError
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.trace.claiming import claim, this_process
@@ -170,13 +171,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(name)
 
 
-def look_at_states(folder: Path, suffix: str, durable: bool, compression: str, quota: int | None = None) -> None:
+def look_at_states(
+    folder: Path,
+    suffix: str,
+    durable: bool,
+    compression: str,
+    monkeypatch: pytest.MonkeyPatch,
+    quota: int | None = None,
+) -> None:
     """Look at states of several traces: all of a small one where that is durable, and some of others.
 
-    Without a quota: of the small trace and one other, from their beginning to their end, a few at each moment.
+    Without a quota: of the small trace and one other, from their beginning to their end, a few at each moment. All but
+    the first have summaries of a few rows each.
     """
     seen = whole = 0
     for seed in range(2 if quota is None else 1000):
+        if seed == 1:
+            small_summaries(monkeypatch)
         place = folder / str(seed)
         place.mkdir()
         small = seed == 0
@@ -201,9 +212,11 @@ def look_at_states(folder: Path, suffix: str, durable: bool, compression: str, q
 @pytest.mark.parametrize("durable", [True, False])
 @pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize("compression", ["none", "lz4"])
-def test_power_failure(folder: Path, suffix: str, durable: bool, compression: str) -> None:
+def test_power_failure(
+    folder: Path, suffix: str, durable: bool, compression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two thousand states none has a wrong value, and where the trace is durable each has what was acknowledged."""
-    look_at_states(folder, suffix, durable, compression)
+    look_at_states(folder, suffix, durable, compression, monkeypatch)
 
 
 @pytest.mark.slow
@@ -212,9 +225,11 @@ def test_power_failure(folder: Path, suffix: str, durable: bool, compression: st
     [(".zarr", True, 28600), (".zarr", False, 16500), (".h5", True, 6600), (".h5", False, 4400)],
 )
 @pytest.mark.parametrize("compression", ["none", "lz4"])
-def test_power_failure_many(folder: Path, suffix: str, durable: bool, quota: int, compression: str) -> None:
+def test_power_failure_many(
+    folder: Path, suffix: str, durable: bool, quota: int, compression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor is there one among 112,200, of longer traces, too."""
-    look_at_states(folder, suffix, durable, compression, quota)
+    look_at_states(folder, suffix, durable, compression, monkeypatch, quota)
 
 
 def test_the_states_of_a_disk(tmp_path: Path) -> None:

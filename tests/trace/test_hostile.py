@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.trace.small_summaries import small_summaries
 from tracer.errors import TraceCorruptError, TraceError, TraceFormatError, TracerError
 from tracer.format.declarations import declaration
 from tracer.format.encodings import encode
@@ -131,11 +132,17 @@ def damage(path: Path, rng: random.Random) -> str:
     return f"{kind} {file.relative_to(path) if file != path else ''} at {place}, {length}"
 
 
-@pytest.fixture(scope="module", params=[*FORMATS, "lz4.zarr", "zstd.zarr", "lz4.h5", "zstd.h5"])
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small run in each format, as it is and compressed, undamaged."""
+@pytest.fixture(
+    scope="module", params=[*FORMATS, "lz4.zarr", "zstd.zarr", "lz4.h5", "zstd.h5", "summaries.zarr", "summaries.h5"]
+)
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The small run in each format, as it is, compressed, and with summaries of a few rows, undamaged."""
     compression, _, suffix = request.param.partition(".")
-    return write(tmp_path_factory.mktemp("whole") / f"run.{suffix}", compression or "none")
+    with pytest.MonkeyPatch.context() as patches:
+        if compression == "summaries":
+            small_summaries(patches)
+            compression = ""
+        yield write(tmp_path_factory.mktemp("whole") / f"run.{suffix}", compression or "none")
 
 
 def test_random_damage(whole: Path, tmp_path: Path) -> None:
@@ -363,6 +370,7 @@ def test_hdf5_of_absurd_length(tmp_path: Path, name: str) -> None:
         assert not verify(path).intact
 
 
+SUMMARY: dict[str, Any] = {"rows": [0, 2], "crc32c": 1, "streams": [[0, 2, 2, 1, 0, 1, 0, 0, [0]]]}
 DECLARED: dict[str, list[bytes]] = {
     "a shape of 10^30 elements": [declaration("shape", {"id": 0, "shape": [10**10] * 3})],
     "a shape of a thousand axes": [declaration("shape", {"id": 0, "shape": [1] * 1000})],
@@ -371,6 +379,15 @@ DECLARED: dict[str, list[bytes]] = {
     "an endless number": [b'{"shape":{"id":0,"shape":[' + b"9" * 700 + b"]}}"],
     "brackets in brackets": [b'{"note":' + b"[" * 100_000 + b"]" * 100_000 + b"}"],
     "braces in braces": [b'{"note":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}"],
+    "a summary of rows that are not there": [declaration("summary", SUMMARY | {"rows": [5, 7]})],
+    "a summary of other streams": [declaration("summary", SUMMARY)],
+    "a summary of too few rows": [declaration("summary", SUMMARY | {"rows": [0, 3]})],
+    "a summary that ends before it begins": [declaration("summary", SUMMARY | {"rows": [2, 0]})],
+    "a summary of large numbers": [declaration("summary", SUMMARY | {"streams": [[0, 2**80, 0, 1, 0, 0, 0, 0, []]]})],
+    "a summary of short lists": [declaration("summary", SUMMARY | {"streams": [[0, 2], [1]]})],
+    "a summary of no lists": [declaration("summary", SUMMARY | {"streams": {"0": 2}})],
+    "a summary of text": [declaration("summary", "all is well")],
+    "a summary of fractions": [declaration("summary", SUMMARY | {"crc32c": 0.5})],
     "no text": [b'{"note":"\xff\xfe\xff"}'],
     "two things in a line": [b'{"note":{},"shape":{"id":0,"shape":[]}}'],
     "a header that is a list": [b'{"header":[1,2]}'],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -107,14 +108,14 @@ class Summary:
             If something of it is missing, or it contradicts itself.
         """
         (start, stop), checksum, streams = value["rows"], value["crc32c"], value["streams"]
+        if not isinstance(streams, list) or not all(isinstance(row, list) and len(row) == FACTS + 1 for row in streams):
+            raise ValueError(f"the summary of rows {start!r} to {stop!r} has streams that are no lists of {FACTS + 1}")
         facts = [row[:FACTS] for row in streams]
-        shapes = {row[Fact.STREAM]: list(row[FACTS]) for row in streams if row[FACTS]}
-        numbers = [start, stop, checksum, *(one for row in facts for one in row)]
-        numbers += [one for ids in shapes.values() for one in ids]
+        ids = [list(row[FACTS]) for row in streams]
+        numbers = [start, stop, checksum, *itertools.chain(*facts, *ids)]
         if not all(type(one) is int and 0 <= one <= _LARGEST for one in numbers):
             raise ValueError(f"the summary of rows {start!r} to {stop!r} has something that is no whole number")
-        if any(len(row) != FACTS for row in facts):
-            raise ValueError(f"the summary of rows {start} to {stop} lacks numbers of a stream")
+        shapes = {row[Fact.STREAM]: some for row, some in zip(facts, ids, strict=True) if some}
         table = np.array(facts, np.int64).reshape(len(facts), FACTS)
         found = cls(start, stop, checksum, table, shapes)
         found._check()

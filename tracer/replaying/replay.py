@@ -114,23 +114,24 @@ def replay(
         # a message that a receiver keeps should not depend on the file; any other needs no copy
         mapped = not audience.may_keep
         asked = _asked(reader, filters)
-        starts, rows = asked.begin, WINDOW_ROWS
+        starts, longer = asked.begin, 1
         try:
             while True:
-                window = reader.window(starts, rows, None if following else asked.end)
+                window = reader.window(starts, longer * WINDOW_ROWS, None if following else asked.end)
                 done = _publish(bus, window, wanted, audience, filters, mapped, guard, last=not following)
                 starts = window.after(done)
-                # a window whose messages all wait for the next step has to be longer
-                rows = WINDOW_ROWS if done else 2 * rows
-                if window.is_last and not following:
+                if not window.is_last:
+                    # a window whose messages all wait for the next step has to be longer
+                    longer = 1 if done else 2 * longer
+                elif not following:
                     break
-                if window.is_last:
+                else:
                     following = wait(reader)
                     _register_topics(bus, reader)
                     # the header may have come later
                     tell_of_model(audience.receivers, lambda: reader.header.get("model"))
                     wanted = wanted_of(reader, audience, filters, chosen, growing=following)
-                    asked = _asked(reader, filters)
+                    asked = asked if following else _asked(reader, filters)
             if wanted.missing:
                 raise CaptureError("; ".join(wanted.missing))
             with guard:

@@ -185,7 +185,7 @@ class TraceReader:
         return self._part_of(spans)
 
     def window(
-        self, starts: Position | None = None, rows: int = WINDOW_ROWS, ends: Position | None = None
+        self, starts: Position | None = None, rows: int | None = None, ends: Position | None = None
     ) -> TraceReader:
         """A reader of the next messages, as `within`: about so many, up to the end of a step, or all that are left.
 
@@ -193,16 +193,18 @@ class TraceReader:
         ----------
         starts, ends : tuple of int or None
             Where they begin and end, as `after` and `end` say; None: with the first and the last message.
-        rows : int
+        rows : int, optional
             How many messages there should be; where tensors are put together of their parts, all are taken.
         """
         tables, ends = self._tables, ends or self.end
         if tables.assembles:
             return self
-        starts = starts or self.begin
-        return self._part_of(ahead(tables.parts, tables.counting, starts, ends, rows, alone=tables.alone), ends)
+        found = ahead(
+            tables.parts, tables.counting, starts or self.begin, ends, rows or WINDOW_ROWS, alone=tables.alone
+        )
+        return self._part_of(found, ends)
 
-    def windows(self, rows: int = WINDOW_ROWS) -> Iterator[TraceReader]:
+    def windows(self, rows: int | None = None) -> Iterator[TraceReader]:
         """Readers of all messages, one window after the other: what is read of a long trace never fills the memory."""
         ends = self.end
         window = self.window(rows=rows, ends=ends)

@@ -1,0 +1,122 @@
+"""Summaries: they say what the rows say, however the rows are cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tracer.errors import TraceError
+from tracer.format.checksum import crc32c
+from tracer.format.journal import NONE, Column
+from tracer.format.summaries import NOTHING, Fact, Summarizing, Summary, summarized, united
+
+
+def rows_of(seed: int, count: int) -> NDArray[np.int64]:
+    """Rows of a few streams, of which one has no data and another has several shapes."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, 50, (count, len(Column)))
+    rows[:, Column.STREAM] = rng.integers(0, 5, count)
+    rows[:, Column.SHAPE] = np.where(rows[:, Column.STREAM] == 2, NONE, rng.integers(0, 3, count))
+    return rows
+
+
+def told(rows: NDArray[np.int64]) -> tuple[list[list[int]], dict[int, list[int]]]:
+    """What a summary should say, in plain Python."""
+    facts, shapes = [], {}
+    for stream in sorted(set(rows[:, Column.STREAM].tolist())):
+        mine = rows[rows[:, Column.STREAM] == stream]
+        steps, epochs = mine[:, Column.GLOBAL_STEP].tolist(), mine[:, Column.EPOCH].tolist()
+        calls = max(mine[:, Column.CALL].tolist()) + 1
+        elements = sum(mine[:, Column.COUNT].tolist())
+        facts.append([stream, len(mine), elements, calls, min(steps), max(steps), min(epochs), max(epochs)])
+        found = [shape for shape in dict.fromkeys(mine[:, Column.SHAPE].tolist()) if shape != NONE]
+        if found:
+            shapes[stream] = found
+    return facts, shapes
+
+
+@given(st.integers(0, 1000), st.integers(1, 60), st.lists(st.integers(1, 59), max_size=4))
+def test_a_summary_says_what_the_rows_say(seed: int, count: int, cuts: list[int]) -> None:
+    """Of all rows at once, and of summaries of their parts put together; and it survives JSON."""
+    rows = rows_of(seed, count)
+    whole = summarized(rows, 7)
+    assert (whole.facts.tolist(), whole.shapes) == told(rows)
+    assert (whole.start, whole.stop, whole.messages) == (7, 7 + count, count)
+    assert whole.crc32c == crc32c(rows.astype("<i8").tobytes())
+    assert whole.steps == (rows[:, Column.GLOBAL_STEP].min(), rows[:, Column.GLOBAL_STEP].max())
+    bounds = sorted({0, count, *(cut for cut in cuts if cut < count)})
+    parts = [summarized(rows[low:high], 7 + low) for low, high in itertools.pairwise(bounds)]
+    together = united([NOTHING, *parts])
+    assert (together.facts.tolist(), together.shapes) == told(rows)
+    again = Summary.parse(json.loads(json.dumps(whole.declared())))
+    assert again.is_of(rows)
+    assert not again.is_of(rows[::-1]) or (rows == rows[::-1]).all()
+
+
+@given(st.integers(0, 1000), st.integers(1, 40))
+def test_streams_of_several_parts_are_one(seed: int, count: int) -> None:
+    """With the numbers that streams and shapes have in another table, where two may be one."""
+    rows = rows_of(seed, count)
+    streams, shapes = np.array([3, 0, 2, 0, 9]), np.array([1, 1, 0])
+    moved = rows.copy()
+    moved[:, Column.STREAM] = streams[rows[:, Column.STREAM]]
+    carries = rows[:, Column.SHAPE] != NONE
+    moved[carries, Column.SHAPE] = shapes[rows[carries, Column.SHAPE]]
+    found = summarized(rows, 0).numbered(streams, shapes)
+    facts, sets = told(moved)
+    assert found.facts.tolist() == facts
+    assert {stream: set(ids) for stream, ids in found.shapes.items()} == {
+        stream: {*ids} for stream, ids in sets.items()
+    }
+    chosen = summarized(rows, 0).of_streams(np.array([1, 4]))
+    assert chosen.facts.tolist() == [row for row in told(rows)[0] if row[Fact.STREAM] in (1, 4)]
+
+
+WRONG: list[dict[str, Any]] = [
+    {"rows": [3, 3]},
+    {"rows": [0, 9]},
+    {"crc32c": 2**32},
+    {"crc32c": -1},
+    {"crc32c": True},
+    {"streams": []},
+    {"streams": [[1, 1, 1, 1, 0, 0, 0, 0, [0]], [0, 2, 1, 1, 0, 0, 0, 0, [0]]]},
+    {"streams": [[0, 3, 1, 1, 5, 4, 0, 0, [0]]]},
+    {"streams": [[0, 3, 1, 1, 4, 4, 6, 5, [0]]]},
+    {"streams": [[0, 3, 1, 1, 4, 4, 5, 5, [-1]]]},
+    {"streams": [[0, 3, 1.0, 1, 4, 4, 5, 5, [0]]]},
+    {"streams": [[0, 3, 1, 1, 4, 4, 5, 5]]},
+    {"streams": 3},
+    {"rows": None},
+]
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_a_summary_that_contradicts_itself_is_refused(change: dict[str, Any]) -> None:
+    """Whatever it says: a damaged index never becomes a wrong answer, nor an error that a reader does not expect."""
+    right = {"rows": [0, 3], "crc32c": 5, "streams": [[0, 3, 3, 1, 0, 2, 0, 0, [0]]]}
+    assert Summary.parse(right).messages == 3
+    with pytest.raises((TraceError, KeyError, TypeError, ValueError)):
+        Summary.parse(right | change)
+
+
+def test_a_writer_summarizes_what_it_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once there are enough rows, more of them where there are many streams, and each row once."""
+    monkeypatch.setattr("tracer.format.summaries.SUMMARY_ROWS", 10)
+    monkeypatch.setattr("tracer.format.summaries.ROWS_A_STREAM", 4)
+    rows = rows_of(1, 60)
+    rows[0, Column.STREAM] = 4
+    summarizing, found = Summarizing(), []
+    for begin in range(0, 60, 6):
+        summarizing.add(rows[begin : begin + 6])
+        summary = summarizing.due()
+        if summary is not None:
+            found.append(summary)
+    assert [(one.start, one.stop) for one in found] == [(0, 24), (24, 48)]
+    assert all(one.is_of(rows[one.start : one.stop]) for one in found)

@@ -1,0 +1,282 @@
+"""Long traces: what is asked of a few steps reads a few rows, and says the same as if all had been read."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+import tracer
+from analyze.registry import parse
+from tests.trace.small_summaries import small_summaries
+from tests.trace.written_parts import every_format
+from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
+from tracer.errors import TraceCorruptError
+from tracer.format.names import part_name
+from tracer.format.tables import Tables
+from tracer.messaging.messages import Message
+from tracer.stores.opening import open_parts
+from tracer.trace.rows import Rows
+
+
+def step_of(number: int, rank: int, attempt: int) -> list[Message]:
+    """The messages of a step: of some layers, ragged, and in every third step an evaluation of the one before."""
+    where: dict[str, Any] = {"global_step": number, "train_step": number % 7, "epoch": number // 7, "rank": rank}
+    value = float(number + 1000 * rank + 100_000 * attempt)
+    found: list[Message] = [NetworkMessage(kind="batch_started", **where)]
+    for module, size in (("a", 3), ("b", 1 + number % 2)):
+        found.append(ModuleMessage(kind="weights", module=module, data=torch.full((size,), value), **where))
+        found.append(ModuleMessage(kind="weight_gradients", module=module, data=torch.full((size,), value), **where))
+    if number % 3 == 2:
+        earlier = where | {"global_step": number - 1}
+        found.append(NetworkMessage(kind="loss", data=torch.tensor(value), tag="eval", **earlier))
+    return found
+
+
+def write_part(path: Path, steps: range, *, rank: int = 0, attempt: int = 0, ranks: int = 1, end: str = "") -> None:
+    """A part, in commits of a few messages; `end` is its status, or a note that the last step had no end."""
+    header = {"ranks": [*range(ranks)], "attempt": attempt, "first_step": steps.start, "run_id": "one"}
+    header |= {"created": f"2026-01-0{attempt + 1}T00:00:00+00:00"}
+    with TraceWriter(path, header=header, part=part_name(rank, attempt), commit_rows=6) as writer:
+        for step in steps:
+            writer.write_many([(one, None) for one in step_of(step, rank, attempt)])
+        if end == "unended":
+            writer.note({"unended": {"global_step": steps.stop - 1, "train_step": 0, "epoch": 0, "passes": 1}})
+
+
+def one_part(path: Path) -> None:
+    """A run of one process."""
+    write_part(path, range(30))
+
+
+def an_unended_step(path: Path) -> None:
+    """A run whose last forwards no step of an optimizer followed."""
+    write_part(path, range(30), end="unended")
+
+
+def two_attempts(path: Path) -> None:
+    """A run that went on from a checkpoint, and trained some steps again."""
+    write_part(path, range(20))
+    write_part(path, range(13, 30), attempt=1)
+
+
+def three_attempts(path: Path) -> None:
+    """A run that went on twice, the second time from before the first."""
+    write_part(path, range(20))
+    write_part(path, range(17, 25), attempt=1)
+    write_part(path, range(9, 30), attempt=2)
+
+
+def two_ranks(path: Path) -> None:
+    """A run of two processes, of which one ended earlier."""
+    write_part(path, range(30), rank=0, ranks=2)
+    write_part(path, range(23), rank=1, ranks=2)
+
+
+def ranks_and_attempts(path: Path) -> None:
+    """Two processes that went on from a checkpoint."""
+    for attempt, steps in enumerate((range(20), range(14, 30))):
+        for rank in range(2):
+            write_part(path, steps, rank=rank, attempt=attempt, ranks=2)
+
+
+TRACES = [one_part, an_unended_step, two_attempts, three_attempts, two_ranks, ranks_and_attempts]
+Facts = list[tuple[Any, ...]]
+
+
+def facts(messages: Any) -> Facts:
+    """All that messages say."""
+    return [
+        (one.kind, one.key, one.tag, one.rank, one.global_step, one.train_step, one.epoch, one.call,
+         None if one.data is None else one.data.tolist())
+        for one in messages
+    ]  # fmt: skip
+
+
+def asked(path: Path) -> dict[str, Any]:
+    """Answers to many questions about a trace, each of a reader that was just opened."""
+    found: dict[str, Any] = {}
+
+    def ask(name: str, question: Callable[[TraceReader], Any], **how: Any) -> None:
+        with TraceReader(path, **how) as reader:
+            found[name] = question(reader)
+
+    ask("info", lambda reader: reader.info)
+    ask("streams", lambda reader: reader.streams)
+    ask("length", len)
+    ask("ranks", lambda reader: (reader.ranks, reader.attempts, reader.notes, reader.names))
+    ask("messages", lambda reader: facts(reader.messages()))
+    ask("some messages", lambda reader: facts(reader.messages(kinds="weights", modules="b", steps=(3, 25, 2))))
+    for start, stop in ((29, None), (13, 14), (7, 22), (40, 50)):
+        steps = (start, stop)
+        ask(f"steps {steps}", lambda reader, steps=steps: facts(reader.messages(steps=steps)))
+        ask(f"array {steps}", lambda reader, steps=steps: str(reader.array("weights", "b", steps=steps)))
+    ask("values", lambda reader: [(row, str(data)) for row, data in reader.values(steps=(5, 9))])
+    ask("journal", lambda reader: reader.journal.tolist())
+    ask("fingerprint", lambda reader: reader.fingerprint(np.arange(7)))
+    with TraceReader(path) as reader:
+        ranks = reader.ranks
+    for rank in ranks:
+        ask(f"of rank {rank}", lambda reader: (facts(reader.messages()), reader.info, reader.streams), ranks=[rank])
+        ask(f"view {rank}", lambda reader, rank=rank: (len(reader.of_rank(rank)), facts(reader.of_rank(rank))))
+        for steps in (None, (3, 20, 2)):
+            heard = Collect("weight_updates_weights_ratio", "weight_updates_norm2", "batch_started", "loss")
+            updates = parse("norm:kind=weight_updates")
+            tracer.replay(path, heard, updates, parse("ratio"), Collect("weights"), rank=rank, steps=steps)
+            assert {one.kind for one in heard} >= {"weight_updates_weights_ratio", "weight_updates_norm2"}
+            found[f"replay of {rank}, {steps}"] = facts(heard)
+    return found
+
+
+@every_format
+@pytest.mark.parametrize("make", TRACES)
+def test_a_long_trace_says_what_a_short_one_says(
+    tmp_path: Path, suffix: str, make: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every answer, with summaries of a few rows each and windows of a few messages, and with none."""
+    path = tmp_path / f"run{suffix}"
+    small_summaries(monkeypatch, rows=9)
+    make(path)
+    with monkeypatch.context() as patches:
+        patches.setattr(Tables, "_summarize", lambda *_: None)
+        patches.setattr(tracer.trace.reader, "WINDOW_ROWS", 1 << 18)
+        patches.setattr(tracer.replaying.replay, "WINDOW_ROWS", 1 << 18)
+        expected = asked(path)
+    found = asked(path)
+    assert found.keys() == expected.keys()
+    for name, answer in expected.items():
+        assert found[name] == answer, name
+
+
+@every_format
+def test_few_rows_are_read_for_few_steps(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a trace of a thousand messages no more than some forty are looked at to tell of it, or of its last step."""
+    path = tmp_path / f"run{suffix}"
+    small_summaries(monkeypatch, rows=18)
+    write_part(path, range(200))
+    looked = 0
+    check = Rows._check
+
+    def counting(self: Rows, start: int, rows: Any) -> None:
+        nonlocal looked
+        looked += len(rows)
+        check(self, start, rows)
+
+    monkeypatch.setattr(Rows, "_check", counting)
+    heard = Collect("weights_norm2")
+    for question in (
+        lambda reader: (reader.info, reader.streams, len(reader), reader.ranks),
+        lambda reader: facts(reader.messages(steps=(199, None))),
+        lambda reader: reader.array("weights", "a", steps=(199, 200)),
+        lambda reader: tracer.replay(reader, heard, parse("norm:kind=weights"), steps=(199, 200)),
+    ):
+        looked = 0
+        with TraceReader(path) as reader:
+            question(reader)
+            assert len(reader) > 1000
+        assert looked <= 40, looked
+    assert len(heard) == 2
+
+
+def test_damage_is_found_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not read of a damaged trace does not keep anybody from the rest; what is read is never wrong."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=18)
+    with TraceWriter(path, chunk_bytes=1024, commit_rows=6) as writer:
+        for step in range(60):
+            writer.write_many([(one, None) for one in step_of(step, 0, 0)])
+    with TraceReader(path) as reader:
+        third = reader.journal[3].tobytes()
+    shard = path / "rank0" / "journal" / "c" / "0" / "0"
+    data = bytearray(shard.read_bytes())
+    data[data.index(third)] ^= 4
+    shard.write_bytes(data)
+    with TraceReader(path) as reader:
+        assert reader.info["messages"] == 320
+        assert {one.global_step for one in reader.messages(steps=(50, 52))} == {50, 51}
+        with pytest.raises(TraceCorruptError):
+            list(reader.messages(steps=(0, 2)))
+        with pytest.raises(TraceCorruptError):
+            _ = reader.journal
+    assert not tracer.verify(path).intact
+
+
+@every_format
+def test_a_hole_in_an_interrupted_trace_is_told(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that loses power may lack any page: what came before is read, and it is told that the rest is not."""
+    path = tmp_path / f"run{suffix}"
+    small_summaries(monkeypatch, rows=18)
+    gone = {"pid": 2**22 + 1, "hostname": platform.node(), "start": "1"}
+    writer = TraceWriter(path, header={"process": gone}, chunk_bytes=960, commit_rows=10)
+    for step in range(60):
+        writer.write_many([(one, None) for one in step_of(step, 0, 0)])
+    writer.commit()
+    writer._store.abandon()
+    with TraceReader(path) as reader:
+        assert (reader.problems, len(reader), reader.status) == ([], 320, "interrupted")
+        lost, last = reader.journal[60].tobytes(), reader.journal[-1].tobytes()
+    if suffix == ".h5":
+        with h5py.File(path, "r+") as file:
+            file["rank0/journal"][60:] = 0
+    else:
+        shard = path / "rank0" / "journal" / "c" / "0" / "0"
+        data = bytearray(shard.read_bytes())
+        begin, end = data.index(lost), data.index(last) + len(last) + 4
+        data[begin:end] = bytes(end - begin)
+        shard.write_bytes(data)
+    with TraceReader(path) as reader:
+        assert len(reader.problems) == 1
+        assert "missing or damaged, from row 60 of the journal on" in reader.problems[0]
+        assert len(facts(reader.messages())) == len(reader) == sum(one.count for one in reader.streams) == 60
+
+
+def test_a_summary_of_other_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are right, but not those that their summary is of, are refused when they are read."""
+    from tracer.format.summaries import Summary
+
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=18)
+    declared = Summary.declared
+    with monkeypatch.context() as patches:
+        patches.setattr(Summary, "declared", lambda self: declared(self) | {"crc32c": self.crc32c ^ 1})
+        write_part(path, range(30))
+    with TraceReader(path) as reader, pytest.raises(TraceCorruptError, match="not those that their summary is of"):
+        list(reader.messages())
+
+
+def test_few_chunks_of_a_long_hdf5_array_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a few rows are read, HDF5 tells of their chunks alone; where many are, of all at once."""
+    from tracer.stores.hdf5 import places
+
+    path = tmp_path / "run.h5"
+    with h5py.File(path, "w", libver="latest") as file:
+        data = np.arange(40_000).reshape(-1, 4)
+        file.create_dataset("rank0/table", data=data, chunks=(50, 4), maxshape=(None, 4))
+        file.create_dataset("rank0/wide", data=data.reshape(-1, 40), chunks=(5, 40), maxshape=(None, 40))
+    told = 0
+    tell = places._tell
+
+    def counting(dataset: Any, numbers: range, *rest: Any) -> None:
+        nonlocal told
+        told += len(numbers)
+        tell(dataset, numbers, *rest)
+
+    monkeypatch.setattr(places, "_tell", counting)
+    ((_, store),) = open_parts(path)[0]
+    for name, table in (("rank0/table", data), ("rank0/wide", data.reshape(-1, 40))):
+        told, rows = 0, len(table)
+        for start, stop in ((rows - 20, rows), (7, 90), (rows - 20, rows), (rows - 20, rows)):
+            assert (store.read(name, start, stop) == table[start:stop]).all()
+        assert 0 < told <= len(table) // 16
+        before = told
+        assert (store.read(name, 0, rows) == table).all()
+        for start in range(0, rows, 10):
+            assert (store.read(name, start, start + 3) == table[start : start + 3]).all()
+        assert told == before
+    store.close()
