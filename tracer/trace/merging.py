@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar, final
 
 import numpy as np
@@ -227,7 +228,7 @@ class Parts:
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Joint:
     """The tables of the parts that are read, as one.
 
@@ -261,7 +262,7 @@ class Joint:
         """Whether there is one part, whose rows all count."""
         return len(self.parts) == 1 and all(part.attempt <= self.parts[0].attempt for part in self.others)
 
-    @property
+    @cached_property
     def counting(self) -> list[Counting]:
         """Which rows of each part count."""
         return counting([*self.parts, *self.others])[: len(self.parts)]
