@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,10 @@ from tracer.trace.selection import Selection, Steps
 from tracer.trace.streams import StreamInfo
 from tracer.trace.writer import TraceWriter
 from tracer.version import __version__
+
+_T = TypeVar("_T")
+TOLD: Final = 100
+"""After so many messages `progress` is told how far they are."""
 
 
 def convert(
@@ -119,7 +123,10 @@ def convert(
         _check_ranks(reader, asked or ())
         _check_names(streams, selection)
         codecs.check(stream.kind for stream in streams)
-        rows = reader.select(selection.kinds, selection.modules, steps, selection.tags, ranks=selection.ranks)
+        wanted = (selection.kinds, selection.modules, steps, selection.tags)
+        total = len(reader)
+        if selection.ranks is not None or any(one is not None for one in wanted):
+            total = sum(len(view.select(*wanted, ranks=selection.ranks)) for view in _views(reader))
         info, problems = reader.info, list(reader.problems)
         status, ended = reader.status, info["ended"]
         if status == "recording":
@@ -131,27 +138,41 @@ def convert(
                 writer.note(note)
             for problem in problems:  # the copy has one part, so its reader cannot see which parts are missing
                 writer.note({"problem": {"what": str(src), "why": problem, "count": 1}})
-            for done, (stream, message) in enumerate(
-                zip(
-                    reader.journal[rows, Column.STREAM].tolist(),
-                    reader.messages(selection.kinds, selection.modules, steps, selection.tags, ranks=selection.ranks),
+            done = 0
+            for view in _views(reader):
+                rows = view.select(*wanted, ranks=selection.ranks)
+                numbers = view.journal[rows, Column.STREAM].tolist()
+                messages = zip(
+                    view.messages(*wanted, ranks=selection.ranks),
+                    (streams[number].sampling for number in numbers),
                     strict=True,
                 )
-            ):
-                writer.write(message, streams[stream].sampling)
-                if progress is not None and done % 100 == 0:
-                    progress(done, len(rows))
+                writer.write_many(messages if progress is None else _told(messages, progress, done, total))
+                done += len(rows)
             writer.note({"converted": _provenance(src, filters)})
             writer.finish(status, ended=ended)
         return {
             "source": str(src),
             "path": str(dst),
-            "messages": len(rows),
+            "messages": done,
             "bytes": writer.bytes,
             "status": status,
-            "left_out": len(reader) - len(rows),
+            "left_out": len(reader) - done,
             "problems": problems,
         }
+
+
+def _views(reader: TraceReader) -> Iterator[TraceReader]:
+    """The trace in views of it that follow each other, each of some rows of its journal."""
+    yield reader
+
+
+def _told(messages: Iterable[_T], progress: Callable[[int, int], None], first: int, total: int) -> Iterator[_T]:
+    """Messages, of which the first one has a number, while `progress` is told how far they are."""
+    for done, message in enumerate(messages, first):
+        if done % TOLD == 0:
+            progress(done, total)
+        yield message
 
 
 def single(header: Mapping[str, Any]) -> dict[str, Any]:
