@@ -1,4 +1,4 @@
-"""Bits say of each row what a mask of numpy says, and in which runs and groups rows stand."""
+"""Bits say of each row what a mask of numpy says, and in which runs rows stand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tracer.upkeep import bits
-from tracer.upkeep.bits import Bits, grouped
+from tracer.upkeep.bits import Bits
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 64, 65, 200])
@@ -39,13 +39,3 @@ def test_what_lies_beyond_the_last_row() -> None:
     kept.put(8, np.ones(2, bool))
     assert kept.of(6, 99).tolist() == [False, False, True, True]
     assert (kept.count(9, 99), kept.count(20, 30)) == (1, 0)
-
-
-@pytest.mark.parametrize("ascending", [True, False])
-def test_groups(ascending: bool) -> None:
-    """Each value has all of its places, in the order that was asked for."""
-    keys = np.random.default_rng(1).integers(-3, 4, 50)
-    values = sorted(set(keys.tolist())) if ascending else list(dict.fromkeys(keys.tolist()))
-    found = [(value, places.tolist()) for value, places in grouped(keys, ascending=ascending)]
-    assert found == [(value, np.flatnonzero(keys == value).tolist()) for value in values]
-    assert list(grouped(keys[:0])) == []

@@ -9,12 +9,11 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any
 
 import numpy as np
 
 from tracer.errors import CaptureError, TraceError, TraceExistsError, UnknownNameError
-from tracer.format.journal import Column
 from tracer.stores.errors import write_errors
 from tracer.stores.locations import Anywhere, Location, Url, location
 from tracer.stores.opening import exists, remove
@@ -25,10 +24,6 @@ from tracer.trace.selection import Selection, Steps
 from tracer.trace.streams import StreamInfo
 from tracer.trace.writer import TraceWriter
 from tracer.version import __version__
-
-_T = TypeVar("_T")
-TOLD: Final = 100
-"""After so many messages `progress` is told how far they are."""
 
 
 def convert(
@@ -140,15 +135,11 @@ def convert(
                 writer.note({"problem": {"what": str(src), "why": problem, "count": 1}})
             done = 0
             for view in _views(reader):
-                rows = view.select(*wanted, ranks=selection.ranks)
-                numbers = view.journal[rows, Column.STREAM].tolist()
-                messages = zip(
-                    view.messages(*wanted, ranks=selection.ranks),
-                    (streams[number].sampling for number in numbers),
-                    strict=True,
-                )
-                writer.write_many(messages if progress is None else _told(messages, progress, done, total))
-                done += len(rows)
+                for columns in view.columns(*wanted, ranks=selection.ranks):
+                    if progress is not None:
+                        progress(done, total)
+                    writer.write_columns(columns)
+                    done += len(columns)
             writer.note({"converted": _provenance(src, filters)})
             writer.finish(status, ended=ended)
         return {
@@ -165,14 +156,6 @@ def convert(
 def _views(reader: TraceReader) -> Iterator[TraceReader]:
     """The trace in views of it that follow each other, each of some rows of its journal."""
     yield reader
-
-
-def _told(messages: Iterable[_T], progress: Callable[[int, int], None], first: int, total: int) -> Iterator[_T]:
-    """Messages, of which the first one has a number, while `progress` is told how far they are."""
-    for done, message in enumerate(messages, first):
-        if done % TOLD == 0:
-            progress(done, total)
-        yield message
 
 
 def single(header: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,19 +13,17 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceLostError
 from tracer.format.journal import Column
-from tracer.messaging.messages import Message
 from tracer.stores.locations import Anywhere, Location, location
 from tracer.trace.attempts import worst
-from tracer.trace.blocks import BLOCK_BYTES, BLOCK_ROWS
+from tracer.trace.grouping import grouped
 from tracer.trace.writer import TraceWriter
-from tracer.upkeep.bits import grouped
 from tracer.upkeep.convert import check_paths, new_trace, single
 from tracer.upkeep.findings import Problem
-from tracer.upkeep.ordering import Batch, Ordering
+from tracer.upkeep.ordering import Ordering
 from tracer.upkeep.survey import UNKNOWN, Survey
 from tracer.upkeep.survey_check import tell_damage
+from tracer.upkeep.survey_columns import SurveyedColumns
 from tracer.upkeep.survey_journal import Window
-from tracer.upkeep.survey_messages import SurveyedMessages
 from tracer.upkeep.verify import survey
 
 
@@ -183,43 +181,20 @@ def _save(
 ) -> list[_Tally]:
     """Write every message that can be read, in their order; returns what was saved and lost of each survey."""
     tallies = [_Tally(one) for one in surveys]
-    sources = [SurveyedMessages(one) for one in surveys]
+    source = SurveyedColumns(surveys)
     done = 0
     for batch in ordering.batches():
-        for begin, end in _cut(batch, sources):
+        for begin, end, columns, there in source.of(batch):
             if progress is not None:
                 progress(done, ordering.total)
-            numbers, places = batch.surveys[begin:end], batch.places[begin:end]
-            found: list[tuple[Message, Mapping[str, Any] | None] | None] = [None] * len(numbers)
-            for number, mine in grouped(numbers):
-                window, chosen = batch.windows[number], places[mine]
-                messages = sources[number].of(window, chosen)
-                samplings = sources[number].samplings(window, chosen)
-                for place, message, sampling in zip(mine.tolist(), messages, samplings, strict=True):
-                    found[place] = None if message is None else (message, sampling)
-                tallies[number].add(window, chosen, np.array([message is not None for message in messages], bool))
-            writer.write_many(one for one in found if one is not None)
-            done += len(numbers)
+            writer.write_columns(columns)
+            for number, mine in grouped(batch.surveys[begin:end]):
+                tallies[number].add(batch.windows[number], batch.places[begin:end][mine], there[mine])
+            done += end - begin
     # damage that was found only while messages were read
     for one in surveys:
         tell_damage(one)
     return tallies
-
-
-def _cut(batch: Batch, sources: Sequence[SurveyedMessages]) -> Iterator[tuple[int, int]]:
-    """Ranges of a batch with so much data as is read at once; at least one message each."""
-    sizes = np.zeros(len(batch.places), np.int64)
-    for number, mine in grouped(batch.surveys):
-        sizes[mine] = sources[number].sizes(batch.windows[number], batch.places[mine])
-    # a damaged trace may claim any size
-    ends = np.cumsum(sizes.clip(max=BLOCK_BYTES))
-    begin = 0
-    while begin < len(sizes):
-        before = int(ends[begin - 1]) if begin else 0
-        last = int(np.searchsorted(ends, before + BLOCK_BYTES, side="right"))
-        end = min(max(last, begin + 1), begin + BLOCK_ROWS)
-        yield begin, end
-        begin = end
 
 
 def _loss(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tracer.format.journal import HAS_DATA, Column
 from tracer.format.names import journal_name
-from tracer.upkeep.bits import grouped, runs
+from tracer.trace.grouping import grouped, runs
 from tracer.upkeep.findings import Problem, Reach
 from tracer.upkeep.survey import Survey
 from tracer.upkeep.survey_chunks import Array

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tracer.format.checksum import crc32c
 from tracer.format.journal import NONE, Column, checksums
-from tracer.upkeep.bits import runs
+from tracer.trace.grouping import runs
 from tracer.upkeep.survey_chunks import DAMAGED, Array, Chunks
 
 RUN_BYTES: Final = 1 << 20

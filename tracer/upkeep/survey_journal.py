@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from tracer.format.checksum import crc32c
 from tracer.format.journal import COLUMNS, NONE, Column, row_as_it_was, row_checksums
 from tracer.format.tables import Tables
-from tracer.upkeep.bits import Bits, runs
+from tracer.trace.grouping import runs
+from tracer.upkeep.bits import Bits
 from tracer.upkeep.findings import Findings
 from tracer.upkeep.survey_chunks import Array, Chunks
 
