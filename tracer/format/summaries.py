@@ -134,14 +134,12 @@ class Summary:
         if wrong:
             raise ValueError(f"the summary of rows {self.start} to {self.stop} contradicts itself")
 
-    def is_of(self, rows: NDArray[np.int64]) -> bool:
-        """Whether it says of rows of the journal, numbered from `start`, what they are."""
-        found = summarized(rows, self.start)
+    def says(self, other: Summary, checksum: int) -> bool:
+        """Whether it says the same as another, whose rows have this CRC-32C."""
         return (
-            self.stop == found.stop
-            and self.crc32c == found.crc32c
-            and np.array_equal(self.facts, found.facts)
-            and self.shapes == found.shapes
+            (self.start, self.stop, self.crc32c) == (other.start, other.stop, checksum)
+            and np.array_equal(self.facts, other.facts)
+            and self.shapes == other.shapes
         )
 
 

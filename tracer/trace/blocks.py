@@ -18,6 +18,7 @@ from tracer.format.journal import Column
 from tracer.memory import SMALLEST, Memory
 from tracer.messaging.messages import Message, checked
 from tracer.stores.disk.mapped import MappedFiles
+from tracer.trace.columns import Columns, Together
 from tracer.trace.data import TOGETHER, Data, Group
 from tracer.trace.streams import Batch
 
@@ -44,6 +45,7 @@ be because others had the processor.
 _KEPT: Final = 64
 """A message that is kept keeps at most so many times its size."""
 _FIELDS: Final = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
+_COUNTERS: Final = [Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
 _fields_of = operator.itemgetter(*_FIELDS)
 
 
@@ -90,6 +92,15 @@ class Blocks:
         for rows, groups in self._blocks(selected):
             for group in groups:
                 yield Batch(rows[group.places], readable(group.data, group.dtype))
+
+    def columns(self, selected: NDArray[np.int64]) -> Iterator[Columns]:
+        """The messages of rows in columns; the memory of one is used again for the next."""
+        merged = self._data.merged
+        for rows, groups in self._blocks(selected):
+            journal = merged.journal[rows]
+            data = [_ascending(group) for group in groups]
+            yield Columns(merged.streams, journal[:, Column.STREAM], journal[:, _COUNTERS], data)
+            data.clear()
 
     def values(self, selected: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[Any] | None]]:
         """The data of rows one by one, without torch; None for events."""
@@ -212,6 +223,15 @@ def _in_order(groups: list[Group], count: int) -> tuple[list[int], list[Iterator
         tensors.append(_tensors(group))
     tensors.append(itertools.repeat(None))
     return owners.tolist(), tensors
+
+
+def _ascending(group: Group) -> Together:
+    """The data of a group, in the order of its messages."""
+    places, data = group.places, group.data
+    if (places[1:] < places[:-1]).any():
+        order = np.argsort(places)
+        places, data = places[order], data[order]
+    return Together(places, data, group.dtype)
 
 
 def _only_tensor(group: Group) -> Tensor:

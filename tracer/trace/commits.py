@@ -201,6 +201,25 @@ class Due:
         self.steps = (first if self.steps is None else self.steps[0], last)
         self.bytes += nbytes
 
+    def until(self, commits: Commits, nbytes: NDArray[np.int64], steps: NDArray[np.int64]) -> int:
+        """How many of some messages are written before a commit is due, the one included that makes it due.
+
+        Parameters
+        ----------
+        commits : Commits
+        nbytes, steps : numpy.ndarray of int64, (messages,)
+            The bytes of their data, and their steps; at least one message.
+        """
+        together = self.bytes + np.cumsum(nbytes)
+        first = int(steps[0]) if self.steps is None else self.steps[0]
+        due = together >= self.most_bytes
+        if self.most_steps is not None:
+            due |= np.abs(steps - first) >= self.most_steps
+        if not commits.committed:
+            due |= (together >= FIRST_BYTES) & (np.asarray(steps != first) | (not commits.store.seals))
+        count = int(due.argmax()) + 1 if due.any() else len(nbytes)
+        return min(count, self.most_rows - commits.rows)
+
     def is_now(self, commits: Commits) -> bool:
         """Whether a commit is due."""
         return (

@@ -139,6 +139,23 @@ class Pools:
         self.streams[name] = stream
         return stream
 
+    def stream_of(self, message: Message, sampling: Mapping[str, Any] | None) -> OpenStream:
+        """The stream of a message with this sampling, whether it is new or not."""
+        dtype = None if message.data is None else message.data.dtype
+        name = message.key, message.kind, message.tag, message.leaf, message.rank, dtype
+        stream = self.streams.get(name)
+        if stream is None or stream.sampling != sampling:
+            stream = self.stream(name, message, sampling)
+        return stream
+
+    def place_of(self, stream: OpenStream, message: Message, data: Tensor) -> Place:
+        """Where a message of a stream goes."""
+        shape = tuple(data.shape)
+        if shape != stream.shape:
+            self.find_place(stream, message, data, shape)
+        assert stream.place is not None
+        return stream.place
+
     def find_place(self, stream: OpenStream, message: Message, data: Tensor, shape: tuple[int, ...]) -> None:
         """Decide where messages of this shape go, which are not those of the stream's last shape."""
         encoding = encoding_of(data)

@@ -25,6 +25,7 @@ from tracer.stores.locations import Anywhere, location
 from tracer.stores.opening import STORES
 from tracer.trace.assembly import WHOLE
 from tracer.trace.blocks import Blocks
+from tracer.trace.columns import Columns
 from tracer.trace.data import Data, itemsizes
 from tracer.trace.merging import Parts, joint, listed, merged
 from tracer.trace.selection import Selection, Steps
@@ -557,6 +558,23 @@ class TraceReader:
         [0 1 2] [0 2 4]
         """
         return self._rows().blocks.arrays(self.select(kinds, modules, steps, tags, streams, where, ranks))
+
+    def columns(
+        self,
+        kinds: str | Iterable[str] | None = None,
+        modules: str | Iterable[str] | None = None,
+        steps: Steps | None = None,
+        tags: str | Iterable[str] | None = None,
+        streams: Iterable[int] | None = None,
+        where: NDArray[np.bool_] | None = None,
+        ranks: int | Iterable[int] | None = None,
+    ) -> Iterator[Columns]:
+        """The messages that pass all filters in their order, in columns, for `TraceWriter.write_columns`.
+
+        Data is as it is stored, and its memory is used again for the next block. Parameters and errors are those of
+        `messages`.
+        """
+        return self._rows().blocks.columns(self.select(kinds, modules, steps, tags, streams, where, ranks))
 
     def values(
         self,

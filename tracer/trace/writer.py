@@ -13,6 +13,7 @@ from tracer.messaging.messages import Message
 from tracer.stores.locations import Anywhere, Url, location
 from tracer.stores.opening import create_store, refuse_part, remove_part
 from tracer.trace.claiming import WRITERS, check_ours, refuse_here
+from tracer.trace.columns import ColumnPacking, Columns
 from tracer.trace.commits import Commits, Due
 from tracer.trace.compression import Compression
 from tracer.trace.header import complete, now, public
@@ -138,6 +139,7 @@ class TraceWriter:
         self._due = Due(commit_bytes, commit_rows, commit_seconds, commit_steps)
         self._pools = Pools(self._commits, codecs, chunk_bytes, own_pool_bytes)
         self._packing = Packing(self._commits, self._pools, self._due)
+        self._columns = ColumnPacking(self._commits, self._pools, self._due)
         WRITERS.add(self)
         try:
             with self._commits:
@@ -155,7 +157,7 @@ class TraceWriter:
     @property
     def bytes(self) -> int:
         """Bytes of their data."""
-        return self._packing.bytes
+        return self._packing.bytes + self._columns.bytes
 
     @property
     def commit_seconds(self) -> float:
@@ -218,6 +220,29 @@ class TraceWriter:
         more = True
         while more:
             more = self._packing.write(messages)
+            if self._due.is_now(self._commits):
+                self.commit()
+
+    def write_columns(self, columns: Columns) -> None:
+        """Append messages that are given in columns; for many small ones, much faster than `write_many`.
+
+        What is written is what `write` would write of the same messages, one by one. When this returns, all data is
+        copied or written.
+
+        Parameters
+        ----------
+        columns : Columns
+            As `TraceReader.columns` gives them: they were in a trace before, and are not checked again.
+
+        Raises
+        ------
+        TraceError
+            As `write`.
+        """
+        self._refuse()
+        begin = 0
+        while begin < len(columns):
+            begin = self._columns.write(columns, begin)
             if self._due.is_now(self._commits):
                 self.commit()
 

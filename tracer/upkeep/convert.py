@@ -11,10 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tracer.errors import CaptureError, TraceError, TraceExistsError, UnknownNameError
-from tracer.format.journal import Column
 from tracer.stores.errors import write_errors
 from tracer.stores.locations import Anywhere, Location, Url, location
 from tracer.stores.opening import exists, remove
@@ -119,7 +116,11 @@ def convert(
         _check_ranks(reader, asked or ())
         _check_names(streams, selection)
         codecs.check(stream.kind for stream in streams)
-        rows = reader.select(selection.kinds, selection.modules, steps, selection.tags, ranks=selection.ranks)
+        wanted = (selection.kinds, selection.modules, steps, selection.tags)
+        asked_for = reader.within(selection.start, selection.stop)
+        total = len(reader)
+        if selection.ranks is not None or any(one is not None for one in wanted):
+            total = sum(len(window.select(*wanted, ranks=selection.ranks)) for window in asked_for.windows())
         info, problems = reader.info, list(reader.problems)
         status, ended = reader.status, info["ended"]
         if status == "recording":
@@ -131,25 +132,22 @@ def convert(
                 writer.note(note)
             for problem in problems:  # the copy has one part, so its reader cannot see which parts are missing
                 writer.note({"problem": {"what": str(src), "why": problem, "count": 1}})
-            for done, (stream, message) in enumerate(
-                zip(
-                    reader.journal[rows, Column.STREAM].tolist(),
-                    reader.messages(selection.kinds, selection.modules, steps, selection.tags, ranks=selection.ranks),
-                    strict=True,
-                )
-            ):
-                writer.write(message, streams[stream].sampling)
-                if progress is not None and done % 100 == 0:
-                    progress(done, len(rows))
+            done = 0
+            for window in asked_for.windows():
+                for columns in window.columns(*wanted, ranks=selection.ranks):
+                    if progress is not None:
+                        progress(done, total)
+                    writer.write_columns(columns)
+                    done += len(columns)
             writer.note({"converted": _provenance(src, filters)})
             writer.finish(status, ended=ended)
         return {
             "source": str(src),
             "path": str(dst),
-            "messages": len(rows),
+            "messages": done,
             "bytes": writer.bytes,
             "status": status,
-            "left_out": len(reader) - len(rows),
+            "left_out": len(reader) - done,
             "problems": problems,
         }
 
@@ -231,7 +229,7 @@ def _check_ranks(reader: TraceReader, ranks: Collection[int]) -> None:
     """Refuse ranks that the trace has no messages of."""
     if not ranks:
         return
-    there = np.unique(reader.rank).tolist()
+    there = sorted({stream.rank for stream in reader.streams if stream.count})
     absent = [rank for rank in ranks if rank not in there]
     for rank in absent:
         if rank in reader.unreadable:

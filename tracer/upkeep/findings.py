@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from tracer.stores.locations import Location
 
@@ -18,6 +16,7 @@ CHECKS: Final[Mapping[str, str]] = {
     "chunk": "every chunk of every array is there and passes its checksum",
     "declaration": "every declaration can be parsed, is complete and agrees with the others",
     "journal": "every row of the journal agrees with the declarations",
+    "summary": "every summary among the declarations says what the rows of the journal say",
     "place": "the data of every message lies within its pool",
     "data": "the data of every message passes its own checksum, where it has one",
     "part": "there is a part of the trace for each rank that was recorded",
@@ -90,6 +89,15 @@ class Findings:
             Problem(check=check, what=what, array=array, rows=rows, messages=messages, affects=affects)
         )
 
+    @contextmanager
+    def apart(self) -> Iterator[list[Problem]]:
+        """Collect the problems that are added in the block, instead of adding them to the others."""
+        before, self.problems = self.problems, []
+        try:
+            yield self.problems
+        finally:
+            self.problems = before
+
     def of_check(self, check: str) -> bool:
         """Whether this check failed."""
         return any(problem.check == check for problem in self.problems)
@@ -103,7 +111,42 @@ class Findings:
         return str(error).removeprefix(f"{self._path}: ")
 
 
-def runs(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """The ranges in which a mask is true, start inclusive and stop exclusive."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
-    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+class Reach:
+    """The messages that a problem reaches: how many, and in words of which streams and steps.
+
+    Attributes
+    ----------
+    count : int
+
+    Examples
+    --------
+    >>> reach = Reach()
+    >>> reach.add("loss", (7, 7), (3, 5), 3)
+    >>> reach.add("weights of fc", (2, 2), (4, 4), 1)
+    >>> reach.count, str(reach)
+    (4, 'weights of fc in step 4, loss in steps 3 to 5')
+    """
+
+    NAMED: Final = 3
+    """How many streams are named."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        # of each stream the place of its first message, and the first and last step
+        self._spans: dict[str, tuple[tuple[int, int], int, int]] = {}
+
+    def add(self, stream: str, first: tuple[int, int], steps: tuple[int, int], count: int) -> None:
+        """Add messages of a stream, from one step to another; streams are named in the order of their `first`."""
+        self.count += count
+        before, low, high = self._spans.get(stream, (first, *steps))
+        self._spans[stream] = min(before, first), min(low, steps[0]), max(high, steps[1])
+
+    def __str__(self) -> str:
+        spans = sorted((first, stream, low, high) for stream, (first, low, high) in self._spans.items())
+        told = [
+            f"{stream} in step {low}" if low == high else f"{stream} in steps {low} to {high}"
+            for _, stream, low, high in spans[: self.NAMED]
+        ]
+        if len(spans) > self.NAMED:
+            told.append(f"and {len(spans) - self.NAMED} more streams")
+        return ", ".join(told)

@@ -13,13 +13,17 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceLostError
 from tracer.format.journal import Column
-from tracer.messaging.messages import DEFAULT_TAG
 from tracer.stores.locations import Anywhere, Location, location
-from tracer.trace.attempts import evaluated, in_order, tags_of, worst
+from tracer.trace.attempts import worst
+from tracer.trace.grouping import grouped
 from tracer.trace.writer import TraceWriter
 from tracer.upkeep.convert import check_paths, new_trace, single
 from tracer.upkeep.findings import Problem
+from tracer.upkeep.ordering import Ordering
 from tracer.upkeep.survey import UNKNOWN, Survey
+from tracer.upkeep.survey_check import tell_damage
+from tracer.upkeep.survey_columns import SurveyedColumns
+from tracer.upkeep.survey_journal import Window
 from tracer.upkeep.verify import survey
 
 
@@ -146,21 +150,21 @@ def recover(
             ) from error
         last = max(one.attempt for one in surveys)
         status = worst([one.status for one in surveys if one.attempt == last])
-        order = in_order([_Order(one, surveys) for one in surveys])
+        ordering = Ordering(surveys)
         header = next((one.header for one in reversed(surveys) if one.header), None) or {
             name: value for name in ("run_id", "created") if isinstance(value := surveys[0].attributes.get(name), str)
         }
         with new_trace(dst, single(header)) as writer:
-            for note in (note for one in surveys for note in one.read.tables.notes):
+            for note in (note for one in surveys for note in one.tables.notes):
                 writer.note(note)
-            saved = _save(surveys, order, writer, progress)
-            loss = _loss(src, dst, surveys, elsewhere, order, saved, status)
+            tallies = _save(surveys, ordering, writer, progress)
+            loss = _loss(src, dst, surveys, elsewhere, ordering, tallies, status)
             if loss.path is None:
                 why = loss.problems[0] if loss.problems else "it is damaged"
                 raise TraceLostError(f"nothing could be saved of {src}: {why}", loss)
             counts = {"from": str(src), "messages": loss.messages, "saved": loss.saved, "lost": loss.lost}
             writer.note({"recovered": {**counts, "problems": len(loss.problems)}})
-            ended = surveys[-1].read.tables.ending.get("ended")
+            ended = surveys[-1].tables.ending.get("ended")
             final = "interrupted" if loss.status == "recording" else loss.status
             if not loss.lossless:
                 # the status "finished" would say that nothing is missing
@@ -171,25 +175,26 @@ def recover(
 
 def _save(
     surveys: Sequence[Survey],
-    order: tuple[NDArray[np.int64], NDArray[np.int64]],
+    ordering: Ordering,
     writer: TraceWriter,
     progress: Callable[[int, int], None] | None,
-) -> list[NDArray[np.bool_]]:
-    """Write every message that can be read, in this order of surveys and rows; returns the written rows of each."""
-    saved = [np.zeros(len(one.read.journal), bool) for one in surveys]
-    numbers, rows = order
-    for done, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):
-        one = surveys[number]
-        message = one.message(row)
-        if message is not None:
-            writer.write(message, one.streams[int(one.read.journal[row, Column.STREAM])].sampling)
-            saved[number][row] = True
-        if progress is not None and done % 100 == 0:
-            progress(done, len(rows))
+) -> list[_Tally]:
+    """Write every message that can be read, in their order; returns what was saved and lost of each survey."""
+    tallies = [_Tally(one) for one in surveys]
+    source = SurveyedColumns(surveys)
+    done = 0
+    for batch in ordering.batches():
+        for begin, end, columns, there in source.of(batch):
+            if progress is not None:
+                progress(done, ordering.total)
+            writer.write_columns(columns)
+            for number, mine in grouped(batch.surveys[begin:end]):
+                tallies[number].add(batch.windows[number], batch.places[begin:end][mine], there[mine])
+            done += end - begin
     # damage that was found only while messages were read
     for one in surveys:
-        one.tell_damage()
-    return saved
+        tell_damage(one)
+    return tallies
 
 
 def _loss(
@@ -197,20 +202,17 @@ def _loss(
     dst: Location,
     surveys: Sequence[Survey],
     elsewhere: Sequence[Problem],
-    order: tuple[NDArray[np.int64], NDArray[np.int64]],
-    saved: Sequence[NDArray[np.bool_]],
+    ordering: Ordering,
+    tallies: Sequence[_Tally],
     status: str,
 ) -> Loss:
     """What was saved and lost."""
-    numbers, rows = order
-    total = len(rows) + sum(one.read.absent for one in surveys)
-    kept = int(sum(mask.sum() for mask in saved))
+    total = ordering.total + sum(one.journal.absent for one in surveys)
+    kept = sum(tally.saved for tally in tallies)
     # parts of another run are left out, and do not count as lost
     whole = all(problem.check == "foreign" for problem in elsewhere)
     lossless = whole and all(one.told_all for one in surveys) and kept == total
     found = dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)])
-    lost = [rows[numbers == number] for number in range(len(surveys))]
-    lost = [mine[~mask[mine]] for mine, mask in zip(lost, saved, strict=True)]
     return Loss(
         source=str(src),
         path=str(dst) if kept or lossless else None,
@@ -219,65 +221,58 @@ def _loss(
         saved=kept,
         lost=total - kept,
         header=any(one.header for one in surveys),
-        notes=sum(len(one.read.tables.notes) for one in surveys),
-        streams=[stream for each in zip(surveys, saved, lost, strict=True) for stream in _by_stream(*each)],
+        notes=sum(len(one.tables.notes) for one in surveys),
+        streams=[stream for tally in tallies for stream in tally.lost()],
         problems=[str(problem) for problem in found],
         lossless=lossless,
     )
 
 
-class _Order:
-    """A survey, as `in_order` needs it: a row that cannot be read gets the step of the row before it."""
+class _Tally:
+    """What was saved and lost of the messages of a survey that count."""
 
-    def __init__(self, survey: Survey, surveys: Sequence[Survey]) -> None:
-        self.rank, self.attempt = survey.rank, survey.attempt
-        self.journal = survey.read.journal.copy()
-        # the step of a row is right even where its stream is not known: the row has a checksum
-        certain = survey.read.certain
-        before = np.maximum.accumulate(np.where(certain, np.arange(len(certain)), -1))
-        steps = np.where(before >= 0, survey.read.journal[before, Column.GLOBAL_STEP], 0)
-        self.journal[~survey.read.sound] = 0
-        self.journal[:, Column.GLOBAL_STEP] = steps
-        self.first_step = survey.first_step if survey.header else _first_step(survey, surveys)
-        self._streams = survey.streams
-        self.part, self.start, self.clock = self, 0, 0
-        self.messages = len(self.journal)
+    def __init__(self, survey: Survey) -> None:
+        self._survey = survey
+        self.saved = 0
+        # of each stream, and of -1 where that is not known: how many were saved and lost, and the steps of those
+        self._saved: dict[int, int] = {}
+        self._lost: dict[int, tuple[int, int, int]] = {}
 
-    def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
-        """As `tracer.trace.attempts.Written.evaluated`."""
-        tags = tags_of(self.journal[:, Column.STREAM], self._streams)
-        rows, _ = evaluated(self.journal[:, Column.GLOBAL_STEP], tags, step)
-        return rows, tags[rows]
+    def add(self, window: Window, places: NDArray[np.int64], saved: NDArray[np.bool_]) -> None:
+        """Count messages of a window."""
+        rows = window.journal[places]
+        # a row that contradicts the declarations may name a wrong stream
+        streams = np.where(window.sound[places], rows[:, Column.STREAM], -1)
+        self.saved += int(saved.sum())
+        for number, count in zip(*(one.tolist() for one in np.unique(streams[saved], return_counts=True)), strict=True):
+            self._saved[number] = self._saved.get(number, 0) + count
+        lost = np.flatnonzero(~saved)
+        for number, mine in grouped(streams[lost]):
+            steps = rows[lost[mine], Column.GLOBAL_STEP]
+            before, low, high = self._lost.get(number, (0, int(steps[0]), int(steps[0])))
+            self._lost[number] = before + len(steps), min(low, int(steps.min())), max(high, int(steps.max()))
 
-
-def _first_step(survey: Survey, surveys: Sequence[Survey]) -> int:
-    """The first step of an attempt whose header is lost: by other ranks, or by its first message; else the largest."""
-    told = [one.first_step for one in surveys if one.attempt == survey.attempt and one.header]
-    tags = tags_of(survey.read.journal[:, Column.STREAM], survey.streams)
-    steps = survey.read.journal[survey.read.certain & (tags == DEFAULT_TAG), Column.GLOBAL_STEP]
-    return min(told, default=int(steps.min(initial=np.iinfo(np.int64).max)))
-
-
-def _by_stream(survey: Survey, saved: NDArray[np.bool_], lost: NDArray[np.int64]) -> list[LostStream]:
-    found = []
-    if survey.read.absent:
-        rank, count = survey.rank, survey.read.absent
-        found.append(LostStream(kind=UNKNOWN, module=None, tag="", leaf="", rank=rank, saved=0, lost=count, steps=None))
-    # a row that contradicts the declarations may name a wrong stream
-    ids = np.where(survey.read.sound, survey.read.journal[:, Column.STREAM], -1)
-    for number in np.unique(ids[lost]).tolist():
-        steps = survey.read.journal[lost[ids[lost] == number], Column.GLOBAL_STEP]
-        stream = survey.streams.get(number)
-        found.append(
-            LostStream(
-                kind=UNKNOWN if stream is None else stream.kind,
-                module=None if stream is None else stream.module,
-                tag="" if stream is None else stream.tag,
-                leaf="" if stream is None else stream.leaf,
-                rank=survey.rank if stream is None else stream.rank,
-                saved=int((saved & (ids == number)).sum()),
-                lost=len(steps),
-                steps=None if stream is None else (int(steps.min()), int(steps.max())),
+    def lost(self) -> list[LostStream]:
+        """The streams of the lost messages."""
+        found = []
+        rank, absent = self._survey.rank, self._survey.journal.absent
+        if absent:
+            of_none = LostStream(
+                kind=UNKNOWN, module=None, tag="", leaf="", rank=rank, saved=0, lost=absent, steps=None
             )
-        )
-    return found
+            found.append(of_none)
+        for number, (count, low, high) in sorted(self._lost.items()):
+            stream = self._survey.streams.get(number)
+            found.append(
+                LostStream(
+                    kind=UNKNOWN if stream is None else stream.kind,
+                    module=None if stream is None else stream.module,
+                    tag="" if stream is None else stream.tag,
+                    leaf="" if stream is None else stream.leaf,
+                    rank=rank if stream is None else stream.rank,
+                    saved=self._saved.get(number, 0),
+                    lost=count,
+                    steps=None if stream is None else (low, high),
+                )
+            )
+        return found

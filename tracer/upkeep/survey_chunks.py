@@ -19,7 +19,11 @@ from tracer.upkeep.findings import Findings
 CACHE_BYTES: Final = 64 << 20
 """The most bytes of chunks that are kept in memory, apart from the one in use."""
 
-OK, DAMAGED = 1, 2
+READ_BYTES: Final = 4 << 20
+"""Bytes of a table that are read at once, at most, where no chunk is larger."""
+
+OK, DAMAGED, GONE = 1, 2, 3
+"""The states of chunks that were read: as they were written; damaged; and damaged with nothing in them to be read."""
 
 
 @final
@@ -40,11 +44,11 @@ class Array:
     size : int
         How many elements a row has.
     state : numpy.ndarray of uint8, (chunks,)
-        `OK` or `DAMAGED`; 0 if not yet read.
+        `OK`, `DAMAGED` or `GONE`; 0 if not yet read.
     needed : int
         How many rows there are up to the last message; in a table, all rows.
     why : dict
-        What is wrong with each damaged chunk.
+        What is wrong with damaged chunks; of some that follow each other, at least with the first.
     """
 
     name: str
@@ -61,6 +65,11 @@ class Array:
     def chunk_elements(self) -> int:
         """How many elements a chunk has."""
         return self.height * self.size
+
+    @property
+    def damaged(self) -> NDArray[np.bool_]:
+        """Which chunks are damaged."""
+        return np.asarray(self.state >= DAMAGED)
 
     def rows_of(self, number: int) -> tuple[int, int]:
         """The rows of a chunk, start inclusive and stop exclusive."""
@@ -146,13 +155,24 @@ class Chunks:
 
     def read(self, array: Array, number: int) -> NDArray[Any] | None:
         """The rows of a chunk; None if they cannot be read."""
-        if array.state[number] == DAMAGED:
+        if array.state[number] >= DAMAGED:
             return None
         key = (array.name, number)
         found = self._cache.get(key)
         if found is not None:
             self._cache.move_to_end(key)
             return found
+        rows = self._read(array, number)
+        if rows is None:
+            return None
+        self._cache[key] = rows
+        self._cached += rows.nbytes
+        while self._cached > CACHE_BYTES and len(self._cache) > 1:
+            self._cached -= self._cache.popitem(last=False)[1].nbytes
+        return rows
+
+    def _read(self, array: Array, number: int) -> NDArray[Any] | None:
+        """As `read`, past the cache; notes the state of the chunk."""
         start, stop = array.rows_of(number)
         try:
             try:
@@ -169,16 +189,65 @@ class Chunks:
             raise
         except TracerError as error:
             array.state[number] = DAMAGED
-            array.why[number] = self._findings.plain(error)
+            # of chunks that follow each other, the first one says what is wrong with all
+            if not number or array.state[number - 1] < DAMAGED:
+                array.why[number] = self._findings.plain(error)
+            array.why.pop(number + 1, None)
             return None
         if array.state[number] != OK:
             array.state[number] = OK
             self.bytes += rows.nbytes
-        self._cache[key] = rows
-        self._cached += rows.nbytes
-        while self._cached > CACHE_BYTES and len(self._cache) > 1:
-            self._cached -= self._cache.popitem(last=False)[1].nbytes
         return rows
+
+    def of_table(self, array: Array, number: int) -> NDArray[Any] | None:
+        """The rows of a chunk of a table, also where it fails its checksum; None if they are not there.
+
+        Each row, or line, of a table has a checksum of its own.
+        """
+        rows = None if array.state[number] >= DAMAGED else self._read(array, number)
+        return self.as_it_stands(array, *array.rows_of(number)) if rows is None else rows
+
+    def table(self, array: Array, start: int, stop: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Rows of a table, and which of them are there, as `of_table` has them; those that are not are zeros."""
+        rows = np.zeros((stop - start, *array.row), array.dtype)
+        there = np.ones(stop - start, bool)
+        chunk_nbytes = max(1, array.chunk_elements * rows.itemsize)
+        many = max(1, READ_BYTES // chunk_nbytes)
+        first, end = start // array.height, -(-stop // array.height)
+        for begin in range(first, end, many):
+            last = min(begin + many, end)
+            low, high = max(begin * array.height, start), min(last * array.height, stop)
+            piece = slice(low - start, high - start)
+            found = self._together(array, begin, last, low, high)
+            if found is not None:
+                rows[piece] = found
+                continue
+            for number in range(begin, last):
+                low, high = max(number * array.height, start), min((number + 1) * array.height, stop)
+                piece = slice(low - start, high - start)
+                chunk = self.of_table(array, number)
+                if chunk is None:
+                    there[piece] = False
+                else:
+                    rows[piece] = chunk[low - number * array.height : high - number * array.height]
+        return rows, there
+
+    def _together(self, array: Array, begin: int, end: int, start: int, stop: int) -> NDArray[Any] | None:
+        """Rows of several chunks at once; None if one of them is damaged."""
+        states = array.state[begin:end]
+        if end - begin < 2 or (states >= DAMAGED).any():
+            return None
+        low, high = begin * array.height, min(end * array.height, array.length)
+        try:
+            rows = self._store.read(array.name, low, high)
+        except TraceUnreadableError:
+            raise
+        except TracerError:
+            return None
+        for number in (np.flatnonzero(states == 0) + begin).tolist():
+            self.bytes += (array.rows_of(number)[1] - number * array.height) * rows[:1].nbytes
+        array.state[begin:end] = OK
+        return rows[start - low : stop - low]
 
     def should_be_right(self, array: Array, number: int, ended: bool) -> bool:
         """Whether a chunk without messages must be readable, so that it is damaged if it is not.
@@ -190,10 +259,6 @@ class Chunks:
             return True
         first = number * array.height
         return (first < array.needed or ended) and self._store.has_chunk(array.name, first)
-
-    def unverified(self, array: Array, number: int) -> NDArray[Any] | None:
-        """The rows of a chunk of a table, without a check of its checksum; None if they are not there."""
-        return self.as_it_stands(array, *array.rows_of(number))
 
     def as_it_stands(self, array: Array, start: int, stop: int) -> NDArray[Any] | None:
         """Rows of an array, without a check of their checksums; None if they are not there."""
@@ -207,11 +272,13 @@ class Chunks:
         finally:
             self._store.verifies = before
 
-    def forget(self, array: Array, number: int) -> None:
-        """Drop the rows of a chunk from memory."""
-        rows = self._cache.pop((array.name, number), None)
-        if rows is not None:
-            self._cached -= rows.nbytes
+    def is_gone(self, array: Array, number: int) -> bool:
+        """Whether nothing in a damaged chunk can be read, not even as it stands."""
+        if array.state[number] == DAMAGED:
+            first = number * array.height
+            if self.as_it_stands(array, first, first + 1) is None:
+                array.state[number] = GONE
+        return bool(array.state[number] == GONE)
 
     def elements(self, array: Array, offset: int, count: int) -> NDArray[Any] | None:
         """`count` elements of a pool from `offset` on, as a copy; None if they cannot be read."""

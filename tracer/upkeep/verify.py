@@ -20,6 +20,7 @@ from tracer.trace.attempts import foreign_parts, missing, restarted, worst
 from tracer.trace.reader import TraceReader
 from tracer.upkeep.findings import CHECKS, Problem
 from tracer.upkeep.survey import Survey
+from tracer.upkeep.survey_check import check_all
 
 TRIES: Final = 3
 """The most times that a trace is verified, if something is wrong with it and it is still being written."""
@@ -157,7 +158,7 @@ def _begun(surveys: list[Survey]) -> list[Survey]:
 
 def _report(path: Location, surveys: list[Survey], elsewhere: list[Problem]) -> Report:
     """Read everything, and report what is wrong."""
-    damaged = sum(one.check_all() for one in surveys)
+    damaged = sum(check_all(one) for one in surveys)
     # each part reports what is wrong with the root; the report has it once
     problems = list(dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)]))
     if not problems:
@@ -173,7 +174,7 @@ def _report(path: Location, surveys: list[Survey], elsewhere: list[Problem]) -> 
         store=surveys[0].store_name,
         status=worst([one.status for one in surveys if one.attempt == last]),
         messages=sum(one.messages for one in surveys),
-        damaged=damaged + sum(one.read.absent for one in surveys),
+        damaged=damaged + sum(one.journal.absent for one in surveys),
         arrays=sum(array is not None for one in surveys for array in one.chunks.arrays.values()),
         chunks=sum(one.checked for one in surveys),
         bytes=sum(one.chunks.bytes for one in surveys),

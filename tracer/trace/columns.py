@@ -1,0 +1,247 @@
+"""`Columns`: many messages as arrays, from a reader to a writer, without an object for each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.format.encodings import decode
+from tracer.format.journal import NONE, Column, checksums
+from tracer.format.tables import Stream
+from tracer.messaging.messages import checked
+from tracer.trace.commits import Commits, Due
+from tracer.trace.grouping import grouped
+from tracer.trace.pools import OpenPool, Place, Pools
+
+FEW_ELEMENTS: Final = 64
+"""Messages of so few elements are put into their order by numpy at once, larger ones one by one."""
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Together:
+    """The data of messages of one dtype and shape.
+
+    Attributes
+    ----------
+    places : numpy.ndarray of int64, (n,)
+        Which messages they are, ascending.
+    data : numpy.ndarray, (n, ...)
+        Contiguous, of the dtype in which it is stored.
+    dtype : str
+        The logical dtype.
+    """
+
+    places: NDArray[np.int64]
+    data: NDArray[Any]
+    dtype: str
+
+    @property
+    def item_nbytes(self) -> int:
+        """Bytes of the data of a message."""
+        return math.prod(self.data.shape[1:]) * self.data.itemsize
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Columns:
+    """Messages in their order.
+
+    Attributes
+    ----------
+    streams : sequence or mapping of Stream
+        What messages can be of, by number; the same object from one block of a trace to the next.
+    numbers : numpy.ndarray of int64, (messages,)
+        The stream of each message.
+    counters : numpy.ndarray of int64, (messages, 4)
+        Global step, train step, epoch and call of each.
+    data : list of Together
+        That of each message whose stream carries some.
+    """
+
+    streams: Sequence[Stream] | Mapping[int, Stream]
+    numbers: NDArray[np.int64]
+    counters: NDArray[np.int64]
+    data: list[Together]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def part(self, begin: int, end: int) -> Columns:
+        """The messages from one on, up to, not including, another."""
+        if begin == 0 and end == len(self):
+            return self
+        data = []
+        for one in self.data:
+            first, last = np.searchsorted(one.places, (begin, end)).tolist()
+            if first < last:
+                data.append(Together(one.places[first:last] - begin, one.data[first:last], one.dtype))
+        return Columns(self.streams, self.numbers[begin:end], self.counters[begin:end], data)
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Bytes of the data of each message."""
+        found = np.zeros(len(self), np.int64)
+        for one in self.data:
+            found[one.places] = one.item_nbytes
+        return found
+
+
+@final
+class ColumnPacking:
+    """Writes messages in columns, as `tracer.trace.packing.Packing` writes them one by one: they lie in their order.
+
+    Parameters
+    ----------
+    commits : Commits
+    pools : Pools
+    due : Due
+
+    Attributes
+    ----------
+    bytes : int
+        Bytes of data that were written.
+    """
+
+    def __init__(self, commits: Commits, pools: Pools, due: Due) -> None:
+        self.bytes = 0
+        self._commits = commits
+        self._store = commits.store
+        self._pools = pools
+        self._due = due
+        # of the streams of the last block: where messages of each of them and of each shape go
+        self._streams: Sequence[Stream] | Mapping[int, Stream] = ()
+        self._targets: dict[tuple[int, tuple[int, ...] | None], tuple[int, Place | None]] = {}
+
+    def write(self, columns: Columns, begin: int) -> int:
+        """Write messages from one on, until a commit is due; the number of the first that is not written."""
+        sizes = columns.sizes()[begin:]
+        steps = columns.counters[begin:, 0]
+        count = self._due.until(self._commits, sizes, steps)
+        self._write(columns.part(begin, begin + count))
+        nbytes = int(sizes[:count].sum())
+        self._due.add(nbytes, int(steps[0]), int(steps[count - 1]))
+        self.bytes += nbytes
+        return begin + count
+
+    def _write(self, columns: Columns) -> None:
+        """Write messages: their data to the pools, and what the journal says of them."""
+        if columns.streams is not self._streams:
+            self._streams = columns.streams
+            self._targets.clear()
+        rows = np.zeros((len(columns), len(Column)), np.int64)
+        # as of messages without data
+        rows[:, [Column.POOL, Column.SHAPE, Column.CRC32C]] = NONE
+        rows[:, Column.GLOBAL_STEP : Column.CALL + 1] = columns.counters
+        pools: dict[int, OpenPool] = {}
+        for places, stream, place in self._targets_of(columns):
+            rows[places, Column.STREAM] = stream
+            if place is not None:
+                pools[place.pool.id] = place.pool
+                pool, count, shape, flags = place.entry
+                rows[places, Column.POOL], rows[places, Column.COUNT] = pool, count
+                rows[places, Column.SHAPE], rows[places, Column.FLAGS] = shape, flags
+        # of each message: which of the data it is, and its place in that
+        which, at = np.full(len(columns), -1), np.zeros(len(columns), np.int64)
+        for number, one in enumerate(columns.data):
+            which[one.places], at[one.places] = number, np.arange(len(one.places))
+        for number, places in grouped(rows[:, Column.POOL]):
+            if number != NONE:
+                self._append(pools[number], rows, places, which, at, columns.data)
+        self._commits.new_rows(len(rows))[:] = rows
+
+    def _targets_of(self, columns: Columns) -> Iterator[tuple[NDArray[np.int64], int, Place | None]]:
+        """Messages of one stream and shape, the number of that stream here, and where they go; in their order."""
+        found: list[tuple[NDArray[np.int64], int, Together | None, int]] = []
+        events = np.ones(len(columns), bool)
+        for together in columns.data:
+            events[together.places] = False
+            for number, mine in grouped(columns.numbers[together.places]):
+                found.append((together.places[mine], number, together, int(mine[0])))
+        alone = np.flatnonzero(events)
+        for number, mine in grouped(columns.numbers[alone]):
+            found.append((alone[mine], number, None, 0))
+        found.sort(key=lambda one: int(one[0][0]))
+        for places, number, one, first in found:
+            key = number, None if one is None else one.data.shape[1:]
+            target = self._targets.get(key)
+            if target is None:
+                target = self._targets[key] = self._declare(self._streams[number], one, first)
+            yield places, *target
+
+    def _declare(self, stream: Stream, of: Together | None, first: int) -> tuple[int, Place | None]:
+        """The number of a stream here, and where a message of it goes, which are declared if they are new."""
+        data = None if of is None else decode(of.data[first : first + 1], of.dtype, of.data.shape[1:])
+        names = stream.kind, stream.module, 0, 0, 0, stream.tag, 0, stream.leaf, stream.rank
+        message = checked(*names, data)
+        opened = self._pools.stream_of(message, stream.sampling)
+        if data is None:
+            return opened.id, None
+        return opened.id, self._pools.place_of(opened, message, data)
+
+    def _append(
+        self,
+        pool: OpenPool,
+        rows: NDArray[np.int64],
+        places: NDArray[np.int64],
+        which: NDArray[np.int64],
+        at: NDArray[np.int64],
+        data: Sequence[Together],
+    ) -> None:
+        """Append the data of messages of a pool to it, in their order, and enter where it lies, and its checksums."""
+        counts = rows[places, Column.COUNT]
+        parts = [(data[number], places[mine], at[places[mine]]) for number, mine in grouped(which[places])]
+        found: list[int] = []
+        elements = _in_order(parts, places, counts)
+        own = pool.row != ()
+        with self._commits:
+            first = self._store.append(pool.name, elements.reshape(-1, *pool.row), found)
+        rows[places, Column.OFFSET] = first * int(counts[0] if own else 1) + np.cumsum(counts) - counts
+        if own and found:
+            rows[places, Column.CRC32C] = found
+            return
+        for one, mine, chosen in parts:
+            of_part = _rows_of(one, chosen)
+            rows[mine, Column.CRC32C] = checksums(of_part.reshape(len(mine), int(rows[mine[0], Column.COUNT])))
+
+
+def _rows_of(one: Together, chosen: NDArray[np.int64]) -> NDArray[Any]:
+    """The data of some of the messages, ascending."""
+    first = int(chosen[0])
+    if int(chosen[-1]) - first + 1 == len(chosen):
+        return one.data[first : first + len(chosen)]
+    return one.data[chosen]
+
+
+def _in_order(
+    parts: Sequence[tuple[Together, NDArray[np.int64], NDArray[np.int64]]],
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+) -> NDArray[Any]:
+    """The elements of messages, one message after the other.
+
+    Parameters
+    ----------
+    parts : sequence
+        Data, the places of messages, and which of the data theirs is.
+    places, counts : numpy.ndarray of int64
+        The places of all messages, ascending, and how many elements each has.
+    """
+    if len(parts) == 1:
+        one, _, chosen = parts[0]
+        return _rows_of(one, chosen).reshape(-1)
+    starts = np.cumsum(counts) - counts
+    elements = np.empty(int(counts.sum()), parts[0][0].data.dtype)
+    for one, mine, chosen in parts:
+        begins = starts[np.searchsorted(places, mine)]
+        of_part = _rows_of(one, chosen).reshape(len(mine), -1) if one.data.size else one.data[:0]
+        if of_part.size and of_part.shape[1] <= FEW_ELEMENTS:
+            elements[begins[:, None] + np.arange(of_part.shape[1])] = of_part
+            continue
+        for begin, row in zip(begins.tolist(), of_part, strict=False):
+            elements[begin : begin + len(row)] = row
+    return elements

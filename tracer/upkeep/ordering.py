@@ -1,0 +1,211 @@
+"""The order of the messages of several surveys, found in windows of their journals.
+
+It is that of `tracer.trace.attempts.in_order` and `tracer.trace.attempts.counting`, which need whole journals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.format.journal import Column
+from tracer.messaging.messages import DEFAULT_TAG
+from tracer.trace.attempts import tags_of
+from tracer.upkeep import survey_journal
+from tracer.upkeep.bits import Bits
+from tracer.upkeep.survey import Survey
+from tracer.upkeep.survey_journal import Window
+
+LAST: Final = int(np.iinfo(np.int64).max)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some messages in their order.
+
+    Attributes
+    ----------
+    surveys : numpy.ndarray of int64, (messages,)
+        Of each message, the number of its survey.
+    places : numpy.ndarray of int64, (messages,)
+        And its place in the window of that survey.
+    windows : dict of int to Window
+        By the number of the survey.
+    """
+
+    surveys: NDArray[np.int64]
+    places: NDArray[np.int64]
+    windows: dict[int, Window]
+
+
+@final
+class Ordering:
+    """The order of the messages of several surveys: by the step, then by the rank; each keeps its own order.
+
+    A later attempt takes the place of all steps from its first on. A row that cannot be read has the step of the row
+    before it, and its place in the order.
+
+    Parameters
+    ----------
+    surveys : sequence of Survey
+        By attempt and rank.
+
+    Attributes
+    ----------
+    counting : list of Bits or None
+        The rows of each survey that count; None where all of them do.
+    total : int
+        How many rows count.
+    """
+
+    def __init__(self, surveys: Sequence[Survey]) -> None:
+        self._surveys = surveys
+        self.counting = _counting(surveys)
+        self.total = sum(
+            one.journal.length if bits is None else bits.count()
+            for one, bits in zip(surveys, self.counting, strict=True)
+        )
+
+    def batches(self) -> Iterator[Batch]:
+        """All messages that count, in their order, some at a time."""
+        most = survey_journal.WINDOW_ROWS // max(1, len(self._surveys))
+        parts = [
+            _Part(number, survey, bits, most)
+            for number, (survey, bits) in enumerate(zip(self._surveys, self.counting, strict=True))
+        ]
+        parts = [part for part in parts if part.fill()]
+        while parts:
+            # whatever a part has not read yet comes after the last message that it has read
+            until = min(part.last for part in parts)
+            taken = [(part, part.take(until)) for part in parts]
+            places = np.concatenate([mine for _, (mine, _) in taken])
+            clocks = np.concatenate([mine for _, (_, mine) in taken])
+            lengths = [len(mine) for _, (mine, _) in taken]
+            ranks = np.repeat(np.array([part.rank for part, _ in taken], np.int64), lengths)
+            numbers = np.repeat(np.array([part.number for part, _ in taken], np.int64), lengths)
+            order = np.lexsort((ranks, clocks)) if len(taken) > 1 else np.arange(len(places))
+            windows = {part.number: part.window for part, _ in taken}
+            yield Batch(numbers[order], places[order], windows)
+            parts = [part for part in parts if part.fill()]
+
+
+@final
+class _Part:
+    """A survey whose messages are taken one after the other."""
+
+    def __init__(self, number: int, survey: Survey, counting: Bits | None, most: int) -> None:
+        self.number = number
+        self.rank = survey.rank
+        self._counting = counting
+        self._windows = _stepped(survey, most)
+        self._clock = -LAST
+        self._places = self._clocks = np.zeros(0, np.int64)
+        self.window: Window
+
+    def fill(self) -> bool:
+        """Read the next window if nothing of this one is left; whether there is a message."""
+        while not len(self._places):
+            found = next(self._windows, None)
+            if found is None:
+                return False
+            self.window, steps = found
+            counts = None
+            if self._counting is not None:
+                counts = self._counting.of(self.window.start, self.window.start + len(steps))
+            self._places = np.arange(len(steps)) if counts is None else np.flatnonzero(counts)
+            if len(self._places):
+                # an evaluation of an earlier step stays where it was recorded, so the clock never runs back
+                self._clocks = np.maximum.accumulate(steps[self._places]).clip(min=self._clock)
+                self._clock = int(self._clocks[-1])
+        return True
+
+    @property
+    def last(self) -> tuple[int, int, int]:
+        """The place of its last message that was read: clock, rank and number."""
+        return self._clock, self.rank, self.number
+
+    def take(self, until: tuple[int, int, int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The messages up to a place in the order, that included: their places in the window, and their clocks."""
+        clock, *after = until
+        included = (self.rank, self.number) <= tuple(after)
+        count = int(np.searchsorted(self._clocks, clock, side="right" if included else "left"))
+        taken = self._places[:count], self._clocks[:count]
+        self._places, self._clocks = self._places[count:], self._clocks[count:]
+        return taken
+
+
+def _counting(surveys: Sequence[Survey]) -> list[Bits | None]:
+    """As `tracer.trace.attempts.counting`; None where all rows count."""
+    firsts = [(one.attempt, _first_step(one, surveys)) for one in surveys if one.journal.length]
+    found: list[Bits | None] = []
+    for survey in surveys:
+        limit = min((step for attempt, step in firsts if attempt > survey.attempt), default=None)
+        if limit is None:
+            found.append(None)
+            continue
+        later = [one for one in surveys if one.attempt > survey.attempt]
+        again = sorted({tag for one in later for tag in _evaluated(one, limit)[1]})
+        trained, _ = _evaluated(survey, limit)
+        bits = Bits(survey.journal.length)
+        for window, steps in _stepped(survey):
+            tags = _tags(window, survey)
+            numbers = window.start + np.arange(len(steps))
+            evaluated = (numbers < trained) & (steps == limit) & (tags != DEFAULT_TAG)
+            bits.put(window.start, (steps < limit) | (evaluated & ~np.isin(tags, again)))
+        found.append(bits)
+    return found
+
+
+def _evaluated(survey: Survey, step: int) -> tuple[int, set[str]]:
+    """The first row of the training of a step or of a later one, and the tags of evaluations of the step before it."""
+    found: set[str] = set()
+    for window, steps in _stepped(survey):
+        tags = _tags(window, survey)
+        trained = np.flatnonzero((steps >= step) & (tags == DEFAULT_TAG))
+        end = int(trained[0]) if len(trained) else len(steps)
+        found.update(tags[:end][(steps[:end] == step) & (tags[:end] != DEFAULT_TAG)].tolist())
+        if len(trained):
+            return window.start + end, found
+    return survey.journal.length, found
+
+
+def _stepped(survey: Survey, most: int | None = None) -> Iterator[tuple[Window, NDArray[np.int64]]]:
+    """The windows of a journal, and the step of each row: of one that cannot be read, that of the row before it.
+
+    The step of a row is right even where its stream is not known: the row has a checksum.
+    """
+    last = 0
+    for window in survey.journal.windows(most):
+        steps = window.journal[:, Column.GLOBAL_STEP]
+        if not window.certain.all():
+            before = np.maximum.accumulate(np.where(window.certain, np.arange(len(steps)), -1))
+            steps = np.where(before >= 0, steps[before], last)
+        last = int(steps[-1])
+        yield window, steps
+
+
+def _tags(window: Window, survey: Survey) -> NDArray[np.str_]:
+    """The tag of each row of a window; of one that is not sound that of the first stream."""
+    return tags_of(np.where(window.sound, window.journal[:, Column.STREAM], 0), survey.streams)
+
+
+def _first_step(survey: Survey, surveys: Sequence[Survey]) -> int:
+    """The first step of an attempt; where its header is lost, by other ranks, or by its first message."""
+    if survey.header:
+        return survey.first_step
+    told = [one.first_step for one in surveys if one.attempt == survey.attempt and one.header]
+    return min(told) if told else min(_trained(survey), default=LAST)
+
+
+def _trained(survey: Survey) -> Iterator[int]:
+    """The least step of messages of training in each window that has some."""
+    for window in survey.journal.windows():
+        tags = tags_of(window.journal[:, Column.STREAM], survey.streams)
+        steps = window.journal[window.certain & (tags == DEFAULT_TAG), Column.GLOBAL_STEP]
+        if len(steps):
+            yield int(steps.min())

@@ -1,0 +1,166 @@
+"""The messages of parts of a trace that may be damaged, in columns, many at a time where they are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import MessageError
+from tracer.format.encodings import ENCODINGS, decode
+from tracer.format.journal import HAS_DATA, Column
+from tracer.format.tables import Stream
+from tracer.messaging.messages import message_of
+from tracer.trace.blocks import BLOCK_BYTES, BLOCK_ROWS
+from tracer.trace.columns import FEW_ELEMENTS, Columns, Together
+from tracer.trace.grouping import grouped
+from tracer.upkeep.ordering import Batch
+from tracer.upkeep.survey import Survey
+from tracer.upkeep.survey_data import Piece, pieces
+from tracer.upkeep.survey_journal import Window
+
+_MOST_ELEMENTS: Final = 1 << 40
+_COUNTERS: Final = [Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
+
+
+@final
+class SurveyedColumns:
+    """Reads messages of several surveys.
+
+    Parameters
+    ----------
+    surveys : sequence of Survey
+    """
+
+    def __init__(self, surveys: Sequence[Survey]) -> None:
+        self._surveys = surveys
+        # the streams of all surveys, and where those of each begin; the numbers of a survey's streams, ascending
+        self._streams: list[Stream] = []
+        self._begins: list[int] = []
+        self._numbers: list[NDArray[np.int64]] = []
+        for survey in surveys:
+            numbers = sorted(survey.streams)
+            self._begins.append(len(self._streams))
+            self._streams += [survey.streams[number] for number in numbers]
+            self._numbers.append(np.array(numbers, np.int64))
+        self._sayable = np.array([_is_sayable(one) for one in self._streams], bool)
+
+    def of(self, batch: Batch) -> Iterator[tuple[int, int, Columns, NDArray[np.bool_]]]:
+        """The messages of a batch, in blocks.
+
+        Yields
+        ------
+        begin, end : int
+            Which of the messages, start inclusive and stop exclusive.
+        columns : Columns
+            Those that are as they were written, in their order.
+        there : numpy.ndarray of bool, (end - begin,)
+            Which they are.
+        """
+        for begin, end in self._cut(batch):
+            yield begin, end, *self._block(batch, begin, end)
+
+    def _cut(self, batch: Batch) -> Iterator[tuple[int, int]]:
+        """Ranges of a batch with so much data as is read at once; at least one message each."""
+        sizes = np.zeros(len(batch.places), np.int64)
+        for number, mine in grouped(batch.surveys):
+            sizes[mine] = _sizes(self._surveys[number], batch.windows[number], batch.places[mine])
+        # a damaged trace may claim any size
+        ends = np.cumsum(sizes.clip(max=BLOCK_BYTES))
+        begin = 0
+        while begin < len(sizes):
+            before = int(ends[begin - 1]) if begin else 0
+            last = int(np.searchsorted(ends, before + BLOCK_BYTES, side="right"))
+            end = min(max(last, begin + 1), begin + BLOCK_ROWS)
+            yield begin, end
+            begin = end
+
+    def _block(self, batch: Batch, begin: int, end: int) -> tuple[Columns, NDArray[np.bool_]]:
+        count = end - begin
+        numbers, counters = np.zeros(count, np.int64), np.zeros((count, len(_COUNTERS)), np.int64)
+        there = np.zeros(count, bool)
+        data: list[Together] = []
+        for number, mine in grouped(batch.surveys[begin:end]):
+            window, places = batch.windows[number], batch.places[begin:end][mine]
+            rows = window.journal[places]
+            counters[mine] = rows[:, _COUNTERS]
+            sound = np.flatnonzero(window.sound[places])
+            streams = self._begins[number] + np.searchsorted(self._numbers[number], rows[sound, Column.STREAM])
+            numbers[mine[sound]] = streams
+            sound = sound[self._sayable[streams]]
+            carries = (rows[sound, Column.FLAGS] & HAS_DATA) != 0
+            there[mine[sound[~carries]]] = True
+            for one in _read(self._surveys[number], rows, sound[carries]):
+                data.append(Together(mine[one.places], one.data, one.dtype))
+                there[data[-1].places] = True
+        if not there.all():
+            kept = np.cumsum(there) - 1
+            data = [Together(kept[one.places], one.data, one.dtype) for one in data]
+            numbers, counters = numbers[there], counters[there]
+        return Columns(self._streams, numbers, counters, data), there
+
+
+def _sizes(survey: Survey, window: Window, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Bytes of the data of each of some rows of a window; 0 where the row cannot be used."""
+    rows = window.journal[places]
+    sound = window.sound[places] & ((rows[:, Column.FLAGS] & HAS_DATA) != 0)
+    found = np.zeros(len(rows), np.int64)
+    for pool, mine in grouped(np.where(sound, rows[:, Column.POOL], -1)):
+        if pool >= 0:
+            item = np.dtype(survey.tables.pools[pool].dtype).itemsize
+            found[mine] = rows[mine, Column.COUNT].clip(max=_MOST_ELEMENTS) * item
+    return found
+
+
+def _read(survey: Survey, rows: NDArray[np.int64], mine: NDArray[np.int64]) -> Iterator[Together]:
+    """The data of those rows that `mine` names, as far as it is as it was written."""
+    for pool, which in grouped(rows[mine, Column.POOL], ascending=False):
+        array = survey.pool(pool)
+        if array is None:
+            continue
+        places = mine[which]
+        places = places[survey.stored_in(array, rows[places])]
+        places = places[np.argsort(rows[places, Column.OFFSET], kind="stable")]
+        chosen = rows[places]
+        for piece in pieces(survey.chunks, array, chosen):
+            yield from _together(survey, places[piece.begin : piece.end], chosen[piece.begin : piece.end], piece)
+
+
+def _together(survey: Survey, places: NDArray[np.int64], rows: NDArray[np.int64], piece: Piece) -> Iterator[Together]:
+    """The data of messages that are right, those of one dtype and shape together."""
+    streams, of_streams = np.unique(rows[:, Column.STREAM], return_inverse=True)
+    dtypes = [survey.streams[number].dtype or "" for number in streams.tolist()]
+    names = sorted(set(dtypes))
+    shapes, of_shapes = np.unique(rows[:, Column.SHAPE], return_inverse=True)
+    kinds = np.array([names.index(dtype) for dtype in dtypes])[of_streams] * len(shapes) + of_shapes
+    ends = np.cumsum(rows[:, Column.COUNT])
+    for kind, which in grouped(np.where(piece.right, kinds, -1)):
+        if kind < 0:
+            continue
+        name, shape = divmod(kind, len(shapes))
+        mine, size = places[which], survey.tables.shapes[int(shapes[shape])]
+        if (mine[1:] < mine[:-1]).any():  # messages need not lie in their order
+            order = np.argsort(mine)
+            mine, which = mine[order], which[order]
+        count = int(rows[which[0], Column.COUNT])
+        starts = ends[which] - count
+        if (which[1:] == which[:-1] + 1).all():
+            elements = piece.elements[int(starts[0]) : int(starts[0]) + len(which) * count]
+        elif count <= FEW_ELEMENTS:
+            elements = piece.elements[starts[:, None] + np.arange(count)]
+        else:
+            elements = np.concatenate([piece.elements[start : start + count] for start in starts.tolist()])
+        yield Together(mine, elements.reshape(len(which), *size), names[name])
+
+
+def _is_sayable(one: Stream) -> bool:
+    """Whether messages of a stream can have what its declaration says, such as a rank of any size."""
+    data = None if one.dtype is None else decode(np.zeros(1, ENCODINGS[one.dtype].storage), one.dtype, ())
+    said = {"kind": one.kind, "tag": one.tag, "leaf": one.leaf, "rank": one.rank}
+    try:
+        message_of(one.module, global_step=0, train_step=0, epoch=0, data=data, **said)
+    except MessageError:
+        return False
+    return True

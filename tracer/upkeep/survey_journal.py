@@ -1,0 +1,307 @@
+"""`SurveyedJournal`: the journal of a part of a trace that may be damaged, read in windows of rows.
+
+Of each row a few bits are kept, and the rows are read again where they are needed: a journal may be longer than memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.format.checksum import crc32c
+from tracer.format.journal import COLUMNS, NONE, Column, row_as_it_was, row_checksums
+from tracer.format.tables import Tables
+from tracer.trace.grouping import runs
+from tracer.upkeep.bits import Bits
+from tracer.upkeep.findings import Findings
+from tracer.upkeep.survey_chunks import Array, Chunks
+from tracer.upkeep.survey_summaries import SummaryCheck
+
+BLOCK_ROWS = 8192
+"""Rows that have one checksum in memory, a multiple of 8: by it is seen whether they are still what they were."""
+WINDOW_ROWS = 16 * BLOCK_ROWS
+"""Rows that are in memory at once, unless fewer are asked for."""
+MENDED_ROWS: Final = 1000
+"""The most damaged rows in which a flipped bit is looked for; more damage has another cause."""
+MOST_ROWS: Final = 1 << 40
+"""More rows than any journal has."""
+DAMAGED_ROW: Final = "damaged"
+WRONG: Final[Mapping[str, str]] = {
+    "stream": "of a stream whose declaration is not there",
+    "data": "at odds with the stream on whether there is data",
+    "pool": "of a pool whose declaration is not there",
+    "shape": "of a shape whose declaration is not there",
+    "count": "not of as many elements as the shape has",
+    "event": "events with data",
+    "offset": "of a place before the pool",
+    "counter": "negative in a counter",
+}
+"""How a problem describes the rows, for each reason of `tracer.format.tables.Tables.contradictions`."""
+
+
+@final
+@dataclass(slots=True)
+class Window:
+    """Rows of the journal that follow each other.
+
+    Attributes
+    ----------
+    start : int
+        Number of the first of them.
+    journal : numpy.ndarray of int64, (rows, columns)
+        The rows; those that cannot be read are zeros.
+    certain, sound : numpy.ndarray of bool, (rows,)
+        Which rows can be read and pass their checksum; and which of them agree with the declarations.
+    """
+
+    start: int
+    journal: NDArray[np.int64]
+    certain: NDArray[np.bool_]
+    sound: NDArray[np.bool_]
+
+
+@final
+@dataclass(slots=True)
+class Need:
+    """What the sound rows of a journal say of one pool.
+
+    Attributes
+    ----------
+    elements : int
+        How many there are up to the end of the last message.
+    shapes : set of int
+        Of the messages; of more than two, two.
+    """
+
+    elements: int = 0
+    shapes: set[int] = field(default_factory=set)
+
+
+@final
+class SurveyedJournal:
+    """What can be read of the journal of a part.
+
+    How long it is is looked up at once. `check` reads it, and must come before what else is asked.
+
+    Parameters
+    ----------
+    chunks : Chunks
+    name : str
+        Of the array.
+    findings : Findings
+        Where problems of the journal are added.
+
+    Attributes
+    ----------
+    length : int
+        How many rows there are, without zeros at the end.
+    zeros : (int, int) or None
+        The rows of zeros at the end of the journal; no row that was written is all zeros.
+    certain, sound : Bits
+        As in `Window`.
+    absent : int
+        How many messages of the journal have no row any more.
+    needs : dict of int to Need
+        By the numbers of the pools that sound rows refer to.
+    """
+
+    def __init__(self, chunks: Chunks, name: str, findings: Findings) -> None:
+        self._chunks = chunks
+        self._name = name
+        self._findings = findings
+        self._array = self._open()
+        self.length = self._end()
+        stored = self._array.length if self._array is not None else 0
+        # such zeros are also the rest of the last chunk where the array's own length is lost
+        self.zeros = (self.length, stored) if self.length < stored and not findings.of_array(name) else None
+        self.certain, self.sound = Bits(self.length), Bits(self.length)
+        self.absent = 0
+        self.needs: dict[int, Need] = {}
+        # the rows that were put right, by their numbers, which ascend
+        self._mended: dict[int, NDArray[np.int64]] = {}
+        self._checksums: list[int] = []
+        self._wrong: dict[str, Bits] = {}
+
+    def _open(self) -> Array | None:
+        array = self._chunks.array(self._name, "int64", (COLUMNS,))
+        if array is not None and (array.row, array.dtype) != ((COLUMNS,), "int64"):
+            self._findings.add("array", f"the journal is not {COLUMNS} columns of int64", array.name)
+            return None
+        return array
+
+    def _end(self) -> int:
+        """How many rows there are up to the last one that is not there, or not zeros.
+
+        In HDF5 the length may have reached the disk before the rows, which are zeros then; no row consists of zeros.
+        """
+        array = self._array
+        if array is None:
+            return 0
+        for number in reversed(range(len(array.state))):
+            start, stop = array.rows_of(number)
+            rows = self._chunks.of_table(array, number)
+            if rows is None:
+                return stop
+            written = np.flatnonzero(rows.any(axis=1))
+            if len(written):
+                return start + int(written[-1]) + 1
+        return 0
+
+    def check(self, tables: Tables, *, zeros_are_wrong: bool) -> None:
+        """Read all rows, and compare them with their checksums and with the declarations.
+
+        Parameters
+        ----------
+        tables : Tables
+        zeros_are_wrong : bool
+            Whether rows of zeros are damage; False if the store may have rows that were never written.
+        """
+        ending = tables.ending
+        if self.zeros is not None and (ending or zeros_are_wrong):
+            start, stop = self.zeros
+            what = f"rows {start} to {stop - 1} of the journal are zeros"
+            self._findings.add("journal", what, self._name, self.zeros)
+        ended_with = ending.get("messages", self.length)
+        if ended_with != self.length and not self._findings.of_array(self._name):
+            what = f"the journal has {self.length} rows, and ended with {ended_with}"
+            self._findings.add("journal", what, self._name)
+        # the length in the last declaration is certain; the one that a Zarr array claims may be too large
+        ends = [one.rows[1] for one in self._findings.problems if one.array == self._name and one.rows is not None]
+        had = ending.get("messages", max(ends, default=0))
+        self.absent = max(0, had - self.length) if type(had) is int and had < MOST_ROWS else 0
+        self._check_rows(tables)
+        self._tell()
+
+    def _check_rows(self, tables: Tables) -> None:
+        """Judge each row, in windows, and after them those in which a bit was flipped."""
+        damaged: list[tuple[int, NDArray[np.int64]]] = []
+        summaries = SummaryCheck(tables.summaries)
+        for start, stop in self._spans(WINDOW_ROWS):
+            rows, there = self._read(start, stop)
+            self._checksums += [crc32c(rows[begin : begin + BLOCK_ROWS]) for begin in range(0, len(rows), BLOCK_ROWS)]
+            right = row_checksums(rows, start) == rows[:, Column.CHECK]
+            certain, damage = there & right, there & ~right
+            self._note(DAMAGED_ROW, start, damage)
+            for wrong in summaries.add(start, rows, certain):
+                self._findings.add("summary", f"the summary of rows {wrong.start} to {wrong.stop - 1} is not of them")
+            places = np.flatnonzero(damage)[: MENDED_ROWS + 1 - len(damaged)].tolist()
+            damaged += [(start + place, rows[place].copy()) for place in places]
+            sound = certain
+            for reason, refused in tables.contradictions(rows):
+                self._note(reason, start, refused & sound)
+                sound = sound & ~refused
+            self.certain.put(start, certain)
+            self.sound.put(start, sound)
+            self._need(rows if sound.all() else rows[sound])
+        if tables.ending and not self.absent:
+            for wrong in summaries.beyond:
+                what = f"the summary of rows {wrong.start} to {wrong.stop - 1} is of rows that are not there"
+                self._findings.add("summary", what)
+        if len(damaged) <= MENDED_ROWS:
+            self._mend(damaged, tables)
+
+    def _mend(self, damaged: list[tuple[int, NDArray[np.int64]]], tables: Tables) -> None:
+        """Put rows right of which one bit was flipped."""
+        for number, row in damaged:
+            found = row_as_it_was(row, number)
+            if found is None:
+                continue
+            self._mended[number] = found
+            self._wrong[DAMAGED_ROW].set(number, holds=False)
+            self.certain.set(number)
+            reasons = [reason for reason, wrong in tables.contradictions(found[None]) if wrong.any()]
+            if reasons:
+                self._wrong.setdefault(reasons[0], Bits(self.length)).set(number)
+            else:
+                self.sound.set(number)
+                self._need(found[None])
+
+    def _tell(self) -> None:
+        """Add a problem for each row that was put right, and for rows that follow each other and cannot be used."""
+        for number in self._mended:
+            why = f"a bit of row {number} of the journal is wrong, and is put right"
+            self._findings.add("journal", why, self._name, (number, number + 1))
+        for reason in (DAMAGED_ROW, *WRONG):
+            for start, stop in self._wrong[reason].runs() if reason in self._wrong else ():
+                self._refuse(start, stop, WRONG.get(reason, reason))
+        self._wrong.clear()
+
+    def _refuse(self, start: int, stop: int, why: str) -> None:
+        """Add a problem of these rows."""
+        rows = f"row {start}" if stop == start + 1 else f"rows {start} to {stop - 1}"
+        verb = "is" if stop == start + 1 else "are"
+        self._findings.add("journal", f"{rows} of the journal {verb} {why}", self._name, (start, stop), stop - start)
+
+    def _note(self, reason: str, start: int, wrong: NDArray[np.bool_]) -> None:
+        """Remember which rows are refused for a reason."""
+        if wrong.any():
+            self._wrong.setdefault(reason, Bits(self.length)).put(start, wrong)
+
+    def _need(self, rows: NDArray[np.int64]) -> None:
+        """Remember what sound rows say of the pools."""
+        rows = rows[rows[:, Column.POOL] != NONE]
+        if not len(rows):
+            return
+        ends = rows[:, Column.OFFSET] + rows[:, Column.COUNT]
+        pools, places = np.unique(rows[:, Column.POOL], return_inverse=True)
+        last = np.zeros(len(pools), np.int64)
+        np.maximum.at(last, places, ends)
+        shapes, shape_places = np.unique(rows[:, Column.SHAPE], return_inverse=True)
+        pairs = np.unique(places * len(shapes) + shape_places).tolist()
+        for pool, end in zip(pools.tolist(), last.tolist(), strict=True):
+            need = self.needs.setdefault(pool, Need())
+            need.elements = max(need.elements, end)
+        for pool, shape in (divmod(pair, len(shapes)) for pair in pairs):
+            known = self.needs[int(pools[pool])].shapes
+            if len(known) < 2:
+                known.add(int(shapes[shape]))
+
+    def windows(self, most: int | None = None) -> Iterator[Window]:
+        """All rows in their order, some at a time.
+
+        Parameters
+        ----------
+        most : int, optional
+            How many rows a window has, rounded down to a multiple of `BLOCK_ROWS`; `WINDOW_ROWS` by default.
+        """
+        for start, stop in self._spans(WINDOW_ROWS if most is None else most):
+            yield self._window(start, stop)
+
+    def _spans(self, most: int) -> Iterator[tuple[int, int]]:
+        step = max(1, most // BLOCK_ROWS) * BLOCK_ROWS
+        for start in range(0, self.length, step):
+            yield start, min(start + step, self.length)
+
+    def _read(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        assert self._array is not None  # else there are no rows
+        return self._chunks.table(self._array, start, stop)
+
+    def _window(self, start: int, stop: int) -> Window:
+        rows, _ = self._read(start, stop)
+        blocks = range(start, stop, BLOCK_ROWS)
+        changed = [
+            block
+            for block in blocks
+            if crc32c(rows[block - start : block - start + BLOCK_ROWS]) != self._checksums[block // BLOCK_ROWS]
+        ]
+        for number, row in self._mended.items():
+            if start <= number < stop:
+                rows[number - start] = row
+        for block in changed:
+            self._distrust(block, rows[block - start : block - start + BLOCK_ROWS])
+        return Window(start, rows, self.certain.of(start, stop), self.sound.of(start, stop))
+
+    def _distrust(self, start: int, rows: NDArray[np.int64]) -> None:
+        """Take rows for damaged that were right when they were first read, and are not any more."""
+        stop = start + len(rows)
+        right = row_checksums(rows, start) == rows[:, Column.CHECK]
+        certain, sound = self.certain.of(start, stop), self.sound.of(start, stop)
+        for first, last in runs(certain & ~right):
+            self._refuse(start + first, start + last, "not what they were a moment ago")
+        self.certain.put(start, certain & right)
+        self.sound.put(start, sound & right)
+        self._checksums[start // BLOCK_ROWS] = crc32c(rows)

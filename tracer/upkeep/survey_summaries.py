@@ -1,0 +1,63 @@
+"""`SummaryCheck`: the summaries that declarations hold, compared with the rows of the journal that they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.format.checksum import crc32c
+from tracer.format.summaries import Summary, summarized, united
+
+
+@final
+class SummaryCheck:
+    """Compares summaries with rows that come in windows, in their order.
+
+    Where a row of a summary is damaged, nothing is said of the summary: what is wrong is told of the row.
+
+    Parameters
+    ----------
+    summaries : sequence of Summary
+    """
+
+    def __init__(self, summaries: Sequence[Summary]) -> None:
+        # in the order of their rows, the next one last
+        self._left = sorted(summaries, key=lambda one: -one.start)
+        self._parts: list[Summary] = []
+        self._checksum = 0
+        self._is_certain = True
+
+    def add(self, start: int, rows: NDArray[np.int64], certain: NDArray[np.bool_]) -> Iterator[Summary]:
+        """Those summaries that end in a window, and are not of its rows and of those before it.
+
+        Parameters
+        ----------
+        start : int
+            The number of the first row.
+        rows : numpy.ndarray of int64, (rows, columns)
+        certain : numpy.ndarray of bool, (rows,)
+            Which of them can be read and pass their checksum.
+        """
+        stop = start + len(rows)
+        while self._left and self._left[-1].start < stop:
+            summary = self._left[-1]
+            low, high = max(summary.start, start), min(summary.stop, stop)
+            part = slice(low - start, high - start)
+            self._parts.append(summarized(rows[part], low, checksum=False))
+            self._checksum = crc32c(np.ascontiguousarray(rows[part], "<i8"), self._checksum)
+            self._is_certain &= bool(certain[part].all())
+            if high < summary.stop:
+                return
+            if self._is_certain and not summary.says(united(self._parts), self._checksum):
+                yield summary
+            self._left.pop()
+            self._parts.clear()
+            self._checksum, self._is_certain = 0, True
+
+    @property
+    def beyond(self) -> Sequence[Summary]:
+        """The summaries of rows that are not there, once all windows were added."""
+        return self._left[::-1]
