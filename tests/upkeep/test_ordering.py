@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tracer.format.journal import COLUMNS, Column
 from tracer.messaging.messages import DEFAULT_TAG
-from tracer.trace.attempts import in_order, tags_of
+from tracer.trace.attempts import in_order
 from tracer.upkeep.ordering import Ordering
 from tracer.upkeep.survey_journal import Window
 
@@ -58,6 +58,8 @@ class Whole:
     attempt: int
     first_step: int
     journal: NDArray[np.int64]
+    start: int = 0
+    clock: int = 0
 
     @classmethod
     def of(cls, one: Surveyed, first_step: int) -> Whole:
@@ -70,9 +72,27 @@ class Whole:
             row[Column.GLOBAL_STEP] = step
         return cls(one.rank, one.attempt, first_step, journal)
 
-    def tags(self) -> NDArray[np.str_]:
-        """The tag of each row."""
-        return tags_of(self.journal[:, Column.STREAM], STREAMS)
+    @property
+    def part(self) -> Whole:
+        """Itself."""
+        return self
+
+    @property
+    def messages(self) -> int:
+        """How many rows there are."""
+        return len(self.journal)
+
+    def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+        """The rows of evaluations before a step is trained, and their tags, found plainly."""
+        rows, tags = [], []
+        for number, row in enumerate(self.journal.tolist()):
+            tag = TAGS[row[Column.STREAM]]
+            if tag == DEFAULT_TAG and row[Column.GLOBAL_STEP] >= step:
+                break
+            if tag != DEFAULT_TAG and row[Column.GLOBAL_STEP] == step:
+                rows.append(number)
+                tags.append(tag)
+        return np.array(rows, np.int64), np.array(tags, np.str_)
 
 
 def surveyed(rng: np.random.Generator, rank: int, attempt: int, first: int, damage: float) -> Surveyed:

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import pytest
 import torch
 
 from tests import processes
+from tests.trace.small_summaries import small_summaries
 from tracer.errors import TraceFormatError, TraceNotFoundError
+from tracer.format.summaries import Summary
 from tracer.messaging.messages import ModuleMessage, NetworkMessage
 from tracer.stores.hdf5.places import ChunkPlaces
 from tracer.trace.writer import TraceWriter
@@ -219,20 +222,6 @@ def test_what_is_no_trace(tmp_path: Path, suffix: str) -> None:
             verify(path)
 
 
-class Counted:
-    """What is asked of an array's chunks."""
-
-    def __init__(self, dataset: Any, asked: list[Any]) -> None:
-        self.id = self
-        self._dataset = dataset
-        self._asked = asked
-
-    def chunk_iter(self, note: Any) -> None:
-        """As of h5py."""
-        self._asked.append(self._dataset)
-        self._dataset.id.chunk_iter(note)
-
-
 def test_a_damaged_index_takes_no_time_for_each_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """HDF5 tries long to read a damaged index, so it is asked once, and again only when the file was written since."""
     path = tmp_path / "run.h5"
@@ -244,7 +233,9 @@ def test_a_damaged_index_takes_no_time_for_each_chunk(tmp_path: Path, monkeypatc
     asked: list[Any] = []
     look = ChunkPlaces._look
     monkeypatch.setattr(
-        ChunkPlaces, "_look", lambda places, name, dataset, note: look(places, name, Counted(dataset, asked), note)
+        ChunkPlaces,
+        "_look",
+        lambda places, name, ask: look(places, name, lambda: (asked.append(name), ask())),
     )
     assert verify(path).intact
     often, damaged = len(asked), 0
@@ -280,3 +271,31 @@ def test_what_a_killed_writer_had_begun_is_no_damage(tmp_path: Path, before: int
         assert (report.problems, report.messages, report.damaged) == ([], before, 0)
         loss = recover(path, tmp_path / f"{name}.zarr")
         assert (loss.saved, loss.lossless, loss.problems) == (before, True, [])
+
+
+@pytest.mark.parametrize("what", ["crc32c", "streams", "rows"])
+def test_a_summary_that_is_not_of_its_rows(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the declarations say of rows of the journal is compared with these rows; where it is wrong, it is told."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=7)
+    declared = Summary.declared
+    changes: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "crc32c": lambda value: value["crc32c"] ^ 4,
+        "streams": lambda value: [[*row[:5], row[5] + 1, *row[6:]] for row in value["streams"]],
+        "rows": lambda value: [one + 1000 * (value["rows"][0] > 40) for one in value["rows"]],
+    }
+
+    def write_it(path: Path) -> None:
+        with TraceWriter(path, commit_rows=3) as writer:
+            for step in range(60):
+                where = {"global_step": step, "train_step": step, "epoch": 0}
+                writer.write(NetworkMessage(kind="loss", data=torch.ones(()), **where))
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Summary, "declared", lambda self: declared(self) | {what: changes[what](declared(self))})
+        write_it(path)
+    report = verify(path)
+    assert not report.intact
+    assert {problem.check for problem in report.problems} == {"summary"}
+    write_it(tmp_path / "right.zarr")
+    assert verify(tmp_path / "right.zarr").intact
