@@ -1,0 +1,258 @@
+"""Whether what is asked of a trace costs in proportion to the answer, and not to what is there.
+
+*Asking*: of a long trace of scalars and of one that is ten times as long, each question in a process of its own: what
+the trace is, its last step (messages, an array, a replay), and what a command of the same process takes, without the
+imports. Time is that of the processor, memory the peak of the process.
+
+*Streams*: opening traces of many streams.
+
+*Following*: what a poll costs that finds ten new steps, in a short trace and in a long one; and whether a run whose
+commits come as fast as their reader asks for them is read faster than it is written.
+
+`scale_replay.py`, `scale_upkeep.py`, `batch.py` and `metrics_similarity.py` measure the rest.
+
+    python benchmarks/scale.py [--messages 1200000] [--times 10] [--streams 12] [--suffix .zarr] [--folder /tmp]
+        [--only asking,streams,following] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from scale_upkeep import write
+
+MANY_STREAMS = (2_400, 24_000)
+_ROUNDS = 3
+
+
+def _info(path: Path) -> int:
+    """How many messages a trace has."""
+    from tracer.trace.reader import TraceReader
+
+    with TraceReader(path) as reader:
+        return int(reader.info["messages"])
+
+
+def _cat(path: Path) -> int:
+    """How many messages the last step has, each with its data."""
+    from tracer.trace.reader import TraceReader
+
+    with TraceReader(path) as reader:
+        last = reader.info["steps"][1]
+        return sum(1 for window in reader.within(last, None).windows() for _ in window.values(steps=(last, None)))
+
+
+def _array(path: Path) -> int:
+    """How many values one stream has in the last step."""
+    from tracer.trace.reader import TraceReader
+
+    with TraceReader(path) as reader:
+        last = reader.info["steps"][1]
+        steps, _ = reader.array("biases", "layer0", steps=(last, None))
+        return len(steps)
+
+
+def _replay(path: Path) -> int:
+    """How many answers a metric gives about the last step."""
+    import tracer
+    from analyze.registry import parse
+    from tracer.trace.reader import TraceReader
+
+    with TraceReader(path) as reader:
+        last = reader.info["steps"][1]
+        norm = parse("norm:kind=biases")
+        heard = tracer.Collect(*norm.produces)
+        tracer.replay(reader, norm, heard, steps=(last, None))
+        return len(heard)
+
+
+QUESTIONS: dict[str, Callable[[Path], int]] = {
+    "info": _info,
+    "cat, last step": _cat,
+    "array, last step": _array,
+    "replay, last step": _replay,
+}
+
+
+def _ask(name: str, path: str) -> None:
+    """Answer a question in this process, and print what it cost."""
+    import torch  # noqa: F401 - importing it is not what is measured
+
+    import analyze.registry
+    import tracer.trace.reader
+
+    assert analyze.registry and tracer.trace.reader  # noqa: PT018 - imported before the clock begins
+    with tempfile.TemporaryDirectory() as folder:  # what is imported or made at the first trace is not measured either
+        small = Path(folder) / f"small{Path(path).suffix}"
+        write(small, 120, 12)
+        QUESTIONS[name](small)
+    began = time.process_time()
+    found = QUESTIONS[name](Path(path))
+    seconds = time.process_time() - began
+    print(json.dumps([found, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
+
+
+def asked(name: str, path: Path) -> dict[str, float]:
+    """The median seconds and megabytes of a question, of processes of its own."""
+    found = []
+    for _ in range(_ROUNDS):
+        done = subprocess.run(
+            [sys.executable, __file__, "--ask", name, str(path)], capture_output=True, text=True, check=True
+        )
+        found.append(json.loads(done.stdout))
+    assert all(one[0] for one in found), f"{name} finds something"
+    return {
+        "seconds": statistics.median(one[1] for one in found),
+        "megabytes": statistics.median(one[2] for one in found),
+    }
+
+
+def asking(folder: Path, suffix: str, messages: int, times: int, streams: int) -> dict[str, Any]:
+    """What each question costs of a trace, and of one so many times as long."""
+    paths = []
+    for count in (messages, times * messages):
+        paths.append(folder / f"of{count}{suffix}")
+        write(paths[-1], count, streams)
+    found = {}
+    for name in QUESTIONS:
+        short, long = (asked(name, path) for path in paths)
+        ratio = long["seconds"] / short["seconds"]
+        found[name] = {"short": short, "long": long, "ratio": ratio, "memory": long["megabytes"] / short["megabytes"]}
+    return found
+
+
+def many_streams(folder: Path, suffix: str, scale: float) -> dict[str, Any]:
+    """The seconds that opening takes, and telling of each stream, where there are few and many."""
+    from tracer.trace.reader import TraceReader
+
+    found: dict[str, Any] = {}
+    for count in (max(10, int(number * scale)) for number in MANY_STREAMS):
+        path = folder / f"streams{count}{suffix}"
+        write(path, 3 * count, count)
+        opening, telling = [], []
+        for _ in range(2 * _ROUNDS):
+            began = time.process_time()
+            with TraceReader(path) as reader:
+                opened = time.process_time()
+                assert len(reader.streams) == count
+                telling.append(time.process_time() - opened)
+            opening.append(opened - began)
+        found[str(count)] = {"open": statistics.median(opening), "streams": statistics.median(telling)}
+    few, many = found.values()
+    found["growth of opening"] = many["open"] / few["open"]
+    return found
+
+
+def following(folder: Path, suffix: str, messages: int, times: int, streams: int) -> dict[str, Any]:
+    """The seconds that a poll takes which finds ten steps, by the length of the trace; and of writing them."""
+    found = {}
+    for count in (messages // 100, messages, times * messages):
+        polls, writes = zip(*_polls(folder / f"follow{count}{suffix}", count, streams), strict=True)
+        found[str(count)] = {"poll": statistics.median(polls), "write": statistics.median(writes)}
+    short, *_, long = found.values()
+    return {**found, "ratio": long["poll"] / short["poll"]}
+
+
+def _polls(path: Path, messages: int, streams: int) -> Iterator[tuple[float, float]]:
+    """The processor's seconds of some polls, and of writing and committing what each of them finds."""
+    import torch
+
+    from analyze.registry import parse
+    from tracer import Collect, ModuleMessage, TraceWriter
+    from tracer.replaying.audience import Audience
+    from tracer.replaying.filters import Filters
+    from tracer.replaying.plan import rows_due, wanted_of
+    from tracer.replaying.updates import messages as published
+    from tracer.trace.reader import TraceReader
+
+    values = torch.linspace(-1, 1, streams).unbind()
+
+    def steps(first: int, stop: int) -> Iterator[tuple[ModuleMessage, None]]:
+        for step in range(first, stop):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            for stream, value in enumerate(values):
+                yield ModuleMessage(kind="biases", module=f"layer{stream}", data=value, **where), None
+
+    length = messages // streams
+    norm = parse("norm:kind=biases")
+    audience, filters = Audience([norm, Collect(*norm.produces)]), Filters()
+    writer = TraceWriter(path, commit_seconds=1e9)
+    for first in range(0, length, 512):
+        writer.write_many(steps(first, min(first + 512, length)))
+    writer.commit()
+    with TraceReader(path) as reader:
+        starts = reader.within(length, None).begin
+        for poll in range(40):
+            began = time.process_time()
+            writer.write_many(steps(length + 10 * poll, length + 10 * poll + 10))
+            writer.commit()
+            written = time.process_time()
+            reader.refresh()
+            window = reader.window(starts)
+            where, pairs = rows_due(window, wanted_of(reader, audience, filters, 0, growing=True), audience, filters)
+            assert sum(1 for _ in published(window, where, pairs, mapped=True)) == 10 * streams
+            starts = window.after(len(where))
+            yield time.process_time() - written, written - began
+    writer.finish()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--messages", type=int, default=1_200_000)
+    parser.add_argument("--times", type=int, default=10)
+    parser.add_argument("--streams", type=int, default=12)
+    parser.add_argument("--suffix", default=".zarr")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--only", default="asking,streams,following")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--ask", nargs=2, metavar=("QUESTION", "TRACE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.ask:
+        _ask(*options.ask)
+        return
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder, suffix, messages, times = Path(name), options.suffix, options.messages, options.times
+        if "asking" in options.only:
+            found["asking"] = asking(folder, suffix, messages, times, options.streams)
+        if "streams" in options.only:
+            found["streams"] = many_streams(folder, suffix, min(1.0, messages / 1_200_000))
+        if "following" in options.only:
+            found["following"] = following(folder, suffix, messages, times, options.streams)
+    print(json.dumps(found) if options.json else "\n".join(_lines(found, messages, times)))
+
+
+def _lines(found: dict[str, Any], messages: int, times: int) -> Iterator[str]:
+    if "asking" in found:
+        yield f"{'':20}{messages:>14,} messages{times * messages:>17,} messages   ratio  (bar: 1.3, 300 MB)"
+        for name, one in found["asking"].items():
+            short, long = (
+                f"{1e3 * at['seconds']:9.1f} ms {at['megabytes']:6.0f} MB" for at in (one["short"], one["long"])
+            )
+            yield f"{name:20}  {short}    {long}   {one['ratio']:5.2f}  memory {one['memory']:.2f}"
+    if "streams" in found:
+        for count, one in found["streams"].items():
+            if isinstance(one, dict):
+                yield f"{count:>6} streams: open {1e3 * one['open']:.0f} ms, tell of each {1e3 * one['streams']:.0f} ms"
+        growth = found["streams"]["growth of opening"]
+        yield f"ten times the streams take {growth:.1f} times as long to open (bar: 300 ms for 24,000)"
+    if "following" in found:
+        for count, one in found["following"].items():
+            if isinstance(one, dict):
+                written = f"writing and committing them {1e3 * one['write']:.2f} ms"
+                yield f"a poll after {int(count):>12,} messages finds 10 steps in {1e3 * one['poll']:.2f} ms; {written}"
+        yield f"the longest over the shortest: {found['following']['ratio']:.2f} (bar: 2)"
+
+
+if __name__ == "__main__":
+    main()
