@@ -16,6 +16,7 @@ from tracer.errors import CaptureError, TraceError
 from tracer.format.journal import NONE, Column
 from tracer.format.version import FORMAT
 from tracer.messaging.messages import DEFAULT_TAG, Message
+from tracer.messaging.stacks import Stretch
 from tracer.shown import table
 from tracer.stores.locations import Anywhere, location
 from tracer.stores.opening import STORES
@@ -351,6 +352,13 @@ class TraceReader:
             If what is read is damaged. What came before is right.
         """
         return self._blocks.messages(self.select(kinds, modules, steps, tags, streams, where, ranks), mapped)
+
+    def stretches(self, where: NDArray[np.bool_], mapped: bool = False) -> Iterator[Stretch | Iterator[Message]]:
+        """The messages of some rows of `journal` in their order, as a replay takes them: small ones as a `Stretch`.
+
+        Parameters and errors are those of `messages`; each part must be used up before the next one is asked for.
+        """
+        return self._blocks.stretches(self.select(where=where), mapped)
 
     def arrays(
         self,

@@ -266,6 +266,7 @@ class Quantiles(PerMessage):
     """
 
     name = "quantiles"
+    takes_many = True
     spoiled_by = ("reduce",)
     version = 2
     invariances = ("order",)

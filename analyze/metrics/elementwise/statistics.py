@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Unpack, final, get_args
 
 import numpy as np
@@ -21,6 +21,7 @@ from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import PerMessage, Where
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
+from tracer.messaging.stacks import Stack
 
 Per = Literal["tensor", "channel"]
 Channels = Literal["auto", "outputs", "first", "last"]
@@ -310,6 +311,7 @@ class Statistics(PerMessage):
     """
 
     name = "statistics"
+    takes_many = True
     spoiled_by = ("reduce",)
     version = 2
     invariances = ("order",)
@@ -337,3 +339,10 @@ class Statistics(PerMessage):
         axis = channel_axis(message.kind, array.shape, self.channels)
         found = statistics(array, self.which, per=self.per, axis=axis, ddof=self.ddof, precision=self.precision)
         return [torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in found.values()]
+
+    def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
+        """The statistics of whole tensors all at once; those of channels, and of complex data, one by one."""
+        if self.per != "tensor" or stack.data is None or stack.data.is_complex():
+            return None
+        found = statistics_of_tensors(stack.data, self.which, ddof=self.ddof, precision=self.precision)
+        return list(found.values())
