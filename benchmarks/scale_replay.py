@@ -60,7 +60,7 @@ def record(path: Path, elements: int, messages: int) -> None:
 
 def replayed(path: Path, specs: tuple[str, ...], *, singly: bool) -> tuple[float, Results]:
     """CPU seconds of a replay, all threads, and the answers."""
-    subscribers, results = [parse(spec) for spec in specs], Results()
+    subscribers, results = [parse(f"{one}{',' if ':' in one else ':'}kind=weights") for one in specs], Results()
     guard = contextlib.nullcontext() if singly else None
     began = time.process_time()
     tracer.replay(path, *subscribers, results.sink(subscribers, "run"), guard=guard)

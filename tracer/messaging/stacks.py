@@ -1,7 +1,8 @@
 """Many small messages at once: those of one kind as a `Stack`, those that follow each other in a trace as a `Stretch`.
 
 A message of its own costs as much as the arithmetic of thousands of numbers. So a replay hands small messages out by
-the thousand, with their data in one tensor, to receivers that say that they take them so.
+the thousand, with their data in one tensor, to receivers that say that they take them so. NumPy is imported where there
+are such messages, because whoever names a message imports this.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, checked, clock_of
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 COUNTERS: Final = ("global_step", "train_step", "epoch", "call")
@@ -67,6 +67,8 @@ class Heads:
     @cached_property
     def present(self) -> list[int]:
         """The sources that these messages are of, by their indices, ascending."""
+        import numpy as np
+
         present: list[int] = np.flatnonzero(np.bincount(self.source_ids)).tolist()
         return present
 
@@ -90,7 +92,7 @@ class Stack:
 
     Examples
     --------
-    >>> import torch
+    >>> import numpy as np, torch
     >>> sources = [Source("fc", "default", "", 0), Source("head", "default", "", 0)]
     >>> counters = np.array([[7, 7, 0, 0], [7, 7, 0, 0], [8, 8, 0, 0]])
     >>> heads = Heads(sources, np.array([0, 1, 0]), counters, np.arange(3))
@@ -130,6 +132,8 @@ class Stack:
 
     def only(self, chosen: NDArray[np.bool_]) -> Stack | None:
         """Some of the messages; the stack itself if these are all, None if there is none."""
+        import numpy as np
+
         if chosen.all():
             return self
         rows = np.flatnonzero(chosen)
@@ -139,6 +143,8 @@ class Stack:
 
     def of_sources(self, wants: Wants) -> NDArray[np.bool_]:
         """Which messages are of a source that somebody wants, whatever the step."""
+        import numpy as np
+
         sources, present = self.heads.sources, self.heads.present
         wanted = [wants(self.kind, sources[one].module, sources[one].tag, None) for one in present]
         if all(wanted):
@@ -177,7 +183,7 @@ class Stretch:
 
     Examples
     --------
-    >>> import torch
+    >>> import numpy as np, torch
     >>> heads = Heads([Source(None, "default", "", 0)], np.zeros(2, np.int64), np.zeros((2, 4), np.int64), np.arange(2))
     >>> losses = Stack("loss", heads, torch.tensor([1.0, 2.0]))
     >>> answers = losses.answered("loss_doubled", 2 * losses.data)
@@ -194,6 +200,8 @@ class Stretch:
     @cached_property
     def order(self) -> NDArray[np.int64]:
         """Which message of the stacks, one stack behind the other, is the first, the second, and so on."""
+        import numpy as np
+
         if not self.stacks:
             return np.zeros(0, np.int64)
         return np.argsort(np.concatenate([one.heads.places for one in self.stacks]), kind="stable")
@@ -201,6 +209,8 @@ class Stretch:
     @property
     def owners(self) -> NDArray[np.int64]:
         """The index of the stack that each message is in, in the order of the messages."""
+        import numpy as np
+
         return np.repeat(np.arange(len(self.stacks)), [len(one) for one in self.stacks])[self.order]
 
     def wanted(self, wants: Wants) -> Stretch | None:
@@ -255,6 +265,8 @@ def gathered(stack: Stack, answers: Iterable[Iterable[Message] | None]) -> list[
 
 
 def _heads(messages: Sequence[Message], places: NDArray[np.int64]) -> Heads:
+    import numpy as np
+
     ids: dict[Source, int] = {}
     source_ids = [ids.setdefault(Source(one.key, one.tag, one.leaf, one.rank), len(ids)) for one in messages]
     counters = [(one.global_step, one.train_step, one.epoch, one.call) for one in messages]
