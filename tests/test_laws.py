@@ -233,6 +233,18 @@ def test_replay_says_what_was_said_live(name: str, live: Live) -> None:
     assert said == set(parse(name).produces), f"{name} promised {parse(name).produces} and gave {said}"
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if parse(name).takes_many])
+def test_many_messages_at_once_say_what_was_said_live(
+    name: str, recorded: Callable[[str], Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who takes many messages at once says of these, bit for bit, what was said live of each, however few are alike."""
+    monkeypatch.setattr(tracer.trace.blocks, "FEW", 0)
+    monkeypatch.setattr(tracer.MessageBus, "publish", None)  # nothing is published by itself
+    live, heard = recorded("zarr"), Collect()
+    tracer.replay(live.path, parse(name), heard)
+    assert derived_by(name, heard) == derived_by(name, live.heard) != []
+
+
 @pytest.mark.parametrize(
     ("live", "steps"),
     [("zarr", 1), ("h5", 3), ("zarr", 4)]

@@ -22,6 +22,7 @@ _OF_HOME = {
     "tracer.messaging.actor": ("Actor",),
     "tracer.messaging.bus": ("Collect", "MessageBus", "Receiver", "get_default_bus"),
     "tracer.messaging.messages": ("KINDS", "Message", "MessageBundle", "ModuleMessage", "NetworkMessage", "derived"),
+    "tracer.messaging.stacks": ("Stack", "Stretch"),
     "tracer.messaging.subscriber": ("CallbackSubscriber", "Subscriber"),
     "tracer.messaging.subscription": ("Subscription", "SynchronizedSubscription"),
     "tracer.observing.capture": ("Capture",),

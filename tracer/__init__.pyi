@@ -17,6 +17,7 @@ from tracer.errors import (
 from tracer.messaging.actor import Actor
 from tracer.messaging.bus import Collect, MessageBus, Receiver, get_default_bus
 from tracer.messaging.messages import KINDS, Message, MessageBundle, ModuleMessage, NetworkMessage, derived
+from tracer.messaging.stacks import Stack, Stretch
 from tracer.messaging.subscriber import CallbackSubscriber, Subscriber
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription
 from tracer.observing.capture import Capture
@@ -56,6 +57,8 @@ __all__ = [
     "Receiver",
     "Recorder",
     "Run",
+    "Stack",
+    "Stretch",
     "Subscriber",
     "Subscription",
     "SynchronizedSubscription",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from analyze.tables.results import Results, Sink
     from tracer.messaging.bus import Receiver
     from tracer.messaging.messages import Message
+    from tracer.messaging.stacks import Stack, Stretch
     from tracer.messaging.subscriber import Subscriber
     from tracer.replaying.plan import Plan
     from tracer.trace.reader import TraceReader
@@ -255,6 +256,8 @@ class _Printer(_Overhearing):
 class _Counter(_Overhearing):
     """Moves a progress bar."""
 
+    takes_many = True
+
     def __init__(self, kinds: Collection[str], advance: Callable[[int], None]) -> None:
         self.kinds, self.advance = kinds, advance
         self.count = 0
@@ -268,6 +271,12 @@ class _Counter(_Overhearing):
         self.count += 1
         if self.count % 100 == 0:
             self.advance(self.count)
+        return ()
+
+    def receive_many(self, stretch: Stretch) -> Iterable[Stack]:
+        """Count all of them."""
+        self.count += len(stretch)
+        self.advance(self.count)
         return ()
 
     def finish(self) -> Iterable[Message]:

@@ -21,6 +21,7 @@ from analyze.tables.columns import COLUMNS, COUNTERS, Columns, Row, Stream
 from analyze.tables.results import Results
 from analyze.tables.writing import arrow_table
 from tracer.messaging.messages import Message
+from tracer.messaging.stacks import Stretch
 from tracer.trace.reader import TraceReader
 
 COMPLETE: Final = ".parquet"
@@ -99,6 +100,16 @@ class PartAnswers:
         else:
             self._small.add(message, self._unit.title, self._subscriber)
         self._count += 1
+
+    def add_many(self, stretch: Stretch) -> None:
+        """Append many answers, in their order."""
+        if any(one.data is not None and one.data.numel() > ARRAY_NUMBERS * len(one) for one in stretch.stacks):
+            for message in stretch:
+                self.add(message)
+            return
+        subscribers = dict.fromkeys((one.kind for one in stretch.stacks), self._subscriber)
+        self._small.add_many(stretch, self._unit.title, subscribers)
+        self._count += len(stretch)
 
     def add_rows(self, results: Results) -> None:
         """Append answers that go into the table number by number, even large ones."""

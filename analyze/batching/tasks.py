@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import numpy as np
 
@@ -29,11 +29,13 @@ from tracer.errors import TraceCorruptError, TraceError
 from tracer.format.journal import Column
 from tracer.messaging.bus import Around, Receiver, describe
 from tracer.messaging.messages import Message
+from tracer.messaging.stacks import Stack, Stretch
 from tracer.messaging.subscriber import Subscriber
 from tracer.replaying.plan import Plan, plan
 from tracer.replaying.replay import replay
 from tracer.trace.reader import TraceReader
 
+_Answer = TypeVar("_Answer")
 SALVAGES: Final = 200
 """The most replays of smaller shares of one damaged unit."""
 
@@ -265,10 +267,16 @@ class Timed(Around):
     def receive(self, message: Message) -> Iterable[Message]:
         return self._measured(self.inner.receive(message))
 
+    def receive_many(self, stretch: Stretch) -> Iterable[Stack]:
+        return self._measured(self.inner.receive_many(stretch))
+
+    def can_take_many(self) -> bool:
+        return self.inner.can_take_many()
+
     def finish(self) -> Iterable[Message]:
         return self._measured(self.inner.finish())
 
-    def _measured(self, answers: Iterable[Message] | None) -> tuple[Message, ...]:
+    def _measured(self, answers: Iterable[_Answer] | None) -> tuple[_Answer, ...]:
         """The answers as a tuple, because a subscriber may compute them only while they are iterated."""
         began = time.perf_counter()
         found = tuple(answers or ())
@@ -297,6 +305,7 @@ class Heard(Receiver):
 
     passive = True
     name = "results"
+    takes_many = True
 
     def __init__(self, unit: Unit, subscriber: Subscriber, timed: Timed | None = None) -> None:
         self.answers = PartAnswers(unit, describe(subscriber))
@@ -313,4 +322,8 @@ class Heard(Receiver):
 
     def receive(self, message: Message) -> Iterable[Message]:
         self.answers.add(message)
+        return ()
+
+    def receive_many(self, stretch: Stretch) -> Iterable[Stack]:
+        self.answers.add_many(stretch)
         return ()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypedDict
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.inputs import answer, carries_data
 from tracer.messaging.bus import Scope
 from tracer.messaging.messages import DEFAULT_TAG, Message, derived
+from tracer.messaging.stacks import Stack, is_newer
 from tracer.messaging.subscriber import Subscriber
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription
 
@@ -48,7 +51,7 @@ class Metric(Subscriber):
     ----------
     name : str
         Under which it is registered.
-    scope, mergeable, version, invariances, spoiled_by
+    scope, mergeable, version, invariances, spoiled_by, takes_many
         As in `tracer.Subscriber`: what it remembers, and what its answers do not depend on. A metric without memory has
         ``scope = "message"``; a new one leaves `version` at 1.
     bundled : bool
@@ -107,10 +110,24 @@ class PerMessage(Metric):
     def measure(self, message: Any) -> Iterable[float | Tensor]:
         """The numbers of a message, in the order of `produces`."""
 
+    def measure_many(self, stack: Stack) -> Sequence[Tensor | NDArray[np.float64]] | None:
+        """The numbers of many messages, an array (messages, ...) for each kind of answers in the order of `produces`.
+
+        They are those of `measure`, to the bit. None, the default, has the messages measured one by one.
+        """
+        return None
+
     def compute(self, message: Any) -> Iterator[Message]:
         """Answer one message with its numbers."""
         for kind, number in zip(self.produces, self.measure(message), strict=True):
             yield derived(message, kind, number if isinstance(number, Tensor) else answer(number))
+
+    def compute_many(self, stack: Stack) -> Iterable[Stack]:
+        """Answer many messages with their numbers."""
+        numbers = self.measure_many(stack) if is_newer(type(self), "measure_many", "measure", "value") else None
+        if numbers is None:
+            return super().compute_many(stack)
+        return [stack.answered(kind, one) for kind, one in zip(self.produces, numbers, strict=True)]
 
 
 class OneNumber(PerMessage):

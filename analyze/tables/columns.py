@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, final
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, message_of
+from tracer.messaging.stacks import COUNTERS as HEADS
+from tracer.messaging.stacks import Stack, Stretch
 
 
 class Row(NamedTuple):
@@ -145,7 +148,7 @@ class Columns:
         """
         data = message.data
         if data is not None and data.is_complex():
-            raise MessageError(f"results hold real numbers, but {message.kind} of {message.key!r} is {data.dtype}")
+            raise _complex(message.kind, message.key, data.dtype)
         stream = Stream.of(message, trace, subscriber)
         counters = (message.epoch, message.train_step, message.global_step, message.call)
         shape: tuple[int, ...] = (0,) if data is None else tuple(data.shape)
@@ -156,6 +159,68 @@ class Columns:
             else:
                 values.frombytes(data.detach().cpu().double().contiguous().numpy().tobytes())
         self._append(self._id_of(stream), counters, shape, values)
+
+    def add_many(self, stretch: Stretch, trace: str, subscribers: Mapping[str, str]) -> None:
+        """Append many answers, in their order.
+
+        Parameters
+        ----------
+        stretch : Stretch
+        trace : str
+        subscribers : mapping of str to str
+            Who answered, for each kind.
+
+        Raises
+        ------
+        MessageError
+            If data is complex; then nothing is appended.
+        """
+        stacks, order = stretch.stacks, stretch.order
+        for one in stacks:
+            if one.data is not None and one.data.is_complex():
+                raise _complex(one.kind, one.heads.sources[one.heads.present[0]].module, one.data.dtype)
+        self.stream_ids.frombytes(self._ids_of(stretch, trace, subscribers).tobytes())
+        counters = np.concatenate([one.heads.counters for one in stacks])[order]
+        for name, column in self.counters.items():
+            column.frombytes(counters[:, HEADS.index(name)].tobytes())
+        shapes = [(0,) if one.data is None else tuple(one.data.shape[1:]) for one in stacks]
+        sizes = np.repeat([math.prod(shape) for shape in shapes], [len(one) for one in stacks])
+        values = np.concatenate([_as_float64(one) for one in stacks])
+        if len(set(shapes)) == 1:
+            self.shapes += shapes[:1] * len(order)
+        else:
+            self.shapes += map(shapes.__getitem__, stretch.owners.tolist())
+        sizes_in_order = sizes[order]
+        ends = np.cumsum(sizes_in_order)
+        if (sizes == 1).all():
+            values = values[order]
+        elif (order[1:] < order[:-1]).any():
+            # where each message's numbers begin in `values`, less where they begin among those in order
+            shift = (np.cumsum(sizes) - sizes)[order] - (ends - sizes_in_order)
+            values = values[np.repeat(shift, sizes_in_order) + np.arange(len(values))]
+        self.starts.frombytes((len(self.values) + ends).tobytes())
+        self.values.frombytes(values.tobytes())
+
+    def _ids_of(self, stretch: Stretch, trace: str, subscribers: Mapping[str, str]) -> NDArray[np.int64]:
+        """The index of the stream of each of many answers in their order; new streams are added as they come."""
+        begins, codes, end = [], [], 0
+        for one in stretch.stacks:
+            begins.append(end)
+            codes.append(one.heads.source_ids + end)
+            end += one.heads.present[-1] + 1
+        ordered = np.concatenate(codes)[stretch.order]
+        first = np.full(end, -1)
+        first[ordered[::-1]] = np.arange(len(ordered))[::-1]  # of several numbers the last one stays
+        ids = np.zeros(end, np.int64)
+        found = np.flatnonzero(first >= 0)
+        for code in found[np.argsort(first[found])].tolist():
+            number = bisect_right(begins, code) - 1
+            stack = stretch.stacks[number]
+            source = stack.heads.sources[code - begins[number]]
+            dtype = None if stack.data is None else str(stack.data.dtype).removeprefix("torch.")
+            fields = (stack.kind, source.module, source.tag, source.leaf, source.rank)
+            ids[code] = self._id_of(Stream(trace, subscribers[stack.kind], *fields, dtype))
+        return ids[ordered]
 
     def extend(self, other: Columns) -> None:
         """Append all answers of another `Columns`."""
@@ -298,6 +363,18 @@ class Columns:
             made._append(number, counters[row], shape, table["value"][row:end])
         add_empty()
         return made
+
+
+def _complex(kind: str, module: str | None, dtype: object) -> MessageError:
+    return MessageError(f"results hold real numbers, but {kind} of {module!r} is {dtype}")
+
+
+def _as_float64(stack: Stack) -> NDArray[np.float64]:
+    """The numbers of many messages, one behind the other."""
+    if stack.data is None:
+        return np.zeros(0)
+    numbers: NDArray[np.float64] = stack.data.detach().cpu().double().numpy().reshape(-1)
+    return numbers
 
 
 @lru_cache(maxsize=256)

@@ -18,6 +18,7 @@ from analyze.tables.writing import PathLike, new_file, pandas, write_csv, write_
 from tracer.errors import UnknownNameError
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import Message
+from tracer.messaging.stacks import Stack, Stretch
 from tracer.shown import table
 
 
@@ -81,6 +82,23 @@ class Results:
             If its data is complex, which no table of numbers holds.
         """
         self._gathered().add(message, trace, subscriber)
+
+    def add_many(self, stretch: Stretch, trace: str, subscribers: Mapping[str, str]) -> None:
+        """Append many answers in their order, as `add` would one by one.
+
+        Parameters
+        ----------
+        stretch : Stretch
+        trace : str
+        subscribers : mapping of str to str
+            Who answered, for each kind.
+
+        Raises
+        ------
+        MessageError
+            If data is complex; then nothing is appended.
+        """
+        self._gathered().add_many(stretch, trace, subscribers)
 
     def extend(self, other: Results) -> None:
         """Append all rows of other results, such as those of another trace."""
@@ -347,6 +365,7 @@ class Sink(Receiver):
     passive = True
     scope = "message"
     name = "results"
+    takes_many = True
 
     def __init__(self, results: Results, subscribers: Iterable[Receiver], trace: str = "") -> None:
         self.results = results
@@ -362,4 +381,9 @@ class Sink(Receiver):
     def receive(self, message: Message) -> Iterable[Message]:
         """Add the message to the results."""
         self.results.add(message, self.trace, self.producers[message.kind])
+        return ()
+
+    def receive_many(self, stretch: Stretch) -> Iterable[Stack]:
+        """Add the messages to the results."""
+        self.results.add_many(stretch, self.trace, self.producers)
         return ()

@@ -46,19 +46,28 @@ class Series(NamedTuple):
 
 def series_of(answers: Columns) -> list[Series]:
     """A `Series` for each series of answers, in the order of their first answers."""
-    positions: dict[tuple[str, str, str, str, int], list[int]] = {}
-    for position, number in enumerate(answers.stream_ids):
-        stream = answers.streams[number]
-        key = (stream.trace, stream.kind, stream.place, stream.tag, stream.rank)
-        positions.setdefault(key, []).append(position)
-    values = np.array(answers.values, dtype=np.float64)
-    global_steps = answers.counters["global_step"]
+    keys: dict[tuple[str, str, str, str, int], int] = {}
+    of_stream = [
+        keys.setdefault((one.trace, one.kind, one.place, one.tag, one.rank), len(keys)) for one in answers.streams
+    ]
+    stream_ids = np.array(answers.stream_ids, dtype=np.int64)
+    series = np.array(of_stream, dtype=np.int64)[stream_ids]
+    # the answers of each series, in their order, one series behind the other
+    positions = np.argsort(series, kind="stable")
+    numbers, begins = np.unique(series[positions], return_index=True)
+    values, starts = np.array(answers.values, dtype=np.float64), np.array(answers.starts, dtype=np.int64)
+    sizes, global_steps = np.diff(starts), np.array(answers.counters["global_step"], dtype=np.int64)
+    names = list(keys)
     found = []
-    for key, these in positions.items():
-        of_each = [values[answers.starts[at] : answers.starts[at + 1]] for at in these]
-        course = np.array([mean_of(numbers) for numbers in of_each])
-        inside = np.concatenate(of_each)
-        steps = np.repeat([global_steps[at] for at in these], [len(numbers) for numbers in of_each])
+    these_of = zip(numbers.tolist(), np.split(positions, begins[1:]), strict=False)
+    for number, these in sorted(these_of, key=lambda one: int(one[1][0])):
+        key: tuple[str, str, str, str, int] = names[number]
+        if (sizes[these] == 1).all():
+            inside = course = values[starts[these]]
+        else:
+            of_each = [values[starts[at] : starts[at + 1]] for at in these.tolist()]
+            course, inside = np.array([mean_of(one) for one in of_each]), np.concatenate(of_each)
+        steps = np.repeat(global_steps[these], sizes[these])
         is_finite = np.isfinite(inside)
         finite, strange = inside[is_finite], steps[~is_finite]
         found.append(

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from tracer.errors import CaptureError, MessageError, raised_by_signal, warn_only
 from tracer.messaging.messages import DEFAULT_TAG, MODULE_KINDS, NETWORK_KINDS, Message, ModuleMessage, NetworkMessage
-from tracer.messaging.subscription import Subscription
+from tracer.messaging.stacks import Stack, Stretch, gathered, is_newer
+from tracer.messaging.subscription import Named, Subscription
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +52,12 @@ class Receiver(ABC):
         What it takes, where that can be said so.
     same_inputs, spoiled_by
         See `tracer.Subscriber`.
+    takes_many : bool
+        Whether a replay may hand it many small messages at once (`receive_many`). Who says so promises that nothing
+        but what it answers or keeps tells that from one by one: that what it wants does not depend on the step
+        (but through a `Subscription`), that it changes no message, and one of two things. Either it answers, and then
+        remembers nothing (its scope is ``"message"``) and may be asked again. Or it only listens, and then raises
+        nothing and hears all messages in their order.
     """
 
     name: ClassVar[str] = ""
@@ -60,6 +67,7 @@ class Receiver(ABC):
     subscriptions: Sequence[Subscription] = ()
     same_inputs: bool = False
     spoiled_by: Sequence[str] = ()
+    takes_many: bool = False
 
     @property
     def needs(self) -> Collection[str]:
@@ -73,6 +81,25 @@ class Receiver(ABC):
     @abstractmethod
     def receive(self, message: Message) -> Iterable[Message] | None:
         """Take a message; the answers are published after everyone has the message."""
+
+    def receive_many(self, stretch: Stretch) -> Iterable[Stack] | None:
+        """Take many messages, and answer as if each had come by itself; this default does just that, in a loop."""
+        found: list[Stack] = []
+        if self.produces:
+            for stack in stretch.stacks:
+                found += gathered(stack, map(self.receive, stack))
+        else:
+            for message in stretch:
+                self.receive(message)
+        return found
+
+    def can_take_many(self) -> bool:
+        """Whether it says that it takes many messages, and none of its subclasses says anew how it takes one."""
+        if not self.takes_many or (self.produces and self.scope != "message"):
+            return False
+        cls = type(self)
+        loops = cls.receive_many is Receiver.receive_many
+        return loops or is_newer(cls, "receive_many", "receive", "wants")
 
     def awake(self, step: int) -> bool:
         """Whether it may want something of the training passes of this global step."""
@@ -287,6 +314,52 @@ class MessageBus:
                 self._publishing = False  # first: what is called may be interrupted
                 self._queue.clear()
 
+    def can_publish_many(self, streams: Iterable[Named]) -> bool:
+        """Whether nobody can tell if messages of these streams are published by `publish_many` or one by one.
+
+        So it is if all who want one of them, or an answer to one of them, take many, and none who answers wants the
+        answers of others.
+        """
+        if self.on_error != "raise":  # who fails at a message must not get the next one
+            return False
+        receivers = self._receivers
+        able = {id(one): one.can_take_many() for one in receivers}
+        for stream in streams:
+            module, tag = stream.module, stream.tag
+            hearing = [one for one in receivers if one.wants(stream.kind, module, tag, None)]
+            answers = {kind for one in hearing for kind in one.produces}
+            listening = [one for one in receivers if any(one.wants(kind, module, tag, None) for kind in answers)]
+            if not all(able[id(one)] for one in (*hearing, *listening)) or any(one.produces for one in listening):
+                return False
+        return True
+
+    def publish_many(self, stretch: Stretch) -> None:
+        """Deliver many messages, and all answers to them, where `can_publish_many` says that this may be done at once.
+
+        Those who answer are asked first. Where one of them cannot answer, nobody has heard anything yet: all is
+        published one by one, so that what a message raises comes after the answers to all messages before it.
+
+        Raises
+        ------
+        MessageError
+            As `publish`.
+        """
+        with self._lock:
+            if not self._publishing:
+                self._publishing = True
+                try:
+                    done = self._deliver_many(stretch)
+                    while done and self._queue:
+                        later = self._queue.popleft()
+                        self._deliver(later, later.key)
+                finally:
+                    self._publishing = False
+                    self._queue.clear()
+                if done:
+                    return
+            for message in stretch:
+                self.publish(message)
+
     def publish_network_message(
         self,
         global_step: int,
@@ -384,6 +457,46 @@ class MessageBus:
                 for answer in answers:
                     self.publish(answer)
 
+    def _deliver_many(self, stretch: Stretch) -> bool:
+        """Deliver messages and answers at once; False if that cannot be done, and nobody has heard anything."""
+        answers: list[Stack] = []
+        for receiver in self._receivers:
+            if receiver.produces and (heard := stretch.wanted(receiver.wants)) is not None:
+                versions = [_version(one.data) for one in heard.stacks]
+                try:
+                    given = list(receiver.receive_many(heard) or ())
+                except Exception as error:
+                    if raised_by_signal(error):
+                        raise
+                    return False
+                if versions != [_version(one.data) for one in heard.stacks]:
+                    changed = MessageError("it changed the data of messages, which others get too")
+                    self._failed(receiver, changed, _about(heard))
+                if not {one.kind for one in given} <= set(receiver.produces):
+                    return False
+                answers += given
+        # who keeps numbers refuses complex ones
+        if any(one.data is not None and one.data.is_complex() for one in answers):
+            return False
+        whole = Stretch([*stretch.stacks, *answers])
+        if not all(map(self._carries, whole.stacks)):
+            return False
+        for receiver in self._receivers:
+            if not receiver.produces and (heard := whole.wanted(receiver.wants)) is not None:
+                try:
+                    receiver.receive_many(heard)
+                except Exception as error:
+                    self._failed(receiver, error, _about(heard))
+        return True
+
+    def _carries(self, stack: Stack) -> bool:
+        """Whether `_refuse` would let each message of a stack pass."""
+        topic = self._topics.get(stack.kind)
+        sources = stack.heads.sources
+        return topic == "any" or all(
+            topic == ("network" if sources[one].module is None else "module") for one in stack.heads.present
+        )
+
     def _last_answers(self, receiver: Receiver) -> Sequence[Message]:
         try:
             answers = list(receiver.finish() or ())
@@ -434,6 +547,8 @@ class Collect(Receiver):
     (1, 'batch_started', [])
     """
 
+    takes_many = True
+
     def __init__(self, *kinds: str) -> None:
         self.kinds = kinds
         self.passive = not kinds
@@ -446,6 +561,11 @@ class Collect(Receiver):
     def receive(self, message: Message) -> Iterable[Message]:
         """Keep the message."""
         self.messages.append(message)
+        return ()
+
+    def receive_many(self, stretch: Stretch) -> Iterable[Stack]:
+        """Keep the messages."""
+        self.messages.extend(stretch)
         return ()
 
     def of(self, kind: str) -> list[Message]:
@@ -479,8 +599,18 @@ def tell_of_model(receivers: Iterable[Receiver], structure: Callable[[], Any]) -
 
 def version_of(message: Message | None) -> int:
     """A number that grows when somebody changes a message's data in place."""
-    data = None if message is None else message.data
+    return 0 if message is None else _version(message.data)
+
+
+def _version(data: Tensor | None) -> int:
+    """A number that grows when somebody changes data in place; 0 for data that has none."""
     return 0 if data is None or data.is_inference() else data._version
+
+
+def _about(stretch: Stretch) -> str:
+    steps = [int(step) for one in stretch.stacks for step in (one.steps.min(), one.steps.max())]
+    kinds = dict.fromkeys(one.kind for one in stretch.stacks)
+    return f"on {', '.join(kinds)} of global steps {min(steps)} to {max(steps)}"
 
 
 def describe(receiver: Receiver) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from tracer.errors import MessageError
 
@@ -97,6 +97,12 @@ KINDS: Mapping[str, Kind] = {
 """Every kind that an exporter observes, by name."""
 
 _BY_EPOCH = frozenset(name for name, kind in KINDS.items() if kind.clock == "epoch")
+
+
+def clock_of(kind: str) -> Literal["epoch", "global_step"]:
+    """The counter that `Message.step` is for messages of a kind."""
+    return "epoch" if kind in _BY_EPOCH else "global_step"
+
 
 NETWORK_KINDS: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.network)
 MODULE_KINDS: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if not kind.network)

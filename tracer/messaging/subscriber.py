@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 from tracer.errors import MessageError, did_you_mean
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import DEFAULT_TAG, Message, MessageBundle
+from tracer.messaging.stacks import Stack, Stretch, gathered, is_newer
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription, matches_tag
 
 
@@ -46,6 +47,10 @@ class Subscriber(Receiver):
     spoiled_by : tuple of str
         What a recorder may keep of a tensor (``"elements"``, ``"reduce"``; see `tracer.Capture`) that makes an answer
         one about something else. A plan tells where a trace holds that, and a replay warns.
+    takes_many : bool
+        Whether a replay may hand it many small messages at once, which saves what a message costs by itself. It may be
+        said by a class that remembers nothing (``scope = "message"``), takes messages singly (by a `Subscription`), and
+        does not mind to be asked the same again. `compute_many` then answers them; its default loops over `compute`.
 
     Examples
     --------
@@ -118,6 +123,14 @@ class Subscriber(Receiver):
     def compute(self, message_or_bundle: Any) -> Iterable[Message] | None:
         """Yield the answers to one message (of a `Subscription`) or bundle (of a `SynchronizedSubscription`)."""
 
+    def compute_many(self, stack: Stack) -> Iterable[Stack]:
+        """Yield the answers to many messages: for each answer that `compute` yields, a stack of them.
+
+        What a class says here must be what `compute` says of each message by itself, to the bit; a live run gets only
+        that. This default loops.
+        """
+        return gathered(stack, map(self.compute, stack))
+
     def conclude(self) -> Iterable[Message]:
         """Yield the last answers, when the run or the replay ends; for metrics that wait for a step to be over."""
         return ()
@@ -174,6 +187,26 @@ class Subscriber(Receiver):
             if subscription.wants(message.kind, message.key, message.tag, message.step):
                 for taken in subscription.take(message):
                     yield from self._as_labelled(self.compute(taken))
+
+    def receive_many(self, stretch: Stretch) -> Iterator[Stack]:
+        """Answer many messages, through every subscription that takes them."""
+        late = is_newer(type(self), "compute_many", "compute")
+        for subscription in self.subscriptions:
+            for stack in stretch.stacks:
+                taken = stack.only(subscription.takes(stack))
+                if taken is not None:
+                    many = self.compute_many(taken) if late else gathered(taken, map(self.compute, taken))
+                    for answers in many:
+                        kind = self._labels.get(answers.kind, answers.kind)
+                        yield answers if kind == answers.kind else replace(answers, kind=kind)
+
+    def can_take_many(self) -> bool:
+        """Whether it says that it takes many messages, and takes them singly and answers them without a memory."""
+        return (
+            bool(self.produces)
+            and all(type(one) is Subscription for one in self.subscriptions)
+            and super().can_take_many()
+        )
 
     def finish(self) -> Iterator[Message]:
         """Answer what the subscriptions still held back, then conclude."""

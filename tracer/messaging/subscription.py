@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from tracer.errors import MessageError
 from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message, MessageBundle
+from tracer.messaging.stacks import Stack
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Incomplete = Literal["strict", "drop", "partial"]
 
@@ -71,6 +76,11 @@ class Subscription:
             and (tag is None or matches_tag(self.tag, tag))
             and (module is None or self.modules is None or self._matches_module(module))
         )
+
+    def takes(self, stack: Stack) -> NDArray[np.bool_]:
+        """Which of many messages it takes: those of which `wants` says so."""
+        taken = stack.of_sources(self.wants)
+        return taken if self.subsample == 1 else taken & (stack.steps % self.subsample == 0)
 
     def take(self, message: Message) -> Iterator[Message | MessageBundle]:
         """What the subscriber gets now that this message, which is wanted, is there."""

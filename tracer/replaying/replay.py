@@ -13,6 +13,7 @@ import numpy as np
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
 from tracer.messaging.bus import MessageBus, Receiver, in_order, tell_of_model
+from tracer.messaging.stacks import Stretch
 from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters
 from tracer.replaying.plan import Wanted, opened, rank_of, rows_due, wanted_of
@@ -110,7 +111,6 @@ def replay(
         for sentence in wanted.partial:
             warnings.warn(sentence, RuntimeWarning, stacklevel=2)
         bus = _prepared(reader, audience, following=following)
-        guard = guard if guard is not None else contextlib.nullcontext()
         # a message that a receiver keeps should not depend on the file; any other needs no copy
         mapped = not audience.may_keep
         asked = _asked(reader, filters)
@@ -134,7 +134,7 @@ def replay(
                     asked = asked if following else _asked(reader, filters)
             if wanted.missing:
                 raise CaptureError("; ".join(wanted.missing))
-            with guard:
+            with guard if guard is not None else contextlib.nullcontext():
                 bus.finish()
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is raised
@@ -175,13 +175,13 @@ def _publish(
     audience: Audience,
     filters: Filters,
     mapped: bool,
-    guard: AbstractContextManager[object],
+    guard: AbstractContextManager[object] | None,
     *,
     last: bool,
 ) -> int:
-    """Publish the messages of a window that are due, and for which nothing has to be waited for; how many these are.
+    """Publish the messages of a window that are due, and need not wait for others; how many rows are done.
 
-    After the `last` window nothing comes.
+    Small messages are published together, where nobody can tell. After the `last` window nothing comes.
     """
     where, pairs = rows_due(window, wanted, audience, filters)
     done = len(where)
@@ -189,6 +189,17 @@ def _publish(
         done = settled(window, wanted.derived)
         where[done:] = False
         pairs = pairs[pairs[:, 0] < done]
+    if guard is None and not wanted.derived and bus.can_publish_many(wanted.streams):
+        for part in window.stretches(where, mapped):
+            if isinstance(part, Stretch):
+                bus.publish_many(part)
+            else:
+                for message in part:
+                    bus.publish(message)
+                    del message
+            del part
+        return done
+    guard = guard if guard is not None else contextlib.nullcontext()
     for message in messages(window, where, pairs, mapped):
         with guard:
             bus.publish(message)

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -17,6 +18,7 @@ from tracer.format.encodings import ENCODINGS, readable
 from tracer.format.journal import Column
 from tracer.memory import SMALLEST, Memory
 from tracer.messaging.messages import Message, checked
+from tracer.messaging.stacks import Heads, Source, Stack, Stretch
 from tracer.stores.disk.mapped import MappedFiles
 from tracer.trace.columns import Columns, Together
 from tracer.trace.data import TOGETHER, Data, Group
@@ -42,6 +44,10 @@ SLOW_BLOCKS: Final = 3
 """It is slow if so many blocks in a row had to be waited for so long (half as long for one message by itself); one may
 be because others had the processor.
 """
+SMALL_BYTES: Final = 16384
+"""Messages of at most so many bytes in the mean are stacked: what one costs by itself is much against its data."""
+FEW: Final = 8
+"""Stacks of fewer messages in the mean cost as much as the messages one by one."""
 _KEPT: Final = 64
 """A message that is kept keeps at most so many times its size."""
 _FIELDS: Final = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
@@ -64,21 +70,78 @@ class Blocks:
 
     def messages(self, selected: NDArray[np.int64], mapped: bool) -> Iterator[Message]:
         """The messages of rows; `mapped` as in `TraceReader.messages`."""
-        names, journal = self._names, self._data.merged.journal
         for rows, groups in self._blocks(selected, mapped):
-            if groups and groups[0].row is not None:
-                groups.reverse()
-                while groups:  # one by one, so that the memory of a message is used again as soon as nobody holds it
-                    yield self._single(groups.pop())
-                continue
-            owners, tensors = _in_order(groups, len(rows))
-            groups.clear()  # else the groups would hold the memory of the block
-            fields = journal[rows][:, _FIELDS].tolist()
-            for owner, (number, global_step, train_step, epoch, call) in zip(owners, fields, strict=True):
-                kind, module, tag, leaf, rank = names[number]
-                data = next(tensors[owner])
-                yield checked(kind, module, global_step, train_step, epoch, tag, call, leaf, rank, data)
-            tensors.clear()
+            yield from self._messages(rows, groups)
+
+    def stretches(self, selected: NDArray[np.int64], mapped: bool) -> Iterator[Stretch | Iterator[Message]]:
+        """The messages of rows, block by block: stacked where they are small and many alike, else one by one."""
+        for rows, groups in self._blocks(selected, mapped):
+            part: Stretch | Iterator[Message] | None = self._stretch(rows, groups)
+            if part is None:
+                part = self._messages(rows, groups)
+            yield part
+            del part  # frees the memory for the next block
+
+    def _messages(self, rows: NDArray[np.int64], groups: list[Group]) -> Iterator[Message]:
+        """The messages of a block, one by one; empties the groups."""
+        if groups and groups[0].row is not None:
+            groups.reverse()
+            while groups:  # one by one, so that the memory of a message is used again as soon as nobody holds it
+                yield self._single(groups.pop())
+            return
+        names = self._names
+        owners, tensors = _in_order(groups, len(rows))
+        groups.clear()  # else the groups would hold the memory of the block
+        fields = self._data.merged.journal[rows][:, _FIELDS].tolist()
+        for owner, (number, global_step, train_step, epoch, call) in zip(owners, fields, strict=True):
+            kind, module, tag, leaf, rank = names[number]
+            data = next(tensors[owner])
+            yield checked(kind, module, global_step, train_step, epoch, tag, call, leaf, rank, data)
+        tensors.clear()
+
+    def _stretch(self, rows: NDArray[np.int64], groups: list[Group]) -> Stretch | None:
+        """The messages of a block as stacks; None where they are too large or too different for that."""
+        nbytes = sum(group.data.nbytes for group in groups)
+        if any(group.row is not None for group in groups) or nbytes > SMALL_BYTES * len(rows):
+            return None
+        fields = self._data.merged.journal[rows][:, _FIELDS]
+        kinds = self._kinds[fields[:, 0]]
+        # the places and the data of the messages of each kind, dtype and shape; of events, just the places
+        parts: dict[tuple[int, str, tuple[int, ...]], list[tuple[NDArray[np.int64], NDArray[Any] | None]]] = {}
+        events = np.ones(len(rows), np.bool_)
+        for group in groups:
+            events[group.places] = False
+            of_group = kinds[group.places]
+            for kind in np.unique(of_group).tolist():
+                chosen = slice(None) if (of_group == kind).all() else of_group == kind
+                like = parts.setdefault((kind, group.dtype, group.data.shape[1:]), [])
+                like.append((group.places[chosen], group.data[chosen]))
+        for kind in np.unique(kinds[events]).tolist():
+            parts[kind, "", ()] = [(np.flatnonzero(events & (kinds == kind)), None)]
+        if len(rows) < FEW * len(parts):
+            return None
+        stacks = []
+        for (kind, dtype, _), found in parts.items():
+            places, data = _together(found)
+            heads = Heads(self._sources, fields[places, 0], fields[places, 1:], places)
+            tensor = None if data is None else _tensor(data, dtype)
+            stacks.append(Stack(self._kind_names[kind], heads, tensor))
+        return Stretch(stacks)
+
+    @cached_property
+    def _sources(self) -> list[Source]:
+        """What tells the streams of a kind apart, by the numbers of the streams."""
+        return [Source(module, tag, leaf, rank) for _, module, tag, leaf, rank in self._names]
+
+    @cached_property
+    def _kind_names(self) -> list[str]:
+        return list(dict.fromkeys(kind for kind, *_ in self._names))
+
+    @cached_property
+    def _kinds(self) -> NDArray[np.int64]:
+        """The index in `_kind_names` of the kind of each stream."""
+        numbers = {kind: number for number, kind in enumerate(self._kind_names)}
+        return np.array([numbers[kind] for kind, *_ in self._names], np.int64)
 
     def _single(self, group: Group) -> Message:
         """A message that was read by itself."""
@@ -204,6 +267,31 @@ class Blocks:
             finally:
                 for _, future in waiting:
                     future.cancel()
+
+
+def _together(
+    found: list[tuple[NDArray[np.int64], NDArray[Any] | None]],
+) -> tuple[NDArray[np.int64], NDArray[Any] | None]:
+    """Messages that were read in several parts, in their order."""
+    places, data = found[0]
+    if len(found) > 1:
+        places = np.concatenate([one for one, _ in found])
+        data = np.concatenate([one for _, one in found if one is not None])
+    if (places[1:] < places[:-1]).any():
+        order = np.argsort(places)
+        places, data = places[order], None if data is None else data[order]
+    return places, data
+
+
+def _tensor(data: NDArray[Any], dtype: str) -> Tensor:
+    """The messages of a group in one tensor."""
+    import torch
+
+    encoding = ENCODINGS[dtype]
+    if not data.size:
+        return torch.empty(data.shape, dtype=encoding.dtype, device="cpu")
+    tensor = torch.from_numpy(data)
+    return tensor if encoding.bits is None else tensor.view(encoding.dtype)
 
 
 def _in_order(groups: list[Group], count: int) -> tuple[list[int], list[Iterator[Tensor | None]]]:

@@ -20,6 +20,7 @@ from tracer.format.summaries import Fact, summarized
 from tracer.format.tables import Stream
 from tracer.format.version import FORMAT
 from tracer.messaging.messages import DEFAULT_TAG, Message
+from tracer.messaging.stacks import Stretch
 from tracer.shown import table
 from tracer.stores.locations import Anywhere, location
 from tracer.stores.opening import STORES
@@ -527,6 +528,13 @@ class TraceReader:
         """A reader of the part that has the messages of some steps."""
         selection = Selection.of(steps=steps)
         return self if steps is None else self.within(selection.start, selection.stop)
+
+    def stretches(self, where: NDArray[np.bool_], mapped: bool = False) -> Iterator[Stretch | Iterator[Message]]:
+        """The messages of some rows of `journal` in their order, as a replay takes them: small ones as a `Stretch`.
+
+        Parameters and errors are those of `messages`; each part must be used up before the next one is asked for.
+        """
+        return self._rows().blocks.stretches(self.select(where=where), mapped)
 
     def arrays(
         self,

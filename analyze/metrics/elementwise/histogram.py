@@ -173,6 +173,7 @@ class Histogram(PerMessage):
     """
 
     name = "histogram"
+    takes_many = True
     spoiled_by = ("reduce",)
     invariances = ("order",)
 

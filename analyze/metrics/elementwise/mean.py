@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Unpack, final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from analyze.metrics.elementwise.formulas import statistic
-from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.elementwise.sharing import shared, shared_by_all
 from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import OneNumber, Where
 from tracer.messaging.messages import Message
+from tracer.messaging.stacks import Stack
 
 
 def mean(x: Array) -> float:
@@ -73,6 +78,7 @@ class Mean(OneNumber):
     """
 
     name = "mean"
+    takes_many = True
     spoiled_by = ("reduce",)
     version = 2
     invariances = ("order",)
@@ -83,3 +89,8 @@ class Mean(OneNumber):
     def value(self, message: Message) -> float:
         """The mean, from the pass over the data that other statistics share."""
         return shared(message, "mean")
+
+    def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
+        """The means, from a pass that other statistics share."""
+        found = shared_by_all(stack, "mean")
+        return None if found is None else (found,)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Unpack, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number
 from analyze.metrics.elementwise.formulas import statistic
-from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.elementwise.sharing import shared, shared_by_all
 from analyze.metrics.inputs import Array, as_array, blocks
 from analyze.metrics.metric import OneNumber, Where
 from tracer.messaging.messages import Message
+from tracer.messaging.stacks import Stack
 
 
 def norm(x: Array, order: float = 2) -> float:
@@ -144,6 +147,7 @@ class Norm(OneNumber):
     """
 
     name = "norm"
+    takes_many = True
     spoiled_by = ("elements", "reduce")
     version = 2
     invariances = ("order", "sign")
@@ -158,3 +162,8 @@ class Norm(OneNumber):
         if self.order in _SHARED and message.data is not None and not message.data.is_complex():
             return shared(message, _SHARED[self.order])
         return norm(as_array(message.data), self.order)
+
+    def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
+        """The norms of these orders, from a pass that other statistics share; others are had one by one."""
+        found = shared_by_all(stack, _SHARED[self.order]) if self.order in _SHARED else None
+        return None if found is None else (found,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Unpack, final
 
@@ -16,6 +17,7 @@ from analyze.metrics.inputs import Array, as_array, as_float64
 from analyze.metrics.metric import PerMessage, Where
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
+from tracer.messaging.stacks import Stack
 
 _SORTED = 2**18
 """So many elements and more are counted before they are sorted."""
@@ -59,6 +61,33 @@ def quantiles(x: Array, probabilities: Iterable[float] = (0.0, 0.25, 0.5, 0.75, 
     if size < _SORTED:
         return _of_few(as_float64(flat), wanted)
     return _of_many(flat, size, wanted)
+
+
+def quantiles_of_tensors(x_tn: NDArray[Any], probabilities: Iterable[float]) -> NDArray[np.float64]:
+    """The quantiles of each row of an array (tensors, elements), bit for bit those that `quantiles` has of each.
+
+    Returns
+    -------
+    ndarray of float64, (tensors, probabilities)
+    """
+    wanted = check_probabilities(probabilities)
+    tensors, size = x_tn.shape
+    found = np.full((tensors, len(wanted)), np.nan)
+    if size == 0 or x_tn.dtype.kind == "c":
+        return found
+    if size >= _SORTED:
+        for number, row in enumerate(x_tn):
+            found[number] = quantiles(row, wanted)
+        return found
+    lows, highs, shares = (list(one) for one in zip(*_ranks(size, wanted), strict=True))
+    together = max(1, BLOCK // size)
+    for start in range(0, tensors, together):
+        values = as_float64(x_tn[start : start + together])
+        good = ~np.isnan(values).any(axis=1)
+        values = np.partition(values, sorted({*lows, *highs}), axis=1)
+        found_here = interpolated(values[:, lows], values[:, highs], np.array(shares))
+        found[start : start + together][good] = found_here[good]
+    return found
 
 
 def _flat(x: Array) -> Tensor | NDArray[Any]:
@@ -266,6 +295,7 @@ class Quantiles(PerMessage):
     """
 
     name = "quantiles"
+    takes_many = True
     spoiled_by = ("reduce",)
     version = 2
     invariances = ("order",)
@@ -284,6 +314,13 @@ class Quantiles(PerMessage):
         """The quantiles as one answer."""
         found = quantiles(as_array(None) if message.data is None else message.data, self.probabilities)
         return (torch.from_numpy(found),)
+
+    def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
+        """The quantiles of all of them, sorted together."""
+        if stack.data is None:
+            return None
+        array = as_array(stack.data)
+        return (quantiles_of_tensors(array.reshape(len(array), math.prod(array.shape[1:])), self.probabilities),)
 
 
 def _read(probabilities: float | str | Iterable[float]) -> Iterable[Any]:

@@ -100,6 +100,7 @@ class SampleNorm(PerMessage):
     """
 
     name = "sample_norm"
+    takes_many = True
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign")
 

@@ -1,4 +1,4 @@
-"""One pass over a message's data for all subscribers that ask for a statistic of it."""
+"""One pass over the data of a message, or of many, for all subscribers that ask for a statistic of it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import math
 import threading
 import weakref
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.elementwise.formulas import FORMULAS, derived_number, statistic
-from analyze.metrics.elementwise.moments import Moments, has, moments
+from analyze.metrics.elementwise.formulas import FORMULAS, derive, derived_number, statistic
+from analyze.metrics.elementwise.moments import Moments, has, moments, moments_of_tensors
 from analyze.metrics.inputs import as_array
 from tracer.messaging.messages import Message
+from tracer.messaging.stacks import Stack
 
 
 class _Shared(threading.local):
@@ -40,8 +43,18 @@ def shared(message: Message, name: str, ddof: int = 1) -> float:
     return derived_number(shared_moments(data, message.kind, FORMULAS[name].need), name, ddof)
 
 
-def shared_moments(data: Tensor, kind: str, need: int) -> Moments:
+def shared_by_all(stack: Stack, name: str, ddof: int = 1) -> NDArray[np.float64] | None:
+    """A statistic of each of many messages, in a pass that others may share; None where that takes another way."""
+    data = stack.data
+    if data is None or data.is_complex():
+        return None
+    return derive(shared_moments(data, stack.kind, FORMULAS[name].need, each=True), (name,), ddof)[name]
+
+
+def shared_moments(data: Tensor, kind: str, need: int, *, each: bool = False) -> Moments:
     """Moments of a message's data, which several subscribers may ask for: one pass for all of them.
+
+    With `each`, the data is that of many messages, and the moments are those of each.
 
     What was asked of the kind's message before is taken to be asked again, and accumulated at once. Since each of the
     moments is the same to the bit whatever else is accumulated, who else asks changes nothing but the time.
@@ -56,6 +69,11 @@ def shared_moments(data: Tensor, kind: str, need: int) -> Moments:
     for known in _shared.found:
         if has(known.need, need):
             return known
-    found = moments(as_array(data), need | _shared.usual.get(kind, 0))
+    need |= _shared.usual.get(kind, 0)
+    array = as_array(data)
+    if each:
+        found = moments_of_tensors(array.reshape(len(array), math.prod(array.shape[1:])), need)
+    else:
+        found = moments(array, need)
     _shared.found.append(found)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Unpack, final, get_args
 
 import numpy as np
@@ -16,11 +16,12 @@ from analyze.metrics.checks import check_word
 from analyze.metrics.elementwise.formulas import FORMULAS, check_ddof, derive, needs_of
 from analyze.metrics.elementwise.moments import moments, moments_of_channels, moments_of_tensors
 from analyze.metrics.elementwise.norm import norm
-from analyze.metrics.elementwise.quantiles import quantiles
+from analyze.metrics.elementwise.quantiles import quantiles, quantiles_of_tensors
 from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import PerMessage, Where
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
+from tracer.messaging.stacks import Stack
 
 Per = Literal["tensor", "channel"]
 Channels = Literal["auto", "outputs", "first", "last"]
@@ -136,17 +137,20 @@ def _add_others(
     others = [name for name in names if name not in result]
     if not others:
         return
-    sets = _sets(array, axis)
     probabilities = {name: _probability(name) for name in others if not name.startswith("norm")}
+    sets = _sets(array, axis)
+    if probabilities:
+        if axis == 0 and array.ndim == 2:
+            found = quantiles_of_tensors(array, probabilities.values())
+        else:
+            found = np.full((len(sets), len(probabilities)), np.nan)
+            for number, one in enumerate(sets):
+                found[number] = quantiles(one, probabilities.values())
+        result.update(zip(probabilities, found.T, strict=True))
     for name in others:
-        result[name] = np.full(len(sets), np.nan)
-    for number, one in enumerate(sets):
-        if probabilities:
-            for name, value in zip(probabilities, quantiles(one, probabilities.values()), strict=True):
-                result[name][number] = value
-        for name in others:
-            if name not in probabilities:
-                result[name][number] = norm(one, float(name.removeprefix("norm")))
+        if name not in probabilities:
+            order = float(name.removeprefix("norm"))
+            result[name] = np.array([norm(one, order) for one in sets], dtype=np.float64)
 
 
 def _sets(array: NDArray[Any], axis: int | None) -> list[NDArray[Any]]:
@@ -310,6 +314,7 @@ class Statistics(PerMessage):
     """
 
     name = "statistics"
+    takes_many = True
     spoiled_by = ("reduce",)
     version = 2
     invariances = ("order",)
@@ -337,3 +342,10 @@ class Statistics(PerMessage):
         axis = channel_axis(message.kind, array.shape, self.channels)
         found = statistics(array, self.which, per=self.per, axis=axis, ddof=self.ddof, precision=self.precision)
         return [torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in found.values()]
+
+    def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
+        """The statistics of whole tensors all at once; those of channels, and of complex data, one by one."""
+        if self.per != "tensor" or stack.data is None or stack.data.is_complex():
+            return None
+        found = statistics_of_tensors(stack.data, self.which, ddof=self.ddof, precision=self.precision)
+        return list(found.values())

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Unpack, final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from analyze.metrics.elementwise.formulas import statistic
-from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.elementwise.sharing import shared, shared_by_all
 from analyze.metrics.inputs import Array
 from analyze.metrics.metric import OneNumber, Where
 from tracer.messaging.messages import Message
+from tracer.messaging.stacks import Stack
 
 
 def sum(x: Array) -> float:  # noqa: A001 - the registry name; analyze.sum, as in numpy.sum
@@ -70,6 +75,7 @@ class Sum(OneNumber):
     """
 
     name = "sum"
+    takes_many = True
     spoiled_by = ("elements", "reduce")
     version = 2
     invariances = ("order",)
@@ -80,3 +86,8 @@ class Sum(OneNumber):
     def value(self, message: Message) -> float:
         """The sum, from the pass over the data that other statistics share."""
         return shared(message, "sum")
+
+    def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
+        """The sums, from a pass that other statistics share."""
+        found = shared_by_all(stack, "sum")
+        return None if found is None else (found,)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Unpack, final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from analyze.metrics.elementwise.formulas import check_ddof, statistic
-from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.elementwise.sharing import shared, shared_by_all
 from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import OneNumber, Where
 from tracer.messaging.messages import Message
+from tracer.messaging.stacks import Stack
 
 
 def variance(x: Array, ddof: int = 1) -> float:
@@ -86,6 +91,7 @@ class Variance(OneNumber):
     """
 
     name = "variance"
+    takes_many = True
     spoiled_by = ("reduce",)
     version = 3
     invariances = ("order", "shift", "sign")
@@ -100,3 +106,8 @@ class Variance(OneNumber):
         if message.data is not None and message.data.is_complex():
             return variance(message.data, self.ddof)
         return shared(message, "variance", self.ddof)
+
+    def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
+        """The variances, from a pass that other statistics share."""
+        found = shared_by_all(stack, "variance", self.ddof)
+        return None if found is None else (found,)

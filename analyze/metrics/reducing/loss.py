@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Unpack, final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from analyze.metrics.elementwise.mean import mean
+from analyze.metrics.elementwise.sharing import shared_by_all
 from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import OneNumber, Where
 from tracer.messaging.messages import Message
+from tracer.messaging.stacks import Stack
 
 
 def loss(x: Array) -> float:
@@ -68,6 +74,7 @@ class Loss(OneNumber):
     """
 
     name = "loss"
+    takes_many = True
 
     def __init__(self, kind: str = "loss", **where: Unpack[Where]) -> None:
         super().__init__(kind, f"{kind}_value", **where)
@@ -75,3 +82,8 @@ class Loss(OneNumber):
     def value(self, message: Message) -> float:
         """The mean of what the training computed."""
         return loss(as_array(message.data))
+
+    def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
+        """The means, from a pass that other statistics share; of losses without elements one by one."""
+        found = shared_by_all(stack, "mean") if stack.data is not None and stack.data.numel() else None
+        return None if found is None else (found,)

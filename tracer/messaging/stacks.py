@@ -1,0 +1,297 @@
+"""Many small messages at once: those of one kind as a `Stack`, those that follow each other in a trace as a `Stretch`.
+
+A message of its own costs as much as the arithmetic of thousands of numbers. So a replay hands small messages out by
+the thousand, with their data in one tensor, to receivers that say that they take them so. NumPy is imported where there
+are such messages, because whoever names a message imports this.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, final
+
+from tracer.errors import MessageError
+from tracer.messaging.messages import Message, checked, clock_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+COUNTERS: Final = ("global_step", "train_step", "epoch", "call")
+"""The columns of `Heads.counters`."""
+_KEPT: Final = 64
+"""A message that is kept keeps the memory of so many."""
+
+Wants: TypeAlias = "Callable[[str, str | None, str | None, int | None], bool]"
+"""What `Receiver.wants` is."""
+
+
+class Source(NamedTuple):
+    """What tells streams of one kind apart; the fields are those of a `Message`."""
+
+    module: str | None
+    tag: str
+    leaf: str
+    rank: int
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """What many messages say besides their kind and their data; a stack shares it with the stacks of the answers.
+
+    Attributes
+    ----------
+    sources : sequence of Source
+        Those that there are; maybe more than these messages are of.
+    source_ids : ndarray of int64, (n,)
+        Of each message, the index of its source.
+    counters : ndarray of int64, (n, 4)
+        The columns are `COUNTERS`.
+    places : ndarray of int64, (n,)
+        Where each message stands in its stretch, ascending. Answers have the places of what they answer.
+    """
+
+    sources: Sequence[Source]
+    source_ids: NDArray[np.int64]
+    counters: NDArray[np.int64]
+    places: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @cached_property
+    def present(self) -> list[int]:
+        """The sources that these messages are of, by their indices, ascending."""
+        import numpy as np
+
+        present: list[int] = np.flatnonzero(np.bincount(self.source_ids)).tolist()
+        return present
+
+    def only(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> Heads:
+        """Those of some messages."""
+        return Heads(self.sources, self.source_ids[chosen], self.counters[chosen], self.places[chosen])
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Many small messages of one kind, whose data has one dtype and shape, in their order.
+
+    Attributes
+    ----------
+    kind : str
+    heads : Heads
+        Of which module, tag and step each message is.
+    data : torch.Tensor or None, (n, ...)
+        The data of each message; None for events. All receivers get the same tensor, as with a `Message`.
+
+    Examples
+    --------
+    >>> import numpy as np, torch
+    >>> sources = [Source("fc", "default", "", 0), Source("head", "default", "", 0)]
+    >>> counters = np.array([[7, 7, 0, 0], [7, 7, 0, 0], [8, 8, 0, 0]])
+    >>> heads = Heads(sources, np.array([0, 1, 0]), counters, np.arange(3))
+    >>> stack = Stack("weights_norm2", heads, torch.tensor([1.0, 2.0, 3.0]))
+    >>> doubled = stack.answered("weights_norm2_doubled", 2 * stack.data)
+    >>> [(message.key, message.global_step, float(message.data)) for message in doubled]
+    [('fc', 7, 2.0), ('head', 7, 4.0), ('fc', 8, 6.0)]
+    """
+
+    kind: str
+    heads: Heads
+    data: Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """`Message.step` of each message."""
+        column: NDArray[np.int64] = self.heads.counters[:, COUNTERS.index(clock_of(self.kind))]
+        return column
+
+    def answered(self, kind: str, data: Tensor | NDArray[np.float64]) -> Stack:
+        """An answer to each message: messages of `kind` with the same counters, tags and modules; see `derived`.
+
+        Raises
+        ------
+        MessageError
+            If there is not an answer for each message.
+        """
+        import torch
+
+        data = data.detach() if isinstance(data, torch.Tensor) else torch.from_numpy(data)
+        if data.ndim == 0 or len(data) != len(self):
+            raise MessageError(f"{len(self)} {self.kind} messages have an answer each, not {tuple(data.shape)} numbers")
+        return Stack(kind, self.heads, data)
+
+    def only(self, chosen: NDArray[np.bool_]) -> Stack | None:
+        """Some of the messages; the stack itself if these are all, None if there is none."""
+        import numpy as np
+
+        if chosen.all():
+            return self
+        rows = np.flatnonzero(chosen)
+        if not len(rows):
+            return None
+        return Stack(self.kind, self.heads.only(rows), None if self.data is None else _rows(self.data, rows))
+
+    def of_sources(self, wants: Wants) -> NDArray[np.bool_]:
+        """Which messages are of a source that somebody wants, whatever the step."""
+        import numpy as np
+
+        sources, present = self.heads.sources, self.heads.present
+        wanted = [wants(self.kind, sources[one].module, sources[one].tag, None) for one in present]
+        if all(wanted):
+            return np.ones(len(self), np.bool_)
+        of_source = np.zeros(present[-1] + 1, np.bool_)
+        of_source[present] = wanted
+        return of_source[self.heads.source_ids]
+
+    def __iter__(self) -> Iterator[Message]:
+        """The messages one by one, each with data that nobody else has."""
+        kind, sources = self.kind, self.heads.sources
+        counters = self.heads.counters.tolist()
+        for number, (global_step, train_step, epoch, call), data in zip(
+            self.heads.source_ids.tolist(), counters, self._tensors(), strict=False
+        ):
+            module, tag, leaf, rank = sources[number]
+            yield checked(kind, module, global_step, train_step, epoch, tag, call, leaf, rank, data)
+
+    def _tensors(self) -> Iterator[Tensor | None]:
+        if self.data is None:
+            yield from itertools.repeat(None, len(self))
+            return
+        for begin in range(0, len(self), _KEPT):
+            # rows of one tensor count its changes together, what `data` gives counts its own
+            yield from (row.data for row in self.data[begin : begin + _KEPT].clone().unbind())
+
+
+@final
+class Stretch:
+    """Messages in the order in which they are published, as stacks.
+
+    Parameters
+    ----------
+    stacks : sequence of Stack
+        Of messages of one place, those in an earlier stack come first.
+
+    Examples
+    --------
+    >>> import numpy as np, torch
+    >>> heads = Heads([Source(None, "default", "", 0)], np.zeros(2, np.int64), np.zeros((2, 4), np.int64), np.arange(2))
+    >>> losses = Stack("loss", heads, torch.tensor([1.0, 2.0]))
+    >>> answers = losses.answered("loss_doubled", 2 * losses.data)
+    >>> [(message.kind, float(message.data)) for message in Stretch([losses, answers])]
+    [('loss', 1.0), ('loss_doubled', 2.0), ('loss', 2.0), ('loss_doubled', 4.0)]
+    """
+
+    def __init__(self, stacks: Sequence[Stack]) -> None:
+        self.stacks = tuple(stacks)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.stacks))
+
+    @cached_property
+    def order(self) -> NDArray[np.int64]:
+        """Which message of the stacks, one stack behind the other, is the first, the second, and so on."""
+        import numpy as np
+
+        if not self.stacks:
+            return np.zeros(0, np.int64)
+        return np.argsort(np.concatenate([one.heads.places for one in self.stacks]), kind="stable")
+
+    @property
+    def owners(self) -> NDArray[np.int64]:
+        """The index of the stack that each message is in, in the order of the messages."""
+        import numpy as np
+
+        return np.repeat(np.arange(len(self.stacks)), [len(one) for one in self.stacks])[self.order]
+
+    def wanted(self, wants: Wants) -> Stretch | None:
+        """The messages that somebody wants, whatever their step; None if there is none."""
+        found = [chosen for one in self.stacks if (chosen := one.only(one.of_sources(wants))) is not None]
+        if len(found) == len(self.stacks) and all(map(_same, found, self.stacks)):
+            return self
+        return Stretch(found) if found else None
+
+    def __iter__(self) -> Iterator[Message]:
+        each = [iter(one) for one in self.stacks]
+        return (next(each[number]) for number in self.owners.tolist())
+
+
+def _rows(data: Tensor, rows: NDArray[np.int64]) -> Tensor:
+    """Some rows of a tensor, by their bits: torch cannot choose among numbers of each of its dtypes."""
+    import torch
+
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(data.itemsize, data.dtype)
+    return data.view(bits).index_select(0, torch.from_numpy(rows)).view(data.dtype)
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other
+
+
+def gathered(stack: Stack, answers: Iterable[Iterable[Message] | None]) -> list[Stack]:
+    """Answers that were given one by one, as stacks.
+
+    Parameters
+    ----------
+    stack : Stack
+    answers : iterable of iterable of Message
+        To each message of the stack, in their order.
+    """
+    import torch
+
+    found: dict[tuple[int, str, object, object], tuple[list[int], list[Message]]] = {}
+    for row, given in enumerate(answers):
+        for number, answer in enumerate(given or ()):
+            data = answer.data
+            key = (number, answer.kind, None if data is None else data.dtype, None if data is None else data.shape)
+            rows, messages = found.setdefault(key, ([], []))
+            rows.append(row)
+            messages.append(answer)
+    # the second answer to a message comes after its first one, in whichever stacks they are
+    stacks = []
+    for (_, kind, dtype, _), (rows, messages) in sorted(found.items(), key=lambda one: one[0][0]):
+        data = None if dtype is None else torch.stack([one.data for one in messages if one.data is not None])
+        stacks.append(Stack(kind, _heads(messages, stack.heads.places[rows]), data))
+    return stacks
+
+
+def _heads(messages: Sequence[Message], places: NDArray[np.int64]) -> Heads:
+    import numpy as np
+
+    ids: dict[Source, int] = {}
+    source_ids = [ids.setdefault(Source(one.key, one.tag, one.leaf, one.rank), len(ids)) for one in messages]
+    counters = [(one.global_step, one.train_step, one.epoch, one.call) for one in messages]
+    return Heads(list(ids), np.array(source_ids, np.int64), np.array(counters, np.int64), places)
+
+
+@cache
+def is_newer(cls: type, many: str, *single: str) -> bool:
+    """Whether a class that overrides one of the methods `single` also overrides `many`, which stands for them.
+
+    A subclass that says anew how a message is answered, and not how many are, must be asked message by message.
+
+    Examples
+    --------
+    >>> class Base:
+    ...     def one(self): ...
+    ...     def many(self): ...
+    >>> class Changed(Base):
+    ...     def one(self): ...
+    >>> is_newer(Base, "many", "one"), is_newer(Changed, "many", "one")
+    (True, False)
+    """
+    homes = {
+        name: next(number for number, one in enumerate(cls.__mro__) if name in vars(one))
+        for name in (many, *single)
+        if hasattr(cls, name)
+    }
+    return all(homes[many] <= home for home in homes.values())
