@@ -5,73 +5,33 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from copy import copy
-from functools import cached_property
 from types import TracebackType
 from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.errors import CaptureError, TraceError
+from tracer.errors import CaptureError
 from tracer.format.journal import NONE, Column
-from tracer.format.summaries import Fact, summarized
-from tracer.format.tables import Stream
-from tracer.format.version import FORMAT
 from tracer.messaging.messages import DEFAULT_TAG, Message
 from tracer.messaging.stacks import Stretch
-from tracer.shown import table
 from tracer.stores.locations import Anywhere, location
-from tracer.stores.opening import STORES
 from tracer.trace.assembly import WHOLE
-from tracer.trace.blocks import Blocks
 from tracer.trace.columns import Columns
-from tracer.trace.data import Data, itemsizes
-from tracer.trace.merging import Parts, joint, listed, merged
+from tracer.trace.described import Described, Position
+from tracer.trace.merging import Parts, listed
 from tracer.trace.selection import Selection, Steps
 from tracer.trace.spans import PartSpan, ahead, clock_before
-from tracer.trace.streams import Batch, StreamInfo, called, described
+from tracer.trace.streams import Batch, called
 
-Position = tuple[int, ...]
-"""The first rows of each part that come after some messages of a trace."""
 WINDOW_ROWS: Final = 1 << 18
 """Messages of a window, if nobody says otherwise."""
 
 
 @final
-class _Read:
-    """A journal that was read, and what reads the data of its rows."""
-
-    def __init__(self, data: Data, spans: Sequence[PartSpan]) -> None:
-        data.merged.journal.flags.writeable = False
-        self.data = data
-        self.blocks = Blocks(data)
-        self._spans = spans
-
-    @cached_property
-    def rank(self) -> NDArray[np.int64]:
-        """The rank that each row is of."""
-        read = self.data.merged
-        ranks = np.array([stream.rank for stream in read.streams] or [0], np.int64)
-        found: NDArray[np.int64] = ranks[read.journal[:, Column.STREAM]]
-        return found
-
-    def after(self, count: int) -> Position:
-        """As `TraceReader.after`."""
-        read = self.data.merged
-        if count == len(read.journal):
-            return tuple(span.stop for span in self._spans)
-        if read.origin is None:
-            return (self._spans[0].start + count,)
-        parts, rows = read.origin[0][:count], read.origin[1][:count]
-        return tuple(
-            int(rows[parts == number].max(initial=span.start - 1)) + 1 for number, span in enumerate(self._spans)
-        )
-
-
-@final
-class TraceReader:
+class TraceReader(Described):
     """A trace, as it was when it was opened; a trace that is being written can be opened too, and followed.
 
     Of a distributed run the messages of all ranks are there, ordered by the global step, then by the rank. What cannot
@@ -125,46 +85,6 @@ class TraceReader:
         except BaseException:
             self.close()
             raise
-
-    def _merge(self) -> None:
-        """Make one table of those of the parts, as far as these were read."""
-        self._extent = self._parts.extent
-        self._tables = joint(self._parts)
-        self._spans: list[PartSpan] | None = None
-        self._read: _Read | None = None
-        self._infos: list[StreamInfo] | None = None
-        self._whole: TraceReader | None = None
-        self._ends: Position | None = None
-
-    def _rows(self) -> _Read:
-        """The journal, which is read when somebody asks for it."""
-        if self._read is None:
-            spans = self._spans
-            if spans is None:
-                spans = [PartSpan.whole(part) for part in self._tables.parts]
-            found = merged(self._parts, self._tables, spans)
-            self._read = _Read(Data(self.path, found, self._parts.stores, self._verify), spans)
-        return self._read
-
-    @property
-    def journal(self) -> NDArray[np.int64]:
-        """The committed journal, (messages, columns); see `tracer.format.journal.Column`. Not to be changed."""
-        return self._rows().data.merged.journal
-
-    @property
-    def rank(self) -> NDArray[np.int64]:
-        """The rank that each row of `journal` is of, (messages,)."""
-        return self._rows().rank
-
-    @property
-    def problems(self) -> list[str]:
-        """A sentence for each part of the trace that is missing or cannot be read."""
-        assembling = self._rows().data.merged.problems if self._tables.assembles else []
-        return [*self._parts.problems, *(f"{self.path}: {problem}" for problem in assembling)]
-
-    @property
-    def _streams(self) -> list[Stream]:
-        return self._rows().data.merged.streams if self._tables.assembles else self._tables.streams
 
     def within(self, start: int, stop: int | None) -> TraceReader:
         """A reader of that part of this trace which has all messages of some global steps, and few others.
@@ -302,130 +222,6 @@ class TraceReader:
         view.path, view._verify, view._parts = self.path, self._verify, parts
         view._merge()
         return view
-
-    @property
-    def unreadable(self) -> dict[int, TraceError]:
-        """Why not, for each rank that has a part that is there and cannot be read."""
-        return self._parts.unreadable
-
-    @property
-    def names(self) -> tuple[set[str], set[str]]:
-        """The kinds and the tags of all messages, also of ranks that this reader was not asked for."""
-        streams = [stream for part in self._parts.all for stream in part.streams]
-        return {stream.kind for stream in streams}, {stream.tag for stream in streams}
-
-    @property
-    def header(self) -> dict[str, Any]:
-        """What was known of the run before it started; of several attempts, before the last."""
-        return self._parts.last_attempt[0].header
-
-    @property
-    def notes(self) -> list[dict[str, Any]]:
-        """Remarks that were made during the run; not that an attempt ended before a step that a later one recorded."""
-        return self._parts.notes
-
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks that there are messages of, ascending."""
-        of_streams = {stream.rank for stream in self._streams}
-        found = of_streams | {part.rank for part in self._parts.shown if not part.streams}
-        return sorted(found if self._parts.only is None else found & self._parts.only)
-
-    @property
-    def status(self) -> str:
-        """``"finished"``, ``"failed: …"``, ``"recording"``, or ``"interrupted"``: the writer is gone without a word.
-
-        Of several attempts it is that of the last, and of several ranks the worst. A trace that another machine writes
-        counts as interrupted when it did not change for a minute.
-        """
-        return self._parts.status
-
-    @property
-    def attempts(self) -> list[dict[str, Any]]:
-        """Each attempt of the run, as JSON values: its first step, status and ranks, its messages and how many count.
-
-        Messages of steps that a later attempt trained again do not count, and are read by nothing. ``certificate`` is
-        what `tracer.certify` said of the attempt, of several ranks the worst; None where it was not asked.
-        """
-        return self._parts.attempts
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        """How many messages of which kind were not recorded because the queue was full, as far as was noted."""
-        found: dict[str, int] = {}
-        for note in self.notes:
-            counts = note.get("dropped")
-            if isinstance(counts, Mapping):
-                for kind, count in counts.items():
-                    if isinstance(count, int):
-                        found[str(kind)] = found.get(str(kind), 0) + count
-        return found
-
-    @property
-    def streams(self) -> list[StreamInfo]:
-        """Every stream, in the order in which they first occurred."""
-        if self._whole is not None:
-            return self._whole.streams
-        if self._infos is None:
-            if self._tables.assembles:
-                read = self._rows().data.merged
-                streams, shapes, total = read.streams, read.shapes, summarized(read.journal, 0, checksum=False)
-            else:
-                streams, shapes, total = self._tables.streams, self._tables.shapes, self._tables.total(self._parts.only)
-            self._infos = described(streams, shapes, total, itemsizes(streams))
-        return list(self._infos)
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """The trace in a few JSON values: what it is, of what run, how far it got, how much it holds."""
-        steps, epochs = self._trained()
-        streams = self.streams
-        first = self._parts.shown[0]
-        return {
-            "path": str(self.path),
-            "format": FORMAT,
-            "version": first.attributes["format_version"],
-            "store": STORES[self.path.suffix.lower()],
-            "run_id": first.header.get("run_id", first.attributes.get("run_id")),
-            "created": first.header.get("created", first.attributes.get("created")),
-            "status": self.status,
-            "ended": self._parts.last_attempt[0].tables.ending.get("ended"),
-            "messages": sum(stream.count for stream in streams),
-            "bytes": sum(stream.bytes for stream in streams),
-            "stored_bytes": sum(store.nbytes for store in self._parts.stores),
-            "steps": steps,
-            "epochs": epochs,
-            "streams": len(streams),
-            "dropped": self.dropped,
-            "ranks": self.ranks,
-            "attempts": self.attempts,
-            "problems": self.problems,
-            "header": self.header,
-            "notes": self.notes,
-        }
-
-    def _trained(self) -> tuple[list[int] | None, list[int] | None]:
-        """The first and the last global step and epoch, but for training that no step of an optimizer followed."""
-        steps = [note["unended"].get("global_step") for note in self.notes if isinstance(note.get("unended"), Mapping)]
-        unended = [one for one in steps if type(one) is int]
-        if self._tables.assembles:
-            streams, journal = self._streams, self.journal
-            training = [number for number, one in enumerate(streams) if one.tag == DEFAULT_TAG]
-            late = np.isin(journal[:, Column.GLOBAL_STEP], unended) & np.isin(journal[:, Column.STREAM], training)
-            facts = summarized(journal[~late], 0, checksum=False).facts
-        else:
-            facts = self._tables.total(self._parts.only, without=unended).facts
-        if not len(facts):
-            return None, None
-        return (
-            [int(facts[:, Fact.FIRST_STEP].min()), int(facts[:, Fact.LAST_STEP].max())],
-            [int(facts[:, Fact.FIRST_EPOCH].min()), int(facts[:, Fact.LAST_EPOCH].max())],
-        )
-
-    def __len__(self) -> int:
-        if self._spans is None and self._read is None:
-            return sum(stream.count for stream in self.streams)
-        return len(self.journal)
 
     def __iter__(self) -> Iterator[Message]:
         return self.messages()
@@ -727,12 +523,3 @@ class TraceReader:
 
     def __repr__(self) -> str:
         return f"TraceReader({str(self.path)!r}: {len(self)} messages, {self.status})"
-
-    def _repr_html_(self) -> str:
-        """What the trace holds of each kind, for notebooks."""
-        found: dict[str, list[int]] = {}
-        for stream in self.streams:
-            row = found.setdefault(stream.kind, [0, 0, 0])
-            row[:] = row[0] + 1, row[1] + stream.count, row[2] + stream.bytes
-        rows = [(kind, *(f"{number:,}" for number in row)) for kind, row in found.items()]
-        return table(("kind", "streams", "messages", "bytes"), rows, repr(self))

@@ -1,0 +1,245 @@
+"""`Described`: what a trace says of itself: its run, its parts and its streams, and the rows of its journal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import TraceError
+from tracer.format.journal import Column
+from tracer.format.summaries import Fact, summarized
+from tracer.format.tables import Stream
+from tracer.format.version import FORMAT
+from tracer.messaging.messages import DEFAULT_TAG
+from tracer.shown import table
+from tracer.stores.locations import Location
+from tracer.stores.opening import STORES
+from tracer.trace.blocks import Blocks
+from tracer.trace.data import Data, itemsizes
+from tracer.trace.merging import Parts, joint, merged
+from tracer.trace.spans import PartSpan
+from tracer.trace.streams import StreamInfo, described
+
+Position = tuple[int, ...]
+"""The first rows of each part that come after some messages of a trace."""
+
+
+@final
+class Reading:
+    """A journal that was read, and what reads the data of its rows."""
+
+    def __init__(self, data: Data, spans: Sequence[PartSpan]) -> None:
+        data.merged.journal.flags.writeable = False
+        self.data = data
+        self.blocks = Blocks(data)
+        self._spans = spans
+
+    @cached_property
+    def rank(self) -> NDArray[np.int64]:
+        """The rank that each row is of."""
+        read = self.data.merged
+        ranks = np.array([stream.rank for stream in read.streams] or [0], np.int64)
+        found: NDArray[np.int64] = ranks[read.journal[:, Column.STREAM]]
+        return found
+
+    def after(self, count: int) -> Position:
+        """As `TraceReader.after`."""
+        read = self.data.merged
+        if count == len(read.journal):
+            return tuple(span.stop for span in self._spans)
+        if read.origin is None:
+            return (self._spans[0].start + count,)
+        parts, rows = read.origin[0][:count], read.origin[1][:count]
+        return tuple(
+            int(rows[parts == number].max(initial=span.start - 1)) + 1 for number, span in enumerate(self._spans)
+        )
+
+
+class Described:
+    """A trace that is open: what it says of itself.
+
+    Attributes
+    ----------
+    path : path
+    """
+
+    path: Location
+    _parts: Parts
+    _verify: bool
+
+    def _merge(self) -> None:
+        """Make one table of those of the parts, as far as these were read."""
+        self._extent = self._parts.extent
+        self._tables = joint(self._parts)
+        self._spans: list[PartSpan] | None = None
+        self._read: Reading | None = None
+        self._infos: list[StreamInfo] | None = None
+        self._whole: Described | None = None
+        self._ends: Position | None = None
+
+    def _rows(self) -> Reading:
+        """The journal, which is read when somebody asks for it."""
+        if self._read is None:
+            spans = self._spans
+            if spans is None:
+                spans = [PartSpan.whole(part) for part in self._tables.parts]
+            found = merged(self._parts, self._tables, spans)
+            self._read = Reading(Data(self.path, found, self._parts.stores, self._verify), spans)
+        return self._read
+
+    @property
+    def journal(self) -> NDArray[np.int64]:
+        """The committed journal, (messages, columns); see `tracer.format.journal.Column`. Not to be changed."""
+        return self._rows().data.merged.journal
+
+    @property
+    def rank(self) -> NDArray[np.int64]:
+        """The rank that each row of `journal` is of, (messages,)."""
+        return self._rows().rank
+
+    @property
+    def problems(self) -> list[str]:
+        """A sentence for each part of the trace that is missing or cannot be read."""
+        assembling = self._rows().data.merged.problems if self._tables.assembles else []
+        return [*self._parts.problems, *(f"{self.path}: {problem}" for problem in assembling)]
+
+    @property
+    def _streams(self) -> list[Stream]:
+        return self._rows().data.merged.streams if self._tables.assembles else self._tables.streams
+
+    @property
+    def unreadable(self) -> dict[int, TraceError]:
+        """Why not, for each rank that has a part that is there and cannot be read."""
+        return self._parts.unreadable
+
+    @property
+    def names(self) -> tuple[set[str], set[str]]:
+        """The kinds and the tags of all messages, also of ranks that this reader was not asked for."""
+        streams = [stream for part in self._parts.all for stream in part.streams]
+        return {stream.kind for stream in streams}, {stream.tag for stream in streams}
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """What was known of the run before it started; of several attempts, before the last."""
+        return self._parts.last_attempt[0].header
+
+    @property
+    def notes(self) -> list[dict[str, Any]]:
+        """Remarks that were made during the run; not that an attempt ended before a step that a later one recorded."""
+        return self._parts.notes
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that there are messages of, ascending."""
+        of_streams = {stream.rank for stream in self._streams}
+        found = of_streams | {part.rank for part in self._parts.shown if not part.streams}
+        return sorted(found if self._parts.only is None else found & self._parts.only)
+
+    @property
+    def status(self) -> str:
+        """``"finished"``, ``"failed: …"``, ``"recording"``, or ``"interrupted"``: the writer is gone without a word.
+
+        Of several attempts it is that of the last, and of several ranks the worst. A trace that another machine writes
+        counts as interrupted when it did not change for a minute.
+        """
+        return self._parts.status
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """Each attempt of the run, as JSON values: its first step, status and ranks, its messages and how many count.
+
+        Messages of steps that a later attempt trained again do not count, and are read by nothing. ``certificate`` is
+        what `tracer.certify` said of the attempt, of several ranks the worst; None where it was not asked.
+        """
+        return self._parts.attempts
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """How many messages of which kind were not recorded because the queue was full, as far as was noted."""
+        found: dict[str, int] = {}
+        for note in self.notes:
+            counts = note.get("dropped")
+            if isinstance(counts, Mapping):
+                for kind, count in counts.items():
+                    if isinstance(count, int):
+                        found[str(kind)] = found.get(str(kind), 0) + count
+        return found
+
+    @property
+    def streams(self) -> list[StreamInfo]:
+        """Every stream, in the order in which they first occurred."""
+        if self._whole is not None:
+            return self._whole.streams
+        if self._infos is None:
+            if self._tables.assembles:
+                read = self._rows().data.merged
+                streams, shapes, total = read.streams, read.shapes, summarized(read.journal, 0, checksum=False)
+            else:
+                streams, shapes, total = self._tables.streams, self._tables.shapes, self._tables.total(self._parts.only)
+            self._infos = described(streams, shapes, total, itemsizes(streams))
+        return list(self._infos)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The trace in a few JSON values: what it is, of what run, how far it got, how much it holds."""
+        steps, epochs = self._trained()
+        streams = self.streams
+        first = self._parts.shown[0]
+        return {
+            "path": str(self.path),
+            "format": FORMAT,
+            "version": first.attributes["format_version"],
+            "store": STORES[self.path.suffix.lower()],
+            "run_id": first.header.get("run_id", first.attributes.get("run_id")),
+            "created": first.header.get("created", first.attributes.get("created")),
+            "status": self.status,
+            "ended": self._parts.last_attempt[0].tables.ending.get("ended"),
+            "messages": sum(stream.count for stream in streams),
+            "bytes": sum(stream.bytes for stream in streams),
+            "stored_bytes": sum(store.nbytes for store in self._parts.stores),
+            "steps": steps,
+            "epochs": epochs,
+            "streams": len(streams),
+            "dropped": self.dropped,
+            "ranks": self.ranks,
+            "attempts": self.attempts,
+            "problems": self.problems,
+            "header": self.header,
+            "notes": self.notes,
+        }
+
+    def _trained(self) -> tuple[list[int] | None, list[int] | None]:
+        """The first and the last global step and epoch, but for training that no step of an optimizer followed."""
+        steps = [note["unended"].get("global_step") for note in self.notes if isinstance(note.get("unended"), Mapping)]
+        unended = [one for one in steps if type(one) is int]
+        if self._tables.assembles:
+            streams, journal = self._streams, self.journal
+            training = [number for number, one in enumerate(streams) if one.tag == DEFAULT_TAG]
+            late = np.isin(journal[:, Column.GLOBAL_STEP], unended) & np.isin(journal[:, Column.STREAM], training)
+            facts = summarized(journal[~late], 0, checksum=False).facts
+        else:
+            facts = self._tables.total(self._parts.only, without=unended).facts
+        if not len(facts):
+            return None, None
+        return (
+            [int(facts[:, Fact.FIRST_STEP].min()), int(facts[:, Fact.LAST_STEP].max())],
+            [int(facts[:, Fact.FIRST_EPOCH].min()), int(facts[:, Fact.LAST_EPOCH].max())],
+        )
+
+    def __len__(self) -> int:
+        if self._spans is None and self._read is None:
+            return sum(stream.count for stream in self.streams)
+        return len(self.journal)
+
+    def _repr_html_(self) -> str:
+        """What the trace holds of each kind, for notebooks."""
+        found: dict[str, list[int]] = {}
+        for stream in self.streams:
+            row = found.setdefault(stream.kind, [0, 0, 0])
+            row[:] = row[0] + 1, row[1] + stream.count, row[2] + stream.bytes
+        rows = [(kind, *(f"{number:,}" for number in row)) for kind, row in found.items()]
+        return table(("kind", "streams", "messages", "bytes"), rows, repr(self))
