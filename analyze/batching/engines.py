@@ -7,10 +7,12 @@ computes in this process, `analyze.batching.processes.Processes` in others of th
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol, TypeAlias, final
 
 Document: TypeAlias = Mapping[str, Any]
@@ -54,10 +56,15 @@ class Engine(Protocol):
 
 @final
 class Inline:
-    """Computes in this process: for debugging, and where no other process may be started."""
+    """Computes in this process: small work, for debugging, and where no other process may be started.
+
+    From the first task until `close`, this process computes in one thread, as workers do.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[str, Document]] = deque()
+        self._limits = contextlib.ExitStack()
+        self._is_limited = False
 
     def submit(self, key: str, document: Document) -> None:
         self._waiting.append((key, document))
@@ -65,11 +72,25 @@ class Inline:
     def next_done(self) -> tuple[str, Document | Death]:
         from analyze.batching.tasks import run
 
+        if not self._is_limited:
+            self._limits.enter_context(_one_thread())
+            self._is_limited = True
         key, document = self._waiting.popleft()
         return key, run(document)
 
     def close(self) -> None:
         self._waiting.clear()
+        self._limits.close()
+
+
+def _one_thread() -> contextlib.AbstractContextManager[Any]:
+    """Have the BLAS of NumPy and SciPy compute in one thread, where that can be told; with more, bits may differ."""
+    if find_spec("threadpoolctl") is None:
+        return contextlib.nullcontext()
+    from threadpoolctl import threadpool_limits
+
+    limits: contextlib.AbstractContextManager[Any] = threadpool_limits(1, user_api="blas")
+    return limits
 
 
 def cores() -> int:
