@@ -1,4 +1,4 @@
-"""Which engine computes the tasks of a batch: workers, or this process where their start would take longer than they.
+"""Which engine computes the tasks of a batch: workers, or this process if it is done before they would have started.
 
 In this process only what is small is computed, of traces on disks, by the metrics and rules of this project, and only
 where it gives the same bits as in a worker. Subscribers of others get workers: they may print, crash, or change what is
@@ -20,7 +20,9 @@ from analyze.batching.engines import Death, Document, Engine, Inline, cores
 from tracer.stores.locations import Url, location
 
 START_SECONDS: Final = 2.0
-"""How long workers take to start, all together."""
+"""How long workers take to start, all together, where torch has to be imported for them."""
+FORK_SECONDS: Final = 0.1
+"""How long they take to start where they are forked off this process."""
 UNIT_SECONDS: Final = 0.01
 """What a unit costs, however little it reads."""
 MESSAGE_SECONDS: Final = 0.0002
@@ -44,24 +46,23 @@ def engine(
         return Dask(start({**({} if workers is None else {"jobs": workers}), **slurm}))
     if workers == 0:
         return Inline()
+    from analyze.batching.processes import Processes, can_fork_here
+
     hands = min(cores() if workers is None else workers, len(planned.tasks))
 
     def processes() -> Engine:
-        from analyze.batching.processes import Processes
-
         return Processes(hands, memory, _modules(planned))
 
     if workers is None and memory is None and is_for_here(planned):
         work = sum(likely_seconds((unit.messages, unit.bytes) for unit in task.units) for task in planned.tasks)
-        most = worth_starting(hands)
-        if work <= most:
-            return HereFirst(processes, work, most)
+        if work <= worth_starting(hands, FORK_SECONDS if can_fork_here() else START_SECONDS):
+            return HereFirst(processes, work, worth_starting(hands))
     return processes()
 
 
-def worth_starting(hands: int) -> float:
-    """The seconds of work from which on it is done earlier by so many workers, though they have to start."""
-    return START_SECONDS * (hands / (hands - 1) if hands > 1 else 2.0)
+def worth_starting(hands: int, seconds: float = START_SECONDS) -> float:
+    """The seconds of work from which on it is done earlier by so many workers, though they need seconds to start."""
+    return seconds * (hands / (hands - 1) if hands > 1 else 2.0)
 
 
 def likely_seconds(reads: Iterable[tuple[int, int]]) -> float:
@@ -97,11 +98,14 @@ def is_as_workers_are() -> bool:
 
 
 def _modules(planned: BatchPlan) -> list[str]:
-    """What is imported once for all workers: all that they need of this project, and nothing of others."""
+    """What is imported once for all workers: all that they need of this project, and nothing of others.
+
+    Not pyarrow, which starts a thread when it is imported, and is so in less than 0.1 s.
+    """
     classes = {type(one).__module__ for question in planned.asked for one in question.receivers}
     stores = ("tracer.stores.zarr.store", "tracer.stores.hdf5.store")
     ours = {name for name in classes if name.partition(".")[0] == "analyze"}
-    return [*sorted(ours), *(name for name in stores if name in sys.modules), "pyarrow.parquet"]
+    return [*sorted(ours), *(name for name in stores if name in sys.modules)]
 
 
 @final

@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, Final, Protocol, TypeAlias, final
 
+ONE_THREAD: Final = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+"""What in the environment has libraries compute in one thread, if it is there when they are imported."""
 Document: TypeAlias = Mapping[str, Any]
 """A task or its receipt, as JSON values: see `analyze.batching.tasks.run`."""
 
@@ -96,3 +99,24 @@ def _one_thread() -> contextlib.AbstractContextManager[Any]:
 def cores() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_IS_OURS: ContextVar[bool] = ContextVar("is_ours", default=False)
+
+
+@contextlib.contextmanager
+def own_program() -> Iterator[None]:
+    """Let workers be forked off this process where that is safe: it is a command of this project, and nothing else.
+
+    A program of others is never copied: workers would hold its files, connections and locks, and have its settings.
+    """
+    token = _IS_OURS.set(True)
+    try:
+        yield
+    finally:
+        _IS_OURS.reset(token)
+
+
+def is_own_program() -> bool:
+    """Whether this runs in `own_program`."""
+    return _IS_OURS.get()

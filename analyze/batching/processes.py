@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import selectors
 import signal
@@ -14,10 +15,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final, Protocol, final
 
-from analyze.batching.engines import Death, Document
-from analyze.batching.starter import REQUEST
+from analyze.batching.engines import ONE_THREAD, Death, Document, is_own_program
+from analyze.batching.starter import REQUEST, is_alone, serve_here
 from analyze.metrics.checks import is_whole
 from tracer.errors import CaptureError, TracerError
 
@@ -70,6 +71,7 @@ class Processes:
         self._done: deque[tuple[str, Document | Death]] = deque()
         self._selector = selectors.DefaultSelector()
         self._starter: _Starter | None = None
+        self._may_fork = True
         self._early_deaths = 0
 
     def submit(self, key: str, document: Document) -> None:
@@ -112,7 +114,8 @@ class Processes:
 
     def _start(self) -> Worker:
         if self._starter is None:
-            self._starter = _Starter(self._modules)
+            self._starter = _Starter(self._modules, fork=self._may_fork and can_fork_here())
+            self._may_fork = False  # only the first: later, progress may be shown by a thread
             self._selector.register(self._starter.control, selectors.EVENT_READ, self._starter)
         worker = Worker(self._starter.start())
         self._selector.register(worker.connection, selectors.EVENT_READ, worker)
@@ -199,6 +202,13 @@ class Processes:
 class _Starter:
     """The process that starts workers, seen from the process of the batch.
 
+    Parameters
+    ----------
+    modules : sequence of str
+        What it imports for them.
+    fork : bool
+        Whether it is forked off this process, and not a fresh interpreter.
+
     Attributes
     ----------
     control : socket
@@ -209,16 +219,10 @@ class _Starter:
         Whether it has said its last word.
     """
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, modules: Sequence[str], *, fork: bool) -> None:
         self.control, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "analyze.batching.starter", *modules],
-                stdin=theirs.fileno(),
-                stdout=2,
-                env=environment(),
-                start_new_session=True,  # so that an interrupt from the keyboard reaches this process only
-            )
+            self._process: _Process = _Forked(theirs, self.control, modules) if fork else _Fresh(theirs, modules)
         self._said = b""
         self.has_started = self.is_ended = False
 
@@ -244,11 +248,65 @@ class _Starter:
     def end(self) -> int:
         """Have it kill its workers and end; return its exit code."""
         self.control.close()
-        try:
-            return self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
+        if self._process.poll(END_SECONDS) is None:
             self._process.kill()
-            return self._process.wait()
+        code = self._process.poll(END_SECONDS)
+        assert code is not None, "what was killed has ended"
+        return code
+
+
+class _Process(Protocol):
+    """A process that this one has started."""
+
+    def poll(self, seconds: float) -> int | None:
+        """Wait for its end, and return its exit code, or that of a signal; None if it has not ended so soon."""
+
+    def kill(self) -> None:
+        """Kill it."""
+
+
+@final
+class _Fresh:
+    """A fresh interpreter that starts workers."""
+
+    def __init__(self, control: socket.socket, modules: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "analyze.batching.starter", *modules],
+            stdin=control.fileno(),
+            stdout=2,
+            env=environment(),
+            start_new_session=True,  # so that an interrupt from the keyboard reaches this process only
+        )
+
+    def poll(self, seconds: float) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+@final
+class _Forked:
+    """A copy of this process that starts workers."""
+
+    def __init__(self, control: socket.socket, ours: socket.socket, modules: Sequence[str]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(target=serve_here, args=(control, ours, modules), daemon=True)
+        self._process.start()
+
+    def poll(self, seconds: float) -> int | None:
+        self._process.join(seconds)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def can_fork_here() -> bool:
+    """Whether a copy of this process is as good for workers as a fresh one: it has one thread, as they must have."""
+    return is_own_program() and all(os.environ.get(name) == one for name, one in ONE_THREAD.items()) and is_alone()
 
 
 def environment() -> dict[str, str]:
@@ -257,9 +315,7 @@ def environment() -> dict[str, str]:
     ours = str(Path(__file__).resolve().parents[2])
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys([ours, *paths])),
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
+        **ONE_THREAD,
     }
 
 

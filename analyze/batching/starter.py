@@ -1,7 +1,8 @@
 """The process that starts the workers of a local batch: it imports once what they need, and forks them.
 
 It computes nothing and has one thread, so a process that is forked off it is whole. Where something that is imported
-starts threads of its own, workers are fresh interpreters instead. Requests come on a connection, which is its stdin: a
+starts threads of its own, workers are fresh interpreters instead. It is a fresh interpreter itself, or, for a command
+of this project that has one thread, too, forked off that one. Requests come on a connection, which is its stdin: a
 number of four bytes, and with it the connection of the worker that is to be started. It answers with a line of JSON for
 each worker: ``{"started": PID}``, later ``{"ended": PID, "code": CODE}``, where the code is that of
 `os.waitstatus_to_exitcode`. When its connection ends, it kills its workers and ends.
@@ -20,18 +21,32 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Final, NoReturn
 
-from analyze.batching.worker import take_stdin, work
+from analyze.batching.worker import leave_streams, take_stdin, work
 
 REQUEST: Final = b"work"
 """What asks for a worker."""
 
 
 def main(modules: list[str]) -> NoReturn:
+    """Start workers for the connection that stdin is."""
+    serve(take_stdin(), modules)
+
+
+def serve_here(control: socket.socket, theirs: socket.socket, modules: Sequence[str]) -> NoReturn:
+    """Start workers, in a process that was forked for it; `theirs` is the end of the connection that is not its own."""
+    theirs.close()
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leave_streams()
+    serve(control, modules)
+
+
+def serve(control: socket.socket, modules: Sequence[str]) -> NoReturn:
     """Start workers until the connection ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process of the batch is interrupted, and ends this one
-    control = take_stdin()
     for name in ("analyze.batching.tasks", *modules):
         importlib.import_module(name)
     # collections of a forked process would touch, and so copy, all that is imported
@@ -91,11 +106,13 @@ def _forget_chance() -> None:
 
 
 def is_alone() -> bool:
-    """Whether this process has one thread only, so that it can be forked: none can hold a lock that no one releases."""
+    """Whether this process can be forked: no other thread has a lock that none would release, and CUDA is not used."""
     try:
-        return len(os.listdir("/proc/self/task")) == 1
+        threads = len(os.listdir("/proc/self/task"))
     except OSError:
         return False
+    torch = sys.modules.get("torch")
+    return threads == 1 and (torch is None or not torch.cuda.is_initialized())
 
 
 def _do_nothing(*_: object) -> None:

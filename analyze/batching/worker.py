@@ -35,13 +35,18 @@ def _listen(connection: socket.socket, tasks: queue.SimpleQueue[bytes]) -> None:
 
 
 def take_stdin() -> socket.socket:
-    """The connection that stdin is. Afterwards stdin is empty, and what is written to stdout goes to stderr."""
+    """The connection that stdin is; see `leave_streams` for what then becomes of that."""
     connection = socket.socket(fileno=os.dup(0))
+    leave_streams()
+    return connection
+
+
+def leave_streams() -> None:
+    """Have nothing on stdin, and on stderr what is written to stdout: those belong to the process of the batch."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    return connection
 
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from analyze.batching import choosing
+from analyze.batching import choosing, progress
 from analyze.batching.batch import batch
 from analyze.batching.batch_plan import plan_batch
 from analyze.batching.batch_results import BatchResults
@@ -32,18 +33,19 @@ from tracer.errors import TracerError
 
 SPECS = ["norm", "message_mean:kind=weights_norm2", "svcca:tag=default"]
 MINE = """
-import os, torch
+import os, sys, torch
 import numpy as np
 from tracer import Subscriber, Subscription
 from tracer.messaging.messages import derived
 
 class Process(Subscriber):
-    '''Says which process computes, how many threads that has, and what its generators give.'''
+    '''Says which process computes, whether it is a copy, how many threads it has, and what its generators give.'''
     def __init__(self):
-        super().__init__(Subscription("loss"), produces=("who", "threads", "chance"))
+        super().__init__(Subscription("loss"), produces=("who", "threads", "chance", "copied"))
     def compute(self, message):
         yield derived(message, "who", torch.tensor([float(os.getpid()), float(os.getppid())], dtype=torch.float64))
         yield derived(message, "threads", torch.tensor(float(torch.get_num_threads())))
+        yield derived(message, "copied", torch.tensor(float(hasattr(sys, "of_the_command"))))
         yield derived(message, "chance", torch.cat([torch.rand(2), torch.from_numpy(np.random.rand(2)).float()]))
 """
 
@@ -127,36 +129,27 @@ def test_small_work_is_done_here_and_all_other_by_workers(
     assert chosen(runs, SPECS, tmp_path) == "Processes"
 
 
-GLOBAL: list[Callable[[], Any]] = [
-    lambda: torch.set_default_dtype(torch.float64),
-    lambda: torch.set_default_device("meta"),
-    lambda: torch.set_float32_matmul_precision("medium"),
-    lambda: torch.use_deterministic_algorithms(True),
-    lambda: torch.set_flush_denormal(True),
-    lambda: np.seterr(all="raise"),
-]
+GLOBAL: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
+    "dtype": (torch.set_default_dtype, torch.float64, torch.float32),
+    "device": (torch.set_default_device, "meta", None),
+    "precision": (torch.set_float32_matmul_precision, "medium", "highest"),
+    "deterministic": (torch.use_deterministic_algorithms, True, False),
+    "denormal": (torch.set_flush_denormal, True, False),
+    "errors": (lambda how: np.seterr(**how), {"over": "raise"}, {"over": "warn"}),
+}
+"""What sets something that is global, a value that it may have, and the one that it has."""
 
 
-@pytest.fixture
-def as_before() -> Iterator[None]:
-    """What the test changes of torch and NumPy is undone."""
-    errors = np.geterr()
-    yield
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    torch.set_float32_matmul_precision("highest")
-    torch.use_deterministic_algorithms(False)
-    torch.set_flush_denormal(False)
-    np.seterr(**errors)
-
-
-@pytest.mark.usefixtures("as_before")
-@pytest.mark.parametrize("change", GLOBAL)
-def test_a_process_that_may_answer_otherwise_computes_nothing(change: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("name", GLOBAL)
+def test_a_process_that_may_answer_otherwise_computes_nothing(name: str) -> None:
     """Whatever a program has set for all of its computations, its workers have not."""
+    change, other, usual = GLOBAL[name]
     assert is_as_workers_are()
-    change()
-    assert not is_as_workers_are()
+    change(other)
+    try:
+        assert not is_as_workers_are()
+    finally:
+        change(usual)
 
 
 def test_autocast_and_inference_mode_leave_the_work_to_workers() -> None:
@@ -315,6 +308,48 @@ def test_workers_are_forked_off_one_process(runs: Path, mine: str, tmp_path: Pat
         wait_for_end_of(pid)
 
 
+COMMAND = "main(['batch', {runs!r}, '-s', {mine!r}, '--out', {out!r}], standalone_mode=False)"
+
+THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+
+
+@pytest.mark.parametrize(
+    ("program", "is_copied"),
+    [
+        (f"from tracereel.main import main; {COMMAND}", True),
+        (f"{THREAD}; from tracereel.main import main; {COMMAND}", False),
+        ("import analyze; analyze.batch({runs!r}, {mine!r}, {out!r})", False),
+    ],
+    ids=["command", "command with a thread", "program of others"],
+)  # fmt: skip
+def test_only_a_command_of_one_thread_is_copied(
+    program: str, is_copied: bool, runs: Path, mine: str, tmp_path: Path
+) -> None:
+    """Workers of ``trace batch`` are forked off it; those of a program, whatever it has, off a fresh interpreter."""
+    text = program.format(runs=str(runs), mine=mine, out=str(tmp_path / "out"))
+    done = processes.run(
+        [sys.executable, "-c", f"import sys; sys.of_the_command = True; {text}"],
+        env=environment(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    results = batch(runs, mine, tmp_path / "out")
+    assert results.cached == 4, done.stderr
+    assert set(answers(results, "copied")) == {float(is_copied)}
+    assert len({parent for _, parent in answers(results, "who")}) == 1
+
+
+def test_the_live_line_lets_the_command_be_copied() -> None:
+    """Its thread begins when the first part is over, and workers have started."""
+    with progress.Live(io.StringIO()) as live:
+        before = threading.active_count()
+        live({"event": "planning", "traces": 1, "of": 2})
+        live({"event": "planned", "parts": 2, "cached": 0})
+        assert threading.active_count() == before
+        part = {"event": "part", "bytes": 8, "failed": 0, "status": "computed", "parts": 2}
+        live(part | {"done": 1})
+        assert threading.active_count() == before + 1
+        live(part | {"done": 2})
+
+
 def tasks_of(runs: Path, tmp_path: Path) -> list[tuple[str, Document]]:
     """A task for each trace, as an engine gets it."""
     planned = plan_batch(runs, "norm", tmp_path / "out", workers=1)
@@ -414,7 +449,7 @@ def test_what_starts_threads_is_not_forked(runs: Path, tmp_path: Path) -> None:
     )
     ours, theirs = socket.socketpair()
     with theirs:
-        starter = subprocess.Popen(
+        starter = processes.Popen(
             [sys.executable, "-m", "analyze.batching.starter", "threaded"], stdin=theirs, cwd=tmp_path,
             env=environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{environment()['PYTHONPATH']}"},
         )  # fmt: skip
