@@ -271,6 +271,17 @@ def origin(text: str) -> list[str]:
     return [place, str(cls.version), _package(point), point.dist.version if point.dist is not None else ""]
 
 
+def is_ours(text: str) -> bool:
+    """Whether the subscriber that a text for `parse` names is a metric or a rule of this project.
+
+    Examples
+    --------
+    >>> is_ours("ratio:order=1"), is_ours("path/to/file.py:Ratio")
+    (True, False)
+    """
+    return _Wish.of(text).name in _OURS
+
+
 def _plug_ins() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in _OURS}
 

@@ -1,12 +1,13 @@
 """What a batch costs beside the work itself: planning, each part, a second run, memory; and how it scales.
 
 Traces are made in a temporary folder: many small ones (copies under their own names) for planning and for what a part
-costs, and some with activations of which SVCCA takes long for scaling. Numbers of workers take turns; ratios are
-formed within a round, and their median is printed. What a part costs is the time of `analyze.batching.tasks.run` over
-that of the replay alone, in processor time. Where more workers than there are processors would be needed, the curve
-is simulated: the part times that were recorded, taken in the order of the plan by N workers, each task waiting for
-the one process that hands them out, whose time per task is measured, too. python benchmarks/batch.py [--rounds 3]
-[--traces 500] [--scale 1.0] [--json]
+costs, and some with activations of which SVCCA takes long for scaling. A batch of few small ones is computed by
+default, in one process and with two workers, as a command and as a function of this process. Numbers of workers take
+turns; ratios are formed within a round, and their median is printed. What a part costs is the time of
+`analyze.batching.tasks.run` over that of the replay alone, in processor time. Where more workers than there are
+processors would be needed, the curve is simulated: the part times that were recorded, taken in the order of the plan by
+N workers, each task waiting for the one process that hands them out, whose time per task is measured, too. python
+benchmarks/batch.py [--rounds 3] [--traces 500] [--few 60] [--scale 1.0] [--json]
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from analyze.batching.tasks import run
 from tracer import ModuleMessage, NetworkMessage, TraceWriter
 
 SPECS = ["norm", "ratio", "message_mean", "svcca:tag=default", "loss"]
+WAYS: Mapping[str, int | None] = {"default": None, "here": 0, "two": 2}
+"""How a batch of small traces is computed, and the number of workers that says so."""
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
 
 
@@ -89,6 +92,44 @@ def planning(folder: Path, count: int) -> dict[str, float]:
         "second_run_seconds": second,
         "second_run_command_seconds": time.perf_counter() - began,
     }
+
+
+def few_small(folder: Path, rounds: int, count: int = 60) -> dict[str, dict[str, float]]:
+    """Seconds of a batch of small traces: by default, in one process, with two workers; as command, and as function.
+
+    Ratios are of the default over the better of the other two, formed within a round.
+    """
+    runs = [str(folder / "small" / f"run{number}.zarr") for number in range(count)]
+    for number in range(count):
+        if not Path(runs[number]).exists():
+            shutil.copytree(runs[0], runs[number])
+
+    def command(way: str) -> None:
+        words = [word for spec in SPECS for word in ("-s", spec)]
+        workers = [] if WAYS[way] is None else ["--workers", str(WAYS[way])]
+        arguments = ["batch", *runs, *words, *workers, "--force", "--out", str(folder / f"command_{way}")]
+        subprocess.run([sys.executable, "-m", "tracereel", *arguments], check=True, capture_output=True)
+
+    def function(way: str) -> None:
+        assert not batch(runs, SPECS, folder / f"function_{way}", workers=WAYS[way], force=True).failures
+
+    found: dict[str, dict[str, float]] = {}
+    for name, run_once in (("command", command), ("function", function)):
+        run_once("here")  # what is imported, or read for the first time, is not a part of any
+        walls: dict[str, list[float]] = {way: [] for way in WAYS}
+        busy: dict[str, list[float]] = {way: [] for way in WAYS}
+        for _ in range(rounds):
+            for way in WAYS:
+                before, began = os.times(), time.perf_counter()
+                run_once(way)
+                walls[way].append(time.perf_counter() - began)
+                busy[way].append(sum(os.times()[:4]) - sum(before[:4]))
+        found[name] = {"traces": float(count)}
+        for what, seconds in (("wall", walls), ("cpu", busy)):
+            found[name] |= {f"{way}_{what}": statistics.median(seconds[way]) for way in WAYS}
+            ratios = [a / min(b, c) for a, b, c in zip(*(seconds[way] for way in WAYS), strict=True)]
+            found[name][f"default_over_best_{what}"] = statistics.median(ratios)
+    return found
 
 
 def per_part(folder: Path, rounds: int) -> dict[str, float]:
@@ -198,13 +239,13 @@ def memory(folder: Path, scale: float) -> dict[str, float]:
         (unit,) = plan_batch(folder / "small" / "run0.zarr", "norm", folder / "memory", workers=1).tasks
         engine.submit("warm", {"task": unit.document(), "out": str(folder / "memory"), "replace": True})
         engine.next_done()
-        (worker,) = engine._workers
-        idle = resident(worker.process.pid) / 1e6
+        (worker,) = engine.workers
+        idle = resident(worker.pid) / 1e6
         for number, task in enumerate(planned.tasks):
             engine.submit(str(number), {"task": task.document(), "out": str(folder / "memory"), "replace": True})
         for _ in planned.tasks:
             engine.next_done()
-        status = Path(f"/proc/{worker.process.pid}/status").read_text()
+        status = Path(f"/proc/{worker.pid}/status").read_text()
         peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
     finally:
         engine.close()
@@ -239,6 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--traces", type=int, default=500)
+    parser.add_argument("--few", type=int, default=60, help="how many small traces a small batch has")
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--tasks", type=int, default=20000)
     parser.add_argument("--json", action="store_true")
@@ -247,6 +289,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         found: dict[str, Any] = {"planning": planning(folder, given.traces)}
+        found["few_small"] = few_small(folder, given.rounds, given.few)
         found["per_part"] = per_part(folder, given.rounds)
         found["per_task_seconds"] = handing_out()
         found["scaling"], parts = scaling(folder, given.rounds, given.scale)
@@ -265,6 +308,10 @@ def main() -> None:
         f"second run of {plan['second_run_traces']} traces: {plan['second_run_seconds']:.2f} s, as a command "
         f"{plan['second_run_command_seconds']:.2f} s"
     )
+    for name, one in found["few_small"].items():
+        told = "; ".join(f"{way} {one[f'{way}_wall']:.2f} s, {one[f'{way}_cpu']:.2f} s CPU" for way in WAYS)
+        over = f"{one['default_over_best_wall']:.2f}, CPU {one['default_over_best_cpu']:.2f}"
+        print(f"{one['traces']:.0f} small traces, as a {name}: {told}; default over the best: {over}")
     print(f"a part costs {cost['median_ms']:.1f} ms of processor time over its replay (worst {cost['worst_ms']:.1f})")
     print(f"handing a task out costs {1e3 * found['per_task_seconds']:.2f} ms")
     print(

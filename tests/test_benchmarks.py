@@ -15,7 +15,7 @@ from tests import processes
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 CASES = {
-    "batch": "--rounds 1 --traces 2 --scale 0.1 --tasks 2 --json",
+    "batch": "--rounds 1 --traces 2 --few 2 --scale 0.1 --tasks 2 --json",
     "compiled": "--rounds 1 --steps 2 --only MLP --backend eager --json",
     "compression": "--rounds 1 --megabytes 1 --json",
     "hooks": "--rounds 2 --steps 10 --only calls,mlp --json",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,10 @@ def batch(
     could not be answered, the rest is, and the exit code is 4.
     """
     check_installed("pyarrow", "tables", "a batch")
+    from analyze.batching.engines import ONE_THREAD, own_program
+
+    if "numpy" not in sys.modules:  # it reads this when it is imported
+        os.environ |= ONE_THREAD
     from analyze.batching.batch import batch as run_batch
     from analyze.batching.batch_plan import plan_batch
     from analyze.batching.clusters import options_of
@@ -103,7 +108,7 @@ def batch(
             else:
                 _print_estimate(estimate(plan, out, work["workers"]), as_json)
             return
-        with display(sys.stderr) as progress:
+        with own_program(), display(sys.stderr) as progress:
             results = run_batch(
                 traces, specs, out, scheduler=scheduler, slurm=cluster, memory=memory, table=table, progress=progress,
                 **asked,

@@ -21,11 +21,11 @@ from typing import Any
 
 from analyze.batching.batch_plan import BatchPlan, Progress, plan_batch
 from analyze.batching.batch_results import BatchResults
+from analyze.batching.choosing import engine
 from analyze.batching.cutting import PART_BYTES
-from analyze.batching.engines import Engine, Inline, cores
+from analyze.batching.engines import Engine
 from analyze.batching.folder import Folder, folder_at
 from analyze.batching.manifest import conclude
-from analyze.batching.processes import Processes
 from analyze.batching.units import Pairs
 from analyze.batching.work import Work
 from analyze.metrics.checks import is_whole
@@ -73,8 +73,9 @@ def batch(
         Compare runs instead: each layer of each trace with the same layer of each other one, or of the first, at the
         steps that both have, as `analyze.compare` does. The column ``trace`` is then ``one|other``.
     workers : int, optional
-        Processes of this machine (or jobs of SLURM); by default as many processes as there are processors. 0 computes
-        in this process, where a subscriber that crashes ends the batch.
+        Processes of this machine (or jobs of SLURM). 0 computes in this process, where a subscriber that crashes ends
+        the batch. By default there are as many processes as processors, and none for what this process computes sooner
+        than they start: small work by metrics of this project, which then gives the same answers, bit for bit.
     scheduler : str or cluster, optional
         Compute on Dask instead: the address of a scheduler (``tcp://host:8786``), a cluster object, or ``"local"``.
     slurm : mapping, optional
@@ -127,7 +128,7 @@ def batch(
         folder.sweep()
         work = Work(planned, folder, say, force)
         say({"event": "planned", **planned.counts})
-        _compute(planned, work, folder, lambda: _engine(planned, workers, scheduler, slurm, memory))
+        _compute(planned, work, folder, lambda: engine(planned, workers, scheduler, slurm, memory))
         results = BatchResults(str(folder), planned, work, time.monotonic() - began)
     if table is not None:
         results.to_parquet(table, overwrite=True)
@@ -161,26 +162,8 @@ def _compute(planned: BatchPlan, work: Work, folder: Folder, start: Callable[[],
     state = "interrupted"
     try:
         if planned.tasks:
-            with contextlib.closing(start()) as engine:
-                work.run(engine)
+            with contextlib.closing(start()) as started:
+                work.run(started)
         state = "finished" if not work.failures else "incomplete"
     finally:
         conclude(folder, planned, work, state)
-
-
-def _engine(
-    planned: BatchPlan, workers: int | None, scheduler: Any, slurm: Mapping[str, Any] | None, memory: int | None
-) -> Engine:
-    """The engine that the arguments of `batch` ask for."""
-    if scheduler is not None:
-        from analyze.batching.clusters import Dask
-
-        return Dask(scheduler, workers, memory)
-    if slurm is not None:
-        from analyze.batching.clusters import Dask
-        from analyze.batching.clusters import slurm as start
-
-        return Dask(start({**({} if workers is None else {"jobs": workers}), **slurm}))
-    if workers == 0:
-        return Inline()
-    return Processes(min(cores() if workers is None else workers, len(planned.tasks)), memory)

@@ -22,6 +22,8 @@ from tracer.trace.reader import TraceReader
 
 PART_BYTES: Final = 128 << 20
 """The most bytes that a part reads, where the work can be cut."""
+MESSAGE_BYTES: Final = 128
+"""As so many bytes a smaller message counts, because its answer has a row in memory until its part is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +54,15 @@ def shares(
 ) -> list[Share]:
     """Cut what a subscriber reads of a trace into shares of some `part_bytes`, as far as its scope allows.
 
+    A message counts as `MESSAGE_BYTES` at least, so that the answers to any number of scalars are bounded, too.
+
     Cuts are placed from the first step on, so that all shares but the last stay as they are when the trace grows. A cut
     is moved to where a chunk of the largest array begins, if that is near. A single step that is too large is cut by
     modules, if the scope is ``"message"``.
     """
     whole = [Share(steps=steps)]
-    if todo.bytes <= part_bytes or scope not in KNOWN_SCOPES:
+    messages = int(np.count_nonzero(todo.where)) + len(todo.pairs)
+    if max(todo.bytes, MESSAGE_BYTES * messages) <= part_bytes or scope not in KNOWN_SCOPES:
         return whole
     if scope == "stream":
         return [Share(modules=some, steps=steps) for some in _by_modules(reader, todo, whole[0], part_bytes)]
@@ -75,7 +80,7 @@ def _by_steps(reader: TraceReader, todo: Plan, steps: StepRange | None, part_byt
     rows = np.concatenate([np.flatnonzero(todo.where), todo.pairs[:, 0]])
     sizes = reader.sizes(rows)
     numbers, place = np.unique(reader.journal[rows, Column.GLOBAL_STEP], return_inverse=True)
-    per_step = np.bincount(place, sizes).astype(np.int64)
+    per_step = np.bincount(place, np.maximum(sizes, MESSAGE_BYTES)).astype(np.int64)
     begins = _begin_chunks(reader, rows, sizes, place, len(numbers))
     ends = np.cumsum(per_step)
     stride = stride_of(steps)
@@ -125,7 +130,8 @@ def _by_modules(reader: TraceReader, todo: Plan, share: Share, part_bytes: int) 
     """Groups of modules, in the order of the trace, that read about `part_bytes` each."""
     rows, pairs = share.rows(reader, todo)
     rows = np.concatenate([rows, pairs[:, 0]])
-    weights = np.bincount(reader.journal[rows, Column.STREAM], reader.sizes(rows), minlength=len(reader.streams))
+    sizes = np.maximum(reader.sizes(rows), MESSAGE_BYTES)
+    weights = np.bincount(reader.journal[rows, Column.STREAM], sizes, minlength=len(reader.streams))
     counts = np.bincount(reader.journal[rows, Column.STREAM], minlength=len(reader.streams))
     of_module: dict[Module, int] = {}
     for stream in reader.streams:

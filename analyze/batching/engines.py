@@ -7,12 +7,17 @@ computes in this process, `analyze.batching.processes.Processes` in others of th
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, final
+from importlib.util import find_spec
+from typing import Any, Final, Protocol, TypeAlias, final
 
+ONE_THREAD: Final = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+"""What in the environment has libraries compute in one thread, if it is there when they are imported."""
 Document: TypeAlias = Mapping[str, Any]
 """A task or its receipt, as JSON values: see `analyze.batching.tasks.run`."""
 
@@ -54,10 +59,15 @@ class Engine(Protocol):
 
 @final
 class Inline:
-    """Computes in this process: for debugging, and where no other process may be started."""
+    """Computes in this process: small work, for debugging, and where no other process may be started.
+
+    From the first task until `close`, this process computes in one thread, as workers do.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[str, Document]] = deque()
+        self._limits = contextlib.ExitStack()
+        self._is_limited = False
 
     def submit(self, key: str, document: Document) -> None:
         self._waiting.append((key, document))
@@ -65,13 +75,48 @@ class Inline:
     def next_done(self) -> tuple[str, Document | Death]:
         from analyze.batching.tasks import run
 
+        if not self._is_limited:
+            self._limits.enter_context(_one_thread())
+            self._is_limited = True
         key, document = self._waiting.popleft()
         return key, run(document)
 
     def close(self) -> None:
         self._waiting.clear()
+        self._limits.close()
+
+
+def _one_thread() -> contextlib.AbstractContextManager[Any]:
+    """Have the BLAS of NumPy and SciPy compute in one thread, where that can be told; with more, bits may differ."""
+    if find_spec("threadpoolctl") is None:
+        return contextlib.nullcontext()
+    from threadpoolctl import threadpool_limits
+
+    limits: contextlib.AbstractContextManager[Any] = threadpool_limits(1, user_api="blas")
+    return limits
 
 
 def cores() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_IS_OURS: ContextVar[bool] = ContextVar("is_ours", default=False)
+
+
+@contextlib.contextmanager
+def own_program() -> Iterator[None]:
+    """Let workers be forked off this process where that is safe: it is a command of this project, and nothing else.
+
+    A program of others is never copied: workers would hold its files, connections and locks, and have its settings.
+    """
+    token = _IS_OURS.set(True)
+    try:
+        yield
+    finally:
+        _IS_OURS.reset(token)
+
+
+def is_own_program() -> bool:
+    """Whether this runs in `own_program`."""
+    return _IS_OURS.get()

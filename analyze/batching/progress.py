@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
-from typing import IO, Any, final
+from typing import IO, TYPE_CHECKING, Any, Final, final
 
 from analyze.tables.escapes import in_json
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+REDRAW_SECONDS: Final = 0.1
+"""How often the line is redrawn while traces are planned."""
 
 
 @final
@@ -32,32 +39,57 @@ class Lines:
 
 @final
 class Live:
-    """A line that is redrawn: how many parts are done, were cached and failed, how many bytes, and the time left."""
+    """A line that is redrawn: how many parts are done, were cached and failed, how many bytes, and the time left.
+
+    Until a part is over it is redrawn at events only, and then by a thread, too. So a batch begins with one thread, and
+    can fork its workers.
+    """
 
     def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._is_moving = False
+        self._progress = self._bar()
+        self._task = self._progress.add_task("planning", total=None, told="")
+        self._cached = self._bytes = 0
+        self._drawn = 0.0
+
+    def _bar(self) -> Progress:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._progress = Progress(
+        return Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[told]}"),
             TimeRemainingColumn(),
-            console=Console(file=stream),
+            console=Console(file=self._stream),
+            auto_refresh=self._is_moving,
             transient=True,
         )
-        self._task = self._progress.add_task("planning", total=None, told="")
-        self._cached = self._bytes = 0
+
+    def _move(self, total: int) -> None:
+        """Go on with a bar that a thread redraws."""
+        self._progress.stop()
+        self._is_moving = True
+        self._progress = self._bar()
+        self._task = self._progress.add_task("computing", total=total, told=self._told(0))
+        self._progress.start()
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         what = event["event"]
         if what == "planning":
-            self._progress.update(self._task, completed=event["traces"], total=event["of"])
+            now = time.monotonic()
+            redraw = now - self._drawn > REDRAW_SECONDS
+            self._drawn = now if redraw else self._drawn
+            self._progress.update(self._task, completed=event["traces"], total=event["of"], refresh=redraw)
         elif what == "planned":
             self._cached = event["cached"]
             self._progress.reset(self._task, total=event["parts"], description="computing", told=self._told(0))
+            self._progress.refresh()
         elif what == "part":
+            if not self._is_moving:
+                self._move(event["parts"])
             self._bytes += event["bytes"]
             self._progress.update(self._task, completed=event["done"], told=self._told(event["failed"]))
             if event["status"] != "computed":

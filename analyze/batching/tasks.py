@@ -56,10 +56,14 @@ def run(document: Mapping[str, Any]) -> dict[str, Any]:
     """
     import torch
 
-    torch.set_num_threads(1)  # a worker has one processor; set here, because not every engine sets it
     task = Task.of(document["task"])
-    with folder_at(document["out"]) as folder:
-        outcomes = _run(task, folder, bool(document["replace"]))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a worker has one processor; set here, because not every engine sets it
+    try:
+        with folder_at(document["out"]) as folder:
+            outcomes = _run(task, folder, bool(document["replace"]))
+    finally:
+        torch.set_num_threads(threads)
     return {"outcomes": [one._asdict() for one in outcomes], "where": f"{socket.gethostname()}:{os.getpid()}"}
 
 

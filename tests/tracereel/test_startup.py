@@ -17,6 +17,7 @@ from tracer.format.encodings import ENCODINGS, is_encoded, readable
 from tracer.messaging.messages import ModuleMessage
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
+from tracereel.main import HOMES, main
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "sample_traces" / "v1"
@@ -59,6 +60,22 @@ def test_looking_at_a_trace_imports_no_torch(tmp_path: Path) -> None:
     for command, (code, output, is_there) in zip(commands, told(commands, tmp_path), strict=True):
         assert (code, is_there) == (0, False), (command, output)
         assert output
+
+
+def test_a_command_imports_no_other(tmp_path: Path) -> None:
+    """Each command is where its home says, under its own name; what the others are made of waits until it is asked."""
+    for name, home in HOMES.items():
+        assert main.commands[name].name == name
+        assert home.partition(":")[0] == main.commands[name].callback.__module__  # type: ignore[union-attr]
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tracereel.main import HOMES, main
+main(["ls", {str(SAMPLES / "run.zarr")!r}], standalone_mode=False)
+print(sorted({{home.partition(":")[0] for home in HOMES.values()}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "['tracereel.showing']"
 
 
 def test_an_error_about_a_path_imports_no_torch(tmp_path: Path) -> None:

@@ -624,21 +624,6 @@ def test_workers_find_what_this_process_finds() -> None:
     assert environment()["PYTHONPATH"].split(os.pathsep)[0] == str(Path(analyze.__file__).parent.parent)
 
 
-def test_workers_that_cannot_begin_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If every process ends before it has done anything, that is one sentence, and no endless loop."""
-    engine = Processes(1)
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    try:
-        for number in range(5):
-            engine.submit(str(number), {})
-        with pytest.raises(TracerError, match=r"3 workers in a row ended with exit code 1 before"):
-            for _ in range(5):
-                _, found = engine.next_done()
-                assert isinstance(found, Death)
-    finally:
-        engine.close()
-
-
 def begin(*arguments: str, **more: Any) -> subprocess.Popen[str]:
     """Start ``trace batch`` as a process."""
     return subprocess.Popen(

@@ -1,0 +1,150 @@
+"""The process that starts the workers of a local batch: it imports once what they need, and forks them.
+
+It computes nothing and has one thread, so a process that is forked off it is whole. Where something that is imported
+starts threads of its own, workers are fresh interpreters instead. It is a fresh interpreter itself, or, for a command
+of this project that has one thread, too, forked off that one. Requests come on a connection, which is its stdin: a
+number of four bytes, and with it the connection of the worker that is to be started. It answers with a line of JSON for
+each worker: ``{"started": PID}``, later ``{"ended": PID, "code": CODE}``, where the code is that of
+`os.waitstatus_to_exitcode`. When its connection ends, it kills its workers and ends.
+
+    python -m analyze.batching.starter [MODULE ...]   # modules that are imported for the workers
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+from analyze.batching.worker import leave_streams, take_stdin, work
+
+REQUEST: Final = b"work"
+"""What asks for a worker."""
+
+
+def main(modules: list[str]) -> NoReturn:
+    """Start workers for the connection that stdin is."""
+    serve(take_stdin(), modules)
+
+
+def serve_here(control: socket.socket, theirs: socket.socket, modules: Sequence[str]) -> NoReturn:
+    """Start workers, in a process that was forked for it; `theirs` is the end of the connection that is not its own."""
+    theirs.close()
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leave_streams()
+    serve(control, modules)
+
+
+def serve(control: socket.socket, modules: Sequence[str]) -> NoReturn:
+    """Start workers until the connection ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process of the batch is interrupted, and ends this one
+    for name in ("analyze.batching.tasks", *modules):
+        importlib.import_module(name)
+    # collections of a forked process would touch, and so copy, all that is imported
+    gc.collect()
+    gc.freeze()
+    ends, told = socket.socketpair()
+    told.setblocking(False)
+    signal.set_wakeup_fd(told.fileno())
+    signal.signal(signal.SIGCHLD, _do_nothing)
+    living: set[int] = set()
+    while True:
+        ready, _, _ = select.select([control, ends], [], [])
+        if ends in ready:
+            ends.recv(4096)
+            for pid, code in _ended(living):
+                _say(control, {"ended": pid, "code": code})
+        if control in ready:
+            _, given, _, _ = socket.recv_fds(control, len(REQUEST), 1, socket.MSG_WAITALL)
+            if not given:
+                _end(living)
+            (connection,) = given
+            os.set_inheritable(connection, False)
+            pid = _start(connection, (control, ends, told))
+            os.close(connection)
+            living.add(pid)
+            _say(control, {"started": pid})
+
+
+def _start(connection: int, ours: tuple[socket.socket, ...]) -> int:
+    """Start a worker and return its process id; `ours` are the connections that are not for it."""
+    if not is_alone():
+        command = [sys.executable, "-m", "analyze.batching.worker"]
+        streams = [(os.POSIX_SPAWN_DUP2, connection, 0)]
+        return os.posix_spawn(sys.executable, command, os.environ, file_actions=streams)
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for one in ours:
+            one.close()
+        _forget_chance()
+        work(socket.socket(fileno=connection))
+    except BaseException:  # noqa: BLE001 - whatever it is, this process must not go on as its parent
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+
+
+def _forget_chance() -> None:
+    """Have the generators of NumPy and torch begin anywhere, as in a fresh process; Python has its own do so."""
+    import numpy as np
+    import torch
+
+    np.random.seed()  # noqa: NPY002 - the one that subscribers of others may draw from
+    torch.default_generator.seed()
+
+
+def is_alone() -> bool:
+    """Whether this process can be forked: no other thread has a lock that none would release, and CUDA is not used."""
+    try:
+        threads = len(os.listdir("/proc/self/task"))
+    except OSError:
+        return False
+    torch = sys.modules.get("torch")
+    return threads == 1 and (torch is None or not torch.cuda.is_initialized())
+
+
+def _do_nothing(*_: object) -> None:
+    """Be called at a signal, so that the system call that waits is told."""
+
+
+def _ended(living: set[int]) -> list[tuple[int, int]]:
+    """The workers that have ended, and their codes; they are taken out of those that live."""
+    found = []
+    for pid in sorted(living):
+        with contextlib.suppress(ChildProcessError):
+            one, status = os.waitpid(pid, os.WNOHANG)
+            if one:
+                found.append((pid, os.waitstatus_to_exitcode(status)))
+    living.difference_update(pid for pid, _ in found)
+    return found
+
+
+def _end(living: set[int]) -> NoReturn:
+    for pid in living:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in living:  # so that the time that they took is counted as that of the batch
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    os._exit(0)
+
+
+def _say(control: socket.socket, words: dict[str, int]) -> None:
+    with contextlib.suppress(OSError):  # if the batch is gone, the end of its connection is next
+        control.sendall(json.dumps(words).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
