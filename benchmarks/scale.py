@@ -6,8 +6,8 @@ imports. Time is that of the processor, memory the peak of the process.
 
 *Streams*: opening traces of many streams.
 
-*Following*: what a poll costs that finds ten new steps, in a short trace and in a long one; and whether a run whose
-commits come as fast as their reader asks for them is read faster than it is written.
+*Following*: what a poll costs that finds ten new steps, in a short trace and in a long one; and what the polls cost of
+a run that commits every half second for ten minutes.
 
 `scale_replay.py`, `scale_upkeep.py`, `batch.py` and `metrics_similarity.py` measure the rest.
 
@@ -154,56 +154,83 @@ def many_streams(folder: Path, suffix: str, scale: float) -> dict[str, Any]:
 
 
 def following(folder: Path, suffix: str, messages: int, times: int, streams: int) -> dict[str, Any]:
-    """The seconds that a poll takes which finds ten steps, by the length of the trace; and of writing them."""
-    found = {}
+    """The seconds that a poll takes which finds ten steps, by the length of the trace; and of writing them.
+
+    And those of a run that commits every half second for ten minutes: its clock is that of its commits.
+    """
+    found: dict[str, Any] = {}
     for count in (messages // 100, messages, times * messages):
-        polls, writes = zip(*_polls(folder / f"follow{count}{suffix}", count, streams), strict=True)
+        polls, writes = _followed(folder / f"follow{count}{suffix}", count // streams, 40, 10, streams)
         found[str(count)] = {"poll": statistics.median(polls), "write": statistics.median(writes)}
     short, *_, long = found.values()
-    return {**found, "ratio": long["poll"] / short["poll"]}
+    found["ratio"] = long["poll"] / short["poll"]
+    commits = min(1200, messages // 1000)
+    polls, writes = _followed(folder / f"minutes{suffix}", 0, commits, max(1, messages // commits // streams), streams)
+    found["minutes"] = {
+        "commits": commits,
+        "messages": messages // commits,
+        "first": statistics.median(polls[: commits // 10]),
+        "last": statistics.median(polls[-commits // 10 :]),
+        "longest": max(polls),
+        "write": statistics.median(writes),
+    }
+    return found
 
 
-def _polls(path: Path, messages: int, streams: int) -> Iterator[tuple[float, float]]:
-    """The processor's seconds of some polls, and of writing and committing what each of them finds."""
+def _followed(path: Path, length: int, commits: int, steps: int, streams: int) -> tuple[list[float], list[float]]:
+    """A replay that follows a run of so many steps, which then commits some steps each time the replay would wait.
+
+    Returns the processor's seconds of each poll, with all that the replay does of what it finds, and of each commit.
+    """
     import torch
 
+    import tracer
+    import tracer.replaying.replay as replaying
     from analyze.registry import parse
-    from tracer import Collect, ModuleMessage, TraceWriter
-    from tracer.replaying.audience import Audience
-    from tracer.replaying.filters import Filters
-    from tracer.replaying.plan import rows_due, wanted_of
-    from tracer.replaying.updates import messages as published
-    from tracer.trace.reader import TraceReader
+    from tracer import Collect, ModuleMessage, TraceReader, TraceWriter
 
     values = torch.linspace(-1, 1, streams).unbind()
 
-    def steps(first: int, stop: int) -> Iterator[tuple[ModuleMessage, None]]:
+    def written(first: int, stop: int) -> Iterator[tuple[ModuleMessage, None]]:
         for step in range(first, stop):
             where = {"global_step": step, "train_step": step, "epoch": 0}
             for stream, value in enumerate(values):
                 yield ModuleMessage(kind="biases", module=f"layer{stream}", data=value, **where), None
 
-    length = messages // streams
-    norm = parse("norm:kind=biases")
-    audience, filters = Audience([norm, Collect(*norm.produces)]), Filters()
     writer = TraceWriter(path, commit_seconds=1e9)
     for first in range(0, length, 512):
-        writer.write_many(steps(first, min(first + 512, length)))
+        writer.write_many(written(first, min(first + 512, length)))
     writer.commit()
-    with TraceReader(path) as reader:
-        starts = reader.within(length, None).begin
-        for poll in range(40):
-            began = time.process_time()
-            writer.write_many(steps(length + 10 * poll, length + 10 * poll + 10))
+    polls: list[float] = []
+    writes: list[float] = []
+    began = time.process_time()
+
+    def wait(reader: TraceReader) -> bool:
+        """Write the next commit in place of waiting for it."""
+        nonlocal began
+        now = time.process_time()
+        polls.append(now - began)
+        goes_on = len(writes) < commits
+        if goes_on:
+            first = length + steps * len(writes)
+            writer.write_many(written(first, first + steps))
             writer.commit()
-            written = time.process_time()
-            reader.refresh()
-            window = reader.window(starts)
-            where, pairs = rows_due(window, wanted_of(reader, audience, filters, 0, growing=True), audience, filters)
-            assert sum(1 for _ in published(window, where, pairs, mapped=True)) == 10 * streams
-            starts = window.after(len(where))
-            yield time.process_time() - written, written - began
-    writer.finish()
+            writes.append(time.process_time() - now)
+        else:
+            writer.finish()
+        began = time.process_time()
+        reader.refresh()
+        return goes_on
+
+    norm = parse("norm:kind=biases")
+    heard = Collect(*norm.produces)
+    waiting, replaying.wait = replaying.wait, wait
+    try:
+        tracer.replay(path, norm, heard, steps=(length, None), follow=True)
+    finally:
+        replaying.wait = waiting
+    assert len(heard) == commits * steps * streams, "everything is followed"
+    return polls[1:], writes
 
 
 def main() -> None:
@@ -248,10 +275,16 @@ def _lines(found: dict[str, Any], messages: int, times: int) -> Iterator[str]:
         yield f"ten times the streams take {growth:.1f} times as long to open (bar: 300 ms for 24,000)"
     if "following" in found:
         for count, one in found["following"].items():
-            if isinstance(one, dict):
+            if count.isdigit():
                 written = f"writing and committing them {1e3 * one['write']:.2f} ms"
                 yield f"a poll after {int(count):>12,} messages finds 10 steps in {1e3 * one['poll']:.2f} ms; {written}"
         yield f"the longest over the shortest: {found['following']['ratio']:.2f} (bar: 2)"
+        one = found["following"]["minutes"]
+        yield (
+            f"a run of {one['commits']} commits, half a second apart, of {one['messages']:,} messages: "
+            f"{1e3 * one['first']:.1f} ms a poll at first, {1e3 * one['last']:.1f} at last, "
+            f"{1e3 * one['longest']:.1f} at most; writing them {1e3 * one['write']:.1f} (bar: 500 ms)"
+        )
 
 
 if __name__ == "__main__":
