@@ -61,6 +61,15 @@ def sealed(lines: Iterable[bytes], checksum: int = 0) -> tuple[bytes, int]:
     return b"".join(stored), checksum
 
 
+def _object(body: bytes) -> dict[str, Any] | None:
+    """The object of one member that a line declares, without the line's checksum; None if it is none."""
+    try:
+        value = json.loads(f"{body.decode()}}}")
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and len(value) == 1 else None
+
+
 def unsealed(line: bytes, before: Collection[int]) -> tuple[dict[str, Any] | None, set[int]]:
     """What one stored line declares, and the checksums that the line after it may be continued from.
 
@@ -79,11 +88,7 @@ def unsealed(line: bytes, before: Collection[int]) -> tuple[dict[str, Any] | Non
     found = {crc32c(body, checksum) for checksum in before}
     for checksum in found:
         if tail == b"%d}\n" % checksum:
-            try:
-                value = json.loads((body + b"}").decode())
-            except (ValueError, RecursionError):
-                value = None
-            return (value if isinstance(value, dict) and len(value) == 1 else None), {checksum}
+            return _object(body), {checksum}
     said = re.fullmatch(rb"([0-9]{1,10})}\n", tail)
     if said is not None and int(said[1]) < 2**32:
         found.add(int(said[1]))
@@ -141,10 +146,11 @@ def declarations(data: bytes, checksum: int = 0) -> tuple[list[tuple[str, Any]],
     """
     found: list[tuple[str, Any]] = []
     written = data.rstrip(b"\0")
-    before = {checksum}
     for number, line in enumerate(written.splitlines(keepends=True)):
-        value, before = unsealed(line, before)
+        body, _, tail = line.rpartition(_SEAL)
+        checksum = crc32c(body, checksum)
+        value = _object(body) if tail == b"%d}\n" % checksum else None
         if value is None:
             raise TraceCorruptError(f"line {number} of the declarations is damaged")
         found += value.items()
-    return found, len(written), before.pop()
+    return found, len(written), checksum

@@ -151,14 +151,14 @@ class Tables:
         TraceError
             If the installed torch lacks the dtype of a stream.
         """
-        if what == "header":
+        if what == "stream":
+            self._enter(self.streams, value["id"], Stream.parse(value), what)
+        elif what == "header":
             self.header = dict(value)
         elif what == "note":
             self.notes.append(dict(value))
         elif what == "status":
             self.ending = dict(value)
-        elif what == "stream":
-            self._enter(self.streams, value["id"], Stream.parse(value), what)
         elif what == "shape":
             shape = tuple(value["shape"])
             if not is_shape(shape):
