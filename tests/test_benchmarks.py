@@ -23,10 +23,11 @@ CASES = {
     "objects": "--rounds 1 --scale 0.01 --latency 0 --json",
     "overhead": "--rounds 2 --steps 10 --json",
     "report": "--rounds 1 --steps 10 --series 20 --long 600 --json",
+    "scale_upkeep": "--messages 3000 --ratio 1000 --json",
     "startup": "--rounds 1 --json",
     "storage": "--rounds 1 --scale 0.05 --only scalars,open --json",
 }
-LONG = ("batch", "compression", "hooks", "overhead", "report", "startup", "storage")
+LONG = ("batch", "compression", "hooks", "overhead", "report", "scale_upkeep", "startup", "storage")
 """Their smallest sizes take too long for each `make test`: there it is only seen that they begin."""
 ELSEWHERE = {
     "diff": "its smallest size trains forty networks, and takes a minute",

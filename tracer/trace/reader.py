@@ -396,8 +396,7 @@ class TraceReader:
     ) -> Iterator[Columns]:
         """The messages that pass all filters in their order, in columns, for `TraceWriter.write_columns`.
 
-        Data is as it is stored, and its memory is used again for the next block. Parameters and errors are those of
-        `messages`.
+        Data is as it is stored. Parameters and errors are those of `messages`.
         """
         return self._blocks.columns(self.select(kinds, modules, steps, tags, streams, where, ranks))
 
