@@ -23,42 +23,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from tracer.format.tables import Stream
+from tracer.trace.columns import Columns, Together
+from tracer.trace.writer import TraceWriter
+
 COMMANDS = ("read", "verify", "convert", "recover")
-_STEPS = 512
-"""Steps whose messages are written at once, each time with the same tensors."""
+_BLOCK = 65_536
+"""Messages that are made at once."""
 
 
 def write(path: Path, messages: int, streams: int) -> None:
     """A trace of scalars: in each step one message of each stream."""
-    import torch
-
-    from tracer.messaging.messages import Message, ModuleMessage
-    from tracer.trace.writer import TraceWriter
-
-    values = torch.linspace(-1, 1, _STEPS * streams).unbind()
-
-    def batch(first: int) -> Iterator[tuple[Message, None]]:
-        for number in range(first * streams, min((first + _STEPS) * streams, messages)):
-            step, stream = divmod(number, streams)
-            yield (
-                ModuleMessage(
-                    kind="biases",
-                    module=f"layer{stream}",
-                    data=values[number % len(values)],
-                    global_step=step,
-                    train_step=step,
-                    epoch=0,
-                ),
-                None,
-            )
-
+    names = [Stream("biases", False, f"layer{number}", "default", "", "float32", None, 0) for number in range(streams)]
     with TraceWriter(path) as writer:
-        for first in range(0, -(-messages // streams), _STEPS):
-            writer.write_many(batch(first))
+        for first in range(0, messages, _BLOCK):
+            numbers = np.arange(first, min(first + _BLOCK, messages))
+            counters = np.zeros((len(numbers), 4), np.int64)
+            counters[:, 0] = counters[:, 1] = numbers // streams
+            values = np.sin(numbers).astype(np.float32)
+            data = [Together(np.arange(len(numbers)), values, "float32")]
+            writer.write_columns(Columns(names, numbers % streams, counters, data))
 
 
 def read(path: Path, _: Path) -> int:
@@ -107,6 +97,11 @@ def measure(command: str, path: Path, copy: Path) -> dict[str, Any]:
     return {"command": command, "messages": messages, "cpu": cpu, "seconds": seconds, "peak": peak}
 
 
+def remove(trace: Path) -> None:
+    """Remove a trace, if it is there."""
+    shutil.rmtree(trace) if trace.is_dir() else trace.unlink(missing_ok=True)
+
+
 def in_process(*arguments: Any) -> str:
     """What this program prints, in a process of its own, when it is given these arguments."""
     command = [sys.executable, __file__, *map(str, arguments)]
@@ -146,9 +141,8 @@ def main() -> int:
                 one["ratio"] = one["cpu"] / bare["cpu"]
                 one["right"] = one["messages"] == messages
                 found.append(one)
-                for trace in (copy,):
-                    shutil.rmtree(trace) if trace.is_dir() else trace.unlink(missing_ok=True)
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove(copy)
+            remove(path)
     if given.json:
         print(json.dumps(found, indent=2))
     else:

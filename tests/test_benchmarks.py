@@ -25,7 +25,7 @@ CASES = {
     "report": "--rounds 1 --steps 10 --series 20 --long 600 --json",
     "scale": "--messages 3000 --times 2 --json",
     "scale_replay": "--rounds 1 --messages 1200 --json",
-    "scale_upkeep": "--messages 1200 --ratio 1000 --megabytes 1000 --json",
+    "scale_upkeep": "--messages 3000 --ratio 1000 --json",
     "startup": "--rounds 1 --json",
     "storage": "--rounds 1 --scale 0.05 --only scalars,open --json",
 }

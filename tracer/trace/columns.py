@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +13,21 @@ from numpy.typing import NDArray
 from tracer.format.encodings import decode
 from tracer.format.journal import NONE, Column, checksums
 from tracer.format.tables import Stream
-from tracer.messaging.messages import checked
+from tracer.messaging.messages import Message, checked
 from tracer.trace.commits import Commits, Due
 from tracer.trace.grouping import grouped
-from tracer.trace.pools import OpenPool, Place, Pools
+from tracer.trace.pools import OpenPool, Pools
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FEW_ELEMENTS: Final = 64
 """Messages of so few elements are put into their order by numpy at once, larger ones one by one."""
+FEW: Final = 16
+"""So few messages are written one by one; numpy pays for more."""
+_TARGET: Final = [Column.STREAM, Column.POOL, Column.COUNT, Column.SHAPE, Column.FLAGS]
+_EVENT: Final = np.zeros(len(Column), np.int64)
+_EVENT[[Column.POOL, Column.SHAPE, Column.CRC32C]] = NONE
 
 
 @final
@@ -54,8 +62,8 @@ class Columns:
 
     Attributes
     ----------
-    streams : sequence or mapping of Stream
-        What messages can be of, by number; the same object from one block of a trace to the next.
+    streams : sequence of Stream
+        What messages can be of; the same object from one block of a trace to the next.
     numbers : numpy.ndarray of int64, (messages,)
         The stream of each message.
     counters : numpy.ndarray of int64, (messages, 4)
@@ -64,7 +72,7 @@ class Columns:
         That of each message whose stream carries some.
     """
 
-    streams: Sequence[Stream] | Mapping[int, Stream]
+    streams: Sequence[Stream]
     numbers: NDArray[np.int64]
     counters: NDArray[np.int64]
     data: list[Together]
@@ -82,6 +90,19 @@ class Columns:
             if first < last:
                 data.append(Together(one.places[first:last] - begin, one.data[first:last], one.dtype))
         return Columns(self.streams, self.numbers[begin:end], self.counters[begin:end], data)
+
+    def messages(self) -> Iterator[tuple[Message, Mapping[str, Any] | None]]:
+        """The messages one by one, each with the sampling of its stream."""
+        data: list[Tensor | None] = [None] * len(self)
+        for together in self.data:
+            tensors = decode(together.data, together.dtype, together.data.shape).unbind()
+            for place, tensor in zip(together.places.tolist(), tensors, strict=True):
+                data[place] = tensor
+        fields = zip(self.numbers.tolist(), self.counters.tolist(), data, strict=True)
+        for number, (step, train_step, epoch, call), found in fields:
+            one = self.streams[number]
+            names = one.kind, one.module, step, train_step, epoch, one.tag, call, one.leaf, one.rank
+            yield checked(*names, found), one.sampling
 
     def sizes(self) -> NDArray[np.int64]:
         """Bytes of the data of each message."""
@@ -113,9 +134,10 @@ class ColumnPacking:
         self._store = commits.store
         self._pools = pools
         self._due = due
-        # of the streams of the last block: where messages of each of them and of each shape go
-        self._streams: Sequence[Stream] | Mapping[int, Stream] = ()
-        self._targets: dict[tuple[int, tuple[int, ...] | None], tuple[int, Place | None]] = {}
+        # of the streams of the last block: what the journal says of messages of each of them and of each shape
+        self._streams: Sequence[Stream] = ()
+        self._targets: dict[tuple[int, tuple[int, ...] | None], tuple[int, int, int, int, int]] = {}
+        self._open: dict[int, OpenPool] = {}
 
     def write(self, columns: Columns, begin: int) -> int:
         """Write messages from one on, until a commit is due; the number of the first that is not written."""
@@ -133,55 +155,54 @@ class ColumnPacking:
         if columns.streams is not self._streams:
             self._streams = columns.streams
             self._targets.clear()
-        rows = np.zeros((len(columns), len(Column)), np.int64)
+        rows = np.empty((len(columns), len(Column)), np.int64)
         # as of messages without data
-        rows[:, [Column.POOL, Column.SHAPE, Column.CRC32C]] = NONE
+        rows[:] = _EVENT
         rows[:, Column.GLOBAL_STEP : Column.CALL + 1] = columns.counters
-        pools: dict[int, OpenPool] = {}
-        for places, stream, place in self._targets_of(columns):
-            rows[places, Column.STREAM] = stream
-            if place is not None:
-                pools[place.pool.id] = place.pool
-                pool, count, shape, flags = place.entry
-                rows[places, Column.POOL], rows[places, Column.COUNT] = pool, count
-                rows[places, Column.SHAPE], rows[places, Column.FLAGS] = shape, flags
         # of each message: which of the data it is, and its place in that
         which, at = np.full(len(columns), -1), np.zeros(len(columns), np.int64)
         for number, one in enumerate(columns.data):
             which[one.places], at[one.places] = number, np.arange(len(one.places))
+        self._enter_targets(columns, np.flatnonzero(which < 0), rows)
         for number, places in grouped(rows[:, Column.POOL]):
             if number != NONE:
-                self._append(pools[number], rows, places, which, at, columns.data)
+                self._append(self._open[number], rows, places, which, at, columns.data)
         self._commits.new_rows(len(rows))[:] = rows
 
-    def _targets_of(self, columns: Columns) -> Iterator[tuple[NDArray[np.int64], int, Place | None]]:
-        """Messages of one stream and shape, the number of that stream here, and where they go; in their order."""
-        found: list[tuple[NDArray[np.int64], int, Together | None, int]] = []
-        events = np.ones(len(columns), bool)
-        for together in columns.data:
-            events[together.places] = False
-            for number, mine in grouped(columns.numbers[together.places]):
-                found.append((together.places[mine], number, together, int(mine[0])))
-        alone = np.flatnonzero(events)
-        for number, mine in grouped(columns.numbers[alone]):
-            found.append((alone[mine], number, None, 0))
-        found.sort(key=lambda one: int(one[0][0]))
-        for places, number, one, first in found:
-            key = number, None if one is None else one.data.shape[1:]
-            target = self._targets.get(key)
-            if target is None:
-                target = self._targets[key] = self._declare(self._streams[number], one, first)
-            yield places, *target
+    def _enter_targets(self, columns: Columns, events: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Enter into rows of the journal the streams of messages, and which pools they go to."""
+        parts: list[tuple[Together | None, NDArray[np.int64]]] = [(one, one.places) for one in columns.data]
+        if len(events):
+            parts.append((None, events))
+        found = [
+            (one, places, *np.unique(columns.numbers[places], return_index=True, return_inverse=True))
+            for one, places in parts
+        ]
+        new = [
+            (int(places[first]), (number, _shape_of(one)), one, first)
+            for one, places, numbers, firsts, _ in found
+            for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True)
+            if (number, _shape_of(one)) not in self._targets
+        ]
+        # they are declared in the order in which they come
+        for _, key, of, first in sorted(new, key=lambda one: one[0]):
+            self._targets[key] = self._declare(self._streams[key[0]], of, first)
+        for one, places, numbers, _, inverse in found:
+            shape = _shape_of(one)
+            targets = np.array([self._targets[number, shape] for number in numbers.tolist()], np.int64)
+            rows[places[:, None], _TARGET] = targets[inverse]
 
-    def _declare(self, stream: Stream, of: Together | None, first: int) -> tuple[int, Place | None]:
-        """The number of a stream here, and where a message of it goes, which are declared if they are new."""
+    def _declare(self, stream: Stream, of: Together | None, first: int) -> tuple[int, int, int, int, int]:
+        """What the journal says of messages of a stream and shape, which are declared if they are new."""
         data = None if of is None else decode(of.data[first : first + 1], of.dtype, of.data.shape[1:])
         names = stream.kind, stream.module, 0, 0, 0, stream.tag, 0, stream.leaf, stream.rank
         message = checked(*names, data)
         opened = self._pools.stream_of(message, stream.sampling)
         if data is None:
-            return opened.id, None
-        return opened.id, self._pools.place_of(opened, message, data)
+            return opened.id, NONE, 0, NONE, 0
+        place = self._pools.place_of(opened, message, data)
+        self._open[place.pool.id] = place.pool
+        return opened.id, *place.entry
 
     def _append(
         self,
@@ -207,6 +228,10 @@ class ColumnPacking:
         for one, mine, chosen in parts:
             of_part = _rows_of(one, chosen)
             rows[mine, Column.CRC32C] = checksums(of_part.reshape(len(mine), int(rows[mine[0], Column.COUNT])))
+
+
+def _shape_of(one: Together | None) -> tuple[int, ...] | None:
+    return None if one is None else one.data.shape[1:]
 
 
 def _rows_of(one: Together, chosen: NDArray[np.int64]) -> NDArray[Any]:

@@ -375,8 +375,7 @@ class TraceReader(Described):
     ) -> Iterator[Columns]:
         """The messages that pass all filters in their order, in columns, for `TraceWriter.write_columns`.
 
-        Data is as it is stored, and its memory is used again for the next block. Parameters and errors are those of
-        `messages`.
+        Data is as it is stored. Parameters and errors are those of `messages`.
         """
         return self._rows().blocks.columns(self.select(kinds, modules, steps, tags, streams, where, ranks))
 

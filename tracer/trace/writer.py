@@ -13,7 +13,7 @@ from tracer.messaging.messages import Message
 from tracer.stores.locations import Anywhere, Url, location
 from tracer.stores.opening import create_store, refuse_part, remove_part
 from tracer.trace.claiming import WRITERS, check_ours, refuse_here
-from tracer.trace.columns import ColumnPacking, Columns
+from tracer.trace.columns import FEW, ColumnPacking, Columns
 from tracer.trace.commits import Commits, Due
 from tracer.trace.compression import Compression
 from tracer.trace.header import complete, now, public
@@ -240,6 +240,10 @@ class TraceWriter:
             As `write`.
         """
         self._refuse()
+        if len(columns) <= FEW:
+            for message, sampling in columns.messages():
+                self.write(message, sampling)
+            return
         begin = 0
         while begin < len(columns):
             begin = self._columns.write(columns, begin)

@@ -16,7 +16,7 @@ from tracer.errors import TraceCorruptError, TraceFormatError, TracerError, Trac
 from tracer.stores.protocols import ReadStore
 from tracer.upkeep.findings import Findings
 
-CACHE_BYTES: Final = 64 << 20
+CACHE_BYTES: Final = 32 << 20
 """The most bytes of chunks that are kept in memory, apart from the one in use."""
 
 READ_BYTES: Final = 4 << 20

@@ -1,0 +1,147 @@
+"""What is written in columns is what is written message by message, to the last byte."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trace.old_traces.same_bytes import compare
+from tests.trace.round_trips import FORMATS, every_format
+from tracer.errors import TraceError
+from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
+from tracer.trace import blocks, columns
+from tracer.trace.reader import TraceReader
+from tracer.trace.writer import TraceWriter
+
+HEADER = {
+    "run_id": "same",
+    "created": "2026-01-01T00:00:00+00:00",
+    "process": {"pid": 1, "hostname": "h", "start": "1"},
+    "versions": {},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as they come": {},
+    "small chunks": {"chunk_bytes": 256, "own_pool_bytes": 400},
+    "many commits": {"commit_rows": 7, "own_pool_bytes": 400},
+    "few bytes": {"commit_bytes": 3000, "chunk_bytes": 512},
+    "few steps": {"commit_steps": 3},
+    "compressed": {"compression": "zstd", "chunk_bytes": 1024},
+}
+
+
+def messages(count: int = 400) -> list[tuple[Message, dict[str, Any] | None]]:
+    """Messages of many streams in any order: ragged, of several dtypes, samplings, calls and leaves, and events."""
+    rng = random.Random(3)
+    generator = torch.Generator().manual_seed(3)
+    made: list[tuple[Message, dict[str, Any] | None]] = []
+    for number in range(count):
+        where: dict[str, Any] = {"global_step": number // 9, "train_step": number // 9 % 5, "epoch": number // 45}
+        kind = rng.choice(["event", "loss", "weights", "ragged", "biases", "empty", "late"])
+        shape = rng.choice([(2, 3), (3, 2), (6,), (9, 40)])
+        data = torch.randn(shape, generator=generator)
+        if kind == "event":
+            made.append((NetworkMessage(kind="batch_started", tag=rng.choice(["default", "eval"]), **where), None))
+        elif kind == "loss":
+            made.append((NetworkMessage(kind="loss", data=data.sum().double(), rank=rng.randrange(2), **where), None))
+        elif kind == "weights":
+            data = torch.randn(20, 16, generator=generator)
+            made.append((ModuleMessage(kind="weights", module=rng.choice("abc"), data=data, **where), {"rows": 20}))
+        elif kind == "late" and number < count // 2:
+            continue
+        else:
+            data = data[:0] if kind == "empty" else data.bfloat16() if rng.random() < 0.3 else data
+            sampling = rng.choice([None, {"rows": 2}])
+            made.append((ModuleMessage(kind=kind, module=rng.choice("ab"), data=data, call=1, **where), sampling))
+    return made
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace of these messages."""
+    path = tmp_path_factory.mktemp("source") / "run.zarr"
+    with TraceWriter(path, chunk_bytes=600, own_pool_bytes=700) as writer:
+        writer.write_many(messages())
+    return path
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@every_format
+def test_bytes_are_those_of_messages_one_by_one(
+    source: Path, tmp_path: Path, suffix: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever blocks they come in, and wherever they are cut: journal, declarations and pools are the same."""
+    plain = tmp_path / "plain" / f"run{suffix}"
+    options = {"header": HEADER, "commit_seconds": 1e9, **options}
+    with TraceWriter(plain, **options) as writer, TraceReader(source) as reader:
+        samplings = [stream.sampling for stream in reader.streams]
+        for number, message in zip(reader.journal[:, 0].tolist(), reader, strict=True):
+            writer.write(message, samplings[number])
+        writer.finish(ended="2026-01-02T00:00:00+00:00")
+    nbytes, count = writer.bytes, writer.messages
+    for rows, few, cut in ((1000, 0, 1000), (64, 16, 1000), (50, 0, 13)):
+        monkeypatch.setattr(blocks, "BLOCK_ROWS", rows)
+        monkeypatch.setattr("tracer.trace.writer.FEW", few)
+        monkeypatch.setattr(columns, "FEW_ELEMENTS", 7 if rows == 50 else 64)
+        path = tmp_path / f"{rows}" / f"run{suffix}"
+        with TraceWriter(path, **options) as writer, TraceReader(source) as reader:
+            for block in reader.columns():
+                for begin in range(0, len(block), cut):
+                    writer.write_columns(block.part(begin, min(begin + cut, len(block))))
+            writer.finish(ended="2026-01-02T00:00:00+00:00")
+        assert (writer.bytes, writer.messages) == (nbytes, count)
+        verdict, found = compare(plain, path, 3)
+        assert verdict.startswith("equal"), found
+        if suffix == ".zarr":
+            assert not verdict.startswith("equal but")
+
+
+@every_format
+def test_columns_and_messages_in_turns(source: Path, tmp_path: Path, suffix: str) -> None:
+    """A writer takes both, and each message goes to its stream."""
+    path = tmp_path / f"run{suffix}"
+    with TraceWriter(path) as writer, TraceReader(source) as reader:
+        [block] = reader.columns()
+        samplings = [stream.sampling for stream in reader.streams]
+        both = list(zip(reader, [samplings[number] for number in reader.journal[:, 0].tolist()], strict=True))
+        for begin in range(0, len(block), 40):
+            writer.write_columns(block.part(begin, min(begin + 20, len(block))))
+            writer.write_many(both[begin + 20 : begin + 40])
+        expected = [(str(stream), stream.sampling, stream.count) for stream in reader.streams]
+        with pytest.raises(TraceError, match="finished"):
+            writer.finish()
+            writer.write_columns(block)
+    with TraceReader(path) as found, TraceReader(source) as reader:
+        assert [(str(stream), stream.sampling, stream.count) for stream in found.streams] == expected
+        for one, other in zip(found, reader, strict=True):
+            assert (one.kind, one.key, one.global_step, one.call) == (
+                other.kind,
+                other.key,
+                other.global_step,
+                other.call,
+            )
+            assert (one.data is None) is (other.data is None)
+            assert one.data is None or other.data is None or torch.equal(one.data, other.data)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_disk_that_is_full(source: Path, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be written is an error, after which nothing more is written; what was committed is safe."""
+    writer = TraceWriter(tmp_path / f"run{suffix}", commit_rows=50)
+    with TraceReader(source) as reader:
+        [block] = reader.columns()
+        writer.write_columns(block.part(0, 100))
+
+        def fails(*_: Any) -> int:
+            raise TraceError("no space left")
+
+        monkeypatch.setattr(writer._store, "append", fails)
+        for _ in range(2):
+            with pytest.raises(TraceError, match="no space left"):
+                writer.write_columns(block.part(100, 200))
+        expected = [message.global_step for message in reader][:100]
+    with TraceReader(writer.path) as found:
+        assert [message.global_step for message in found] == expected
