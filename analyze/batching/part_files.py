@@ -15,11 +15,11 @@ from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 
+from analyze.batching.arrow_columns import table_of
 from analyze.batching.folder import Folder, folder_at
 from analyze.batching.units import Run, Unit
 from analyze.tables.columns import COLUMNS, COUNTERS, Columns, Row, Stream
 from analyze.tables.results import Results
-from analyze.tables.writing import arrow_table
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stretch
 from tracer.trace.reader import TraceReader
@@ -171,7 +171,7 @@ class PartAnswers:
             array += [f"{_arrays_of(self._unit.id)}#{number}" for number in range(len(self._large))]
         of_all = {"spec": self._unit.spec, "run_id": run.run_id, "created": run.created, "status": run.status}
         table |= {name: [value] * len(array) for name, value in of_all.items()} | {"array": array}
-        return arrow_table(table, *RUN_COLUMNS)
+        return table_of(table, *RUN_COLUMNS)
 
     def _row_of_large(self, message: Message) -> tuple[Any, ...]:
         """The row of a large answer, which has no value."""
