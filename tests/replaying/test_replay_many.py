@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tracer import (
     Collect,
     Message,
     MessageBus,
+    MessageError,
     ModuleMessage,
     NetworkMessage,
     Subscriber,
@@ -30,6 +32,7 @@ from tracer import (
 )
 from tracer.messaging.stacks import Stretch
 from tracer.trace import blocks
+from tracer.trace.data import Data
 
 STEPS = 48
 DTYPES = ("float32", "bfloat16", "float16", "float8_e5m2", "int64", "bool", "uint16", "float64", "complex64")
@@ -266,20 +269,57 @@ def test_what_comes_before_damage_is_answered(tmp_path: Path) -> None:
 
 
 def test_memory_of_stacks_does_not_grow_with_the_trace(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block's stacks are let go of before the next block is read."""
-    import weakref
-
+    """When a block is read, nobody holds the messages of the one before: their memory is used again."""
     monkeypatch.setattr(blocks, "BLOCK_ROWS", 100)
     monkeypatch.setattr(blocks, "FEW", 1)
-    alive: list[weakref.ref[Stretch]] = []
-    most = 0
+    monkeypatch.setattr(blocks, "SLOW_SECONDS", 1e9)  # else a thread may read ahead
+    published: list[weakref.ref[Stretch]] = []
+    alive: list[int] = []
+    publish_many, read = MessageBus.publish_many, Data.read
 
     def noting(bus: MessageBus, stretch: Stretch) -> None:
-        nonlocal most
-        alive.append(weakref.ref(stretch))
-        most = max(most, sum(one() is not None for one in alive))
+        published.append(weakref.ref(stretch))
+        publish_many(bus, stretch)
+
+    def reading(data: Data, *rest: Any) -> Any:
+        alive.append(sum(one() is not None for one in published))
+        return read(data, *rest)
 
     monkeypatch.setattr(MessageBus, "publish_many", noting)
+    monkeypatch.setattr(Data, "read", reading)
     tracer.replay(trace, parse("norm:kind=activations,tag=*"))
-    assert len(alive) > 10
-    assert most == 1
+    assert len(published) > 10
+    assert alive == [0] * len(published)
+
+
+def test_messages_that_were_read_out_of_order_are_put_in_order() -> None:
+    """Those of several pools come pool by pool, those of several attempts in any order."""
+    parts = [(np.array([5, 2]), np.array([50.0, 20.0])), (np.array([0, 7]), np.array([0.0, 70.0]))]
+    places, data = blocks._ascending(parts)
+    assert data is not None
+    assert (places.tolist(), data.tolist()) == ([0, 2, 5, 7], [0.0, 20.0, 50.0, 70.0])
+
+
+class Complex(Subscriber):
+    """Answers each loss with a complex number at one step, else with a real one."""
+
+    scope = "message"
+    takes_many = True
+
+    def __init__(self) -> None:
+        super().__init__(Subscription("loss"), "loss_turned")
+
+    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+        yield derived(
+            message_or_bundle, "loss_turned", torch.tensor(1j if message_or_bundle.global_step == 21 else 1.0)
+        )
+
+
+def test_a_complex_answer_is_refused_at_its_message(trace: Path) -> None:
+    """No table holds it; all answers before it are there."""
+    for guard in (contextlib.nullcontext(), None):
+        subscriber, results = Complex(), Results()
+        with pytest.raises(MessageError, match="results hold real numbers, but loss_turned") as caught:
+            tracer.replay(trace, subscriber, results.sink([subscriber]), guard=guard)
+        assert caught.value.__notes__ == ["raised by results on loss_turned of global step 21"]
+        assert [row.global_step for row in results] == list(range(21))
