@@ -86,9 +86,9 @@ class Deliveries:
             self.messages += 1
             deliver(bus, message, key)
 
-        def noting_many(bus: MessageBus, stretch: Stretch) -> bool:
+        def noting_many(bus: MessageBus, stretch: Stretch, alone: Any) -> bool:
             self.stretches += 1
-            return deliver_many(bus, stretch)
+            return deliver_many(bus, stretch, alone)
 
         monkeypatch.setattr(MessageBus, "_deliver", noting)
         monkeypatch.setattr(MessageBus, "_deliver_many", noting_many)
@@ -199,6 +199,19 @@ def test_one_who_is_not_able_has_all_published_one_by_one(trace: Path, monkeypat
     assert counted.stretches == 0
 
 
+def test_only_what_must_be_alone_comes_one_by_one(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver that remembers hears its stream message by message; those of other streams are handed out together."""
+    found = []
+    for guard in (contextlib.nullcontext(), None):
+        counted = Deliveries(monkeypatch)
+        subscribers, results, heard = asked(("norm:kind=activations,tag=*", "ema:kind=loss")), Results(), Collect()
+        tracer.replay(trace, *subscribers, results.sink(subscribers), heard, guard=guard)
+        found.append((list(map(repr, results)), results.structure(), [said(one) for one in heard]))
+    assert found[0] == found[1]
+    assert counted.stretches > 0
+    assert counted.messages == 2 * STEPS  # the losses and the answers to them
+
+
 class Failing(Subscriber):
     """Answers each loss, and fails at a step."""
 
@@ -277,9 +290,9 @@ def test_memory_of_stacks_does_not_grow_with_the_trace(trace: Path, monkeypatch:
     alive: list[int] = []
     publish_many, read = MessageBus.publish_many, Data.read
 
-    def noting(bus: MessageBus, stretch: Stretch) -> None:
+    def noting(bus: MessageBus, stretch: Stretch, alone: Any) -> None:
         published.append(weakref.ref(stretch))
-        publish_many(bus, stretch)
+        publish_many(bus, stretch, alone)
 
     def reading(data: Data, *rest: Any) -> Any:
         alive.append(sum(one() is not None for one in published))

@@ -165,10 +165,16 @@ def _publish(
         where = where.copy()
         where[limit:] = False
         pairs = pairs[pairs[:, 0] < limit]
-    if guard is None and not len(pairs) and bus.can_publish_many(todo.streams):
+    together = {(one.kind, one.module, one.tag): bus.can_publish_many(one) for one in todo.streams}
+    if guard is None and not len(pairs) and any(together.values()):
+
+        def alone(kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+            return tag is None or not together[kind, module, tag]
+
+        some = None if all(together.values()) else alone
         for part in reader.stretches(where, mapped):
             if isinstance(part, Stretch):
-                bus.publish_many(part)
+                bus.publish_many(part, some)
             else:
                 for message in part:
                     bus.publish(message)
