@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
 
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
-from tracer.messaging.bus import MessageBus, Receiver, in_order, tell_of_model
+from tracer.messaging.bus import FEW_BETWEEN, MessageBus, Receiver, in_order, tell_of_model
 from tracer.messaging.stacks import Stretch
 from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters
@@ -21,6 +21,7 @@ from tracer.replaying.updates import messages
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
+from tracer.trace.streams import StreamInfo
 
 
 def replay(
@@ -165,16 +166,11 @@ def _publish(
         where = where.copy()
         where[limit:] = False
         pairs = pairs[pairs[:, 0] < limit]
-    together = {(one.kind, one.module, one.tag): bus.can_publish_many(one) for one in todo.streams}
-    if guard is None and not len(pairs) and any(together.values()):
-
-        def alone(kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-            return tag is None or not together[kind, module, tag]
-
-        some = None if all(together.values()) else alone
+    alone = _Alone(bus, todo.streams)
+    if guard is None and not len(pairs) and alone.are_few:
         for part in reader.stretches(where, mapped):
             if isinstance(part, Stretch):
-                bus.publish_many(part, some)
+                bus.publish_many(part, alone if alone.streams else None)
             else:
                 for message in part:
                     bus.publish(message)
@@ -186,6 +182,25 @@ def _publish(
         with guard:
             bus.publish(message)
         del message  # before the next is read, so that it can reuse the memory, which is still in the cache
+
+
+class _Alone:
+    """Says of which streams the messages must be published by themselves, and whether these are few among the others.
+
+    Parameters
+    ----------
+    bus : MessageBus
+    streams : sequence of StreamInfo
+    """
+
+    def __init__(self, bus: MessageBus, streams: Sequence[StreamInfo]) -> None:
+        of_each = [(one, bus.can_publish_many(one)) for one in streams]
+        self.streams = {(one.kind, one.module, one.tag) for one, can in of_each if not can}
+        together = sum(one.count for one, can in of_each if can)
+        self.are_few = together > FEW_BETWEEN * sum(one.count for one, can in of_each if not can)
+
+    def __call__(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        return tag is None or (kind, module, tag) in self.streams
 
 
 POLL_SECONDS = 0.1
