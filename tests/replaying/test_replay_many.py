@@ -31,6 +31,7 @@ from tracer import (
     derived,
 )
 from tracer.messaging.stacks import Stretch
+from tracer.replaying import replay as replaying
 from tracer.trace import blocks
 from tracer.trace.data import Data
 
@@ -311,6 +312,30 @@ def test_messages_that_were_read_out_of_order_are_put_in_order() -> None:
     places, data = blocks._ascending(parts)
     assert data is not None
     assert (places.tolist(), data.tolist()) == ([0, 2, 5, 7], [0.0, 20.0, 50.0, 70.0])
+
+
+def test_a_follower_is_handed_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run commits while it is followed is handed out together, commit by commit, and is the same in the end."""
+    path, counted, results = tmp_path / "run.zarr", Deliveries(monkeypatch), Results()
+    with TraceWriter(path) as writer:
+        commits = iter(range(5))
+
+        def committed(reader: TraceReader) -> bool:
+            number = next(commits, None)
+            for step in range(40 * number, 40 * (number + 1)) if number is not None else ():
+                where = {"global_step": step, "train_step": step, "epoch": 0}
+                writer.write(NetworkMessage(kind="loss", data=torch.tensor(float(step)), **where))
+                writer.write(ModuleMessage(kind="biases", module="fc", data=torch.full((2,), float(step)), **where))
+            writer.commit()
+            reader.refresh()
+            return number is not None
+
+        monkeypatch.setattr(replaying, "wait", committed)
+        subscribers = asked(("mean:kind=loss", "norm:kind=biases,order=inf"))
+        tracer.replay(path, *subscribers, results.sink(subscribers), follow=True)
+    assert [row.value for row in results] == [float(step) for step in range(200) for _ in range(2)]
+    assert counted.stretches >= 5
+    assert counted.messages == 0
 
 
 class Complex(Subscriber):
