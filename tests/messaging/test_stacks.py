@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import tracer
 from tracer import (
     CallbackSubscriber,
     Collect,
@@ -223,7 +224,7 @@ def singly(bus: MessageBus, messages: Sequence[Message]) -> None:
 def at_once(bus: MessageBus, messages: Sequence[Message]) -> None:
     """Publish messages as a stretch, if the bus says that nobody can tell."""
     streams = [Stream(one.kind, one.key, one.tag) for one in messages]
-    assert bus.can_publish_many(streams)
+    assert all(map(bus.can_publish_many, streams))
     bus.publish_many(stretch_of(messages))
 
 
@@ -267,6 +268,70 @@ def test_what_fails_is_raised_where_it_belongs(able: type[Able]) -> None:
     assert isinstance(error, ValueError)
     assert isinstance(raised, ValueError)
     assert raised.__notes__ == error.__notes__ == ["raised by other on loss_like of global step 5"]
+
+
+class Chained(Subscriber):
+    """Answers the answers of another, and remembers how many there were."""
+
+    def __init__(self) -> None:
+        super().__init__(Subscription("weights_able", None), "weights_able_chained")
+        self.count = 0
+
+    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+        self.count += 1
+        yield derived(message_or_bundle, "weights_able_chained", float(self.count))
+
+
+def rarely(count: int) -> list[Message]:
+    """Messages that may be taken together, and in between, now and then, those that may not."""
+    found = []
+    for number, one in enumerate(some(count)):
+        found.append(one)
+        if number % 26 in (4, 5):
+            found.append(message("weights", "a", one.global_step, torch.full((2,), float(number))))
+    return found
+
+
+def with_alone(bus: MessageBus, messages: Sequence[Message]) -> None:
+    """Publish a stretch, but for those messages that the bus cannot publish together."""
+    alone = {one.kind for one in messages if not bus.can_publish_many(Stream(one.kind, one.key, one.tag))}
+    assert alone == {"weights"}
+    bus.publish_many(stretch_of(messages), lambda kind, *_: kind in alone)
+
+
+@pytest.mark.parametrize("messages", [rarely(60), rarely(60)[4:], rarely(60)[5:36], rarely(16)[5:]], ids=len)
+def test_messages_that_must_be_alone_come_in_their_places(
+    messages: list[Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever must hear some messages by themselves, all hear them and the answers to them in the same order."""
+    monkeypatch.setattr(tracer.messaging.bus, "FEW_BETWEEN", 1)
+    able = Stacking(tag=None)
+    expected, _ = heard(messages, [Able(tag=None), Able("weights", tag=None), Chained()], singly)
+    assert heard(messages, [able, Able("weights", tag=None), Chained()], with_alone) == (expected, None)
+    assert able.singly == 0
+    assert {"weights_able_chained", "loss_like_able"} <= {kind for _, kind, *_ in expected}
+
+
+def test_where_most_must_be_alone_all_are() -> None:
+    """Handing out a few at a time costs more than it saves."""
+    messages = []
+    for one in some():
+        messages += [one, message("weights", "a", one.global_step, torch.zeros(2))]
+    able = Stacking(tag=None)
+    expected, _ = heard(messages, [Able(tag=None), Able("weights"), Chained()], singly)
+    assert heard(messages, [able, Able("weights"), Chained()], with_alone) == (expected, None)
+    assert able.singly > 10
+
+
+def test_what_fails_alone_is_raised_where_it_belongs() -> None:
+    """After all answers to what came before, which were handed out together, and before what comes after."""
+    for fails in (1, 7):
+        expected, error = heard(rarely(60), [Able(tag=None), Able("weights", fails=fails), Chained()], singly)
+        found, raised = heard(rarely(60), [Stacking(tag=None), Able("weights", fails=fails), Chained()], with_alone)
+        assert found == expected
+        assert isinstance(error, ValueError)
+        assert isinstance(raised, ValueError)
+        assert raised.__notes__ == error.__notes__ == [f"raised by able on weights of global step {fails}"]
 
 
 def test_complex_answers_are_published_one_by_one() -> None:
@@ -432,13 +497,13 @@ def test_who_may_be_handed_many(receivers: list[Receiver], can: bool) -> None:
         bus.register_topic(kind)
     for one in receivers:
         bus.register(one)
-    assert bus.can_publish_many([Stream("loss_like"), Stream("loss_like", "a", "eval")]) is can
+    assert all(map(bus.can_publish_many, (Stream("loss_like"), Stream("loss_like", "a", "eval")))) is can
 
 
 def test_a_bus_that_goes_on_after_errors_publishes_one_by_one() -> None:
     """Who fails at a message is taken off before the next one, so nobody may be handed many."""
-    assert not MessageBus(on_error="disable").can_publish_many([Stream("loss_like")])
-    assert MessageBus().can_publish_many([Stream("loss_like")])
+    assert not MessageBus(on_error="disable").can_publish_many(Stream("loss_like"))
+    assert MessageBus().can_publish_many(Stream("loss_like"))
 
 
 def test_who_overrides_how_one_is_answered_is_asked_one_by_one() -> None:

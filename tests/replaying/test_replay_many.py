@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tracer import (
     Collect,
     Message,
     MessageBus,
+    MessageError,
     ModuleMessage,
     NetworkMessage,
     Subscriber,
@@ -29,7 +31,9 @@ from tracer import (
     derived,
 )
 from tracer.messaging.stacks import Stretch
+from tracer.replaying import replay as replaying
 from tracer.trace import blocks
+from tracer.trace.data import Data
 
 STEPS = 48
 DTYPES = ("float32", "bfloat16", "float16", "float8_e5m2", "int64", "bool", "uint16", "float64", "complex64")
@@ -83,9 +87,9 @@ class Deliveries:
             self.messages += 1
             deliver(bus, message, key)
 
-        def noting_many(bus: MessageBus, stretch: Stretch) -> bool:
+        def noting_many(bus: MessageBus, stretch: Stretch, alone: Any) -> bool:
             self.stretches += 1
-            return deliver_many(bus, stretch)
+            return deliver_many(bus, stretch, alone)
 
         monkeypatch.setattr(MessageBus, "_deliver", noting)
         monkeypatch.setattr(MessageBus, "_deliver_many", noting_many)
@@ -196,6 +200,19 @@ def test_one_who_is_not_able_has_all_published_one_by_one(trace: Path, monkeypat
     assert counted.stretches == 0
 
 
+def test_only_what_must_be_alone_comes_one_by_one(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver that remembers hears its stream message by message; those of other streams are handed out together."""
+    found = []
+    for guard in (contextlib.nullcontext(), None):
+        counted = Deliveries(monkeypatch)
+        subscribers, results, heard = asked(("norm:kind=activations,tag=*", "ema:kind=loss")), Results(), Collect()
+        tracer.replay(trace, *subscribers, results.sink(subscribers), heard, guard=guard)
+        found.append((list(map(repr, results)), results.structure(), [said(one) for one in heard]))
+    assert found[0] == found[1]
+    assert counted.stretches > 0
+    assert counted.messages == 2 * STEPS  # the losses and the answers to them
+
+
 class Failing(Subscriber):
     """Answers each loss, and fails at a step."""
 
@@ -266,20 +283,81 @@ def test_what_comes_before_damage_is_answered(tmp_path: Path) -> None:
 
 
 def test_memory_of_stacks_does_not_grow_with_the_trace(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block's stacks are let go of before the next block is read."""
-    import weakref
-
+    """When a block is read, nobody holds the messages of the one before: their memory is used again."""
     monkeypatch.setattr(blocks, "BLOCK_ROWS", 100)
     monkeypatch.setattr(blocks, "FEW", 1)
-    alive: list[weakref.ref[Stretch]] = []
-    most = 0
+    monkeypatch.setattr(blocks, "SLOW_SECONDS", 1e9)  # else a thread may read ahead
+    published: list[weakref.ref[Stretch]] = []
+    alive: list[int] = []
+    publish_many, read = MessageBus.publish_many, Data.read
 
-    def noting(bus: MessageBus, stretch: Stretch) -> None:
-        nonlocal most
-        alive.append(weakref.ref(stretch))
-        most = max(most, sum(one() is not None for one in alive))
+    def noting(bus: MessageBus, stretch: Stretch, alone: Any) -> None:
+        published.append(weakref.ref(stretch))
+        publish_many(bus, stretch, alone)
+
+    def reading(data: Data, *rest: Any) -> Any:
+        alive.append(sum(one() is not None for one in published))
+        return read(data, *rest)
 
     monkeypatch.setattr(MessageBus, "publish_many", noting)
+    monkeypatch.setattr(Data, "read", reading)
     tracer.replay(trace, parse("norm:kind=activations,tag=*"))
-    assert len(alive) > 10
-    assert most == 1
+    assert len(published) > 10
+    assert alive == [0] * len(published)
+
+
+def test_messages_that_were_read_out_of_order_are_put_in_order() -> None:
+    """Those of several pools come pool by pool, those of several attempts in any order."""
+    parts = [(np.array([5, 2]), np.array([50.0, 20.0])), (np.array([0, 7]), np.array([0.0, 70.0]))]
+    places, data = blocks._ascending(parts)
+    assert data is not None
+    assert (places.tolist(), data.tolist()) == ([0, 2, 5, 7], [0.0, 20.0, 50.0, 70.0])
+
+
+def test_a_follower_is_handed_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run commits while it is followed is handed out together, commit by commit, and is the same in the end."""
+    path, counted, results = tmp_path / "run.zarr", Deliveries(monkeypatch), Results()
+    with TraceWriter(path) as writer:
+        commits = iter(range(5))
+
+        def committed(reader: TraceReader) -> bool:
+            number = next(commits, None)
+            for step in range(40 * number, 40 * (number + 1)) if number is not None else ():
+                where = {"global_step": step, "train_step": step, "epoch": 0}
+                writer.write(NetworkMessage(kind="loss", data=torch.tensor(float(step)), **where))
+                writer.write(ModuleMessage(kind="biases", module="fc", data=torch.full((2,), float(step)), **where))
+            writer.commit()
+            reader.refresh()
+            return number is not None
+
+        monkeypatch.setattr(replaying, "wait", committed)
+        subscribers = asked(("mean:kind=loss", "norm:kind=biases,order=inf"))
+        tracer.replay(path, *subscribers, results.sink(subscribers), follow=True)
+    assert [row.value for row in results] == [float(step) for step in range(200) for _ in range(2)]
+    assert counted.stretches >= 5
+    assert counted.messages == 0
+
+
+class Complex(Subscriber):
+    """Answers each loss with a complex number at one step, else with a real one."""
+
+    scope = "message"
+    takes_many = True
+
+    def __init__(self) -> None:
+        super().__init__(Subscription("loss"), "loss_turned")
+
+    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+        yield derived(
+            message_or_bundle, "loss_turned", torch.tensor(1j if message_or_bundle.global_step == 21 else 1.0)
+        )
+
+
+def test_a_complex_answer_is_refused_at_its_message(trace: Path) -> None:
+    """No table holds it; all answers before it are there."""
+    for guard in (contextlib.nullcontext(), None):
+        subscriber, results = Complex(), Results()
+        with pytest.raises(MessageError, match="results hold real numbers, but loss_turned") as caught:
+            tracer.replay(trace, subscriber, results.sink([subscriber]), guard=guard)
+        assert caught.value.__notes__ == ["raised by results on loss_turned of global step 21"]
+        assert [row.global_step for row in results] == list(range(21))

@@ -11,11 +11,11 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
 
 from tracer.errors import CaptureError, MessageError, raised_by_signal, warn_only
 from tracer.messaging.messages import DEFAULT_TAG, MODULE_KINDS, NETWORK_KINDS, Message, ModuleMessage, NetworkMessage
-from tracer.messaging.stacks import Stack, Stretch, gathered, is_newer
+from tracer.messaging.stacks import Stack, Stretch, Wants, gathered, is_newer
 from tracer.messaging.subscription import Named, Subscription
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ Scope: TypeAlias = Literal["message", "stream", "step", "pair", "everything"]
 or the network, under one tag, with its calls and leaves); ``"step"``: the streams of one step under one tag;
 ``"pair"``: two streams; ``"everything"``: the whole run, in its order.
 """
+
+
+FEW_BETWEEN: Final = 8
+"""Between messages that must be published by themselves, so many others are worth being handed out together."""
 
 
 class Receiver(ABC):
@@ -314,30 +318,32 @@ class MessageBus:
                 self._publishing = False  # first: what is called may be interrupted
                 self._queue.clear()
 
-    def can_publish_many(self, streams: Iterable[Named]) -> bool:
-        """Whether nobody can tell if messages of these streams are published by `publish_many` or one by one.
+    def can_publish_many(self, stream: Named) -> bool:
+        """Whether nobody can tell if messages of a stream are published together by `publish_many`, or one by one.
 
         So it is if all who want one of them, or an answer to one of them, take many, and none who answers wants the
         answers of others.
         """
         if self.on_error != "raise":  # who fails at a message must not get the next one
             return False
-        receivers = self._receivers
-        able = {id(one): one.can_take_many() for one in receivers}
-        for stream in streams:
-            module, tag = stream.module, stream.tag
-            hearing = [one for one in receivers if one.wants(stream.kind, module, tag, None)]
-            answers = {kind for one in hearing for kind in one.produces}
-            listening = [one for one in receivers if any(one.wants(kind, module, tag, None) for kind in answers)]
-            if not all(able[id(one)] for one in (*hearing, *listening)) or any(one.produces for one in listening):
-                return False
-        return True
+        module, tag = stream.module, stream.tag
+        hearing = [one for one in self._receivers if one.wants(stream.kind, module, tag, None)]
+        answers = {kind for one in hearing for kind in one.produces}
+        listening = [one for one in self._receivers if any(one.wants(kind, module, tag, None) for kind in answers)]
+        return not any(one.produces for one in listening) and all(one.can_take_many() for one in (*hearing, *listening))
 
-    def publish_many(self, stretch: Stretch) -> None:
-        """Deliver many messages, and all answers to them, where `can_publish_many` says that this may be done at once.
+    def publish_many(self, stretch: Stretch, alone: Wants | None = None) -> None:
+        """Deliver many messages, and all answers to them: those together of which `can_publish_many` says so.
 
         Those who answer are asked first. Where one of them cannot answer, nobody has heard anything yet: all is
         published one by one, so that what a message raises comes after the answers to all messages before it.
+
+        Parameters
+        ----------
+        stretch : Stretch
+        alone : callable, optional
+            Says of a kind, a module and a tag whether such messages must be published by themselves, in their places
+            among the others.
 
         Raises
         ------
@@ -348,15 +354,11 @@ class MessageBus:
             if not self._publishing:
                 self._publishing = True
                 try:
-                    done = self._deliver_many(stretch)
-                    while done and self._queue:
-                        later = self._queue.popleft()
-                        self._deliver(later, later.key)
+                    if self._deliver_many(stretch, alone):
+                        return
                 finally:
                     self._publishing = False
                     self._queue.clear()
-                if done:
-                    return
             for message in stretch:
                 self.publish(message)
 
@@ -457,8 +459,28 @@ class MessageBus:
                 for answer in answers:
                     self.publish(answer)
 
-    def _deliver_many(self, stretch: Stretch) -> bool:
-        """Deliver messages and answers at once; False if that cannot be done, and nobody has heard anything."""
+    def _deliver_many(self, stretch: Stretch, alone: Wants | None) -> bool:
+        """Deliver messages and answers; False if that cannot be done together, and nobody has heard anything."""
+        many, single = (stretch, None) if alone is None else stretch.parted(alone)
+        if many is None or (single is not None and len(many) < FEW_BETWEEN * len(single)):
+            return False
+        answers = self._answers_to(many)
+        if answers is None or not all(map(self._carries, (*stretch.stacks, *answers))):
+            return False
+        whole = Stretch([*many.stacks, *answers])
+        if single is None:
+            self._hand_out(whole)
+            return True
+        for part, message in whole.between(single):
+            if part is not None:
+                self._hand_out(part)
+            if message is not None:
+                self._deliver(message, message.key)
+                self._deliver_queued()
+        return True
+
+    def _answers_to(self, stretch: Stretch) -> list[Stack] | None:
+        """What all who answer say to many messages; None if that must be asked message by message."""
         answers: list[Stack] = []
         for receiver in self._receivers:
             if receiver.produces and (heard := stretch.wanted(receiver.wants)) is not None:
@@ -468,26 +490,30 @@ class MessageBus:
                 except Exception as error:
                     if raised_by_signal(error):
                         raise
-                    return False
+                    return None
                 if versions != [_version(one.data) for one in heard.stacks]:
                     changed = MessageError("it changed the data of messages, which others get too")
                     self._failed(receiver, changed, _about(heard))
                 if not {one.kind for one in given} <= set(receiver.produces):
-                    return False
+                    return None
                 answers += given
         # who keeps numbers refuses complex ones
-        if any(one.data is not None and one.data.is_complex() for one in answers):
-            return False
-        whole = Stretch([*stretch.stacks, *answers])
-        if not all(map(self._carries, whole.stacks)):
-            return False
+        return None if any(one.data is not None and one.data.is_complex() for one in answers) else answers
+
+    def _hand_out(self, stretch: Stretch) -> None:
+        """Deliver many messages to those who listen, and then what these published meanwhile."""
         for receiver in self._receivers:
-            if not receiver.produces and (heard := whole.wanted(receiver.wants)) is not None:
+            if not receiver.produces and (heard := stretch.wanted(receiver.wants)) is not None:
                 try:
                     receiver.receive_many(heard)
                 except Exception as error:
                     self._failed(receiver, error, _about(heard))
-        return True
+        self._deliver_queued()
+
+    def _deliver_queued(self) -> None:
+        while self._queue:
+            later = self._queue.popleft()
+            self._deliver(later, later.key)
 
     def _carries(self, stack: Stack) -> bool:
         """Whether `_refuse` would let each message of a stack pass."""

@@ -141,6 +141,12 @@ class Stack:
             return None
         return Stack(self.kind, self.heads.only(rows), None if self.data is None else _rows(self.data, rows))
 
+    def sliced(self, begin: int, end: int) -> Stack:
+        """The messages from one to before another, without a copy."""
+        heads, rows = self.heads, slice(begin, end)
+        some = Heads(heads.sources, heads.source_ids[rows], heads.counters[rows], heads.places[rows])
+        return Stack(self.kind, some, None if self.data is None else self.data[rows])
+
     def of_sources(self, wants: Wants) -> NDArray[np.bool_]:
         """Which messages are of a source that somebody wants, whatever the step."""
         import numpy as np
@@ -215,10 +221,34 @@ class Stretch:
 
     def wanted(self, wants: Wants) -> Stretch | None:
         """The messages that somebody wants, whatever their step; None if there is none."""
-        found = [chosen for one in self.stacks if (chosen := one.only(one.of_sources(wants))) is not None]
+        return self._chosen([one.of_sources(wants) for one in self.stacks])
+
+    def parted(self, alone: Wants) -> tuple[Stretch | None, Stretch | None]:
+        """The messages that may be taken together, and those of which `alone` says that they may not."""
+        chosen = [one.of_sources(alone) for one in self.stacks]
+        return self._chosen([~one for one in chosen]), self._chosen(chosen)
+
+    def _chosen(self, rows: Iterable[NDArray[np.bool_]]) -> Stretch | None:
+        each = zip(self.stacks, rows, strict=True)
+        found = [chosen for one, of_one in each if (chosen := one.only(of_one)) is not None]
         if len(found) == len(self.stacks) and all(map(_same, found, self.stacks)):
             return self
         return Stretch(found) if found else None
+
+    def between(self, others: Stretch) -> Iterator[tuple[Stretch | None, Message | None]]:
+        """What comes before each message of another stretch of the same places, with that message; then the rest."""
+        import numpy as np
+
+        places = np.concatenate([one.heads.places for one in others.stacks])[others.order]
+        # of each stack, where the messages after each place begin
+        cuts = [[0, *np.searchsorted(one.heads.places, places).tolist(), len(one)] for one in self.stacks]
+        for number, message in enumerate(itertools.chain(others, [None])):
+            found = [
+                one.sliced(begin, end)
+                for one, cut in zip(self.stacks, cuts, strict=True)
+                if (begin := cut[number]) < (end := cut[number + 1])
+            ]
+            yield Stretch(found) if found else None, message
 
     def __iter__(self) -> Iterator[Message]:
         each = [iter(one) for one in self.stacks]

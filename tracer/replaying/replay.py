@@ -12,7 +12,7 @@ import numpy as np
 
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
-from tracer.messaging.bus import MessageBus, Receiver, in_order, tell_of_model
+from tracer.messaging.bus import FEW_BETWEEN, MessageBus, Receiver, in_order, tell_of_model
 from tracer.messaging.stacks import Stretch
 from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters
@@ -189,10 +189,11 @@ def _publish(
         done = settled(window, wanted.derived)
         where[done:] = False
         pairs = pairs[pairs[:, 0] < done]
-    if guard is None and not wanted.derived and bus.can_publish_many(wanted.streams):
+    alone = _Alone(bus, wanted.streams)
+    if guard is None and not wanted.derived and alone.are_few:
         for part in window.stretches(where, mapped):
             if isinstance(part, Stretch):
-                bus.publish_many(part)
+                bus.publish_many(part, alone if alone.streams else None)
             else:
                 for message in part:
                     bus.publish(message)
@@ -205,6 +206,25 @@ def _publish(
             bus.publish(message)
         del message  # before the next is read, so that it can reuse the memory, which is still in the cache
     return done
+
+
+class _Alone:
+    """Says of which streams the messages must be published by themselves, and whether these are few among the others.
+
+    Parameters
+    ----------
+    bus : MessageBus
+    streams : sequence of StreamInfo
+    """
+
+    def __init__(self, bus: MessageBus, streams: Sequence[StreamInfo]) -> None:
+        of_each = [(one, bus.can_publish_many(one)) for one in streams]
+        self.streams = {(one.kind, one.module, one.tag) for one, can in of_each if not can}
+        together = sum(one.count for one, can in of_each if can)
+        self.are_few = together > FEW_BETWEEN * sum(one.count for one, can in of_each if not can)
+
+    def __call__(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        return tag is None or (kind, module, tag) in self.streams
 
 
 POLL_SECONDS = 0.1
