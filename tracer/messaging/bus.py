@@ -49,7 +49,7 @@ class Receiver(ABC):
         What it remembers across; one that says nothing may keep all that it hears.
     subscriptions : sequence of Subscription
         What it takes, where that can be said so.
-    same_inputs, spoiled_by
+    same_inputs, spoiled_by, reduction
         See `tracer.Subscriber`.
     """
 
@@ -60,6 +60,7 @@ class Receiver(ABC):
     subscriptions: Sequence[Subscription] = ()
     same_inputs: bool = False
     spoiled_by: Sequence[str] = ()
+    reduction: str = ""
 
     @property
     def needs(self) -> Collection[str]:
@@ -124,7 +125,7 @@ class Around(Receiver):
 
 
 setattr(Around, "name", property(lambda self: describe(self.inner)))  # noqa: B010 - no class has one of its own
-for _said in ("needs", "produces", "passive", "scope", "subscriptions", "same_inputs", "spoiled_by"):
+for _said in ("needs", "produces", "passive", "scope", "subscriptions", "same_inputs", "spoiled_by", "reduction"):
     setattr(Around, _said, property(attrgetter(f"inner.{_said}")))  # what the inner one says may change
 
 

@@ -46,6 +46,8 @@ class Subscriber(Receiver):
     spoiled_by : tuple of str
         What a recorder may keep of a tensor (``"elements"``, ``"reduce"``; see `tracer.Capture`) that makes an answer
         one about something else. A plan tells where a trace holds that, and a replay warns.
+    reduction : str
+        The one ``reduce`` of `tracer.Capture` that does not spoil its answers, because it is made for it.
 
     Examples
     --------

@@ -32,6 +32,9 @@ from analyze.metrics.similarity.similarity import Compared, Kept, Similarity, co
 Kernel = Literal["linear", "rbf"]
 Estimator = Literal["biased", "debiased", "minibatch"]
 
+_FEW = 0.85
+"""Up to so many datapoints for each neuron of both, products of datapoints cost less: n² (d + e), not n (d + e)²."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AlignmentResult:
@@ -186,7 +189,7 @@ def _aligned(
         return _with_counts(batches.result(0, 1), x, y)
     if kernel == "rbf":
         sums: _Sums | Status | AlignmentResult = _by_gaussians(x, y, bandwidth, estimator == "debiased")
-    elif x.n < x.d + y.d:  # (d + e)² n products of neurons, or n² (d + e) of datapoints
+    elif x.n < _FEW * (x.d + y.d):
         sums = _by_grams(x, y)
     else:
         sums = _by_moments(x, y, estimator == "debiased")
