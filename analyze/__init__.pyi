@@ -40,6 +40,8 @@ from analyze.metrics.reducing.message_mean import MessageMean, message_mean
 from analyze.metrics.similarity.cca import CCA, PWCCA, R2CCA, cca, pwcca, r2_cca
 from analyze.metrics.similarity.cka import CKA, cka
 from analyze.metrics.similarity.procrustes import Angular, Procrustes, angular, procrustes
+from analyze.metrics.similarity.sketched_cka import SketchedCKA, sketched_cka
+from analyze.metrics.similarity.sketched_svcca import SketchedSVCCA, sketched_svcca
 from analyze.metrics.similarity.svcca import SVCCA, svcca
 from analyze.metrics.spectra.effective_rank import (
     EffectiveRank,
@@ -53,6 +55,7 @@ from analyze.metrics.spectra.operator_norm import OperatorNorm, operator_norm
 from analyze.metrics.spectra.power_law import PowerLaw, WeightWatcher, power_law, weightwatcher
 from analyze.metrics.spectra.saturation import Saturation, saturation
 from analyze.metrics.spectra.singular_values import ConditionNumber, SingularValues, condition_number, singular_values
+from analyze.metrics.spectra.sketched_rank import SketchedRank, sketched_rank
 from analyze.metrics.spectra.spectral_norm import SpectralNorm, spectral_norm
 from analyze.registry import describe, parse, subscribers
 from analyze.rules.finding import Finding
@@ -108,6 +111,9 @@ __all__ = [
     "SampleNorm",
     "Saturation",
     "SingularValues",
+    "SketchedCKA",
+    "SketchedRank",
+    "SketchedSVCCA",
     "SpectralNorm",
     "StableRank",
     "Statistics",
@@ -165,6 +171,9 @@ __all__ = [
     "sample_norm",
     "saturation",
     "singular_values",
+    "sketched_cka",
+    "sketched_rank",
+    "sketched_svcca",
     "spectral_norm",
     "stable_rank",
     "statistics",

@@ -51,6 +51,7 @@ ELSEWHERE = {
     "metrics_similarity": "its smallest size takes half a minute",
     "metrics_spectra": "its smallest size takes half a minute",
     "metrics_statistics": "its smallest size takes half a minute",
+    "scale_similarity": "its smallest size takes a minute",
     "turns": "it is what two of the others share",
 }
 """Why some are not run."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from analyze.comparing.compare import aligned, observed
 from analyze.comparing.similarities import Item, Similarities
+from analyze.comparing.sketched_pairs import Sketches
 from analyze.metrics.checks import check_word
 from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import STATUSES, Basis, Status, basis, check_threshold
@@ -27,6 +28,7 @@ from analyze.metrics.similarity.canonical import Average, null_baseline
 from analyze.metrics.similarity.cca import CCA, R2CCA
 from analyze.metrics.similarity.datapoints import Channels, Positions
 from analyze.metrics.similarity.similarity import Origin, Similarity
+from analyze.metrics.similarity.sketched_cka import SketchedCKA
 from analyze.metrics.similarity.svcca import SVCCA
 from analyze.registry import instances
 from tracer.errors import CaptureError, MessageError
@@ -300,6 +302,7 @@ def pairs(
     averages: dict[type, Average] = {SVCCA: "mean", CCA: "mean", R2CCA: "square"}
     average = averages.get(type(measure)) if measure.positions != "fourier" else None
     made = Bases(average=average or "mean", dtype=dtype, scratch=scratch)
+    sketches = Sketches(measure.k) if isinstance(measure, SketchedCKA) else None
     others: list[Any] = []
     with aligned(sources, measure) as readers:
         for reader in readers:
@@ -310,11 +313,16 @@ def pairs(
                 represented = measure.represent(message.data)
                 if average is not None:
                     made.add_basis(item, represented)
+                elif sketches is not None:
+                    made.keys.append(item)
+                    sketches.add(item, represented)
                 else:
                     made.keys.append(item)
                     others.append(represented)
     if not made.keys:
         raise CaptureError(f"no step of {', '.join(str(one.path) for one in readers)} is among those that were asked")
+    if sketches is not None:
+        return sketches.similarities()
     if average is None:
         return _each(measure, made.keys, others)
     return replace(made.similarities(quick=quick), measure=measure.name)

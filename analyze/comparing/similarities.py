@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ class Similarities:
         What was measured, such as ``svcca``.
     is_distance : bool
         Whether it is a distance, of which 0 is the same and more is less alike.
+    lows, highs : array (items, items), or None
+        The ends of the interval of each value that was estimated from sketches; None where values are exact.
     """
 
     items: tuple[Any, ...]
@@ -70,6 +72,8 @@ class Similarities:
     nulls: NDArray[np.float64]
     measure: str = "similarity"
     is_distance: bool = False
+    lows: NDArray[np.float64] | None = None
+    highs: NDArray[np.float64] | None = None
 
     def status(self, i: int, j: int) -> Status:
         """The status of a pair."""
@@ -94,10 +98,22 @@ class Similarities:
         """The similarities of one module, step by step."""
         chosen = [place for place, item in enumerate(self.items) if isinstance(item, Item) and item.module == module]
         both = np.ix_(chosen, chosen)
-        items = tuple(self.items[place] for place in chosen)
-        of_each = self.k[chosen], self.n[chosen]
-        told = self.measure, self.is_distance
-        return Similarities(items, self.values[both], self.codes[both], *of_each, self.nulls[both], *told)
+        return replace(
+            self,
+            items=tuple(self.items[place] for place in chosen),
+            values=self.values[both],
+            codes=self.codes[both],
+            k=self.k[chosen],
+            n=self.n[chosen],
+            nulls=self.nulls[both],
+            lows=None if self.lows is None else self.lows[both],
+            highs=None if self.highs is None else self.highs[both],
+        )
+
+    @property
+    def _ends(self) -> dict[str, NDArray[np.float64]]:
+        """The ends of the intervals, by the names that they have in tables; none where values are exact."""
+        return {name: ends for name, ends in (("low", self.lows), ("high", self.highs)) if ends is not None}
 
     def __repr__(self) -> str:
         return f"Similarities of {len(self.items):,} items: {self.measure} {_range(self.values)}"
@@ -169,7 +185,7 @@ class Similarities:
         return np.array(self.values, dtype=dtype, copy=copy)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Each pair once, as a row of a table: both items, value, status, directions kept and null baseline."""
+        """Each pair once, as a row of a table: both items, value, status, directions kept, null baseline, interval."""
         for i, one in enumerate(self.items):
             for j in range(i, len(self.items)):
                 yield {
@@ -180,6 +196,7 @@ class Similarities:
                     "k": int(self.k[i]),
                     "m": int(self.k[j]),
                     "null": self.null(i, j),
+                    **{name: float(ends[i, j]) for name, ends in self._ends.items()},
                 }
 
     def to_pandas(self) -> Any:
@@ -204,6 +221,7 @@ class Similarities:
             "k": self.k[first],
             "m": self.k[second],
             "null": self.nulls[first, second],
+            **{name: ends[first, second] for name, ends in self._ends.items()},
         }
         return pandas().DataFrame(columns)
 
@@ -213,9 +231,10 @@ class Similarities:
         Returns
         -------
         xarray.Dataset
-            The variables ``value``, ``null`` and ``status``, of the axes ``item`` and ``other``. Beside the names of
-            the items stand ``trace``, ``module`` (empty for the network), ``global_step``, ``call``, ``leaf``,
-            ``datapoints`` and ``directions``; beside those of the others the same with ``other_`` before it.
+            The variables ``value``, ``null`` and ``status`` (of estimates also ``low`` and ``high``), of the axes
+            ``item`` and ``other``. Beside the names of the items stand ``trace``, ``module`` (empty for the network),
+            ``global_step``, ``call``, ``leaf``, ``datapoints`` and ``directions``; beside those of the others the same
+            with ``other_`` before it.
 
         Raises
         ------
@@ -234,6 +253,7 @@ class Similarities:
             "value": (both, self.values, {"long_name": self.measure, "comment": direction}),
             "null": (both, self.nulls, {"long_name": f"{self.measure} to expect of unrelated layers"}),
             "status": (both, self.codes, {"long_name": "status", **flags()}),
+            **{name: (both, ends, {"long_name": f"{name} end of the interval"}) for name, ends in self._ends.items()},
         }
         return xarray().Dataset(variables, coordinates, {"measure": self.measure})
 

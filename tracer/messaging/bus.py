@@ -54,7 +54,7 @@ class Receiver(ABC):
         What it remembers across; one that says nothing may keep all that it hears.
     subscriptions : sequence of Subscription
         What it takes, where that can be said so.
-    same_inputs, spoiled_by
+    same_inputs, spoiled_by, reduction
         See `tracer.Subscriber`.
     takes_many : bool
         Whether a replay may hand it many small messages at once (`receive_many`). Who says so promises that nothing
@@ -72,6 +72,7 @@ class Receiver(ABC):
     same_inputs: bool = False
     spoiled_by: Sequence[str] = ()
     takes_many: bool = False
+    reduction: str = ""
 
     @property
     def needs(self) -> Collection[str]:
@@ -155,7 +156,7 @@ class Around(Receiver):
 
 
 setattr(Around, "name", property(lambda self: describe(self.inner)))  # noqa: B010 - no class has one of its own
-for _said in ("needs", "produces", "passive", "scope", "subscriptions", "same_inputs", "spoiled_by"):
+for _said in ("needs", "produces", "passive", "scope", "subscriptions", "same_inputs", "spoiled_by", "reduction"):
     setattr(Around, _said, property(attrgetter(f"inner.{_said}")))  # what the inner one says may change
 
 

@@ -51,6 +51,8 @@ class Subscriber(Receiver):
         Whether a replay may hand it many small messages at once, which saves what a message costs by itself. It may be
         said by a class that remembers nothing (``scope = "message"``), takes messages singly (by a `Subscription`), and
         does not mind to be asked the same again. `compute_many` then answers them; its default loops over `compute`.
+    reduction : str
+        The one ``reduce`` of `tracer.Capture` that does not spoil its answers, because it is made for it.
 
     Examples
     --------

@@ -18,6 +18,7 @@ from tracer import walking
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message
 from tracer.messaging.subscription import matches_tag
+from tracer.observing.sketches import Sketch
 from tracer.shown import table
 
 _LOSSES = ("loss", "loss_terms")
@@ -31,6 +32,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
 }
 
+
+SKETCHED: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.batched and not kind.network)
+"""The kinds of which a sketch can be kept: those with datapoints and neurons."""
 
 PIECE: Final = 1 << 24
 """How many elements are converted to float64 at once (128 MB). torch alone would convert a whole tensor."""
@@ -227,9 +231,11 @@ class Capture:
     reduce : str or callable, optional
         Keep a statistic of each tensor: a name of `REDUCTIONS`, ``f(tensor) -> tensor``, or ``f(so_far, tensor) ->
         tensor`` for a running reduction. A function gets a copy, which it may change. It should not use the random
-        generators of the training.
+        generators of the training. Or ``"sketch:k=256"``, of kinds with datapoints and neurons: a fixed random
+        projection of the neurons to k columns, of which `analyze` estimates similarities and spectra of wide layers;
+        layers of fewer than k neurons are kept as they are.
     seed : int
-        Seed of the fixed random choices, which have a generator of their own.
+        Seed of the fixed random choices and of sketches, which have generators of their own.
 
     Raises
     ------
@@ -295,8 +301,17 @@ class Capture:
             raise CaptureError("a capture keeps positions or elements, not both: elements already chooses among all")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UnknownNameError.of("dtype", str(self.dtype), DTYPES)
-        if isinstance(self.reduce, str) and self.reduce not in REDUCTIONS:
-            raise UnknownNameError.of("reduction", self.reduce, REDUCTIONS)
+        if self.sketch is not None:
+            for kind in self.kinds or ():
+                if kind not in SKETCHED and not _is_target(kind):
+                    raise CaptureError(
+                        f"a sketch is of kinds with datapoints and neurons ({', '.join(SKETCHED)}), not of {kind}: "
+                        f"name kinds, and give {kind} a capture of its own"
+                    )
+            if self.elements is not None:
+                raise CaptureError("a capture keeps elements or a sketch, not both: a sketch needs all neurons")
+        elif isinstance(self.reduce, str) and self.reduce not in REDUCTIONS:
+            raise UnknownNameError.of("reduction", self.reduce, (*REDUCTIONS, "sketch:k=256"))
         for name in ("condition", "reduce"):
             value = getattr(self, name)
             named = name == "reduce" and isinstance(value, str)
@@ -419,10 +434,22 @@ class Capture:
         """The reduction and the cast of what `select` kept; `so_far` is the result before, for a running reduction."""
         return self.cast(kind, self.reduced(kind, data, so_far))
 
-    def reduced(self, kind: str, data: Tensor, so_far: Tensor | None = None) -> Tensor:
-        """The reduction of what `select` kept; `so_far` is the result before, for a running reduction."""
+    def reduced(self, kind: str, data: Tensor, so_far: Tensor | None = None, neurons: int | None = None) -> Tensor:
+        """The reduction of what `select` kept.
+
+        Parameters
+        ----------
+        kind : str
+        data : Tensor
+        so_far : Tensor, optional
+            The result before, for a running reduction.
+        neurons : int, optional
+            The axis of the neurons, for a sketch; see `axis_of_neurons`.
+        """
         if self.reduce is not None and not _is_target(kind):
-            if isinstance(self.reduce, str):
+            if self.sketch is not None:
+                data = self.sketch.of(data, axis_of_neurons(data.ndim) if neurons is None else neurons)
+            elif isinstance(self.reduce, str):
                 data = REDUCTIONS[self.reduce](data) if data.numel() else _nothing(data)
             elif not self.runs:
                 data = _result_of(self.reduce(data))
@@ -435,6 +462,11 @@ class Capture:
         if self.dtype is not None and kind not in _LOSSES and data.is_floating_point():
             data = data.to(DTYPES[self.dtype])
         return data
+
+    @cached_property
+    def sketch(self) -> Sketch | None:
+        """The sketch that `reduce` names, if it does."""
+        return Sketch.parse(self.reduce, self.seed) if isinstance(self.reduce, str) else None
 
     @cached_property
     def runs(self) -> bool:
@@ -482,7 +514,11 @@ class Capture:
                     told["positions"] = {"count": self.positions, "of": of, "axis": first, "seed": self.seed}
             if self.elements is not None and int(np.prod(numbers)) > self.elements:
                 told["elements"] = {"count": self.elements, "of": int(np.prod(numbers)), "seed": self.seed}
-            if self.reduce is not None:
+            if self.sketch is not None:
+                axis = axis_of_neurons(len(shape), module)
+                if len(shape) > 1 and self.sketch.projects(shape[axis]):
+                    told["reduce"], told["sketch"] = str(self.sketch), self.sketch.told(shape[axis], axis)
+            elif self.reduce is not None:
                 told["reduce"] = self.reduce if isinstance(self.reduce, str) else _name_of(self.reduce)
         if self.dtype is not None and kind not in _LOSSES and floating:
             told["dtype"] = self.dtype
@@ -550,6 +586,11 @@ def _choose_positions(data: Tensor, count: int, seed: int, module: nn.Module | N
     if data.shape[axis] <= count:
         return data
     return data.index_select(axis, _choice_on(data.shape[axis], count, seed, data.device))
+
+
+def axis_of_neurons(ndim: int, module: nn.Module | None = None) -> int:
+    """The axis of the neurons in activations of a layer: 1 where positions come after the channels, else the last."""
+    return 1 if ndim > 3 or (ndim == 3 and isinstance(module, _CHANNELS_FIRST_3D)) else ndim - 1
 
 
 def _is_target(kind: str) -> bool:

@@ -16,7 +16,7 @@ from tracer.format.placement import is_distributed, local, placement_of
 from tracer.memory import Memory
 from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import DEFAULT_TAG, Message, ModuleMessage, NetworkMessage, checked
-from tracer.observing.capture import Capture
+from tracer.observing.capture import Capture, axis_of_neurons
 from tracer.observing.clock import At, Clock
 from tracer.observing.demand import EVERYTHING, Demand, stream_name
 from tracer.observing.numbers import Numbers, StreamKey
@@ -303,7 +303,10 @@ class Publisher:
                 return
             if capture.calls and not owned and same_storage(chosen, source):
                 final = copied(chosen, self.memory)
-            reduced = capture.reduced(kind, final, self._running.get(stream) if capture.runs else None)
+            neurons = None
+            if capture.sketch is not None and source.ndim:
+                neurons = axis_of_neurons(source.ndim, self.demand.module_at(path))
+            reduced = capture.reduced(kind, final, self._running.get(stream) if capture.runs else None, neurons)
             final = capture.cast(kind, reduced)
             if final.dtype is not reduced.dtype:
                 self.overflows.count(stream, reduced, final)

@@ -80,7 +80,7 @@ class Audience:
                         reduction = (stream.sampling or {})[how] if how == "reduce" else None
                         if reduction is None:
                             kept.setdefault(f"only some elements of {stream.kind}", []).append(where)
-                        elif reduction != describe(receiver):  # the receiver's own reduction is right as it is
+                        elif reduction not in (describe(receiver), receiver.reduction):  # its own is right as it is
                             kept.setdefault(f"only the {reduction} of {stream.kind}", []).append(where)
             sentences += [
                 f"{describe(receiver)} is about whole tensors, but the trace holds {what} "

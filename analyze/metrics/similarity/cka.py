@@ -18,19 +18,22 @@ from analyze.metrics.checks import check, check_word, is_number, is_whole
 from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import Status, centred
 from analyze.metrics.similarity.canonical import refuse, sheets
-from analyze.metrics.similarity.covariance import Moments, add_product
 from analyze.metrics.similarity.datapoints import (
+    ROWS,
     Channels,
     Positions,
     Sheet,
     check_positions,
-    together,
 )
 from analyze.metrics.similarity.gathering import ByMoments, Gathering
+from analyze.metrics.similarity.joint import Joint
 from analyze.metrics.similarity.similarity import Compared, Kept, Similarity, code
 
 Kernel = Literal["linear", "rbf"]
 Estimator = Literal["biased", "debiased", "minibatch"]
+
+_FEW = 0.85
+"""Up to so many datapoints for each neuron of both, products of datapoints cost less: n² (d + e), not n (d + e)²."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,10 +187,12 @@ def _aligned(
         for start in range(0, x.n, batch_size):
             batches.update([one.array[start : start + batch_size].T for one in (x, y)])
         return _with_counts(batches.result(0, 1), x, y)
-    if kernel == "linear" and x.n > max(x.d, y.d):
-        sums: _Sums | Status | AlignmentResult = _by_moments(x, y, estimator == "debiased")
+    if kernel == "rbf":
+        sums: _Sums | Status | AlignmentResult = _by_gaussians(x, y, bandwidth, estimator == "debiased")
+    elif x.n < _FEW * (x.d + y.d):
+        sums = _by_grams(x, y)
     else:
-        sums = _by_grams(x, y, kernel, bandwidth, estimator == "debiased")
+        sums = _by_moments(x, y, estimator == "debiased")
     if isinstance(sums, str):
         return _with_counts(AlignmentResult(math.nan, x.n, sums, math.nan), x, y)
     if isinstance(sums, AlignmentResult):
@@ -210,51 +215,69 @@ def frobenius(lower_dd: NDArray[np.float64]) -> float:
 
 def _by_moments(x: Sheet, y: Sheet, rows: bool) -> _Sums | Status:
     """The sums in feature space, for more datapoints than neurons."""
-    x_moments, y_moments = Moments(), Moments()
-    cross_de = np.zeros((x.d, y.d), order="F")
-    with np.errstate(invalid="ignore", over="ignore"):
-        for a_dm, b_em in together(x, y):
-            cross_de = add_product(x_moments.take(a_dm), y_moments.take(b_em), cross_de)
-    if not (x_moments.finite() and y_moments.finite()):
-        return "nonfinite"
-    x_dd, y_ee = x_moments.scatter(), y_moments.scatter()
-    cross_de = x_moments.unshifted(cross_de, y_moments)
-    traces = float(np.trace(x_dd)), float(np.trace(y_ee))
-    if traces[0] <= x_moments.negligible() or traces[1] <= y_moments.negligible():
-        return "zero_variance"
-    sums = _Sums(x.n, float(np.square(cross_de).sum()), frobenius(x_dd), frobenius(y_ee), *traces)
+    joint = Joint.of(x, y)
+    if isinstance(joint, str):
+        return joint
+    sums = _Sums(x.n, *joint.squares(), *joint.traces())
     if rows:
         sums.rows_xy = sums.rows_xx = sums.rows_yy = 0.0
-        for a_dm, b_em in together(x, y):
-            a_m = np.square(x_moments.centred(a_dm)).sum(axis=0)
-            b_m = np.square(y_moments.centred(b_em)).sum(axis=0)
+        for z_sm in joint.centred():
+            np.square(z_sm, out=z_sm)
+            a_m, b_m = z_sm[: x.d].sum(axis=0), z_sm[x.d :].sum(axis=0)
             sums.rows_xy += float(a_m @ b_m)
             sums.rows_xx += float(a_m @ a_m)
             sums.rows_yy += float(b_m @ b_m)
     return sums
 
 
-def _by_grams(x: Sheet, y: Sheet, kernel: Kernel, bandwidth: float, debiased: bool) -> _Sums | Status | AlignmentResult:
-    """The sums over all pairs of datapoints."""
+def _by_grams(x: Sheet, y: Sheet) -> _Sums | Status:
+    """The sums of linear kernels over all pairs of datapoints, for fewer datapoints than neurons; block by block."""
+    both = []
+    constant = False
+    for sheet in (x, y):
+        prepared = centred(sheet)
+        if isinstance(prepared, str):
+            return prepared
+        both.append(prepared[0])
+        constant = constant or float(np.vdot(both[-1], both[-1])) <= prepared[2]
+    if constant:
+        return "zero_variance"
+    xy = xx = yy = 0.0
+    diagonals: list[list[NDArray[np.float64]]] = [[], []]
+    for start in range(0, x.n, ROWS):
+        rows = slice(start, start + ROWS)
+        for columns, times in ((slice(start), 2), (rows, 1)):  # a block beside the diagonal stands for two
+            one, other = (z_nd[rows] @ z_nd[columns].T for z_nd in both)
+            xy += times * float(np.vdot(one, other))
+            xx += times * float(np.vdot(one, one))
+            yy += times * float(np.vdot(other, other))
+        diagonals[0].append(np.diagonal(one))
+        diagonals[1].append(np.diagonal(other))
+    a_n, b_n = map(np.concatenate, diagonals)
+    return _Sums(
+        x.n, xy, xx, yy, float(a_n.sum()), float(b_n.sum()), float(a_n @ b_n), float(a_n @ a_n), float(b_n @ b_n)
+    )
+
+
+def _by_gaussians(x: Sheet, y: Sheet, bandwidth: float, debiased: bool) -> _Sums | Status | AlignmentResult:
+    """The sums of Gaussian kernels over all pairs of datapoints."""
     grams = []
     for sheet in (x, y):
-        gram = _gram(sheet, kernel, bandwidth)
+        gram = _gram(sheet, "rbf", bandwidth)
         if isinstance(gram, str):
             return gram
         grams.append(gram)
     one, other = grams
     n = x.n
-    if debiased and kernel == "rbf":
+    if debiased:
         if n < 4:
             return "few_samples"
         return _ratio(n, hsic(one, other), hsic(one, one), hsic(other, other))
-    if kernel == "rbf":
-        for gram in grams:
-            gram -= gram.mean(axis=0)
-            gram -= gram.mean(axis=1, keepdims=True)
-    a_n, b_n = np.diagonal(one), np.diagonal(other)
+    for gram in grams:
+        gram -= gram.mean(axis=0)
+        gram -= gram.mean(axis=1, keepdims=True)
     products = (float(np.vdot(one, other)), float(np.vdot(one, one)), float(np.vdot(other, other)))
-    return _Sums(n, *products, float(a_n.sum()), float(b_n.sum()), float(a_n @ b_n), float(a_n @ a_n), float(b_n @ b_n))
+    return _Sums(n, *products, float(np.trace(one)), float(np.trace(other)))
 
 
 def _gram(sheet: Sheet, kernel: Kernel, bandwidth: float) -> NDArray[np.float64] | Status:
@@ -466,8 +489,8 @@ class CKA(Alignment):
     ((n-1)(n-2)) - 2 1'KL1 / (n-2)] / (n(n-3)) of kernels whose diagonals are put to 0. The Gaussian is exp(-distance² /
     (2 bandwidth² median distance²)).
     *Needs*: activations of the same datapoints each time: a probe.
-    *Cost*: linear, 2 n d² for each layer and pair, or 2 n² d if there are more neurons than datapoints; Gaussian, n²
-    numbers of memory and 2 n² d.
+    *Cost*: linear, of d and e neurons n (d + e)² for each pair, or n² (d + e) if these are more than the datapoints,
+    whose products are then made in blocks; Gaussian, n² numbers of memory and 2 n² d.
     *Invariant to* orthogonal maps and to the scale of either set of neurons, to offsets, to dead neurons, and (but for
     minibatches) to a permutation of the datapoints common to both. Not to other linear maps. Symmetric.
     *Edge values*: NaN for a layer without variance, for NaN and infinity, and if the datapoints are not the same; the

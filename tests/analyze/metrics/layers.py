@@ -21,6 +21,10 @@ INF, NAN = float("inf"), float("nan")
 NAMES = ("svcca", "cca", "r2_cca", "pwcca", "cka", "procrustes", "angular")
 
 
+SKETCHED = ("sketched_cka", "sketched_svcca", "sketched_rank")
+"""The estimates of wide layers, which `test_sketched.py` holds to their invariances."""
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(analyze, name) for name in NAMES}
 
 

@@ -59,7 +59,13 @@ def test_class_data_is_known(name: str) -> None:
 
 def test_every_declared_invariance_is_tested() -> None:
     """Each metric that declares invariances is in the list of a test that holds it to them."""
-    tested = {*layers.NAMES, *matrices.NAMES, *FAMILY, "gradient_noise"}  # the last in test_gradient_noise.py
+    tested = {
+        *layers.NAMES,
+        *layers.SKETCHED,
+        *matrices.NAMES,
+        *FAMILY,
+        "gradient_noise",
+    }  # the last in test_gradient_noise.py
     elementwise = {type(one) for one in ELEMENTWISE}
     classes = {name: registry.find(name) for name in BUILT_IN}
     declaring = {name for name, cls in classes.items() if cls.invariances and cls not in elementwise}

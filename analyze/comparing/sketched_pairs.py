@@ -1,0 +1,172 @@
+"""Linear CKA of all pairs of many wide layers, estimated from their sketches: one product of matrices for many pairs.
+
+Shapes: a block of items has ``z_bkn``, the k columns of each; the columns of an item that is narrower are filled up
+with zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.comparing.similarities import Similarities
+from analyze.metrics.similarity.bases import STATUSES, Status
+from analyze.metrics.similarity.estimates import (
+    Columns,
+    columns_of,
+    kernel_product,
+    of_logarithms,
+    of_pairs,
+    trace_product,
+)
+from analyze.metrics.similarity.similarity import Kept
+
+_PRODUCTS = 1 << 23
+"""How many products of columns are in memory at a time: 32 MiB of float32."""
+
+
+class _Known(NamedTuple):
+    """What is known of an item: its datapoints, and sums over its own columns."""
+
+    n: int
+    rows: tuple[int, ...]
+    status: Status
+    drawn: bool
+    log_square_1k: NDArray[np.float64]
+    directions: float
+
+
+class Sketches:
+    """Keeps sketches of many sets of activations, and estimates the linear CKA of each pair of them.
+
+    Parameters
+    ----------
+    k : int
+        Columns of a sketch. An item of fewer is no sketch, but exact.
+
+    Examples
+    --------
+    >>> import numpy as np, analyze
+    >>> from analyze.metrics.similarity.estimates import sketched
+    >>> random = np.random.default_rng(0)
+    >>> layers = [random.standard_normal((60, 400)) for _ in range(2)]
+    >>> kept = Sketches(32)
+    >>> for number, x_nd in enumerate([*layers, layers[0] + layers[1]]):
+    ...     kept.add(number, sketched(x_nd, 32, 0, "auto", "datapoints"))
+    >>> found = kept.similarities()
+    >>> bool(found.lows[0, 2] < float(analyze.cka(layers[0], layers[0] + layers[1])) < found.highs[0, 2])
+    True
+    """
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+        self.keys: list[Hashable] = []
+        self._known: list[_Known] = []
+        self._kept: list[NDArray[np.float32]] = []
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def add(self, key: Hashable, kept: Kept) -> None:
+        """Keep a sketch; never raises for the values in it."""
+        self.keys.append(key)
+        columns = columns_of(kept, self.k)
+        if isinstance(columns, str):
+            self._known.append(_Known(len(kept.x_nd), kept.rows, columns, False, np.zeros(0), math.nan))
+            self._kept.append(np.zeros((0, 0), np.float32))
+            return
+        columns = Columns(columns.z_nk / np.linalg.norm(columns.z_nk), columns.drawn)
+        squares = kernel_product(columns, columns, self.k)
+        trace = float(trace_product(columns, columns, self.k)[0])
+        status: Status = "ok" if squares.min() > 0 else "ill_posed"
+        logs_1k = np.log(squares) if status == "ok" else np.zeros(0)
+        directions = trace / float(squares[0]) if status == "ok" else math.nan
+        self._known.append(_Known(len(columns.z_nk), kept.rows, status, columns.drawn, logs_1k, directions))
+        self._kept.append(np.ascontiguousarray(columns.z_nk.T, np.float32))
+
+    def similarities(self) -> Similarities:
+        """The estimate of each pair, with its interval."""
+        count = len(self)
+        values, lows, highs = (np.full((count, count), math.nan) for _ in range(3))
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for item, known in enumerate(self._known):
+            if known.status == "ok":
+                alike.setdefault(known.rows if len(known.rows) > 1 else (*known.rows, 1), []).append(item)
+        for items in alike.values():
+            blocks = list(self._blocks(items))
+            for first, one in enumerate(blocks):
+                z_bkn = self._stacked(one)
+                for other in blocks[first:]:
+                    found = self._estimates(one, z_bkn, other, z_bkn if other is one else self._stacked(other))
+                    for matrix, part in zip((values, lows, highs), found, strict=True):
+                        matrix[np.ix_(one, other)] = part
+                        matrix[np.ix_(other, one)] = part.T
+            values[items, items] = lows[items, items] = highs[items, items] = 1.0
+        n = np.array([known.n for known in self._known], np.int64)
+        directions = np.array([known.directions for known in self._known])
+        with np.errstate(invalid="ignore"):
+            nulls = np.minimum(1.0, np.sqrt(np.outer(directions, directions)) / np.maximum(n - 1, 1)[:, None])
+        nulls[np.isnan(values)] = math.nan
+        k = np.array([self.k if known.drawn else 0 for known in self._known], np.int64)
+        codes = self._codes(alike, n, directions)
+        return Similarities(tuple(self.keys), values, codes, k, n, nulls, "sketched_cka", False, lows, highs)
+
+    def _blocks(self, items: list[int]) -> Iterator[list[int]]:
+        """Items, sketches and exact ones apart, in groups whose products with each other are few enough."""
+        size = max(1, math.isqrt(_PRODUCTS) // self.k)
+        for drawn in (True, False):
+            chosen = [item for item in items if self._known[item].drawn == drawn]
+            for start in range(0, len(chosen), size):
+                yield chosen[start : start + size]
+
+    def _stacked(self, items: list[int]) -> NDArray[np.float32]:
+        n = self._known[items[0]].n
+        z_bkn = np.zeros((len(items), self.k, n), np.float32)
+        for place, item in enumerate(items):
+            z_bkn[place, : len(self._kept[item])] = self._kept[item]
+        return z_bkn
+
+    def _estimates(
+        self, one: list[int], x_bkn: NDArray[np.float32], other: list[int], y_ckn: NDArray[np.float32]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        """Values and ends of the intervals of each item of one block with each of another: arrays (b, c)."""
+        k, n = self.k, x_bkn.shape[2]
+        products = x_bkn.reshape(-1, n) @ y_ckn.reshape(-1, n).T
+        np.square(products, out=products)
+        terms_bkcl = products.reshape(len(one), k, len(other), k)
+        drawn = self._known[one[0]].drawn, self._known[other[0]].drawn
+        rows_bck = terms_bkcl.sum(axis=3).transpose(0, 2, 1).astype(np.float64)
+        columns_bck = terms_bkcl.sum(axis=1).astype(np.float64)
+        if all(drawn):
+            diagonal_bck = np.einsum("bkck->bck", terms_bkcl)
+            sums_bc1k = of_pairs(rows_bck + columns_bck - 2 * diagonal_bck, k)
+        else:
+            each_bck = rows_bck if drawn[0] else columns_bck
+            total = each_bck.sum(axis=2, keepdims=True)
+            without = (total - each_bck) * (k / (k - 1)) if any(drawn) else np.repeat(total, k, axis=2)
+            sums_bc1k = np.concatenate([total, without], axis=2)
+        own = [np.stack([self._known[item].log_square_1k for item in items]) / 2 for items in (one, other)]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value, low, high = of_logarithms(np.log(sums_bc1k) - own[0][:, None] - own[1], 1.0)
+        nothing = np.isnan(value)  # no column of one has anything in common with another of the other
+        return np.where(nothing, 0.0, value), np.where(nothing, 0.0, low), np.where(nothing, 1.0, high)
+
+    def _codes(
+        self, alike: dict[tuple[int, ...], list[int]], n: NDArray[np.int64], directions: NDArray[np.float64]
+    ) -> NDArray[np.int8]:
+        """The status of each pair; only items that are alike have the same datapoints."""
+        most = np.maximum(directions[:, None], directions)
+        codes = np.where((n - 1)[:, None] < 5 * np.nan_to_num(most), STATUSES.index("few_samples"), 0)
+        same = np.zeros(codes.shape, bool)
+        for items in alike.values():
+            same[np.ix_(items, items)] = True
+        codes[~same] = STATUSES.index("mismatch")
+        # a status of one item goes before a status of the pair
+        alone = np.array([STATUSES.index(known.status) for known in self._known], np.int8)
+        codes = np.where(alone[None, :] != 0, alone[None, :], codes)
+        codes = np.where(alone[:, None] != 0, alone[:, None], codes)
+        return codes.astype(np.int8)

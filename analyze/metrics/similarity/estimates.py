@@ -1,0 +1,188 @@
+"""What sketches tell of the layers that they are of: estimates without bias, and intervals around them.
+
+A sketch ``z_nk = x_nd @ projection_dk`` has k independent random columns. The Frobenius product of two layers' kernels
+is a mean over pairs of different columns of both sketches (a U-statistic), which has no bias, whatever the spectra.
+How it changes when one column is left out, for each in turn, tells how far an estimate may be from the exact value (the
+jackknife).
+
+Shapes: an array ``of_1k`` has the estimate of all columns first, and then the k that leave one column out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy
+import torch
+from numpy.typing import NDArray
+
+from analyze.metrics.checks import check, is_whole
+from analyze.metrics.inputs import Array
+from analyze.metrics.similarity.bases import Status, centred
+from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet
+from analyze.metrics.similarity.similarity import Kept
+from tracer.observing.sketches import Sketch
+
+LEVEL = 0.99
+"""The stated rate of the intervals: the share of sketches whose interval holds the exact value."""
+LEAST = 16
+"""The fewest columns of which an interval is made."""
+SIZE = 256
+"""The columns of a sketch, if nobody says another number."""
+_BELOW, _ABOVE = 5.0, 4.0
+"""How many standard errors an interval reaches to either side, with many columns.
+
+The errors of logarithms are skewed: where by chance little was seen of what differs, little of the error was, too.
+"""
+_ROUNDING = 2e-6
+"""What float32 leaves of the logarithm of a ratio of kernels."""
+
+
+class Estimate(NamedTuple):
+    """A number that was estimated from sketches, and the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+NOTHING = Estimate(math.nan, math.nan, math.nan)
+
+
+def check_sketch(k: object, seed: object) -> None:
+    """Raise `MessageError` unless these are the columns and the seed of sketches that intervals can be made of."""
+    check(is_whole(k, LEAST), f"k is the number of columns of a sketch, an integer of {LEAST} at least", k)
+    check(is_whole(seed, 0), "seed is an integer from 0", seed)
+
+
+def sketched(data: Array, k: int, seed: int, channels: Channels, positions: Positions) -> Kept:
+    """The sketch of activations: they themselves if they have k columns or fewer, else their projection; never raises.
+
+    With k columns they are a sketch, with fewer they are exact.
+    """
+    kept = Kept.of(data, channels, positions)
+    if kept.status != "ok" or kept.x_nd.shape[1] <= k:
+        return kept
+    x_nd = kept.x_nd if kept.x_nd.dtype.kind == "f" else kept.x_nd.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        made = Sketch(k, seed).of(torch.from_numpy(np.ascontiguousarray(x_nd)), 1).numpy()
+    return Kept(made, kept.rows)
+
+
+class Columns(NamedTuple):
+    """The centred columns of a layer.
+
+    Attributes
+    ----------
+    z_nk : array (n, k) of float64
+        Divided by a power of two.
+    drawn : bool
+        Whether they are those of a sketch; else they are all that the layer has.
+    """
+
+    z_nk: NDArray[np.float64]
+    drawn: bool
+
+
+def columns_of(kept: Kept, k: int) -> Columns | Status:
+    """The columns of what is kept of a layer, or why it has none."""
+    if kept.status != "ok":
+        return kept.status
+    found = centred(kept.sheet)
+    if isinstance(found, str):
+        return found
+    z_nk, _, rounding = found
+    if float(np.vdot(z_nk, z_nk)) <= rounding:
+        return "zero_variance"
+    return Columns(z_nk, z_nk.shape[1] == k)
+
+
+def kernel_product(one: Columns, other: Columns, k: int) -> NDArray[np.float64]:
+    """The Frobenius product of the kernels of two layers: ``of_1k``."""
+    return over_columns(np.square(one.z_nk.T @ other.z_nk), one.drawn, other.drawn, k)
+
+
+def over_columns(terms_kl: NDArray[Any], one: bool, other: bool, k: int) -> NDArray[np.float64]:
+    """The sum of terms of each two columns of two layers, without bias: ``of_1k``.
+
+    `one` and `other` say whose columns are drawn. Two drawn columns of the same number depend on each other, so their
+    term is left out, and the others count for it.
+    """
+    if not (one or other):
+        return np.full(k + 1, float(terms_kl.sum(dtype=np.float64)))
+    if one and other:
+        diagonal_k = np.diagonal(terms_kl).astype(np.float64)
+        both_k = terms_kl.sum(axis=0, dtype=np.float64) + terms_kl.sum(axis=1, dtype=np.float64) - 2 * diagonal_k
+        return of_pairs(both_k, k)
+    each_k = terms_kl.sum(axis=0 if other else 1, dtype=np.float64)
+    total = float(each_k.sum())
+    return np.concatenate([[total], (total - each_k) * (k / (k - 1))])
+
+
+def of_pairs(both_k: NDArray[np.float64], k: int) -> NDArray[np.float64]:
+    """The mean over pairs of different columns, given what each column has in its row and in its column: ``of_1k``."""
+    total = both_k.sum(axis=-1, keepdims=True) / 2
+    found: NDArray[np.float64] = np.concatenate(
+        [total * (k / (k - 1)), (total - both_k) * (k * k / ((k - 1) * (k - 2)))], axis=-1
+    )
+    return found
+
+
+def of_sums(each_k: NDArray[np.float64], p: int, k: int) -> NDArray[np.float64]:
+    """The mean over p different columns, in any order, given what each column has part in as the first: ``of_1k``."""
+    total = each_k.sum(keepdims=True)
+    counts = [k**p / math.perm(columns, p) for columns in (k, k - 1)]
+    return np.concatenate([total * counts[0], (total - p * each_k) * counts[1]])
+
+
+def trace_product(one: Columns, other: Columns, k: int) -> NDArray[np.float64]:
+    """The product of the traces of the kernels of two layers: ``of_1k``."""
+    squares = [np.square(columns.z_nk).sum(axis=0) for columns in (one, other)]
+    return over_columns(np.outer(*squares), one.drawn, other.drawn, k)
+
+
+def of_logarithm(logs_1k: NDArray[np.float64], most: float = math.inf) -> Estimate:
+    """The estimate of a positive number, from the logarithms ``of_1k``; the bias of the logarithm is taken out."""
+    if not np.isfinite(logs_1k).all():
+        return NOTHING
+    return Estimate(*(float(one) for one in of_logarithms(logs_1k, most)))
+
+
+def of_logarithms(
+    logs_1k: NDArray[np.float64], most: float = math.inf
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """The values and the ends of the intervals of many numbers: arrays (...), from logarithms (..., k + 1)."""
+    values, errors = jackknifed(logs_1k)
+    few = float(scipy.special.stdtrit((logs_1k.shape[-1] - 1) / 4, 0.9998))  # of few columns the error is not sure
+    rounding = np.where(errors > 0, _ROUNDING, 0.0)
+    ends = (values, values - max(_BELOW, few) * errors - rounding, values + max(_ABOVE, few) * errors + rounding)
+    with np.errstate(over="ignore"):
+        value, low, high = (np.minimum(np.exp(one), most) for one in ends)
+    return value, low, high
+
+
+def jackknifed(of_1k: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The estimates less their bias of order 1/k, and their standard errors.
+
+    Parameters
+    ----------
+    of_1k : array (..., k + 1)
+
+    Returns
+    -------
+    values, errors : arrays (...)
+    """
+    whole, without = of_1k[..., 0], of_1k[..., 1:]
+    k = without.shape[-1]
+    mean = without.mean(axis=-1)
+    values = k * whole - (k - 1) * mean
+    errors = np.sqrt((k - 1) / k * np.square(without - mean[..., None]).sum(axis=-1))
+    return values, errors
+
+
+def sheet_of(columns: Columns, chosen: slice = slice(None)) -> Sheet:
+    """Some of a layer's columns, as activations."""
+    x_nd = columns.z_nk[:, chosen]
+    return Sheet(x_nd, x_nd.shape[1], (len(x_nd),), False)

@@ -1,0 +1,139 @@
+"""The scatter matrix of two layers side by side: one product of matrices for each chunk of datapoints.
+
+Shapes: ``z_sm`` has the d neurons of x and then the e neurons of y, s in all, of m datapoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import scipy
+from numpy.typing import NDArray
+
+from analyze.metrics.similarity.bases import Status
+from analyze.metrics.similarity.covariance import add_product, largest_of, power_of_two
+from analyze.metrics.similarity.datapoints import ROWS, Sheet, together
+
+_EPS = float(np.finfo(np.float64).eps)
+_BESIDE = 1 << 16
+"""The numbers of a chunk that stay in the processor's cache beside the scatter matrix of narrow layers."""
+_NEAR = 1e-50
+"""Sums of squares above this, and below its inverse, need no scale."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joint:
+    """The scatter of two layers, whose neurons were divided by `scales`.
+
+    Attributes
+    ----------
+    x, y : Sheet
+    scales : (float, float)
+        Powers of two, 1 unless numbers of float64 are so far from 1 that their fourth powers are out of its range.
+    mean_s : array (s,)
+    scatter_ss : array (s, s)
+        The lower triangle, in column order; above it are zeros.
+    """
+
+    x: Sheet
+    y: Sheet
+    scales: tuple[float, float]
+    mean_s: NDArray[np.float64]
+    scatter_ss: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, x: Sheet, y: Sheet) -> Joint | Status:
+        """The scatter of all datapoints; or ``"nonfinite"``, or ``"zero_variance"`` of one of the layers."""
+        first = [next(sheet.parts())[1][:, :ROWS] for sheet in (x, y)]
+        found = cls._added(x, y, (_scale(first[0]), _scale(first[1])), first)
+        if not np.isfinite(np.diagonal(found.scatter_ss)).all():
+            largest = [_largest(sheet) for sheet in (x, y)]
+            if not np.isfinite(largest).all():
+                return "nonfinite"
+            # later datapoints are far larger than those that told the scale
+            found = cls._added(x, y, (power_of_two(largest[0]), power_of_two(largest[1])), first)
+        variances_s = np.diagonal(found.scatter_ss)
+        for columns in (slice(x.d), slice(x.d, None)):
+            # at most this far are neurons from 0, but for their number of datapoints, which rounding does not mind
+            largest_s = np.abs(found.mean_s[columns]) + np.sqrt(variances_s[columns].clip(0))
+            rounding = x.n * len(largest_s) * (8 * _EPS * float(largest_s.max(initial=0))) ** 2
+            if float(variances_s[columns].sum()) <= rounding:
+                return "zero_variance"
+        return found
+
+    @classmethod
+    def _added(cls, x: Sheet, y: Sheet, scales: tuple[float, float], first: list[NDArray[Any]]) -> Joint:
+        s = x.d + y.d
+        found = cls(x, y, scales, np.zeros(s), np.zeros((s, s), order="F"))
+        with np.errstate(invalid="ignore", over="ignore"):
+            shift_s = np.concatenate([(part / scale).mean(axis=1, dtype=np.float64)
+                                      for part, scale in zip(first, found.scales, strict=True)])  # fmt: skip
+            shift_s[~np.isfinite(shift_s)] = 0
+            found = replace(found, mean_s=shift_s)
+            sum_s, scatter_ss = np.zeros(s), found.scatter_ss
+            for z_sm in found.centred():
+                sum_s += z_sm @ np.ones(z_sm.shape[1])
+                scatter_ss = add_product(z_sm, z_sm, scatter_ss)
+            scatter_ss = scipy.linalg.blas.dsyr(-1.0 / x.n, sum_s, a=scatter_ss, lower=1, overwrite_a=1)
+        return replace(found, mean_s=shift_s + sum_s / x.n, scatter_ss=scatter_ss)
+
+    def centred(self) -> Iterator[NDArray[np.float64]]:
+        """The datapoints of both layers, less the mean, a chunk at a time; each one is gone with the next."""
+        d, room = self.x.d, np.zeros(0)
+        for a_dm, b_em in _parts(self.x, self.y):
+            m = a_dm.shape[1]
+            if room.size < m * len(self.mean_s):
+                room = np.empty(m * len(self.mean_s))
+            by_rows = a_dm.flags.c_contiguous and b_em.flags.c_contiguous  # images, whose channels follow each other
+            z_sm = room[: m * len(self.mean_s)].reshape((len(self.mean_s), m), order="C" if by_rows else "F")
+            for part, rows, scale in ((a_dm, slice(d), self.scales[0]), (b_em, slice(d, None), self.scales[1])):
+                scaled = part if scale == 1 else part / scale
+                np.subtract(scaled, self.mean_s[rows, None], out=z_sm[rows], dtype=np.float64)
+            yield z_sm
+
+    def squares(self) -> tuple[float, float, float]:
+        """The Frobenius products of the kernels: of x with y, of x with itself, of y with itself."""
+        d = self.x.d
+        found = []
+        for block, columns in ((self.scatter_ss[d:, :d], None), (self.scatter_ss[:d, :d], slice(d)),
+                               (self.scatter_ss[d:, d:], slice(d, None))):  # fmt: skip
+            total = float(np.einsum("ij,ij->", block.T, block.T))
+            if columns is not None:  # a triangle
+                diagonal = np.diagonal(self.scatter_ss)[columns]
+                total = 2 * total - float(diagonal @ diagonal)
+            found.append(total)
+        return found[0], found[1], found[2]
+
+    def traces(self) -> tuple[float, float]:
+        """The sums of the variances of both."""
+        diagonal_s = np.diagonal(self.scatter_ss)
+        return float(diagonal_s[: self.x.d].sum()), float(diagonal_s[self.x.d :].sum())
+
+
+def _parts(x: Sheet, y: Sheet) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """The same datapoints of both, in chunks that fit into a processor's cache with what is made of them."""
+    for a_dm, b_em in together(x, y):
+        if a_dm.flags.c_contiguous and b_em.flags.c_contiguous:
+            yield a_dm, b_em
+            continue
+        width = len(a_dm) + len(b_em)
+        rows = min(ROWS, _BESIDE // width) if width <= _BESIDE // 128 else ROWS
+        count = max(1, a_dm.shape[1] // rows)
+        for start in range(0, count * rows, rows):
+            columns = slice(start, start + rows if start < (count - 1) * rows else None)
+            yield a_dm[:, columns], b_em[:, columns]
+
+
+def _scale(part_dm: NDArray[Any]) -> float:
+    """A power of two near the largest of some datapoints; 1 of narrower dtypes, whose squares stay in range."""
+    if part_dm.dtype.itemsize <= 4 or not part_dm.size or _NEAR < float(np.vdot(part_dm.T, part_dm.T)) < 1 / _NEAR:
+        return 1.0
+    largest_d = largest_of(part_dm)
+    return power_of_two(float(largest_d[np.isfinite(largest_d)].max(initial=0)))
+
+
+def _largest(sheet: Sheet) -> float:
+    return max(float(np.abs(part_dm).max(initial=0)) for _, part_dm in sheet.parts())

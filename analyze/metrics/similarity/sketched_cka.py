@@ -1,0 +1,236 @@
+"""Linear CKA of wide layers, estimated from random projections of their neurons, each with an interval."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Unpack, final
+
+import numpy as np
+
+from analyze.metrics.inputs import Array
+from analyze.metrics.similarity.bases import Status
+from analyze.metrics.similarity.canonical import refuse, sheets
+from analyze.metrics.similarity.datapoints import Channels, Positions, check_positions
+from analyze.metrics.similarity.estimates import (
+    NOTHING,
+    SIZE,
+    check_sketch,
+    columns_of,
+    kernel_product,
+    of_logarithm,
+    sketched,
+    trace_product,
+)
+from analyze.metrics.similarity.similarity import Compared, Kept, Similarity, code
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SketchedResult:
+    """A similarity that was estimated from sketches; ``float()`` gives its value.
+
+    Attributes
+    ----------
+    value : float
+        The estimate; NaN if there is none.
+    low, high : float
+        The interval: of 100 projections that are drawn, 99 have the exact value in theirs.
+    n : int
+        Datapoints that were used.
+    status : str
+        As in `analyze.SVCCA`.
+    null_baseline : float
+        The value to expect of unrelated layers.
+    """
+
+    value: float
+    low: float
+    high: float
+    n: int
+    status: Status
+    null_baseline: float
+
+    def __float__(self) -> float:
+        return self.value
+
+
+def sketched_cka(
+    x_nd: Array,
+    y_ne: Array,
+    *,
+    k: int = SIZE,
+    seed: int = 0,
+    channels: Channels = "auto",
+    positions: Positions = "datapoints",
+    drop_rows: bool = False,
+    strict: bool = False,
+) -> SketchedResult:
+    """Linear CKA of two sets of activations, estimated from projections of their neurons to k columns.
+
+    Parameters
+    ----------
+    x_nd, y_ne : arrays
+        Activations of the same datapoints, in the same order, as in `analyze.svcca`; or their sketches. Of more than k
+        neurons a sketch is made, k columns are taken for one, and fewer neurons are taken as they are.
+    k : int
+        Columns of a sketch, 16 at least.
+    seed : int
+        Of the projection, see `tracer.Capture`.
+    channels, drop_rows, strict
+        As in `analyze.svcca`.
+    positions : {"datapoints", "pooled"}
+        As in `analyze.svcca`.
+
+    Returns
+    -------
+    SketchedResult
+
+    Raises
+    ------
+    MessageError
+        As `analyze.svcca`.
+
+    Examples
+    --------
+    >>> import numpy as np, analyze
+    >>> random = np.random.default_rng(0)
+    >>> x_nd = random.standard_normal((200, 30)) @ random.standard_normal((30, 1000))
+    >>> y_ne = np.maximum(x_nd, 0)
+    >>> found, exact = sketched_cka(x_nd, y_ne, k=64), float(analyze.cka(x_nd, y_ne))
+    >>> found.low < exact < found.high
+    True
+    """
+    check_sketch(k, seed)
+    check_positions(positions, fourier=False)
+    both = sheets("sketched_cka", x_nd, y_ne, channels, positions, drop_rows)
+    one, other = (sketched(sheet.flat().array, k, seed, "last", "datapoints") for sheet in both)
+    found = compared(one, other, k)
+    return refuse("sketched_cka", found) if strict else found
+
+
+def compared(one: Kept, other: Kept, k: int) -> SketchedResult:
+    """The estimate of two sketches of k columns; never raises."""
+    n = len(one.x_nd)
+    x, y = columns_of(one, k), columns_of(other, k)
+    if isinstance(x, str) or isinstance(y, str):
+        return unlike(x if isinstance(x, str) else y, n)  # type: ignore[arg-type] # one of them is a status
+    if not one.like(other):
+        return unlike("mismatch")
+    xx, yy, xy = kernel_product(x, x, k), kernel_product(y, y, k), kernel_product(x, y, k)
+    if not min(xx.min(), yy.min()) > 0:
+        return unlike("ill_posed", n)
+    size = np.sqrt(xx) * np.sqrt(yy)
+    with np.errstate(divide="ignore"):
+        value, low, high = of_logarithm(np.log(xy / size), 1.0)
+    if math.isnan(value):  # no column of one has anything in common with another of the other
+        value, low, high = 0.0, 0.0, 1.0
+    traces = [float(trace_product(columns, columns, k)[0]) for columns in (x, y)]
+    directions = max(traces[0] / float(xx[0]), traces[1] / float(yy[0]))
+    null = min(1.0, math.sqrt(traces[0] * traces[1]) / (n - 1) / float(size[0]))
+    return SketchedResult(value, low, high, n, "few_samples" if n - 1 < 5 * directions else "ok", null)
+
+
+def unlike(status: Status, n: int = 0) -> SketchedResult:
+    """The result of layers without a value."""
+    return SketchedResult(*NOTHING, n, status, math.nan)
+
+
+class OfSketches(Similarity):
+    """A `Similarity` that is estimated from sketches of k columns."""
+
+    companions = ("_low", "_high", "_null", "_status")
+    representation = Kept
+
+    def __init__(self, kind: str, k: int, seed: int, **compared: Unpack[Compared]) -> None:
+        check_sketch(k, seed)
+        super().__init__(kind, **compared)
+        self.k, self.seed = k, seed
+        self.reduction = f"sketch:k={k}"
+
+    def represent(self, data: Array) -> Kept:
+        """The sketch of a layer at one step, or the layer itself."""
+        return sketched(data, self.k, self.seed, self.channels, self.positions)
+
+    def numbers(self, found: SketchedResult) -> tuple[float, ...]:
+        """The value and its companions."""
+        return found.value, found.low, found.high, found.null_baseline, code(found.status)
+
+    def unlike(self) -> SketchedResult:
+        """The result for layers whose datapoints are not the same."""
+        return unlike("mismatch")
+
+
+@final
+class SketchedCKA(OfSketches):
+    r"""Linear CKA of each wide layer with its own past, its final state, or the other layers, from random projections.
+
+    Answers ``{kind}_sketched_cka``, an estimate of `analyze.CKA`: a float64 scalar from 0 to 1 without unit; and beside
+    it its companions, for each message that can be compared.
+
+    Parameters
+    ----------
+    kind : str
+        A kind with activations of the same datapoints at each probe, or with their sketches, as a recording keeps them
+        with ``Capture(reduce="sketch:k=256")``.
+    k : int
+        Columns of a sketch, 16 at least: those of the trace. Layers of more neurons are projected, k columns are taken
+        for a sketch, and fewer are taken as they are.
+    seed : int
+        Of the projection, where a layer has more than k neurons.
+    against, lag, calls, channels, positions
+        As in `analyze.SVCCA`, but positions are no frequencies.
+    details : bool
+        Whether to answer also ``_low`` and ``_high``, the ends of the interval; ``_null``, the value to expect of
+        unrelated layers; and ``_status`` as in `analyze.SVCCA`.
+    tag, subsample, modules
+        As in `tracer.Subscription`; by default the probe's.
+
+    Raises
+    ------
+    MessageError
+        If messages of this kind carry no data, or a parameter is out of its range.
+
+    Notes
+    -----
+    *Formula*: :math:`s_{xy} / \sqrt{s_{xx} s_{yy}}` with :math:`s_{xy} = \frac{k}{k-1} \sum_{a \ne b} (u_a^\top v_b)^2`
+    of the centred columns u and v of the sketches: each s is the Frobenius product of two kernels without bias. The
+    bias of the ratio is taken out, and the standard error of its logarithm is found, by leaving out one column after
+    the other (jackknife). The interval reaches five standard errors down and four up, more with less than 64 columns,
+    because errors are skewed; it has the exact value in 99 of 100 projections or more.
+    *Needs*: activations of the same datapoints each time, or sketches of them: a probe.
+    *Cost*: 2 n k² for each pair, and 2 n d k for each layer that is not a sketch yet.
+    *Invariant to* the scale of either set of neurons, to offsets, to dead neurons, and to a permutation of the
+    datapoints common to both; to orthogonal maps as far as the interval tells. Symmetric.
+    *Edge values*: as `analyze.CKA`. A layer has 1 with itself, and an interval without length: both are projected
+    alike.
+    *Memory*: for each stream the last `lag` sketches, n by k float32 (with ``"final"`` those of all steps); part of
+    `state_dict`.
+    *Numerics*: float64 throughout; sketches are made in float32, of float64 activations in float64.
+    *Source*: the estimate without the diagonal is that of W. Kong, G. Valiant, "Spectrum Estimation from Samples", The
+    Annals of Statistics 45 (2017); for CKA, with neurons that are sampled, C. Chun, A. Canatar, S. Chung, D. D. Lee,
+    arXiv:2502.15104; the jackknife of such means: J. N. Arvesen, The Annals of Mathematical Statistics 40 (1969).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer import ModuleMessage
+    >>> x_nd = torch.randn(40, 300, generator=torch.Generator().manual_seed(0))
+    >>> probe, answers = SketchedCKA(k=32), []
+    >>> for step, activations in enumerate([x_nd, 3 * x_nd + 1]):
+    ...     where = dict(module="fc", global_step=step, train_step=step, epoch=0, tag="probe")
+    ...     answers += probe.compute(ModuleMessage(kind="activations", data=activations, **where))
+    >>> [(said.kind, round(float(said.data), 4)) for said in answers[:3]]
+    [('activations_sketched_cka', 1.0), ('activations_sketched_cka_low', 1.0), ('activations_sketched_cka_high', 1.0)]
+    """
+
+    name = "sketched_cka"
+    invariances = ("rows", "scale", "shift", "offset")
+
+    def __init__(
+        self, kind: str = "activations", *, k: int = SIZE, seed: int = 0, **compared: Unpack[Compared]
+    ) -> None:
+        super().__init__(kind, k, seed, **compared)
+
+    def compare(self, one: Kept, other: Kept) -> SketchedResult:
+        """The similarity of a layer at two steps, or of two layers."""
+        return compared(one, other, self.k)

@@ -1,0 +1,331 @@
+"""Estimates from sketches: without bias, with intervals that hold, the same from a trace, and all pairs at once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import analyze
+import tracer
+from analyze.comparing.sketched_pairs import Sketches
+from analyze.metrics.similarity.bases import STATUSES
+from analyze.metrics.similarity.estimates import Columns, jackknifed, kernel_product, sketched, trace_product
+from analyze.metrics.spectra.sketched_rank import moments
+from analyze.registry import parse
+from tests.analyze.metrics.invariances import INVARIANCES
+from tests.analyze.metrics.layers import INF, NAN, SKETCHED, centred, message, said, value_of
+from tracer import Capture, MessageError
+from tracer.observing.sketches import projection
+from tracer.replaying.plan import plan
+
+
+def families(n: int, d: int) -> Iterator[tuple[str, Any, Any]]:
+    """Pairs of layers with spectra of several kinds, alike and not."""
+    random = np.random.default_rng(1)
+
+    def wide(rows: int) -> Any:
+        return random.standard_normal((rows, d)) / np.sqrt(rows)
+
+    decayed = random.standard_normal((n, d)) * np.arange(1, d + 1) ** -1.15
+    one = np.maximum(decayed @ wide(d), 0)
+    yield "decayed, alike", one, np.maximum(decayed @ wide(d), 0)
+    yield "unrelated", one, np.maximum(random.standard_normal((n, d)) * np.arange(1, d + 1) ** -0.75 @ wide(d), 0)
+    yield "noise, unrelated", random.standard_normal((n, d)), random.standard_normal((n, d))
+    yield "the next step", one, one + 0.05 * one.std() * random.standard_normal((n, d))
+    few = random.standard_normal((n, 8))
+    yield "eight directions", few @ wide(8), np.tanh(few) @ wide(8)
+    heavy = np.exp(2 * random.standard_normal((n, 1))) * random.standard_normal((n, d))
+    yield "outliers", heavy, np.maximum(heavy @ wide(d), 0)
+
+
+# -- estimates ------------------------------------------------------------------------------------------------
+
+
+def test_sums_over_columns_are_those_of_the_definition() -> None:
+    """Means over pairs, triples and quadruples of different columns, all of them and less one, one by one."""
+    random = np.random.default_rng(0)
+    k = 6
+    x, y = random.standard_normal((2, 9, k))
+    g, cross = x.T @ x, x.T @ y
+    kernels = kernel_product(Columns(x, True), Columns(y, True), k)
+    traces = trace_product(Columns(x, True), Columns(y, True), k)
+    third, fourth = moments(g, k)
+    for place in range(k + 1):  # first all columns, then without each
+        kept = [a for a in range(k) if a != place - 1]
+        orders = [list(itertools.permutations(kept, p)) for p in (2, 3, 4)]
+        expected = [
+            np.mean([cross[a, b] ** 2 for a, b in orders[0]]) * k**2,
+            np.mean([g[a, a] * (y.T @ y)[b, b] for a, b in orders[0]]) * k**2,
+            np.mean([g[a, b] * g[b, c] * g[c, a] for a, b, c in orders[1]]) * k**3,
+            np.mean([g[a, b] * g[b, c] * g[c, e] * g[e, a] for a, b, c, e in orders[2]]) * k**4,
+        ]
+        found = [one[place] for one in (kernels, traces, third, fourth)]
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_the_jackknife_takes_out_bias() -> None:
+    """Of the square of a mean it leaves the unbiased estimate, and gives the standard error that is known of a mean."""
+    values = np.random.default_rng(0).standard_normal((5, 12)) + 3
+    without = (values.sum(axis=1, keepdims=True) - values) / 11
+    means = np.concatenate([values.mean(axis=1, keepdims=True), without], axis=1)
+    np.testing.assert_allclose(jackknifed(means)[0], values.mean(axis=1))
+    np.testing.assert_allclose(jackknifed(means)[1], values.std(axis=1, ddof=1) / math.sqrt(12))
+    unbiased = values.mean(axis=1) ** 2 - values.var(axis=1, ddof=1) / 12
+    np.testing.assert_allclose(jackknifed(means**2)[0], unbiased)
+
+
+def test_estimates_have_no_bias() -> None:
+    """The mean of many projections is the exact Frobenius product, also of one sketch with an exact layer."""
+    random = np.random.default_rng(0)
+    x, y = centred(random.standard_normal((30, 40)) * np.arange(1, 41)), centred(random.standard_normal((30, 50)))
+    narrow = centred(random.standard_normal((30, 5)))
+    found: dict[str, list[float]] = {"xy": [], "xx": [], "x narrow": []}
+    for seed in range(400):
+        a, b = Columns(x @ projection(40, 16, seed), True), Columns(y @ projection(50, 16, seed), True)
+        found["xy"].append(kernel_product(a, b, 16)[0])
+        found["xx"].append(kernel_product(a, a, 16)[0])
+        found["x narrow"].append(kernel_product(a, Columns(narrow, False), 16)[0])
+    for name, other in (("xy", y), ("xx", x), ("x narrow", narrow)):
+        exact = float(np.square(x.T @ other).sum())
+        error = float(np.std(found[name])) / math.sqrt(400)
+        assert abs(np.mean(found[name]) - exact) < 4 * error, name
+
+
+def hits(count: int, n: int, d: int, k: int) -> dict[str, list[int]]:
+    """How many of so many projections have the exact values in their intervals: CKA, participation and stable rank."""
+    found: dict[str, list[int]] = {}
+    for name, x, y in families(n, d):
+        exact = [
+            float(analyze.cka(x, y)),
+            *(f(x, centre=True) for f in (analyze.participation_ratio, analyze.stable_rank)),
+        ]
+        found[name] = [0, 0, 0]
+        for seed in range(count):
+            drawn = projection(d, k, seed)
+            similar, rank = analyze.sketched_cka(x @ drawn, y @ drawn, k=k), analyze.sketched_rank(x @ drawn, k=k)
+            ends = [(similar.low, similar.high), (rank.low, rank.high), (rank.stable_low, rank.stable_high)]
+            for place, (low, high) in enumerate(ends):
+                found[name][place] += low - 1e-9 <= exact[place] <= high + 1e-9
+    return found
+
+
+def test_intervals_hold() -> None:
+    """Of 60 projections each, one at most misses, of layers of any kind."""
+    for name, right in hits(60, 80, 150, 32).items():
+        assert min(right) >= 59, (name, right)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "d", "k"), [(200, 512, 64), (150, 400, 128), (120, 300, 16)])
+def test_intervals_hold_at_their_stated_rate(n: int, d: int, k: int) -> None:
+    """Of 1000 projections each, 990 or more have the exact value in their interval."""
+    for name, right in hits(1000, n, d, k).items():
+        assert min(right) >= 990, (name, right)
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(1000, marks=pytest.mark.slow)])
+def test_intervals_of_svcca_hold(count: int) -> None:
+    """Where few directions hold the variance they are short; where many do, or the share is met nearly, they say so."""
+    random = np.random.default_rng(2)
+    n, d, k = 120, 300, 64
+    few = random.standard_normal((n, 8))
+    wide = [np.linalg.qr(random.standard_normal((d, 8)))[0].T for _ in range(2)]
+    tail = random.standard_normal((n, d)) * math.sqrt(8 * 0.011 / 0.989 / d)  # the threshold is beyond the eight
+    cases = {"few": (few @ wide[0], np.tanh(few) @ wide[1]), "tail": (few @ wide[0] + tail, few @ wide[1] + tail[::-1])}
+    cases |= {name: (x, y) for name, x, y in families(n, d) if name in ("decayed, alike", "noise, unrelated")}
+    for name, (x, y) in cases.items():
+        exact = float(analyze.svcca(x, y))
+        found = [
+            analyze.sketched_svcca(x @ projection(d, k, seed), y @ projection(d, k, seed), k=k) for seed in range(count)
+        ]
+        assert sum(one.low - 1e-9 <= exact <= one.high + 1e-9 for one in found) >= 0.99 * count, name
+        unsure = sum(one.status == "ill_posed" for one in found)
+        assert unsure == 0 if name == "few" else unsure > 0.9 * count, name
+        if name == "few":
+            assert np.median([one.high - one.low for one in found]) < 0.2
+
+
+def test_what_must_match_matches() -> None:
+    """A layer with itself, moved, scaled or turned to itself by a permutation of datapoints, is 1 without doubt."""
+    x = np.random.default_rng(0).standard_normal((50, 200))
+    for name in ("sketched_cka", "sketched_svcca"):
+        function = getattr(analyze, name)
+        for other in (x, 3 * x - 7):
+            found = function(x, other, k=32)
+            assert float(found) == pytest.approx(1, abs=1e-6)
+        order = np.random.default_rng(1).permutation(50)
+        y = np.tanh(x[:, :150])
+        assert float(function(x[order], y[order], k=32)) == pytest.approx(float(function(x, y, k=32)), abs=1e-9)
+        assert float(function(y, x, k=32)) == pytest.approx(float(function(x, y, k=32)), abs=1e-9)
+    found = analyze.sketched_cka(x, 3 * x - 7, k=32)
+    assert found.low == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", SKETCHED)
+def test_declared_invariances(name: str) -> None:
+    """What a class says that its answers do not depend on, of layers that are projected."""
+    random = np.random.default_rng(0)
+    x, y = random.standard_normal((40, 90)), random.standard_normal((40, 70))
+
+    def value(x: Any, y: Any) -> float:
+        function = getattr(analyze, name)
+        return float(function(x, k=32) if name == "sketched_rank" else function(x, y, k=32))
+
+    declared = type(parse(name)).invariances
+    assert declared
+    for word in declared:
+        if word == "rows":
+            order = random.permutation(40)
+            found = [value(x[order], y[order])]
+        else:
+            found = [value(INVARIANCES[word](x, random), y), value(x, INVARIANCES[word](y, random))]
+        np.testing.assert_allclose(found, value(x, y), rtol=1e-6, err_msg=f"{name} and {word}")
+
+
+def test_narrow_layers_are_exact() -> None:
+    """Of fewer neurons than columns nothing is estimated, and an interval has no length; one of two still has one."""
+    random = np.random.default_rng(0)
+    x, y, wide = random.standard_normal((60, 20)), random.standard_normal((60, 9)), random.standard_normal((60, 500))
+    for name, exact in (("sketched_cka", analyze.cka(x, y)), ("sketched_svcca", analyze.svcca(x, y))):
+        found = getattr(analyze, name)(x, y, k=32)
+        assert found.low == pytest.approx(float(exact), abs=1e-12)
+        assert found.high == pytest.approx(float(exact), abs=1e-12)
+    rank = analyze.sketched_rank(x, k=32)
+    assert rank.low == rank.high == pytest.approx(analyze.participation_ratio(x, centre=True))
+    assert rank.stable_low == rank.stable_high == pytest.approx(analyze.stable_rank(x, centre=True))
+    mixed = analyze.sketched_cka(x, wide, k=32)
+    assert mixed.low < float(analyze.cka(x, wide)) < mixed.high
+    exact_null = analyze.cka(x, wide).null_baseline
+    assert mixed.null_baseline == pytest.approx(exact_null, rel=0.2)
+
+
+# -- what has no value ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sketched_cka", "sketched_svcca"])
+@pytest.mark.parametrize("width", [200, 32, 9])
+def test_what_has_no_value(name: str, width: int) -> None:
+    """NaN, infinity and constants, in a layer, a sketch and a narrow layer, are a status, and no error."""
+    x = np.random.default_rng(0).standard_normal((40, width))
+    for odd, status in ((NAN, "nonfinite"), (INF, "nonfinite"), (None, "zero_variance")):
+        bad = x.copy()
+        if odd is None:
+            bad[:] = 4.25
+        else:
+            bad[3, 2] = odd
+        for pair in ((x, bad), (bad, x)):
+            found = getattr(analyze, name)(*pair, k=32)
+            assert math.isnan(float(found))
+            assert found.status == status
+        assert analyze.sketched_rank(bad, k=32).status == status
+    metric = parse(f"{name}:k=32,against=layers")
+    codes = [
+        value_of(one) for one in said(metric, [message(x, "a"), message(x[:-1], "b")]) if one[0].endswith("status")
+    ]
+    assert codes == [STATUSES.index("mismatch")]
+
+
+@pytest.mark.parametrize(
+    ("wish", "match"),
+    [
+        ("sketched_cka:k=15", "k is the number of columns of a sketch, an integer of 16 at least"),
+        ("sketched_rank:seed=-1", "seed is an integer from 0"),
+        ("sketched_svcca:threshold=0.0", "threshold"),
+        ("sketched_cka:positions=fourier", "positions is one of"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(wish: str, match: str) -> None:
+    """Parameters say what is allowed."""
+    with pytest.raises(MessageError, match=match):
+        parse(wish)
+    with pytest.raises(MessageError, match="no value for these activations: zero_variance"):
+        analyze.sketched_cka(np.ones((5, 40)), np.eye(5, 40), k=16, strict=True)
+    with pytest.raises(MessageError, match="two datapoints"):
+        analyze.sketched_rank(np.ones((1, 40)))
+
+
+# -- all pairs, and traces ------------------------------------------------------------------------------------
+
+
+def test_all_pairs_are_what_each_pair_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, intervals, nulls and statuses, of sketches, narrow layers, broken ones and others' datapoints."""
+    monkeypatch.setattr("analyze.comparing.sketched_pairs._PRODUCTS", (2 * 16) ** 2)  # blocks of two
+    random = np.random.default_rng(0)
+    z = random.standard_normal((50, 6))
+    layers = [np.tanh(step * z) @ random.standard_normal((6, 90)) for step in (0.5, 1, 2)]
+    layers += [z, z[:, :3] ** 2, np.full((50, 90), NAN), np.ones((50, 90)), random.standard_normal((9, 90)), layers[0]]
+    kept = Sketches(16)
+    items = [sketched(x, 16, 0, "auto", "datapoints") for x in layers]
+    for number, item in enumerate(items):
+        kept.add(number, item)
+    found = kept.similarities()
+    metric = parse("sketched_cka:k=16")
+    assert found.lows is not None
+    assert found.highs is not None
+    for i, j in itertools.product(range(len(layers)), repeat=2):
+        one = metric.compare(items[i], items[j])  # type: ignore[attr-defined] # of a similarity
+        assert found.status(i, j) == one.status, (i, j)
+        numbers = (found.values[i, j], found.lows[i, j], found.highs[i, j], found.nulls[i, j])
+        np.testing.assert_allclose(numbers, (one.value, one.low, one.high, one.null_baseline), atol=2e-5)
+    assert found.values[0, 8] == pytest.approx(1, abs=1e-6)
+    assert found.lows[0, 8] <= 1 <= found.highs[0, 8] + 1e-12
+
+
+def record(path: Path, reduce: str | None, k: int = 16) -> None:
+    """A probe of a network with a wide layer at three steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 60), nn.ReLU(), nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    capture = Capture(kinds=["activations"], tags=["probe"], reduce=reduce)
+    x, y = torch.randn(40, 5), torch.randint(3, (40,))
+    with tracer.record(path, model, optimizer, capture=capture) as run:
+        run.probe("probe", x, every=1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+
+def test_a_trace_of_sketches_answers_as_one_of_all_activations(tmp_path: Path) -> None:
+    """Sketches made while recording, and those made of whole activations afterwards, give the same estimates."""
+    record(tmp_path / "whole.zarr", None)
+    record(tmp_path / "sketch.zarr", "sketch:k=16")
+    for wish in (
+        "sketched_cka:k=16,against=layers",
+        "sketched_svcca:k=16,threshold=0.9",
+        "sketched_rank:k=16,tag=probe",
+    ):
+        one, other = (analyze.analyze(tmp_path / f"{name}.zarr", wish) for name in ("whole", "sketch"))
+        assert len(one) == len(other) > 0
+        for a, b in zip(one, other, strict=True):
+            assert (a.kind, a.module, a.global_step) == (b.kind, b.module, b.global_step)
+            assert a.value == pytest.approx(b.value, rel=1e-3, abs=1e-4, nan_ok=True)
+    exact = analyze.pairs(tmp_path / "whole.zarr", "cka")
+    found = analyze.pairs(tmp_path / "sketch.zarr", "sketched_cka:k=16")
+    assert found.items[3].module == exact.items[3].module
+    inside = (found.lows - 1e-6 <= exact.values) & (exact.values <= found.highs + 1e-6)
+    assert inside.mean() > 0.99
+    frame = found.to_pandas()
+    assert {"low", "high"} <= set(frame.columns)
+    assert "low" not in exact.to_pandas().columns
+    assert {"low", "high"} <= set(found.to_xarray().variables)
+    assert found.of(found.items[0].module).lows.shape == (4, 4)
+    assert {"low", "high"} <= next(found.rows()).keys()
+
+
+def test_a_plan_tells_sketches_that_are_not_what_is_asked_for(tmp_path: Path) -> None:
+    """Estimates of another number of columns, and metrics of whole activations, are warned of; the right one is not."""
+    record(tmp_path / "run.zarr", "sketch:k=16")
+    with tracer.open(tmp_path / "run.zarr") as reader:
+        assert plan(reader, parse("sketched_cka:k=16"), parse("sketched_rank:k=16,tag=probe")).partial == []
+        for wish in ("sketched_cka:k=32", "cka", "sketched_rank:k=32,tag=probe"):
+            (sentence,) = plan(reader, parse(wish)).partial
+            assert "only the sketch:k=16 of activations" in sentence
