@@ -259,10 +259,14 @@ class Columns:
         """Every row, in the order in which the answers came."""
         epoch, train_step, global_step, call = self.counters.values()
         counters = zip(epoch, train_step, global_step, call, strict=True)
+        words = [stream.words for stream in self.streams]
         for position, (shape, when) in enumerate(zip(self.shapes, counters, strict=True)):
-            stream = self.streams[self.stream_ids[position]]
-            for index, value in zip(positions(shape), self.numbers(position), strict=True):
-                yield Row(*stream.words, *when, index, value)
+            first = words[self.stream_ids[position]]
+            if shape == ():
+                yield Row(*first, *when, "", self.values[self.starts[position]])
+            else:
+                for index, value in zip(positions(shape), self.numbers(position), strict=True):
+                    yield Row(*first, *when, index, value)
 
     def numbers(self, position: int) -> array[float]:
         """The numbers of a message."""

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
@@ -32,11 +33,14 @@ def write_csv(rows: Iterable[Row], path: PathLike, *, overwrite: bool) -> None:
     ):
         writer = csv.writer(_Lines(file), lineterminator=_CRLF)
         writer.writerow(COLUMNS)
+        cells = lru_cache(_WORDS)(lambda *words: tuple(map(in_cell, words)))  # the rows of a series have the same
         # a csv writer writes floats by repr
-        writer.writerows((*map(in_cell, row[:5]), *row[5:]) for row in rows)
+        writer.writerows(cells(*row[:5]) + row[5:] for row in rows)
 
 
 _CRLF = "\r\n"
+_WORDS = 1024
+"""Series whose words are kept as cells."""
 
 
 class _Lines:

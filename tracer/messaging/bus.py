@@ -128,6 +128,8 @@ class Receiver(ABC):
 class Around(Receiver):
     """A receiver that passes everything on to another one, and has its attributes; the base of those that change some.
 
+    It takes messages one by one. A subclass that passes on many at once, too, says so in `can_take_many`.
+
     Parameters
     ----------
     inner : Receiver
