@@ -8,7 +8,7 @@
 - ``--pairs``: linear CKA of all pairs of 32 layers at 50 steps of width 4,096 from sketches in a trace, in a process of
   its own with two threads: seconds and peak memory, all included (also the imports).
 - ``--trials N``: how many of so many projections have the exact value in their interval, for CKA, the participation
-  ratio, the stable rank and SVCCA, of layers with several kinds of spectra.
+  ratio, the stable rank and (a fifth as many) SVCCA at 0.9, of layers with several kinds of spectra.
 
 Variants take turns; what is printed are medians of the rounds and of the rounds' ratios.
 """

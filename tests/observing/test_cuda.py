@@ -397,6 +397,19 @@ def test_reductions(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(some.cpu(), Capture(elements=10).select("weights", values))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_sketches(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sketch is the host's, in float32 and not in fewer digits, whatever the program allows for its own products."""
+    capture = Capture(kinds=["activations"], reduce="sketch:k=16")
+    data = torch.randn(50, 3000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = capture.finish("activations", data)
+    for coarse in (False, True):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", coarse)
+        own = capture.finish("activations", data.to(DEVICE))
+        assert (own.device.type, own.dtype) == (DEVICE, expected.dtype)
+        torch.testing.assert_close(own.cpu(), expected, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reductions_of_large_tensors_need_little_memory(name: str) -> None:
     """What is converted to float64 is converted in pieces: of 200 MB in bfloat16 it would be 800 MB."""

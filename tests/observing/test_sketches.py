@@ -56,6 +56,19 @@ def test_products_with_the_projection(dtype: torch.dtype, kept: torch.dtype) -> 
         np.testing.assert_allclose(found.numpy(), exact.numpy(), atol=1e-12)
 
 
+def test_coarse_products_of_the_program_are_not_those_of_a_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the program lets products of float32 have fewer digits, or that cannot be told, sketches take float64."""
+    x = torch.randn(7, 90, generator=torch.Generator().manual_seed(0))
+    exact = (x.double() @ torch.from_numpy(projection(90, 8, 0))).float()
+
+    def unknown() -> str:
+        raise RuntimeError("two ways are mixed")
+
+    for precision in (lambda: "high", unknown):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", precision)
+        assert torch.equal(Sketch(8).of(x, 1), exact)
+
+
 def test_narrow_layers_are_kept_as_they_are() -> None:
     """Of fewer neurons than columns, and of no axis of neurons, nothing is projected, and nothing is told of it."""
     capture = Capture(kinds=["activations"], reduce="sketch:k=8")

@@ -28,6 +28,8 @@ STATUSES: tuple[Status, ...] = ("ok", "few_samples", "ill_posed", "zero_variance
 EXACTLY = 1 - 1e-6
 """Above this threshold a covariance is not precise enough, and the data itself is decomposed."""
 _EPS = float(np.finfo(np.float64).eps)
+_CONDITIONED = 1e-5
+"""Above this ratio of the least variance to the largest, a covariance tells all directions to 1e-11."""
 _SMALL = 64
 """Up to so many neurons, all eigenvectors take no longer than some."""
 
@@ -237,13 +239,37 @@ def basis(
     Notes
     -----
     For a threshold below 1 the eigenvectors of the smaller of covariance and Gram matrix, in float64, are as good as
-    the SVD: the condition of the part that is kept is at most d / (1 - threshold). At 1, or closer to it than 1e-6, it
-    is the SVD.
+    the SVD: the condition of the part that is kept is at most d / (1 - threshold). Closer to 1 than 1e-6 it is the SVD;
+    at 1 too, unless the covariance is so well conditioned that its eigenvectors are within 1e-11 of that.
     """
     check_threshold(threshold)
     if positions == "fourier":
         return _fourier(x_nd, threshold, channels)
-    return of_sheet(Sheet.of(x_nd, channels, positions), threshold, loadings=loadings)
+    sheet = Sheet.of(x_nd, channels, positions)
+    found = _by_variances(sheet, loadings) if threshold == 1 and sheet.real and sheet.n > sheet.d > _SMALL else None
+    return of_sheet(sheet, threshold, loadings=loadings) if found is None else found
+
+
+def _by_variances(sheet: Sheet, loadings: bool) -> Basis | None:
+    """All directions by the eigenvectors of the covariance; None where their condition wants an SVD."""
+    moments = Moments()
+    for _, part_dm in sheet.parts():
+        moments.update(part_dm)
+    scatter_dd = moments.scatter()
+    diagonal_d = np.diagonal(scatter_dd).copy()
+    living_d = diagonal_d > sheet.n * np.square(8 * _EPS * moments.largest_d)  # the others are constant
+    if not (moments.finite() and np.isfinite(diagonal_d).all() and living_d.any()):
+        return None
+    if not living_d.all():
+        scatter_dd = scatter_dd[np.ix_(living_d, living_d)]
+    variances, vectors = scipy.linalg.eigh(scatter_dd, lower=True, overwrite_a=True, check_finite=False, driver="evd")
+    if variances[0] <= _CONDITIONED * variances[-1]:
+        return None
+    vectors_dk = np.zeros((sheet.d, len(variances)), order="F")
+    vectors_dk[living_d] = vectors[:, ::-1]
+    gap = math.sqrt(variances[0] / variances[-1]) - max(sheet.n, sheet.d) * _EPS
+    spectrum = Spectrum(variances[::-1], len(variances), vectors_dk, gap, 1.0)
+    return project(sheet, moments, spectrum, loadings=loadings)
 
 
 def of_sheet(sheet: Sheet, threshold: float, *, loadings: bool = False) -> Basis:

@@ -174,9 +174,9 @@ class CCA(ByCorrelations):
     *Edge values*: as `analyze.SVCCA`. With n - 1 < k + m some correlations are 1 whatever the data.
     *Memory*: as `analyze.SVCCA`, with k up to d.
     *Numerics*: by the SVD of the activations, or a QR of their chunks (TSQR): a covariance would square the condition,
-    and is wrong by 2e-3 at a condition of 1e7, where this is good to 1e-9. The function takes Cholesky factors of the
-    covariance where the condition is below 300, and factors of what these leave (CholeskyQR2) below 3e5: they are
-    within 1e-11 of the SVD, in a fraction of its time.
+    and is wrong by 2e-3 at a condition of 1e7, where this is good to 1e-9. Where the condition is below 300,
+    eigenvectors of the covariance take its place; the function takes Cholesky factors, and below 3e5 factors of what
+    these leave (CholeskyQR2). All are within 1e-11 of the SVD, in a fraction of its time.
     *Source*: H. Hotelling, "Relations between two sets of variates", Biometrika 28 (1936); as a measure of networks,
     M. Raghu et al., arXiv:1706.05806.
     *Formerly*: what ikkuna's ``SVCCASubscriber`` computes; google/svcca's ``get_cca_similarity``.

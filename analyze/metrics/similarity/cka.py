@@ -32,6 +32,8 @@ from analyze.metrics.similarity.similarity import Compared, Kept, Similarity, co
 Kernel = Literal["linear", "rbf"]
 Estimator = Literal["biased", "debiased", "minibatch"]
 
+_TILE = 128
+"""A triangle is cut into tiles, so that only those on its diagonal are copied."""
 _FEW = 0.85
 """Up to so many datapoints for each neuron of both, products of datapoints cost less: n² (d + e), not n (d + e)²."""
 
@@ -209,8 +211,13 @@ def _with_counts(found: AlignmentResult, x: Sheet, y: Sheet) -> AlignmentResult:
 
 def frobenius(lower_dd: NDArray[np.float64]) -> float:
     """The sum of the squares of a symmetric matrix of which only the lower triangle is filled."""
-    diagonal = np.diagonal(lower_dd)
-    return float(2 * np.square(np.tril(lower_dd)).sum() - np.square(diagonal).sum())
+    total = 0.0
+    for start in range(0, len(lower_dd), _TILE):
+        columns = slice(start, start + _TILE)
+        for part in (np.tril(lower_dd[columns, columns]), lower_dd[start + _TILE :, columns]):
+            total += 2 * float(np.einsum("ij,ij->", part, part))
+    diagonal_d = np.diagonal(lower_dd)
+    return total - float(diagonal_d @ diagonal_d)
 
 
 def _by_moments(x: Sheet, y: Sheet, rows: bool) -> _Sums | Status:

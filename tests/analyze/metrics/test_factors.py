@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import analyze
+from analyze.metrics.similarity.bases import basis
 from analyze.metrics.similarity.datapoints import Sheet
 from analyze.metrics.similarity.factors import all_directions
 from tests.analyze.metrics.layers import NAN, centred
@@ -62,6 +63,25 @@ def test_factors_find_what_the_svd_finds(sizes: tuple[int, int, int], condition:
     singular = [np.linalg.svd(centred(z), compute_uv=False) for z in (x, y)]
     gap = min(one[-1] / one[0] for one in singular) - max(sizes) * np.finfo(float).eps
     assert result.cut_gap == pytest.approx(gap, rel=1e-6)
+
+
+@pytest.mark.parametrize(("condition", "tolerance"), [(10, 1e-12), (200, 1e-11), (1e4, 1e-12), (1e8, 1e-12)])
+def test_bases_of_all_directions(condition: float, tolerance: float) -> None:
+    """By the covariance or by the SVD they are orthonormal, span the layer, and leave dead neurons out."""
+    x = np.insert(pair(300, 80, 3, condition)[0] * 1e3 + 7, [0, 5], 4.0, axis=1)
+    found = basis(x, 1.0, loadings=True)
+    u, singular, _ = np.linalg.svd(centred(x), full_matrices=False)
+    assert found.k == 80
+    assert found.status == "ok"
+    np.testing.assert_allclose(found.u_nk.T @ found.u_nk, np.eye(80), atol=tolerance)
+    np.testing.assert_allclose(found.singular_k, singular[:80], rtol=1e-6)
+    np.testing.assert_allclose(np.abs(np.diagonal(found.u_nk.T @ u[:, :80])), 1, atol=1e-6)
+    assert found.loadings_kd is not None
+    np.testing.assert_allclose(found.u_nk @ found.loadings_kd, centred(x), atol=1e-9 * singular[0])
+    assert found.cut_gap == pytest.approx(singular[79] / singular[0], rel=1e-4)
+    assert basis(np.ones((300, 80)), 1.0).status == "zero_variance"
+    x[3, 4] = NAN
+    assert basis(x, 1.0).status == "nonfinite"
 
 
 def test_dead_neurons_have_no_direction() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import analyze
+from analyze.metrics.similarity.cka import frobenius
 from analyze.metrics.similarity.datapoints import Sheet
 from analyze.metrics.similarity.joint import Joint
 from tests.analyze.metrics.layers import INF, NAN, centred, images, layers
@@ -45,6 +46,14 @@ def test_cka_is_that_of_the_definition(n: int, d: int, e: int, dtype: str) -> No
     assert float(analyze.cka(y, x)) == pytest.approx(exact, abs=1e-12)
     far = analyze.cka(x.astype(np.float64) + 1e4, y.astype(np.float64) - 1e4)
     assert float(far) == pytest.approx(exact, abs=1e-10)
+
+
+@pytest.mark.parametrize("d", [1, 127, 128, 129, 300])
+def test_squares_of_a_triangle(d: int) -> None:
+    """What is above the diagonal is not looked at."""
+    full = np.random.default_rng(0).standard_normal((d, d))
+    symmetric = np.tril(full) + np.tril(full, -1).T
+    assert frobenius(np.asfortranarray(full)) == pytest.approx(float(np.square(symmetric).sum()), rel=1e-13)
 
 
 def test_null_baselines_by_both_ways() -> None:
