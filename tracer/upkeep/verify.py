@@ -1,7 +1,7 @@
 """`verify`: checks every chunk, checksum, declaration and journal row of a trace, and reports what is wrong.
 
-`Survey` reads a trace part by part, so that damage to one part does not hide the others; `tracer.recover` saves what
-can be read. `tracer.trace.reader` refuses a trace whose tables are damaged, because no replay may be silently wrong.
+`Survey` reads a trace part by part, each in windows of its journal, so that damage to one part does not hide the
+others; `tracer.recover` saves what can be read. `tracer.trace.reader` refuses a trace whose tables are damaged, because no replay may be silently wrong.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Report:
 def verify(path: Anywhere) -> Report:
     """Check all of a trace: every chunk and checksum, every row of the journal, every declaration.
 
-    Reads everything once, in a bounded amount of memory, and changes nothing. Damage is reported, not raised.
+    Reads all data once, and the journal two or three times, some rows at a time: the memory that it takes does not
+    depend on how long the trace is. It changes nothing. Damage is reported, not raised.
 
     Parameters
     ----------
