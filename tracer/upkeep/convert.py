@@ -1,4 +1,4 @@
-"""`convert`: copies a trace or a part of it, message by message, into another format or with other chunks."""
+"""`convert`: copies a trace or a part of it, in columns of messages, into another format or with other chunks."""
 
 from __future__ import annotations
 

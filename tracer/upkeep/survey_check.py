@@ -59,6 +59,7 @@ def _check_messages(survey: Survey) -> int:
             survey.pool(number)
         checks[number] = _PoolCheck(survey, number, problems)
     good = 0
+    # each row of the journal comes by here once, in the order of the journal, with the number that it has there
     for window in survey.journal.windows():
         good += _check_window(window, checks)
     for check in checks.values():

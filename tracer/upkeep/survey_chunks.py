@@ -17,7 +17,7 @@ from tracer.stores.protocols import ReadStore
 from tracer.upkeep.findings import Findings
 
 CACHE_BYTES: Final = 32 << 20
-"""The most bytes of chunks that are kept in memory, apart from the one in use."""
+"""The most bytes of chunks that are kept in memory, of all parts of a trace, apart from those in use."""
 
 READ_BYTES: Final = 4 << 20
 """Bytes of a table that are read at once, at most, where no chunk is larger."""
@@ -94,11 +94,14 @@ class Chunks:
         The arrays by name; None for an array that cannot be opened.
     bytes : int
         Bytes that were read.
+    kept : int
+        Bytes of chunks that are kept in memory, at most, apart from the one in use; settable.
     """
 
     def __init__(self, store: ReadStore, tables: Collection[str], findings: Findings) -> None:
         self.arrays: dict[str, Array | None] = {}
         self.bytes = 0
+        self.kept = CACHE_BYTES
         self.tables = tables
         self._store = store
         self._findings = findings
@@ -167,7 +170,7 @@ class Chunks:
             return None
         self._cache[key] = rows
         self._cached += rows.nbytes
-        while self._cached > CACHE_BYTES and len(self._cache) > 1:
+        while self._cached > self.kept and len(self._cache) > 1:
             self._cached -= self._cache.popitem(last=False)[1].nbytes
         return rows
 

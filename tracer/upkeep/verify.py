@@ -1,7 +1,8 @@
 """`verify`: checks every chunk, checksum, declaration and journal row of a trace, and reports what is wrong.
 
-`Survey` reads a trace part by part, so that damage to one part does not hide the others; `tracer.recover` saves what
-can be read. `tracer.trace.reader` refuses a trace whose tables are damaged, because no replay may be silently wrong.
+`Survey` reads a trace part by part, each in windows of its journal, so that damage to one part does not hide the
+others; `tracer.recover` saves what can be read. `tracer.trace.reader` refuses a trace whose tables are damaged, because
+no replay may be silently wrong.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tracer.trace.reader import TraceReader
 from tracer.upkeep.findings import CHECKS, Problem
 from tracer.upkeep.survey import Survey
 from tracer.upkeep.survey_check import check_all
+from tracer.upkeep.survey_chunks import CACHE_BYTES
 
 TRIES: Final = 3
 """The most times that a trace is verified, if something is wrong with it and it is still being written."""
@@ -74,7 +76,8 @@ class Report:
 def verify(path: Anywhere) -> Report:
     """Check all of a trace: every chunk and checksum, every row of the journal, every declaration.
 
-    Reads everything once, in a bounded amount of memory, and changes nothing. Damage is reported, not raised.
+    Reads all data once, and the journal two or three times, some rows at a time: the memory that it takes does not
+    depend on how long the trace is. It changes nothing. Damage is reported, not raised.
 
     Parameters
     ----------
@@ -139,6 +142,8 @@ def survey(path: Anywhere) -> Iterator[tuple[list[Survey], list[Problem]]]:
         surveys = [one for one in surveys if one.name not in foreign]
         surveys = sorted(_begun(surveys), key=lambda one: (one.attempt, one.rank))
         there = [*(name for name, _ in parts if name not in foreign), *map(part_in, broken)]
+        for one in surveys:
+            one.chunks.kept = CACHE_BYTES // len(surveys)
         gone = missing(path, there, [one.header for one in surveys])
         elsewhere += [Problem(check="part", what=sentence) for sentence in gone]
         yield surveys, elsewhere
