@@ -50,7 +50,6 @@ def serve(control: socket.socket, modules: Sequence[str]) -> NoReturn:
     for name in ("analyze.batching.tasks", *modules):
         importlib.import_module(name)
     # collections of a forked process would touch, and so copy, all that is imported
-    gc.collect()
     gc.freeze()
     ends, told = socket.socketpair()
     told.setblocking(False)
