@@ -160,14 +160,7 @@ class Described:
     @property
     def dropped(self) -> dict[str, int]:
         """How many messages of which kind were not recorded because the queue was full, as far as was noted."""
-        found: dict[str, int] = {}
-        for note in self.notes:
-            counts = note.get("dropped")
-            if isinstance(counts, Mapping):
-                for kind, count in counts.items():
-                    if isinstance(count, int):
-                        found[str(kind)] = found.get(str(kind), 0) + count
-        return found
+        return self._parts.dropped
 
     @property
     def streams(self) -> list[StreamInfo]:

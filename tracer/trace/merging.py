@@ -193,6 +193,18 @@ class Parts:
         """As `TraceReader.notes`."""
         return [note for part in self.shown for note in part.tables.notes if not self._overtaken(part, note)]
 
+    @property
+    def dropped(self) -> dict[str, int]:
+        """As `TraceReader.dropped`."""
+        found: dict[str, int] = {}
+        for note in self.notes:
+            counts = note.get("dropped")
+            if isinstance(counts, Mapping):
+                for kind, count in counts.items():
+                    if isinstance(count, int):
+                        found[str(kind)] = found.get(str(kind), 0) + count
+        return found
+
     def _overtaken(self, part: Part, note: Mapping[str, Any]) -> bool:
         """Whether a note says how an attempt ended, before a step that a later one recorded."""
         about = note.get("stopped", note.get("unended"))

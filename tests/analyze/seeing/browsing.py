@@ -16,6 +16,13 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
 
+# Bokeh's own look-up knows pictures that were replaced until it forgets them, a moment later.
+_MODEL = (
+    "const model = name => Bokeh.documents[0].roots().flatMap(root => [...root.references()])"
+    ".find(one => one.name === name)"
+)
+
+
 class Opened:
     """A page in a browser, with what it said and what it asked for."""
 
@@ -39,7 +46,12 @@ class Opened:
 
     def run(self, script: str) -> Any:
         """What a script says, with `model` for the parts of the pictures."""
-        return self.page.evaluate(f"() => {{ const model = n => Bokeh.documents[0].get_model_by_name(n); {script} }}")
+        return self.page.evaluate(f"() => {{ {_MODEL}; {script} }}")
+
+    def until(self, script: str) -> None:
+        """Wait until a script says yes, with `model` as in `run`, and it is painted."""
+        self.page.wait_for_function(f"() => {{ {_MODEL}; {script} }}", timeout=60_000)
+        self.settle()
 
     def painted(self, name: str) -> np.ndarray:
         """The pixels of a picture."""

@@ -88,10 +88,10 @@ def opened(window: Opened, served: Served) -> Iterator[Opened]:
     }
 
 
-def width_of(page: Opened) -> float:
-    """How many steps share a column of the heat map."""
-    columns = page.run("const one = model('heat-value').data_source.data; return [one.dw[0], one.image[0].shape[1]];")
-    return float(columns[0] / columns[1])
+def wait_for_width(page: Opened, width: int) -> None:
+    """Wait until so many steps share a column of the heat map."""
+    columns = "const {dw, image} = model('heat-value').data_source.data"
+    page.until(f"{columns}; return dw[0] === {width} * image[0].shape[1];")
 
 
 @needs_chromium
@@ -122,13 +122,12 @@ def assert_reported(page: Opened, width: int) -> None:
 @needs_chromium
 def test_steps_that_are_zoomed_into_are_shown_whole(opened: Opened) -> None:
     """In the map of 600 steps two share a column, and curves have the extremes of bins; of 30 steps all are drawn."""
-    assert width_of(opened) == 2
+    wait_for_width(opened, 2)
     opened.page.fill("#from", "430")
     opened.page.fill("#to", "460")
     opened.page.keyboard.press("Enter")
     opened.page.wait_for_function("document.getElementById('state').textContent.includes('all that was')", timeout=WAIT)
-    opened.settle()
-    assert width_of(opened) == 1
+    wait_for_width(opened, 1)
     steps = opened.run("return [...model('curve-log-0').data.x]")
     assert steps == list(range(steps[0], steps[-1] + 1))
     assert steps[0] <= 430
@@ -136,8 +135,7 @@ def test_steps_that_are_zoomed_into_are_shown_whole(opened: Opened) -> None:
     assert colours(opened.painted("heat")) > 3
     opened.page.click("#all")
     opened.page.wait_for_function("document.getElementById('state').textContent === ''", timeout=WAIT)
-    opened.settle()
-    assert width_of(opened) == 2
+    wait_for_width(opened, 2)
 
 
 @needs_chromium
