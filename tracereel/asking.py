@@ -318,8 +318,7 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
     if rows:
         columns, right = ("kind", "module", "tag", "dtype", "recorded", "bytes"), ("recorded", "bytes")
         print_table(columns, rows, right=right, names=("module", "tag"), group="kind")
-    total = int(plan.where.size)
-    click.echo(f"would read {total - plan.skipped:,} of {total:,} messages, {size(plan.bytes)}")
+    click.echo(f"would read {plan.read:,} of {plan.read + plan.skipped:,} messages, {size(plan.bytes)}")
     for one in plan.derived:
         base = {"weight_updates": "weights", "bias_updates": "biases"}[one.kind]
         tell(f"would derive {one.count:,} {one.kind} of {where(one) or 'the root'} from its {base}")

@@ -3,21 +3,25 @@
 How finely it can be cut depends on what the subscriber and the producers of its input remember: the widest of their
 scopes (`tracer.messaging.bus.Scope`) decides. Cuts depend on the trace and the subscriber alone, never on the number of
 workers or on other subscribers: another batch cuts in the same places, and so finds the units that are done.
+
+The journal is read window by window: a plan of a long trace never fills the memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.batching.questions import KNOWN_SCOPES
-from analyze.batching.units import Module, StepRange, stride_of
+from analyze.batching.questions import KNOWN_SCOPES, Question
+from analyze.batching.units import Module, Selection, StepRange, stride_of
 from tracer.format.journal import Column
-from tracer.messaging.bus import Scope
-from tracer.replaying.plan import Plan
+from tracer.replaying.audience import Audience
+from tracer.replaying.filters import Filters
+from tracer.replaying.plan import Due, due_windows, wanted_of
 from tracer.trace.reader import TraceReader
 
 PART_BYTES: Final = 128 << 20
@@ -28,31 +32,79 @@ MESSAGE_BYTES: Final = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A part of what a subscriber reads of a trace."""
+    """A part of what a subscriber reads of a trace; None stands for all modules, or all steps."""
 
     modules: tuple[Module, ...] | None = None
     steps: StepRange | None = None
 
-    def rows(self, reader: TraceReader, todo: Plan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The journal rows of the messages that it reads, and the pairs of rows that its updates are derived from."""
-        rows, pairs = np.flatnonzero(todo.where), todo.pairs
-        if self.modules is not None:
-            mine = [stream.id for stream in reader.streams if stream.module in self.modules]
-            rows = rows[np.isin(reader.journal[rows, Column.STREAM], mine)]
-            pairs = pairs[np.isin(reader.journal[pairs[:, 0], Column.STREAM], mine)]
-        if self.steps is not None:
-            start, stop, _ = (*self.steps, 1)[:3]
-            for bound, keep in ((start, np.greater_equal), (stop, np.less)):
-                if bound is not None:
-                    rows = rows[keep(reader.journal[rows, Column.GLOBAL_STEP], bound)]
-                    pairs = pairs[keep(reader.journal[pairs[:, 0], Column.GLOBAL_STEP], bound)]
-        return rows, pairs
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """How many messages and bytes a share reads, and digests of what it reads."""
+
+    messages: int
+    bytes: int
+    digests: list[str]
+
+    def fits(self, part_bytes: int) -> bool:
+        """Whether that is little enough for one part."""
+        return max(self.bytes, MESSAGE_BYTES * self.messages) <= part_bytes
 
 
-def shares(
-    reader: TraceReader, todo: Plan, scope: Scope, steps: StepRange | None, part_bytes: int = PART_BYTES
-) -> list[Share]:
-    """Cut what a subscriber reads of a trace into shares of some `part_bytes`, as far as its scope allows.
+@final
+class Asked:
+    """What a question asks of one rank of a trace.
+
+    Parameters
+    ----------
+    reader : TraceReader
+        Of this rank.
+    question : Question
+    selection : Selection
+    rank : int
+
+    Attributes
+    ----------
+    missing : list of str
+        A sentence for each thing that the question needs and the trace lacks.
+    """
+
+    def __init__(self, reader: TraceReader, question: Question, selection: Selection, rank: int) -> None:
+        self.reader, self.question, self._selection = reader, question, selection
+        self._audience = Audience(question.receivers)
+        self._wanted = wanted_of(reader, self._audience, Filters.of(**selection.filters()), rank)
+        self.missing = self._wanted.missing
+
+    def due(self, share: Share) -> Iterator[Due]:
+        """What a share reads, window by window."""
+        wanted = self._wanted
+        if share.modules is not None:
+            mine = frozenset(share.modules)
+            streams = [one for one in wanted.streams if one.module in mine]
+            wanted = replace(wanted, streams=streams, derived=[one for one in wanted.derived if one.module in mine])
+        filters = Filters.of(**self._selection.at(share.steps).filters())
+        return due_windows(self.reader, wanted, self._audience, filters)
+
+    def measured(self, share: Share) -> Measured:
+        """What a share reads, in numbers."""
+        messages = nbytes = 0
+        published, derived = self.reader.fingerprint(), self.reader.fingerprint()
+        for due in self.due(share):
+            published.add(due.window.journal[due.where])
+            derived.add(due.window.journal[due.pairs.reshape(-1)])
+            messages += int(due.where.sum()) + len(due.pairs)
+            nbytes += due.bytes
+        return Measured(messages, nbytes, [published.hexdigest(), derived.hexdigest()])
+
+    def costs(self, share: Share) -> Iterator[tuple[Due, NDArray[np.int64], NDArray[np.int64]]]:
+        """For each window, the rows of messages, and of the first weights of derived ones; and the bytes of each."""
+        for due in self.due(share):
+            rows = np.concatenate([np.flatnonzero(due.where), due.pairs[:, 0]])
+            yield due, rows, due.window.sizes(rows)
+
+
+def shares(asked: Asked, steps: StepRange | None, part_bytes: int = PART_BYTES) -> Iterator[tuple[Share, Measured]]:
+    """Cut what is asked of a trace into shares of some `part_bytes`, as far as the question's scope allows.
 
     A message counts as `MESSAGE_BYTES` at least, so that the answers to any number of scalars are bounded, too.
 
@@ -60,28 +112,30 @@ def shares(
     is moved to where a chunk of the largest array begins, if that is near. A single step that is too large is cut by
     modules, if the scope is ``"message"``.
     """
-    whole = [Share(steps=steps)]
-    messages = int(np.count_nonzero(todo.where)) + len(todo.pairs)
-    if max(todo.bytes, MESSAGE_BYTES * messages) <= part_bytes or scope not in KNOWN_SCOPES:
-        return whole
+    scope, whole = asked.question.scope, Share(steps=steps)
+    measured = asked.measured(whole)
+    if scope not in KNOWN_SCOPES or measured.fits(part_bytes):
+        yield whole, measured
+        return
+    for share in _cut(asked, whole, part_bytes):
+        yield share, asked.measured(share)
+
+
+def _cut(asked: Asked, whole: Share, part_bytes: int) -> Iterator[Share]:
+    scope = asked.question.scope
     if scope == "stream":
-        return [Share(modules=some, steps=steps) for some in _by_modules(reader, todo, whole[0], part_bytes)]
-    found = []
-    for share, nbytes in _by_steps(reader, todo, steps, part_bytes):
+        yield from (Share(modules=some, steps=whole.steps) for some in _by_modules(asked, whole, part_bytes))
+        return
+    for share, nbytes in _by_steps(asked, whole.steps, part_bytes):
         if scope == "message" and nbytes > 2 * part_bytes:
-            found += [Share(modules=some, steps=share.steps) for some in _by_modules(reader, todo, share, part_bytes)]
+            yield from (Share(modules=some, steps=share.steps) for some in _by_modules(asked, share, part_bytes))
         else:
-            found.append(share)
-    return found
+            yield share
 
 
-def _by_steps(reader: TraceReader, todo: Plan, steps: StepRange | None, part_bytes: int) -> list[tuple[Share, int]]:
+def _by_steps(asked: Asked, steps: StepRange | None, part_bytes: int) -> list[tuple[Share, int]]:
     """Shares with all modules and a range of steps each, and the bytes of each share."""
-    rows = np.concatenate([np.flatnonzero(todo.where), todo.pairs[:, 0]])
-    sizes = reader.sizes(rows)
-    numbers, place = np.unique(reader.journal[rows, Column.GLOBAL_STEP], return_inverse=True)
-    per_step = np.bincount(place, np.maximum(sizes, MESSAGE_BYTES)).astype(np.int64)
-    begins = _begin_chunks(reader, rows, sizes, place, len(numbers))
+    numbers, per_step, begins = _steps(asked, Share(steps=steps))
     ends = np.cumsum(per_step)
     stride = stride_of(steps)
     found = []
@@ -101,41 +155,43 @@ def _by_steps(reader: TraceReader, todo: Plan, steps: StepRange | None, part_byt
     return found
 
 
-def _begin_chunks(
-    reader: TraceReader, rows: NDArray[np.int64], sizes: NDArray[np.int64], place: NDArray[np.int64], steps: int
-) -> NDArray[np.bool_]:
-    """Which steps begin a chunk of the array that makes up most of what is read; all steps if there is no array.
+def _steps(asked: Asked, share: Share) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """The steps of a share, the bytes of each, and where a chunk begins of the array that most of the bytes are in.
 
-    Parameters
-    ----------
-    reader : TraceReader
-    rows, sizes : array (messages,)
-        The rows of the messages that are read, and the bytes of each.
-    place : array (messages,)
-        The index of each message's step.
-    steps : int
-        How many steps there are.
+    If no data is read, that is at each step.
     """
-    pools = reader.journal[rows, Column.POOL]
-    if not (pools >= 0).any():
-        return np.ones(steps, np.bool_)
-    weights = np.bincount(pools[pools >= 0], sizes[pools >= 0])
-    largest = np.flatnonzero(pools == int(weights.argmax()))
-    begins = np.zeros(steps, np.bool_)
-    begins[place[largest[reader.begins_chunk(rows[largest])]]] = True
-    return begins
+    numbers, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    weights: dict[int, int] = {}
+    begins: dict[int, list[NDArray[np.int64]]] = {}
+    for due, rows, of_rows in asked.costs(share):
+        journal = due.window.journal[rows]
+        found, place = np.unique(journal[:, Column.GLOBAL_STEP], return_inverse=True)
+        numbers.append(found)
+        sizes.append(np.bincount(place, np.maximum(of_rows, MESSAGE_BYTES), len(found)).astype(np.int64))
+        begin = due.window.begins_chunk(rows)
+        pools = journal[:, Column.POOL]
+        for pool in np.unique(pools[pools >= 0]).tolist():
+            mine = pools == pool
+            weights[pool] = weights.get(pool, 0) + int(of_rows[mine].sum())
+            begins.setdefault(pool, []).append(journal[mine & begin, Column.GLOBAL_STEP])
+    steps, place = np.unique(np.concatenate(numbers), return_inverse=True)
+    per_step = np.bincount(place, np.concatenate(sizes), len(steps)).astype(np.int64)
+    if not weights:
+        return steps, per_step, np.ones(len(steps), np.bool_)
+    largest = max(sorted(weights), key=weights.__getitem__)
+    return steps, per_step, np.isin(steps, np.concatenate(begins[largest]))
 
 
-def _by_modules(reader: TraceReader, todo: Plan, share: Share, part_bytes: int) -> list[tuple[Module, ...]]:
+def _by_modules(asked: Asked, share: Share, part_bytes: int) -> list[tuple[Module, ...]]:
     """Groups of modules, in the order of the trace, that read about `part_bytes` each."""
-    rows, pairs = share.rows(reader, todo)
-    rows = np.concatenate([rows, pairs[:, 0]])
-    sizes = np.maximum(reader.sizes(rows), MESSAGE_BYTES)
-    weights = np.bincount(reader.journal[rows, Column.STREAM], sizes, minlength=len(reader.streams))
-    counts = np.bincount(reader.journal[rows, Column.STREAM], minlength=len(reader.streams))
+    streams = asked.reader.streams
+    weights = np.zeros(len(streams), np.int64)
+    for due, rows, sizes in asked.costs(share):
+        of_row = due.window.journal[rows, Column.STREAM]
+        weights += np.bincount(of_row, np.maximum(sizes, MESSAGE_BYTES), len(streams)).astype(np.int64)
     of_module: dict[Module, int] = {}
-    for stream in reader.streams:
-        if counts[stream.id]:
+    for stream in streams:
+        if weights[stream.id]:
             of_module[stream.module] = of_module.get(stream.module, 0) + int(weights[stream.id])
     groups: list[list[Module]] = []
     filled = part_bytes

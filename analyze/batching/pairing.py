@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.batching.cutting import PART_BYTES
+from analyze.batching.cutting import PART_BYTES, Asked, Share
 from analyze.batching.planning import unplanned, where
 from analyze.batching.questions import Question
 from analyze.batching.units import (
@@ -30,7 +30,6 @@ from analyze.comparing.ranks import both_ranks
 from analyze.metrics.similarity.similarity import Similarity
 from tracer.errors import CaptureError, MessageError, TracerError
 from tracer.format.journal import Column
-from tracer.replaying.plan import plan
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 
@@ -185,20 +184,27 @@ def take(reader: TraceReader, question: Question, selection: Selection) -> Taken
     CaptureError
         If the trace lacks it.
     """
-    todo = plan(reader, *question.receivers, steps=selection.steps)  # type: ignore[arg-type] # a tuple of two or three
-    if todo.missing:
-        raise CaptureError("; ".join(todo.missing))
-    rows = np.flatnonzero(todo.where)
+    asked = Asked(reader, question, selection, reader.ranks[0])
+    if asked.missing:
+        raise CaptureError("; ".join(asked.missing))
+    read = reader.fingerprint()
+    found: dict[int, list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = {}
+    for due in asked.due(Share(steps=selection.steps)):
+        journal, sizes = due.window.journal[due.where], due.window.sizes(np.flatnonzero(due.where))
+        read.add(journal)
+        for number in np.unique(journal[:, Column.STREAM]).tolist():
+            mine = journal[:, Column.STREAM] == number
+            numbers, place = np.unique(journal[mine, Column.GLOBAL_STEP], return_inverse=True)
+            found.setdefault(number, []).append((numbers, np.bincount(place, sizes[mine]).astype(np.int64)))
     steps: dict[_Key, NDArray[np.int64]] = {}
     nbytes: dict[_Key, NDArray[np.int64]] = {}
-    streams = reader.journal[rows, Column.STREAM]
     for stream in reader.streams:
-        mine = rows[streams == stream.id]
-        if len(mine):
+        if stream.id in found:
             key = (stream.kind, stream.module, f"{stream.tag}/{stream.leaf}")
-            steps[key], place = np.unique(reader.journal[mine, Column.GLOBAL_STEP], return_inverse=True)
-            nbytes[key] = np.bincount(place, reader.sizes(mine)).astype(np.int64)
-    return Taken(steps, nbytes, f"{Run.of('', reader).ended} {reader.fingerprint(rows)}")
+            numbers, sizes = (np.concatenate(one) for one in zip(*found[stream.id], strict=True))
+            steps[key], place = np.unique(numbers, return_inverse=True)
+            nbytes[key] = np.bincount(place, sizes).astype(np.int64)
+    return Taken(steps, nbytes, f"{Run.of('', reader).ended} {read.hexdigest()}")
 
 
 def _units(

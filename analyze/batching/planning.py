@@ -5,13 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from analyze.batching.cutting import PART_BYTES, shares
+from analyze.batching.cutting import PART_BYTES, Asked, Measured, shares
 from analyze.batching.questions import Question
 from analyze.batching.units import SCHEMA, Failure, Run, Selection, StepRange, TracePlan, Unit, digest, sentence_of
-from tracer.replaying.plan import Plan, plan
 from tracer.stores.locations import Anywhere, Url, location
 from tracer.trace.reader import TraceReader
 
@@ -58,11 +54,11 @@ def _plan_trace(
         for rank, view in views.items():
             try:
                 steps = _settled(view, selection.steps) if run.status == "recording" else selection.steps
-                todo = plan(view, *question.receivers, rank=rank, **selection.at(steps).filters())
+                todo = Asked(view, question, selection.at(steps), rank)
                 if todo.missing:
                     lacking.append(unplanned(path, question.spec, rank, "; ".join(todo.missing)))
                     continue
-                units += _units(path, view, question, todo, rank, steps, run.ended, part_bytes)
+                units += _units(path, todo, rank, steps, run.ended, part_bytes)
             except Exception as error:  # noqa: BLE001 - as above
                 failures.append(unplanned(path, question.spec, rank, sentence_of(error)))
         planned.units += units
@@ -83,46 +79,26 @@ def _settled(reader: TraceReader, steps: StepRange | None) -> StepRange:
     return start, max(last, 0) if stop is None else min(stop, max(last, 0)), stride
 
 
-def _units(
-    path: str,
-    reader: TraceReader,
-    question: Question,
-    todo: Plan,
-    rank: int,
-    steps: StepRange | None,
-    ended: str,
-    part_bytes: int,
-) -> list[Unit]:
+def _units(path: str, asked: Asked, rank: int, steps: StepRange | None, ended: str, part_bytes: int) -> list[Unit]:
     """The units of one subscriber in one rank of a trace."""
+    question = asked.question
     cell = digest([path, rank, question.spec])[:16]
-    units = []
-    for share in shares(reader, todo, question.scope, steps, part_bytes):
-        rows, pairs = share.rows(reader, todo)
-        units.append(
-            Unit(
-                id=f"{cell}-{identity(reader, question, rows, pairs, path, rank, ended)}",
-                spec=question.spec,
-                chain=question.chain,
-                trace=path,
-                rank=rank,
-                modules=share.modules,
-                steps=share.steps,
-                messages=len(rows) + len(pairs),
-                bytes=int(reader.sizes(np.union1d(rows, pairs)).sum()),
-            )
+    return [
+        Unit(
+            id=f"{cell}-{identity(question, measured, path, rank, ended)}",
+            spec=question.spec,
+            chain=question.chain,
+            trace=path,
+            rank=rank,
+            modules=share.modules,
+            steps=share.steps,
+            messages=measured.messages,
+            bytes=measured.bytes,
         )
-    return units
+        for share, measured in shares(asked, steps, part_bytes)
+    ]
 
 
-def identity(
-    reader: TraceReader,
-    question: Question,
-    rows: NDArray[np.int64],
-    pairs: NDArray[np.int64],
-    path: str,
-    rank: int,
-    ended: str,
-) -> str:
+def identity(question: Question, measured: Measured, path: str, rank: int, ended: str) -> str:
     """A digest of all that the stored answers of a unit depend on."""
-    read = [reader.fingerprint(rows), reader.fingerprint(pairs.reshape(-1))]
-    return digest([SCHEMA, path, rank, ended, question.identity, *read])[:32]
+    return digest([SCHEMA, path, rank, ended, question.identity, *measured.digests])[:32]

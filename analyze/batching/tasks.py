@@ -17,12 +17,12 @@ from typing import Any, Final, TypeVar, final
 import numpy as np
 
 from analyze import registry
-from analyze.batching.cutting import Share
+from analyze.batching.cutting import Asked, Share
 from analyze.batching.folder import Folder, folder_at
 from analyze.batching.pairing import identity_of, take
 from analyze.batching.part_files import PartAnswers
 from analyze.batching.planning import identity
-from analyze.batching.questions import Question, questions
+from analyze.batching.questions import KNOWN_SCOPES, Question, questions
 from analyze.batching.units import Module, Outcome, Selection, Task, Unit, sentence_of, stride_of
 from analyze.comparing.compare import compare
 from tracer.errors import TraceCorruptError, TraceError
@@ -31,7 +31,6 @@ from tracer.messaging.bus import Around, Receiver, describe
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack, Stretch
 from tracer.messaging.subscriber import Subscriber
-from tracer.replaying.plan import Plan, plan
 from tracer.replaying.replay import replay
 from tracer.trace.reader import TraceReader
 
@@ -130,8 +129,7 @@ def _replay(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[
         for unit in units:
             if unit.spec == question.spec:
                 _check_unchanged(task, unit, question, reader)
-    first = units[0]
-    _listen(task, units, reader, heard, Share(modules=first.modules, steps=first.steps))
+    _listen(task, units, reader, heard, _share(units[0]))
 
 
 def _listen(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[Heard], share: Share) -> None:
@@ -148,7 +146,7 @@ def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[Heard]) ->
     The answers replace those in `heard`. Returns a clause that says what is missing.
     """
     (question,) = (one for one in questions(unit.chain) if one.spec == unit.spec)
-    pieces = _Pieces.of(unit, question, reader, _planned(task, unit, question, reader))
+    pieces = _Pieces.of(unit, _asked(task, unit, question, reader))
     if pieces is None:
         return "; the answers are to what comes before that"
     heard.clear()
@@ -186,15 +184,18 @@ class _Pieces:
     modules: Sequence[Module] | None
 
     @classmethod
-    def of(cls, unit: Unit, question: Question, reader: TraceReader, todo: Plan) -> _Pieces | None:
+    def of(cls, unit: Unit, asked: Asked) -> _Pieces | None:
         """The pieces that the scope of a subscriber allows; None if it allows no cut."""
-        if question.scope not in ("message", "step", "stream"):
+        scope = asked.question.scope
+        if scope not in KNOWN_SCOPES:
             return None
-        rows = np.concatenate([np.flatnonzero(todo.where), todo.pairs[:, 0]])
-        steps = np.unique(reader.journal[rows, Column.GLOBAL_STEP]).tolist()
-        found = set(reader.journal[rows, Column.STREAM].tolist())
-        modules = list(dict.fromkeys(stream.module for stream in reader.streams if stream.id in found))
-        return cls(unit, steps, modules if question.scope == "stream" else None)
+        steps: set[int] = set()
+        found: set[int] = set()
+        for due, rows, _ in asked.costs(_share(unit)):
+            steps.update(np.unique(due.window.journal[rows, Column.GLOBAL_STEP]).tolist())
+            found.update(np.unique(due.window.journal[rows, Column.STREAM]).tolist())
+        modules = list(dict.fromkeys(stream.module for stream in asked.reader.streams if stream.id in found))
+        return cls(unit, sorted(steps), modules if scope == "stream" else None)
 
     @property
     def count(self) -> int:
@@ -227,17 +228,19 @@ def _compared(task: Task, unit: Unit, one: TraceReader) -> Heard:
 
 def _check_unchanged(task: Task, unit: Unit, question: Question, reader: TraceReader) -> None:
     """Raise `TraceError` if the trace or a subscriber has changed since the plan: the unit's id would be wrong."""
-    todo = _planned(task, unit, question, reader)
-    rows = todo.where.nonzero()[0]
-    now = identity(reader, question, rows, todo.pairs, unit.trace, unit.rank, task.run.ended)
-    if not unit.id.endswith(f"-{now}"):
+    measured = _asked(task, unit, question, reader).measured(_share(unit))
+    if not unit.id.endswith(f"-{identity(question, measured, unit.trace, unit.rank, task.run.ended)}"):
         raise _changed(unit)
 
 
-def _planned(task: Task, unit: Unit, question: Question, reader: TraceReader) -> Plan:
-    """What a unit reads of its trace."""
-    filters = task.selection.at(unit.steps).filters()
-    return plan(reader, *of_modules(question.receivers, unit.modules), rank=unit.rank, **filters)
+def _asked(task: Task, unit: Unit, question: Question, reader: TraceReader) -> Asked:
+    """What the question of a unit asks of its trace."""
+    return Asked(reader, question, task.selection.at(unit.steps), unit.rank)
+
+
+def _share(unit: Unit) -> Share:
+    """The share of a unit."""
+    return Share(modules=unit.modules, steps=unit.steps)
 
 
 def _changed(unit: Unit) -> TraceError:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 
+import numpy as np
+
 from analyze.registry import instances
 from analyze.rules import RULES
 from analyze.rules.finding import Finding
@@ -156,14 +158,16 @@ def concluded(
         What ended the replay early.
     """
     told = {**unjudged, **{rule.name: rule.unjudged() for rule in able}}
-    replayed = reader.journal[reader.select(steps=steps), Column.GLOBAL_STEP]
+    replayed: set[int] = set()
+    for window in reader.windows():
+        replayed.update(np.unique(window.journal[window.select(steps=steps), Column.GLOBAL_STEP]).tolist())
     return Checked(
         trace=str(reader.path),
         status=reader.status,
         findings=tuple(findings),
         looked=tuple(rule.name for rule in able if not told[rule.name]),
         unjudged={name: why for name, why in told.items() if why},
-        steps=len(set(replayed.tolist())),
+        steps=len(replayed),
         damage=damage,
     )
 

@@ -203,7 +203,7 @@ def test_streams_are_declared_before_they_have_messages(tmp_path: Path) -> None:
     from tracer.replaying.audience import Audience
     from tracer.replaying.filters import Filters
     from tracer.replaying.plan import wanted_of
-    from tracer.replaying.replay import settled
+    from tracer.replaying.updates import settled
 
     path = tmp_path / "run.zarr"
     with TraceWriter(path) as writer:

@@ -31,6 +31,9 @@ from tracer import (
 )
 from tracer.messaging.messages import KINDS
 from tracer.replaying import updates
+from tracer.replaying.audience import Audience
+from tracer.replaying.filters import Filters
+from tracer.replaying.plan import due_windows, wanted_of
 from tracer.stores.hdf5.reading import Hdf5ReadStore
 from tracer.stores.zarr.reading import ZarrReadStore
 from tracer.trace.data import Data
@@ -239,7 +242,11 @@ def test_ten_subscribers_read_each_message_once(trace: Path, monkeypatch: pytest
     monkeypatch.setattr(Data, "read", counting)
     planned = tracer.plan(trace, *asked)
     tracer.replay(trace, *asked)
-    assert sorted(read) == planned.where.nonzero()[0].tolist()
+    audience, filters = Audience(asked), Filters()
+    with TraceReader(trace) as reader:
+        [due] = due_windows(reader, wanted_of(reader, audience, filters, 0), audience, filters)
+    assert sorted(read) == due.where.nonzero()[0].tolist()
+    assert len(read) == planned.read
     kinds = {stream.kind for stream in planned.streams}
     assert kinds == {"weights", "weight_updates", "weight_gradients", "loss", "activations"}
 

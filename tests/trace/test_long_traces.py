@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,14 @@ def facts(messages: Any) -> Facts:
     ]  # fmt: skip
 
 
+def fingerprint(reader: TraceReader, windows: Iterable[TraceReader]) -> str:
+    """The fingerprint of all rows, which are added window by window."""
+    found = reader.fingerprint()
+    for window in windows:
+        found.add(window.journal)
+    return found.hexdigest()
+
+
 def asked(path: Path) -> dict[str, Any]:
     """Answers to many questions about a trace, each of a reader that was just opened."""
     found: dict[str, Any] = {}
@@ -119,7 +127,8 @@ def asked(path: Path) -> dict[str, Any]:
         ask(f"array {steps}", lambda reader, steps=steps: str(reader.array("weights", "b", steps=steps)))
     ask("values", lambda reader: [(row, str(data)) for row, data in reader.values(steps=(5, 9))])
     ask("journal", lambda reader: reader.journal.tolist())
-    ask("fingerprint", lambda reader: reader.fingerprint(np.arange(7)))
+    ask("fingerprint", lambda reader: fingerprint(reader, [reader]))
+    ask("fingerprint of windows", lambda reader: fingerprint(reader, reader.windows()))
     with TraceReader(path) as reader:
         ranks = reader.ranks
     for rank in ranks:
@@ -130,6 +139,8 @@ def asked(path: Path) -> dict[str, Any]:
             updates = parse("norm:kind=weight_updates")
             tracer.replay(path, heard, updates, parse("ratio"), Collect("weights"), rank=rank, steps=steps)
             assert {one.kind for one in heard} >= {"weight_updates_weights_ratio", "weight_updates_norm2"}
+            planned = tracer.plan(path, updates, parse("ratio"), Collect("weights"), rank=rank, steps=steps)
+            found[f"plan of {rank}, {steps}"] = planned.describe(), planned.read
             found[f"replay of {rank}, {steps}"] = facts(heard)
     return found
 
@@ -146,6 +157,7 @@ def test_a_long_trace_says_what_a_short_one_says(
     with monkeypatch.context() as patches:
         patches.setattr(Tables, "_summarize", lambda *_: None)
         patches.setattr(tracer.trace.reader, "WINDOW_ROWS", 1 << 18)
+        patches.setattr(tracer.replaying.plan, "WINDOW_ROWS", 1 << 18)
         patches.setattr(tracer.replaying.replay, "WINDOW_ROWS", 1 << 18)
         expected = asked(path)
     found = asked(path)

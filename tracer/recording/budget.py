@@ -139,13 +139,13 @@ def already_spent(path: Location, rank: int) -> int:
         for part in parts.shown:
             if part.rank != rank:
                 continue
-            journal = part.rows.all
-            with_data = journal[journal[:, Column.POOL] != NONE]
+            spent += BASE_BYTES + len(part.streams) * STREAM_BYTES + len(part.tables.pools) * ARRAY_BYTES
             sizes = np.array([np.dtype(pool.dtype).itemsize for pool in part.tables.pools.values()] or [0], np.int64)
-            spent += len(journal) * ROW_BYTES + len(part.streams) * STREAM_BYTES + len(part.tables.pools) * ARRAY_BYTES
-            spent += BASE_BYTES
-            pairs = np.stack([with_data[:, Column.SHAPE], sizes[with_data[:, Column.POOL]]])
-            kinds, counts = np.unique(pairs, axis=1, return_counts=True)
-            for shape, itemsize, count in zip(*kinds.tolist(), counts.tolist(), strict=True):
-                spent += count * stored_bytes(part.tables.shapes[shape], itemsize)
+            for rows in part.rows.windows():
+                with_data = rows[rows[:, Column.POOL] != NONE]
+                pairs = np.stack([with_data[:, Column.SHAPE], sizes[with_data[:, Column.POOL]]])
+                kinds, counts = np.unique(pairs, axis=1, return_counts=True)
+                spent += len(rows) * ROW_BYTES
+                for shape, itemsize, count in zip(*kinds.tolist(), counts.tolist(), strict=True):
+                    spent += count * stored_bytes(part.tables.shapes[shape], itemsize)
     return spent

@@ -52,6 +52,11 @@ class Filters:
         selection = Selection.of(steps=self.steps)
         return selection.start, selection.stop
 
+    def part_of(self, reader: TraceReader) -> TraceReader:
+        """A reader of the part with the steps that pass, and the one after them: a derived update needs that."""
+        start, stop = self.bounds
+        return reader.within(start, None if stop is None else stop + 1)
+
     @property
     def narrow(self) -> bool:
         """Whether some streams may not pass."""

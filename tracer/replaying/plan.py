@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,19 @@ from tracer.messaging.bus import Receiver, Scope
 from tracer.messaging.subscriber import unmet
 from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters
-from tracer.replaying.updates import asking, by_stream, counted, derivable, due, due_pairs, with_pairs
+from tracer.replaying.updates import (
+    NO_ROWS,
+    asking,
+    by_stream,
+    counted,
+    derivable,
+    due,
+    due_pairs,
+    settled,
+    with_pairs,
+)
 from tracer.stores.locations import Anywhere
-from tracer.trace.reader import TraceReader
+from tracer.trace.reader import WINDOW_ROWS, TraceReader
 from tracer.trace.selection import Steps
 from tracer.trace.streams import StreamInfo
 
@@ -36,8 +46,8 @@ class Plan:
         weight from its values in two consecutive steps.
     messages, bytes : int
         How many messages will be published, and how many bytes will be read.
-    skipped : int
-        Messages of the trace that will not be read.
+    read, skipped : int
+        How many messages of the trace are among these, and how many are not; what is derived is in neither.
     missing : list of str
         A sentence for each thing that a receiver needs and the trace lacks; a replay starts only if this is empty.
     memory : dict of str to Scope
@@ -46,10 +56,6 @@ class Plan:
     partial : list of str
         A sentence for each receiver that is made for whole tensors, where the trace holds only some elements of each,
         or one number (see `tracer.Subscriber.spoiled_by`): its answers are about what the trace holds.
-    where : ndarray of bool
-        The rows of the journal that will be published.
-    pairs : ndarray of int, shape (n, 2)
-        The rows of the journal that the derived messages will be made of: a weight, and the same weight a step later.
     """
 
     trace: str
@@ -57,12 +63,11 @@ class Plan:
     derived: list[StreamInfo]
     messages: int
     bytes: int
+    read: int
     skipped: int
     missing: list[str]
     memory: dict[str, Scope]
     partial: list[str]
-    where: NDArray[np.bool_]
-    pairs: NDArray[np.int64]
 
     def describe(self) -> dict[str, Any]:
         """The plan as JSON."""
@@ -145,37 +150,97 @@ def wanted_of(reader: TraceReader, audience: Audience, filters: Filters, rank: i
     return Wanted(wanted, derived, missing, audience.spoiled([*wanted, *derived]))
 
 
-def rows_due(
-    reader: TraceReader, wanted: Wanted, audience: Audience, filters: Filters
-) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """The rows of a reader's journal that are due, as `Plan.where` and `Plan.pairs` say."""
-    journal = reader.journal
+@dataclass(frozen=True, eq=False)
+class Due:
+    """What is due of the messages in a window.
+
+    Attributes
+    ----------
+    window : TraceReader
+        As `TraceReader.window` gives it.
+    done : int
+        So many rows of its journal need not wait for others; those that follow are for the next window.
+    where : ndarray of bool, shape (rows of the window,)
+        The rows whose messages are published.
+    pairs : ndarray of int, shape (n, 2)
+        The rows that derived messages are made of: a weight, and the same weight a step later.
+    paired : ndarray of int
+        The rows that derived messages of the window before are made of, too.
+    """
+
+    window: TraceReader
+    done: int
+    where: NDArray[np.bool_]
+    pairs: NDArray[np.int64]
+    paired: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that are read of the rows that are done."""
+        return int(self.window.sizes(np.flatnonzero(self._needed[: self.done])).sum())
+
+    @property
+    def paired_later(self) -> NDArray[np.int64]:
+        """`paired` of the next window."""
+        return np.flatnonzero(self._needed[self.done :])
+
+    @property
+    def _needed(self) -> NDArray[np.bool_]:
+        needed = self.where.copy()
+        needed[self.pairs] = True
+        needed[self.paired] = True
+        return needed
+
+
+def due_in(window: TraceReader, wanted: Wanted, audience: Audience, filters: Filters, *, last: bool = True) -> Due:
+    """What is due of the messages in a window; after the `last` window nothing comes."""
+    journal = window.journal
     where = np.zeros(len(journal), dtype=np.bool_)
-    chosen = by_stream(journal, reader.select(streams=[one.id for one in wanted.streams], steps=filters.steps))
+    chosen = by_stream(journal, window.select(streams=[one.id for one in wanted.streams], steps=filters.steps))
     for stream in wanted.streams:
         if stream.id in chosen:
             where[due(stream, chosen[stream.id], journal, audience.asking)] = True
-    return where, due_pairs(reader, wanted.derived, audience.active, filters.steps)
+    pairs = due_pairs(window, wanted.derived, audience.active, filters.steps)
+    done = len(journal)
+    if not (last and window.is_last):
+        done = settled(window, wanted.derived)
+        where[done:] = False
+        pairs = pairs[pairs[:, 0] < done]
+    return Due(window, done, where, pairs)
+
+
+def due_windows(reader: TraceReader, wanted: Wanted, audience: Audience, filters: Filters) -> Iterator[Due]:
+    """All that is due of a trace that nothing is added to, window by window; `Due.where` is of each row in one only."""
+    asked = filters.part_of(reader)
+    starts, longer, paired = asked.begin, 1, NO_ROWS
+    while True:
+        found = due_in(asked.window(starts, longer * WINDOW_ROWS), wanted, audience, filters)
+        found = replace(found, paired=paired)
+        yield found
+        if found.window.is_last:
+            return
+        paired = found.paired_later
+        starts = found.window.after(found.done)
+        longer = 1 if found.done else 2 * longer
 
 
 def plan_of(reader: TraceReader, audience: Audience, filters: Filters, rank: int) -> Plan:
     """The plan of a replay of one rank."""
     wanted = wanted_of(reader, audience, filters, rank)
-    where, pairs = rows_due(reader, wanted, audience, filters)
-    read = where.copy()
-    read[pairs] = True
+    read = derived = nbytes = 0
+    for found in due_windows(reader, wanted, audience, filters):
+        read, derived, nbytes = read + int(found.where.sum()), derived + len(found.pairs), nbytes + found.bytes
     return Plan(
         trace=str(reader.path),
         streams=wanted.streams,
         derived=counted(reader, wanted.derived),
-        messages=int(where.sum()) + len(pairs),
-        bytes=int(reader.sizes(np.flatnonzero(read)).sum()),
-        skipped=len(reader.journal) - int(where.sum()),
+        messages=read + derived,
+        bytes=nbytes,
+        read=read,
+        skipped=len(reader) - read,
         missing=wanted.missing,
         memory=audience.memories(),
         partial=wanted.partial,
-        where=where,
-        pairs=pairs,
     )
 
 

@@ -8,15 +8,12 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
-import numpy as np
-
 from tracer.errors import CaptureError
-from tracer.format.journal import Column
 from tracer.messaging.bus import FEW_BETWEEN, MessageBus, Receiver, in_order, tell_of_model
 from tracer.messaging.stacks import Stretch
 from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters
-from tracer.replaying.plan import Wanted, opened, rank_of, rows_due, wanted_of
+from tracer.replaying.plan import Due, Wanted, due_in, opened, rank_of, wanted_of
 from tracer.replaying.updates import messages
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import WINDOW_ROWS, TraceReader
@@ -113,16 +110,17 @@ def replay(
         bus = _prepared(reader, audience, following=following)
         # a message that a receiver keeps should not depend on the file; any other needs no copy
         mapped = not audience.may_keep
-        asked = _asked(reader, filters)
+        asked = filters.part_of(reader)
         starts, longer = asked.begin, 1
         try:
             while True:
                 window = reader.window(starts, longer * WINDOW_ROWS, None if following else asked.end)
-                done = _publish(bus, window, wanted, audience, filters, mapped, guard, last=not following)
-                starts = window.after(done)
+                due = due_in(window, wanted, audience, filters, last=not following)
+                _publish(bus, due, wanted, mapped, guard)
+                starts = window.after(due.done)
                 if not window.is_last:
                     # a window whose messages all wait for the next step has to be longer
-                    longer = 1 if done else 2 * longer
+                    longer = 1 if due.done else 2 * longer
                 elif not following:
                     break
                 else:
@@ -131,7 +129,7 @@ def replay(
                     # the header may have come later
                     tell_of_model(audience.receivers, lambda: reader.header.get("model"))
                     wanted = wanted_of(reader, audience, filters, chosen, growing=following)
-                    asked = asked if following else _asked(reader, filters)
+                    asked = asked if following else filters.part_of(reader)
             if wanted.missing:
                 raise CaptureError("; ".join(wanted.missing))
             with guard if guard is not None else contextlib.nullcontext():
@@ -162,36 +160,13 @@ def _register_topics(bus: MessageBus, reader: TraceReader) -> None:
             bus.register_topic(stream.kind)  # a user's own kind, or the kind of an answer in a results trace
 
 
-def _asked(reader: TraceReader, filters: Filters) -> TraceReader:
-    """A reader of the part with the steps that are asked for, and the one after them: a derived update needs that."""
-    start, stop = filters.bounds
-    return reader.within(start, None if stop is None else stop + 1)
-
-
 def _publish(
-    bus: MessageBus,
-    window: TraceReader,
-    wanted: Wanted,
-    audience: Audience,
-    filters: Filters,
-    mapped: bool,
-    guard: AbstractContextManager[object] | None,
-    *,
-    last: bool,
-) -> int:
-    """Publish the messages of a window that are due, and need not wait for others; how many rows are done.
-
-    Small messages are published together, where nobody can tell. After the `last` window nothing comes.
-    """
-    where, pairs = rows_due(window, wanted, audience, filters)
-    done = len(where)
-    if not (last and window.is_last):
-        done = settled(window, wanted.derived)
-        where[done:] = False
-        pairs = pairs[pairs[:, 0] < done]
+    bus: MessageBus, due: Due, wanted: Wanted, mapped: bool, guard: AbstractContextManager[object] | None
+) -> None:
+    """Publish the messages of a window that are due; small ones together, where nobody can tell."""
     alone = _Alone(bus, wanted.streams)
     if guard is None and not wanted.derived and alone.are_few:
-        for part in window.stretches(where, mapped):
+        for part in due.window.stretches(due.where, mapped):
             if isinstance(part, Stretch):
                 bus.publish_many(part, alone if alone.streams else None)
             else:
@@ -199,13 +174,12 @@ def _publish(
                     bus.publish(message)
                     del message
             del part
-        return done
+        return
     guard = guard if guard is not None else contextlib.nullcontext()
-    for message in messages(window, where, pairs, mapped):
+    for message in messages(due.window, due.where, due.pairs, mapped):
         with guard:
             bus.publish(message)
         del message  # before the next is read, so that it can reuse the memory, which is still in the cache
-    return done
 
 
 class _Alone:
@@ -230,22 +204,6 @@ class _Alone:
 POLL_SECONDS = 0.1
 LONGEST_POLL_SECONDS = 2.0
 """The first and the longest pause of a replay that follows a run, between looks for new commits."""
-
-
-def settled(window: TraceReader, derived: Sequence[StreamInfo]) -> int:
-    """The row before which everything can be published: an update waits for the weight of the next step."""
-    streams, steps = window.journal[:, Column.STREAM], window.journal[:, Column.GLOBAL_STEP]
-    if not derived or not len(steps):
-        return len(steps)
-    # what comes before a step carries its number, so the step after a weight's is over once the one after begins
-    over = int(steps.max()) - 1
-    ids = np.array([stream.id for stream in derived])
-    last = np.full(max(int(streams.max()), int(ids.max())) + 1, -1)
-    last[streams] = np.arange(len(streams))  # with repeated indices, the last assignment stays
-    last = last[ids]
-    last = last[last >= 0]  # a stream is declared before it has messages
-    waiting = last[steps[last] >= over]
-    return int(waiting.min(initial=len(streams)))
 
 
 def wait(reader: TraceReader) -> bool:

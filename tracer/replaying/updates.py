@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -91,34 +91,45 @@ def derivable(streams: Sequence[StreamInfo], receivers: Sequence[Receiver], filt
 
 def with_pairs(reader: TraceReader, updates: Sequence[StreamInfo]) -> list[StreamInfo]:
     """Those updates whose weights are there in two consecutive steps; rows are read until that is known of all."""
-    ids = [one.id for one in updates]
+    ids = {one.id for one in updates}
     found: set[int] = set()
-    last: dict[int, NDArray[np.int64]] = {}
-    for window in reader.windows():
-        journal = window.journal
-        for number, rows in by_stream(journal, window.select(streams=set(ids) - found)).items():
-            facts = journal[rows][:, [Column.GLOBAL_STEP, Column.SHAPE]]
-            facts = np.concatenate([last.get(number, facts[:0]), facts])
-            last[number] = facts[-1:]
-            if (np.diff(facts, axis=0) == (1, 0)).all(axis=1).any():
-                found.add(number)
-        if len(found) == len(ids):
+    for number, _ in _firsts_of_pairs(reader, ids):
+        found.add(number)
+        if found == ids:
             break
     return [one for one in updates if one.id in found]
 
 
 def counted(reader: TraceReader, updates: Sequence[StreamInfo]) -> list[StreamInfo]:
     """The same updates, with how many messages each has, their bytes and their first and last step."""
-    journal = reader.journal
-    rows_of = by_stream(journal, reader.select(streams=[one.id for one in updates]))
-    found = []
-    for stream in updates:
-        rows = rows_of.get(stream.id, NO_ROWS)
-        pairs = pairs_of(journal, rows, rows)
-        steps = journal[pairs[:, 0], Column.GLOBAL_STEP]
-        span = (int(steps[0]), int(steps[-1])) if len(pairs) else None
-        found.append(replace(stream, count=len(pairs), bytes=int(reader.sizes(pairs[:, 0]).sum()), steps=span))
-    return found
+    found = {one.id: one for one in updates}
+    for number, firsts in _firsts_of_pairs(reader, found.keys()):
+        steps, _, sizes = firsts.T
+        known = found[number]
+        begin = int(steps[0]) if known.steps is None else known.steps[0]
+        found[number] = replace(
+            known,
+            count=known.count + len(firsts),
+            bytes=known.bytes + int(sizes.sum()),
+            steps=(begin, int(steps[-1])),
+        )
+    return list(found.values())
+
+
+def _firsts_of_pairs(reader: TraceReader, streams: Collection[int]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """The messages that the stream has of the same shape a step later, too: their step, shape and bytes, (n, 3).
+
+    They come window by window; each time with the number of the stream.
+    """
+    last: dict[int, NDArray[np.int64]] = {}
+    for window in reader.windows() if streams else ():
+        for number, rows in by_stream(window.journal, window.select(streams=streams)).items():
+            facts = np.c_[window.journal[rows][:, [Column.GLOBAL_STEP, Column.SHAPE]], window.sizes(rows)]
+            facts = np.concatenate([last.get(number, facts[:0]), facts])
+            last[number] = facts[-1:]
+            firsts = facts[:-1][(np.diff(facts[:, :2], axis=0) == (1, 0)).all(axis=1)]
+            if len(firsts):
+                yield number, firsts
 
 
 def due_pairs(
@@ -144,6 +155,22 @@ def due_pairs(
             pairs.append(pairs_of(journal, rows, everything.get(stream.id, NO_ROWS)))
     all_pairs = np.concatenate(pairs)
     return all_pairs[np.argsort(all_pairs[:, 0])]
+
+
+def settled(window: TraceReader, derived: Sequence[StreamInfo]) -> int:
+    """The row before which everything can be published: an update waits for the weight of the next step."""
+    streams, steps = window.journal[:, Column.STREAM], window.journal[:, Column.GLOBAL_STEP]
+    if not derived or not len(steps):
+        return len(steps)
+    # what comes before a step carries its number, so the step after a weight's is over once the one after begins
+    over = int(steps.max()) - 1
+    ids = np.array([stream.id for stream in derived])
+    last = np.full(max(int(streams.max()), int(ids.max())) + 1, -1)
+    last[streams] = np.arange(len(streams))  # with repeated indices, the last assignment stays
+    last = last[ids]
+    last = last[last >= 0]  # a stream is declared before it has messages
+    waiting = last[steps[last] >= over]
+    return int(waiting.min(initial=len(streams)))
 
 
 def _dtype_of_difference(dtype: str | None) -> str:

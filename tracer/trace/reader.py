@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from copy import copy
 from types import TracebackType
@@ -14,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import CaptureError
-from tracer.format.journal import NONE, Column
+from tracer.format.journal import COLUMNS, Column
 from tracer.messaging.messages import DEFAULT_TAG, Message
 from tracer.messaging.stacks import Stretch
 from tracer.stores.locations import Anywhere, location
-from tracer.trace.assembly import WHOLE
 from tracer.trace.columns import Columns
 from tracer.trace.described import Described, Position
+from tracer.trace.fingerprint import Fingerprint
 from tracer.trace.merging import Parts, listed
 from tracer.trace.selection import Selection, Steps
 from tracer.trace.spans import PartSpan, ahead, clock_before
@@ -409,11 +407,10 @@ class TraceReader(Described):
         """
         return self._rows().data.begins_chunk(rows)
 
-    def fingerprint(self, rows: NDArray[np.int64]) -> str:
-        """A digest of what some rows of `journal` say: it changes whenever a replay of them may give other messages.
+    def fingerprint(self) -> Fingerprint:
+        """A digest of messages of this trace, to which rows of `journal` are added: of this reader or of its windows.
 
-        It knows the runs that were recorded, the streams and shapes, and each row with the checksum of its data where
-        there is one; no data is read. Rows that are appended later do not change it.
+        No data is read for it. Rows that are appended later do not change it.
 
         Examples
         --------
@@ -424,24 +421,17 @@ class TraceReader(Described):
         ...     for k in range(3):
         ...         writer.write(NetworkMessage(kind="epoch_started", global_step=k, train_step=0, epoch=k))
         >>> trace = TraceReader(path)
-        >>> trace.fingerprint(np.array([0, 1])) == trace.fingerprint(np.array([0, 2]))
+        >>> some, others = trace.fingerprint(), trace.fingerprint()
+        >>> some.add(trace.journal[[0, 1]])
+        >>> others.add(trace.journal[[0, 2]])
+        >>> some.hexdigest() == others.hexdigest()
         False
         """
-        merged_rows = self._rows().data.merged
-        journal = merged_rows.journal[rows]
-        digest = hashlib.sha256()
-        attempts = [[part.name, part.header.get("run_id"), part.header.get("created")] for part in self._parts.shown]
-        streams = [[number, repr(self._streams[number])] for number in np.unique(journal[:, Column.STREAM]).tolist()]
-        shapes = [
-            [number, *merged_rows.shapes[number]]
-            for number in np.unique(journal[:, Column.SHAPE]).tolist()
-            if number != NONE
-        ]
-        digest.update(json.dumps([attempts, streams, shapes], default=str).encode())
-        digest.update(np.ascontiguousarray(journal).tobytes())
-        if (journal[:, Column.POOL] == WHOLE).any():  # such rows refer to the recorded rows of the parts
-            digest.update(np.ascontiguousarray(merged_rows.recorded).tobytes())
-        return digest.hexdigest()
+        runs = [[part.name, part.header.get("run_id"), part.header.get("created")] for part in self._parts.shown]
+        if not self._tables.assembles:
+            return Fingerprint(runs, self._tables.streams, self._tables.shapes, np.zeros((0, COLUMNS), np.int64))
+        read = self._rows().data.merged
+        return Fingerprint(runs, read.streams, read.shapes, read.recorded)
 
     def array(
         self,

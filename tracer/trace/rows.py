@@ -31,7 +31,7 @@ WRONG: Final[Mapping[str, str]] = {
 KEPT_ROWS: Final = 4 * SUMMARY_ROWS
 """Of more rows than these that are kept, those before the last summary are dropped."""
 PIECE_ROWS: Final = 1 << 18
-"""Rows that are summarized or checked at once, at most."""
+"""Rows that are read, summarized or checked at once, at most."""
 
 
 @final
@@ -161,6 +161,11 @@ class Rows:
             return self._kept[start - self._first : max(stop, start) - self._first]
         before = self._read(start, min(stop, self._first))
         return before if stop <= self._first else np.concatenate([before, self._kept[: stop - self._first]])
+
+    def windows(self) -> Iterator[NDArray[np.int64]]:
+        """All rows, so many at a time that they never fill the memory."""
+        for begin in range(0, self.length, PIECE_ROWS):
+            yield self.between(begin, min(begin + PIECE_ROWS, self.length))
 
     def pieces(self, start: int = 0) -> Iterator[Summary]:
         """Summaries of all rows from one on, which begins one of them, in their order; few rows are read for them."""
