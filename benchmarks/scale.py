@@ -1,15 +1,15 @@
 """Whether what is asked of a trace costs in proportion to the answer, and not to what is there.
 
 *Asking*: of a long trace of scalars and of one that is ten times as long, each question in a process of its own: what
-the trace is, its last step (messages, an array, a replay), and what a command of the same process takes, without the
-imports. Time is that of the processor, memory the peak of the process.
+the trace is, its last step (messages, an array, a plan, a replay), without what is imported. Time is that of the
+processor, memory the peak of the process.
 
 *Streams*: opening traces of many streams.
 
 *Following*: what a poll costs that finds ten new steps, in a short trace and in a long one; and what the polls cost of
 a run that commits every half second for ten minutes.
 
-`scale_replay.py`, `scale_upkeep.py`, `batch.py` and `metrics_similarity.py` measure the rest.
+`scale_replay.py`, `scale_upkeep.py`, `scale_similarity.py` and `batch.py` measure the rest.
 
     python benchmarks/scale.py [--messages 1200000] [--times 10] [--streams 12] [--suffix .zarr] [--folder /tmp]
         [--only asking,streams,following] [--json]
@@ -62,6 +62,17 @@ def _array(path: Path) -> int:
         return len(steps)
 
 
+def _plan(path: Path) -> int:
+    """How many messages of the last step a metric would get."""
+    import tracer
+    from analyze.registry import parse
+    from tracer.trace.reader import TraceReader
+
+    with TraceReader(path) as reader:
+        last = reader.info["steps"][1]
+        return tracer.plan(reader, parse("norm:kind=biases"), steps=(last, None)).messages
+
+
 def _replay(path: Path) -> int:
     """How many answers a metric gives about the last step."""
     import tracer
@@ -80,6 +91,7 @@ QUESTIONS: dict[str, Callable[[Path], int]] = {
     "info": _info,
     "cat, last step": _cat,
     "array, last step": _array,
+    "plan, last step": _plan,
     "replay, last step": _replay,
 }
 
