@@ -20,8 +20,9 @@ from analyze.batching.questions import KNOWN_SCOPES, Question
 from analyze.batching.units import Module, Selection, StepRange, stride_of
 from tracer.format.journal import Column
 from tracer.replaying.audience import Audience
+from tracer.replaying.due import Due, due_windows
 from tracer.replaying.filters import Filters
-from tracer.replaying.plan import Due, due_windows, wanted_of
+from tracer.replaying.wanted import wanted_of
 from tracer.trace.reader import TraceReader
 
 PART_BYTES: Final = 128 << 20
@@ -71,8 +72,7 @@ class Asked:
 
     def __init__(self, reader: TraceReader, question: Question, selection: Selection, rank: int) -> None:
         self.reader, self.question, self._selection = reader, question, selection
-        self._audience = Audience(question.receivers)
-        self._wanted = wanted_of(reader, self._audience, Filters.of(**selection.filters()), rank)
+        self._wanted = wanted_of(reader, Audience(question.receivers), Filters.of(**selection.filters()), rank)
         self.missing = self._wanted.missing
 
     def due(self, share: Share) -> Iterator[Due]:
@@ -83,7 +83,7 @@ class Asked:
             streams = [one for one in wanted.streams if one.module in mine]
             wanted = replace(wanted, streams=streams, derived=[one for one in wanted.derived if one.module in mine])
         filters = Filters.of(**self._selection.at(share.steps).filters())
-        return due_windows(self.reader, wanted, self._audience, filters)
+        return due_windows(self.reader, wanted, filters)
 
     def measured(self, share: Share) -> Measured:
         """What a share reads, in numbers."""

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, final
 
@@ -270,6 +270,9 @@ class Timed(Around):
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         known = self._modules is None or kind in self._answers or module in self._modules
         return known and self.inner.wants(kind, module, tag, step)
+
+    def strides(self, kind: str, module: str | None, tag: str | None) -> Collection[int] | None:
+        return self.inner.strides(kind, module, tag)
 
     def receive(self, message: Message) -> Iterable[Message]:
         return self._measured(self.inner.receive(message))

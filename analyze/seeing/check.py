@@ -15,6 +15,7 @@ from analyze.rules.rule import Rule
 from analyze.seeing.findings import Checked, Findings, in_time
 from tracer.errors import MessageError, TraceCorruptError
 from tracer.format.journal import Column
+from tracer.replaying.filters import Filters
 from tracer.replaying.replay import replay
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
@@ -159,7 +160,7 @@ def concluded(
     """
     told = {**unjudged, **{rule.name: rule.unjudged() for rule in able}}
     replayed: set[int] = set()
-    for window in reader.windows():
+    for window in Filters.of(steps=steps).part_of(reader).windows():
         replayed.update(np.unique(window.journal[window.select(steps=steps), Column.GLOBAL_STEP]).tolist())
     return Checked(
         trace=str(reader.path),

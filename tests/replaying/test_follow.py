@@ -202,8 +202,8 @@ def test_streams_are_declared_before_they_have_messages(tmp_path: Path) -> None:
     """A follower may look between the commit of the declarations and that of the first rows."""
     from tracer.replaying.audience import Audience
     from tracer.replaying.filters import Filters
-    from tracer.replaying.plan import wanted_of
     from tracer.replaying.updates import settled
+    from tracer.replaying.wanted import wanted_of
 
     path = tmp_path / "run.zarr"
     with TraceWriter(path) as writer:
@@ -219,7 +219,7 @@ def test_streams_are_declared_before_they_have_messages(tmp_path: Path) -> None:
         with TraceReader(path) as reader:
             wanted = wanted_of(reader, Audience(receivers), Filters(), 0, growing=True)
             assert (len(reader), len(wanted.derived)) == (0, 1)
-            assert settled(reader, wanted.derived) == 0
+            assert settled(reader, wanted.derived, 0) == 0
         document.write_text(text)
 
 

@@ -30,10 +30,11 @@ from tracer import (
     UnknownNameError,
 )
 from tracer.messaging.messages import KINDS
-from tracer.replaying import updates
+from tracer.replaying import due
 from tracer.replaying.audience import Audience
+from tracer.replaying.due import due_windows
 from tracer.replaying.filters import Filters
-from tracer.replaying.plan import due_windows, wanted_of
+from tracer.replaying.wanted import wanted_of
 from tracer.stores.hdf5.reading import Hdf5ReadStore
 from tracer.stores.zarr.reading import ZarrReadStore
 from tracer.trace.data import Data
@@ -242,10 +243,10 @@ def test_ten_subscribers_read_each_message_once(trace: Path, monkeypatch: pytest
     monkeypatch.setattr(Data, "read", counting)
     planned = tracer.plan(trace, *asked)
     tracer.replay(trace, *asked)
-    audience, filters = Audience(asked), Filters()
+    filters = Filters()
     with TraceReader(trace) as reader:
-        [due] = due_windows(reader, wanted_of(reader, audience, filters, 0), audience, filters)
-    assert sorted(read) == due.where.nonzero()[0].tolist()
+        [window] = due_windows(reader, wanted_of(reader, Audience(asked), filters, 0), filters)
+    assert sorted(read) == window.where.nonzero()[0].tolist()
     assert len(read) == planned.read
     kinds = {stream.kind for stream in planned.streams}
     assert kinds == {"weights", "weight_updates", "weight_gradients", "loss", "activations"}
@@ -524,8 +525,8 @@ def test_updates_are_planned_only_if_asked_for(monkeypatch: pytest.MonkeyPatch, 
             for module in ("a", "b"):
                 writer.write(ModuleMessage(kind="weights", module=module, data=torch.ones(2), **where))
     asked = []
-    pairs = updates.pairs_of
-    monkeypatch.setattr(updates, "pairs_of", lambda *of: asked.append(len(of[1])) or pairs(*of))
+    pairs = due.pairs_of
+    monkeypatch.setattr(due, "pairs_of", lambda *of: asked.append(len(of[1])) or pairs(*of))
     for kinds, modules, expected in (("weights", None, []), ("weight_updates", "b", [3])):
         asked.clear()
         tracer.replay(path, CallbackSubscriber(kinds, lambda *_: None, modules=modules))

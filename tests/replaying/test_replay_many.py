@@ -33,7 +33,7 @@ from tracer import (
 from tracer.messaging.stacks import Stretch
 from tracer.replaying import replay as replaying
 from tracer.trace import blocks
-from tracer.trace.data import Data
+from tracer.trace.data import Data, Group
 
 STEPS = 48
 DTYPES = ("float32", "bfloat16", "float16", "float8_e5m2", "int64", "bool", "uint16", "float64", "complex64")
@@ -308,10 +308,8 @@ def test_memory_of_stacks_does_not_grow_with_the_trace(trace: Path, monkeypatch:
 
 def test_messages_that_were_read_out_of_order_are_put_in_order() -> None:
     """Those of several pools come pool by pool, those of several attempts in any order."""
-    parts = [(np.array([5, 2]), np.array([50.0, 20.0])), (np.array([0, 7]), np.array([0.0, 70.0]))]
-    places, data = blocks._ascending(parts)
-    assert data is not None
-    assert (places.tolist(), data.tolist()) == ([0, 2, 5, 7], [0.0, 20.0, 50.0, 70.0])
+    found = blocks._ascending(Group(np.array([5, 2, 0, 7]), np.array([50.0, 20.0, 0.0, 70.0]), "float64", 32))
+    assert (found.places.tolist(), found.data.tolist()) == ([0, 2, 5, 7], [0.0, 20.0, 50.0, 70.0])
 
 
 def test_a_follower_is_handed_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,3 +359,58 @@ def test_a_complex_answer_is_refused_at_its_message(trace: Path) -> None:
             tracer.replay(trace, subscriber, results.sink([subscriber]), guard=guard)
         assert caught.value.__notes__ == ["raised by results on loss_turned of global step 21"]
         assert [row.global_step for row in results] == list(range(21))
+
+
+class Totals(Subscriber):
+    """Answers about the whole network what it hears of a layer."""
+
+    takes_many = True
+    scope = "message"
+
+    def __init__(self) -> None:
+        super().__init__(Subscription("weights"), produces="whole")
+
+    def compute(self, message: Message) -> Iterator[Message]:
+        where = {"global_step": message.global_step, "train_step": message.train_step, "epoch": message.epoch}
+        assert message.data is not None
+        yield ModuleMessage(kind="whole", module="total", data=message.data.sum(), **where)
+
+
+class Twice(Subscriber):
+    """Answers only about the whole network."""
+
+    scope = "message"
+
+    def __init__(self) -> None:
+        super().__init__(Subscription("whole", modules="total"), produces="whole_twice")
+
+    def compute(self, message: Message) -> Iterator[Message]:
+        yield tracer.derived(message, "whole_twice", 2 * message.data)  # type: ignore[operator] # it carries data
+
+
+def weights_of_a_layer(path: Path) -> Path:
+    """A trace of many small weights."""
+    with TraceWriter(path) as writer:
+        for step in range(40):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(ModuleMessage(kind="weights", module="a", data=torch.full((4,), float(step)), **where))
+    return path
+
+
+def test_an_answer_may_be_about_another_module(tmp_path: Path) -> None:
+    """Who wants only answers about that module gets them."""
+    path = weights_of_a_layer(tmp_path / "run.zarr")
+    for guard in (contextlib.nullcontext(), None):
+        heard = Collect("whole_twice")
+        tracer.replay(path, Totals(), Twice(), heard, guard=guard)
+        assert [float(one.data) for one in heard] == [8.0 * step for step in range(40)]  # type: ignore[arg-type]
+
+
+def test_a_method_of_one_object_is_called(tmp_path: Path) -> None:
+    """A profiler that wraps the `compute` of a single metric sees each message, as in a live run."""
+    path = weights_of_a_layer(tmp_path / "run.zarr")
+    norm, called = parse("norm:kind=weights"), []
+    compute = norm.compute
+    norm.compute = lambda message: (called.append(message.global_step), compute(message))[1]  # type: ignore[method-assign]
+    tracer.replay(path, norm, Collect())
+    assert called == list(range(40))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tracer.format.summaries
-import tracer.replaying.plan
-import tracer.replaying.replay
+import tracer.replaying.due
 import tracer.trace.reader
 import tracer.trace.rows
 
@@ -18,5 +17,4 @@ def small_summaries(monkeypatch: pytest.MonkeyPatch, rows: int = 5) -> None:
     monkeypatch.setattr(tracer.trace.rows, "KEPT_ROWS", 2 * rows)
     monkeypatch.setattr(tracer.trace.rows, "PIECE_ROWS", max(1, rows - 2))
     monkeypatch.setattr(tracer.trace.reader, "WINDOW_ROWS", rows)
-    monkeypatch.setattr(tracer.replaying.plan, "WINDOW_ROWS", rows)
-    monkeypatch.setattr(tracer.replaying.replay, "WINDOW_ROWS", rows)
+    monkeypatch.setattr(tracer.replaying.due, "WINDOW_ROWS", rows)

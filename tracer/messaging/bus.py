@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
 
 from tracer.errors import CaptureError, MessageError, raised_by_signal, warn_only
 from tracer.messaging.messages import DEFAULT_TAG, MODULE_KINDS, NETWORK_KINDS, Message, ModuleMessage, NetworkMessage
-from tracer.messaging.stacks import Stack, Stretch, Wants, gathered, is_newer
+from tracer.messaging.stacks import Stack, Stretch, Wants, gathered, has_own_methods, is_newer
 from tracer.messaging.subscription import Named, Subscription
 
 if TYPE_CHECKING:
@@ -98,9 +98,16 @@ class Receiver(ABC):
                 self.receive(message)
         return found
 
+    def strides(self, kind: str, module: str | None, tag: str | None) -> Collection[int] | None:
+        """Numbers: of messages that it `wants` in some step it takes those whose step is a multiple of one of them.
+
+        None, the default: whether it wants a message must be asked of each step.
+        """
+        return None
+
     def can_take_many(self) -> bool:
-        """Whether it says that it takes many messages, and none of its subclasses says anew how it takes one."""
-        if not self.takes_many or (self.produces and self.scope != "message"):
+        """Whether it says that it takes many messages, and neither a subclass nor itself says anew how it takes one."""
+        if not self.takes_many or (self.produces and self.scope != "message") or has_own_methods(self):
             return False
         cls = type(self)
         loops = cls.receive_many is Receiver.receive_many
@@ -143,6 +150,9 @@ class Around(Receiver):
 
     def receive(self, message: Message) -> Iterable[Message] | None:
         return self.inner.receive(message)
+
+    def strides(self, kind: str, module: str | None, tag: str | None) -> Collection[int] | None:
+        return self.inner.strides(kind, module, tag) if is_newer(type(self), "strides", "wants") else None
 
     def awake(self, step: int) -> bool:
         return self.inner.awake(step)
@@ -470,6 +480,9 @@ class MessageBus:
         answers = self._answers_to(many)
         if answers is None or not all(map(self._carries, (*stretch.stacks, *answers))):
             return False
+        # an answer may be about another module or tag than its message
+        if any(one.of_sources(other.wants).any() for other in self._one_by_one for one in answers):
+            return False
         whole = Stretch([*many.stacks, *answers])
         if single is None:
             self._hand_out(whole)
@@ -481,6 +494,11 @@ class MessageBus:
                 self._deliver(message, message.key)
                 self._deliver_queued()
         return True
+
+    @property
+    def _one_by_one(self) -> list[Receiver]:
+        """The receivers that do not only listen, or do not take many messages."""
+        return [one for one in self._receivers if one.produces or not one.can_take_many()]
 
     def _answers_to(self, stretch: Stretch) -> list[Stack] | None:
         """What all who answer say to many messages; None if that must be asked message by message."""
@@ -586,6 +604,10 @@ class Collect(Receiver):
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         """Whether `kind` matches one of the globs (any kind, if there are none)."""
         return not self.kinds or any(fnmatchcase(kind, pattern) for pattern in self.kinds)
+
+    def strides(self, kind: str, module: str | None, tag: str | None) -> Collection[int] | None:
+        """1: in every step."""
+        return (1,) if is_newer(type(self), "strides", "wants") and not has_own_methods(self) else None
 
     def receive(self, message: Message) -> Iterable[Message]:
         """Keep the message."""

@@ -325,3 +325,18 @@ def is_newer(cls: type, many: str, *single: str) -> bool:
         if hasattr(cls, name)
     }
     return all(homes[many] <= home for home in homes.values())
+
+
+def has_own_methods(one: object) -> bool:
+    """Whether an object, and not its class, says how one of its methods works; a profiler may put such a one there.
+
+    Examples
+    --------
+    >>> class Plain:
+    ...     def one(self): ...
+    >>> plain, changed = Plain(), Plain()
+    >>> changed.one = print
+    >>> has_own_methods(plain), has_own_methods(changed)
+    (False, True)
+    """
+    return any(callable(getattr(type(one), name, None)) for name in vars(one))

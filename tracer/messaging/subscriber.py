@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Self
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from tracer.errors import MessageError, did_you_mean
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import DEFAULT_TAG, Message, MessageBundle
-from tracer.messaging.stacks import Stack, Stretch, gathered, is_newer
+from tracer.messaging.stacks import Stack, Stretch, gathered, has_own_methods, is_newer
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription, matches_tag
 
 
@@ -175,6 +175,13 @@ class Subscriber(Receiver):
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         """Whether one of its subscriptions takes such a message."""
         return any(subscription.wants(kind, module, tag, step) for subscription in self.subscriptions)
+
+    def strides(self, kind: str, module: str | None, tag: str | None) -> Collection[int] | None:
+        """Those of its subscriptions; None if one of them, or a subclass, has a `wants` of its own."""
+        if not is_newer(type(self), "strides", "wants") or has_own_methods(self):
+            return None
+        wanting = [one for one in self.subscriptions if one.wants(kind, module, tag, None)]
+        return {one.subsample for one in wanting} if all(one.is_plain for one in wanting) else None
 
     def awake(self, step: int) -> bool:
         """Whether it may want something of the training passes of this global step."""

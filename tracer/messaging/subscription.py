@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from tracer.errors import MessageError
 from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message, MessageBundle
-from tracer.messaging.stacks import Stack
+from tracer.messaging.stacks import Stack, has_own_methods
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,6 +76,11 @@ class Subscription:
             and (tag is None or matches_tag(self.tag, tag))
             and (module is None or self.modules is None or self._matches_module(module))
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it wants what the parameters say, and not what a subclass says."""
+        return type(self).wants is Subscription.wants and not has_own_methods(self)
 
     def takes(self, stack: Stack) -> NDArray[np.bool_]:
         """Which of many messages it takes: those of which `wants` says so."""

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import CaptureError
+from tracer.format.journal import Column
 from tracer.messaging.bus import Receiver, Scope
-from tracer.messaging.subscriber import unmet
 from tracer.replaying.audience import Audience
+from tracer.replaying.due import due_windows
 from tracer.replaying.filters import Filters
-from tracer.replaying.updates import (
-    NO_ROWS,
-    asking,
-    by_stream,
-    counted,
-    derivable,
-    due,
-    due_pairs,
-    settled,
-    with_pairs,
-)
+from tracer.replaying.updates import by_stream
+from tracer.replaying.wanted import wanted_of
 from tracer.stores.locations import Anywhere
-from tracer.trace.reader import WINDOW_ROWS, TraceReader
+from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 from tracer.trace.streams import StreamInfo
 
@@ -43,7 +35,7 @@ class Plan:
         The streams that some receiver asks for; as they are in the trace, before steps are chosen.
     derived : list of StreamInfo
         Streams that some receiver asks for and the trace lacks, but that follow from what it holds: the update of a
-        weight from its values in two consecutive steps.
+        weight from its values in two consecutive steps. They have the messages that will be published.
     messages, bytes : int
         How many messages will be published, and how many bytes will be read.
     read, skipped : int
@@ -103,144 +95,40 @@ def plan(
         return plan_of(reader.of_rank(chosen), Audience(receivers), filters, chosen)
 
 
-@dataclass(frozen=True, eq=False)
-class Wanted:
-    """What receivers get of one rank of a trace, stream by stream.
-
-    Attributes
-    ----------
-    streams : list of StreamInfo
-        The streams that some receiver asks for.
-    derived : list of StreamInfo
-        Updates that some receiver asks for and that follow from weights; each has the id of the stream of its weights.
-    missing, partial : list of str
-        As in `Plan`.
-    """
-
-    streams: list[StreamInfo]
-    derived: list[StreamInfo]
-    missing: list[str]
-    partial: list[str]
-
-
-def wanted_of(reader: TraceReader, audience: Audience, filters: Filters, rank: int, *, growing: bool = False) -> Wanted:
-    """What receivers get of one rank; few rows of the journal are read for it.
-
-    Parameters
-    ----------
-    reader : TraceReader
-    audience : Audience
-    filters : Filters
-    rank : int
-    growing : bool
-        Whether more messages may be recorded.
-    """
-    streams = [stream for stream in reader.streams if stream.rank == rank]
-    filters.check(reader)
-    audience.check(reader, streams)
-    offered = [stream for stream in streams if filters.let_through(stream)]
-    # passive receivers alone get what was recorded, and not all that could be derived from it
-    derived = derivable(streams, audience.active, filters)
-    derived = derived if growing or not derived else with_pairs(reader, derived)
-    there = [(one.kind, one.module, one.tag) for one in (*offered, *derived)]
-    missing = unmet(audience.asking, there, f"{reader.path}{' (after the filters)' if filters.narrow else ''}")
-    if missing:
-        missing[-1] += filters.meant_modules(streams)
-    wanted = [stream for stream in offered if asking(stream, audience.asking)]
-    return Wanted(wanted, derived, missing, audience.spoiled([*wanted, *derived]))
-
-
-@dataclass(frozen=True, eq=False)
-class Due:
-    """What is due of the messages in a window.
-
-    Attributes
-    ----------
-    window : TraceReader
-        As `TraceReader.window` gives it.
-    done : int
-        So many rows of its journal need not wait for others; those that follow are for the next window.
-    where : ndarray of bool, shape (rows of the window,)
-        The rows whose messages are published.
-    pairs : ndarray of int, shape (n, 2)
-        The rows that derived messages are made of: a weight, and the same weight a step later.
-    paired : ndarray of int
-        The rows that derived messages of the window before are made of, too.
-    """
-
-    window: TraceReader
-    done: int
-    where: NDArray[np.bool_]
-    pairs: NDArray[np.int64]
-    paired: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
-
-    @property
-    def bytes(self) -> int:
-        """The bytes that are read of the rows that are done."""
-        return int(self.window.sizes(np.flatnonzero(self._needed[: self.done])).sum())
-
-    @property
-    def paired_later(self) -> NDArray[np.int64]:
-        """`paired` of the next window."""
-        return np.flatnonzero(self._needed[self.done :])
-
-    @property
-    def _needed(self) -> NDArray[np.bool_]:
-        needed = self.where.copy()
-        needed[self.pairs] = True
-        needed[self.paired] = True
-        return needed
-
-
-def due_in(window: TraceReader, wanted: Wanted, audience: Audience, filters: Filters, *, last: bool = True) -> Due:
-    """What is due of the messages in a window; after the `last` window nothing comes."""
-    journal = window.journal
-    where = np.zeros(len(journal), dtype=np.bool_)
-    chosen = by_stream(journal, window.select(streams=[one.id for one in wanted.streams], steps=filters.steps))
-    for stream in wanted.streams:
-        if stream.id in chosen:
-            where[due(stream, chosen[stream.id], journal, audience.asking)] = True
-    pairs = due_pairs(window, wanted.derived, audience.active, filters.steps)
-    done = len(journal)
-    if not (last and window.is_last):
-        done = settled(window, wanted.derived)
-        where[done:] = False
-        pairs = pairs[pairs[:, 0] < done]
-    return Due(window, done, where, pairs)
-
-
-def due_windows(reader: TraceReader, wanted: Wanted, audience: Audience, filters: Filters) -> Iterator[Due]:
-    """All that is due of a trace that nothing is added to, window by window; `Due.where` is of each row in one only."""
-    asked = filters.part_of(reader)
-    starts, longer, paired = asked.begin, 1, NO_ROWS
-    while True:
-        found = due_in(asked.window(starts, longer * WINDOW_ROWS), wanted, audience, filters)
-        found = replace(found, paired=paired)
-        yield found
-        if found.window.is_last:
-            return
-        paired = found.paired_later
-        starts = found.window.after(found.done)
-        longer = 1 if found.done else 2 * longer
-
-
 def plan_of(reader: TraceReader, audience: Audience, filters: Filters, rank: int) -> Plan:
     """The plan of a replay of one rank."""
     wanted = wanted_of(reader, audience, filters, rank)
-    read = derived = nbytes = 0
-    for found in due_windows(reader, wanted, audience, filters):
-        read, derived, nbytes = read + int(found.where.sum()), derived + len(found.pairs), nbytes + found.bytes
+    derived = {one.id: one for one in wanted.derived}
+    read = nbytes = 0
+    for found in due_windows(reader, wanted, filters):
+        read, nbytes = read + int(found.where.sum()), nbytes + found.bytes
+        firsts = found.pairs[:, 0]
+        for number, places in by_stream(found.window.journal[firsts, Column.STREAM]).items():
+            derived[number] = _more(derived[number], found.window, firsts[places])
+    updates = [one for one in derived.values() if one.count]
     return Plan(
         trace=str(reader.path),
         streams=wanted.streams,
-        derived=counted(reader, wanted.derived),
-        messages=read + derived,
+        derived=updates,
+        messages=read + sum(one.count for one in updates),
         bytes=nbytes,
         read=read,
         skipped=len(reader) - read,
         missing=wanted.missing,
         memory=audience.memories(),
         partial=wanted.partial,
+    )
+
+
+def _more(stream: StreamInfo, window: TraceReader, rows: NDArray[np.int64]) -> StreamInfo:
+    """A derived stream with further messages, which begin with the weights in some rows."""
+    steps = window.journal[rows, Column.GLOBAL_STEP]
+    begin = int(steps[0]) if stream.steps is None else stream.steps[0]
+    return replace(
+        stream,
+        count=stream.count + len(rows),
+        bytes=stream.bytes + int(window.sizes(rows).sum()),
+        steps=(begin, int(steps[-1])),
     )
 
 

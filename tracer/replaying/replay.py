@@ -12,11 +12,13 @@ from tracer.errors import CaptureError
 from tracer.messaging.bus import FEW_BETWEEN, MessageBus, Receiver, in_order, tell_of_model
 from tracer.messaging.stacks import Stretch
 from tracer.replaying.audience import Audience
+from tracer.replaying.due import Due, Walk
 from tracer.replaying.filters import Filters
-from tracer.replaying.plan import Due, Wanted, due_in, opened, rank_of, wanted_of
+from tracer.replaying.plan import opened, rank_of
 from tracer.replaying.updates import messages
+from tracer.replaying.wanted import Wanted, wanted_of
 from tracer.stores.locations import Anywhere
-from tracer.trace.reader import WINDOW_ROWS, TraceReader
+from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 from tracer.trace.streams import StreamInfo
 
@@ -111,19 +113,14 @@ def replay(
         # a message that a receiver keeps should not depend on the file; any other needs no copy
         mapped = not audience.may_keep
         asked = filters.part_of(reader)
-        starts, longer = asked.begin, 1
+        walk = Walk(asked.begin)
         try:
             while True:
-                window = reader.window(starts, longer * WINDOW_ROWS, None if following else asked.end)
-                due = due_in(window, wanted, audience, filters, last=not following)
+                due = walk.next(reader if following else asked, wanted, filters, last=not following)
                 _publish(bus, due, wanted, mapped, guard)
-                starts = window.after(due.done)
-                if not window.is_last:
-                    # a window whose messages all wait for the next step has to be longer
-                    longer = 1 if due.done else 2 * longer
-                elif not following:
-                    break
-                else:
+                if due.window.is_last:
+                    if not following:
+                        break
                     following = wait(reader)
                     _register_topics(bus, reader)
                     # the header may have come later

@@ -1,0 +1,120 @@
+"""`Walk`: goes through a trace window by window, and says what is due of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.format.journal import Column
+from tracer.replaying.filters import Filters
+from tracer.replaying.updates import pairs_of, settled
+from tracer.replaying.wanted import Wanted
+from tracer.trace.described import Position
+from tracer.trace.reader import WINDOW_ROWS, TraceReader
+
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Due:
+    """What is due of the messages in a window.
+
+    Attributes
+    ----------
+    window : TraceReader
+        As `TraceReader.window` gives it.
+    done : int
+        So many rows of its journal need not wait for others; those that follow are for the next window.
+    where : ndarray of bool, shape (rows of the window,)
+        The rows whose messages are published.
+    pairs : ndarray of int, shape (n, 2)
+        The rows that derived messages are made of: a weight, and the same weight a step later.
+    paired : ndarray of int
+        The rows from this window's first on that derived messages of the windows before are made of, too.
+    """
+
+    window: TraceReader
+    done: int
+    where: NDArray[np.bool_]
+    pairs: NDArray[np.int64]
+    paired: NDArray[np.int64]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that are read of the rows that are done."""
+        needed = self._needed
+        return int(self.window.sizes(needed[needed < self.done]).sum())
+
+    @property
+    def paired_later(self) -> NDArray[np.int64]:
+        """`paired` of the next window."""
+        needed = self._needed
+        return needed[needed >= self.done] - self.done
+
+    @property
+    def _needed(self) -> NDArray[np.int64]:
+        return np.unique(np.concatenate([np.flatnonzero(self.where), self.pairs.reshape(-1), self.paired]))
+
+
+@final
+class Walk:
+    """Goes through a trace window by window.
+
+    Parameters
+    ----------
+    starts : tuple of int
+        Where it begins, as `TraceReader.begin` says.
+    """
+
+    def __init__(self, starts: Position) -> None:
+        self._starts = starts
+        self._paired = _NO_ROWS
+        # the largest step so far
+        self._clock = 0
+        # how many times longer than usual the next window is
+        self._longer = 1
+
+    def next(self, reader: TraceReader, wanted: Wanted, filters: Filters, *, last: bool = True) -> Due:
+        """What is due of the next window, up to where a reader ends; after the `last` one nothing comes."""
+        window = reader.window(self._starts, self._longer * WINDOW_ROWS)
+        journal = window.journal
+        rows = window.select(streams=[one.id for one in wanted.streams], steps=filters.steps)
+        where = np.zeros(len(journal), np.bool_)
+        where[rows[wanted.rhythms.due(journal, rows)]] = True
+        pairs = self._pairs(window, wanted, filters)
+        done = len(journal)
+        if not (last and window.is_last):
+            done = settled(window, wanted.derived, self._clock)
+            where[done:] = False
+            pairs = pairs[pairs[:, 0] < done]
+        found = Due(window, done, where, pairs, self._paired)
+        self._starts, self._paired = window.after(done), found.paired_later
+        self._clock = int(journal[:done, Column.GLOBAL_STEP].max(initial=self._clock))
+        # a window whose messages all wait for the next step has to be longer
+        self._longer = 1 if done or window.is_last else 2 * self._longer
+        return found
+
+    def _pairs(self, window: TraceReader, wanted: Wanted, filters: Filters) -> NDArray[np.int64]:
+        """The pairs of rows for those updates that are due, in the order of their first rows."""
+        if not wanted.derived:
+            return np.zeros((0, 2), np.int64)
+        ids = [one.id for one in wanted.derived]
+        pairs = pairs_of(window.journal, window.select(streams=ids))
+        pairs = pairs[np.isin(pairs[:, 0], window.select(streams=ids, steps=filters.steps))]
+        pairs = pairs[wanted.derived_rhythms.due(window.journal, pairs[:, 0])]
+        return pairs[np.argsort(pairs[:, 0])]
+
+
+def due_windows(reader: TraceReader, wanted: Wanted, filters: Filters) -> Iterator[Due]:
+    """All that is due of a trace that nothing is added to, window by window."""
+    asked = filters.part_of(reader)
+    walk = Walk(asked.begin)
+    while True:
+        found = walk.next(asked, wanted, filters)
+        yield found
+        if found.window.is_last:
+            return
