@@ -51,7 +51,7 @@ def engine(
     hands = min(cores() if workers is None else workers, len(planned.tasks))
 
     def processes() -> Engine:
-        return Processes(hands, memory, _modules(planned))
+        return Processes(hands, memory, _modules(planned), fork=is_ours(planned))
 
     if workers is None and memory is None and is_for_here(planned):
         work = sum(likely_seconds((unit.messages, unit.bytes) for unit in task.units) for task in planned.tasks)
@@ -73,11 +73,16 @@ def likely_seconds(reads: Iterable[tuple[int, int]]) -> float:
 def is_for_here(planned: BatchPlan) -> bool:
     """Whether this process may compute a plan: it is safe, and gives what workers give, bit for bit."""
     return (
-        all(registry.is_ours(spec) for question in planned.asked for spec in question.chain)
+        is_ours(planned)
         and not any(isinstance(location(task.run.trace), Url) for task in planned.tasks)
         and find_spec("threadpoolctl") is not None
         and is_as_workers_are()
     )
+
+
+def is_ours(planned: BatchPlan) -> bool:
+    """Whether all that a plan asks are metrics and rules of this project."""
+    return all(registry.is_ours(spec) for question in planned.asked for spec in question.chain)
 
 
 def is_as_workers_are() -> bool:

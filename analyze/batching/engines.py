@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -79,7 +80,9 @@ class Inline:
             self._limits.enter_context(_one_thread())
             self._is_limited = True
         key, document = self._waiting.popleft()
-        return key, run(document)
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")  # as in a worker: a warning is no error, whatever this process has chosen
+            return key, run(document)
 
     def close(self) -> None:
         self._waiting.clear()
@@ -90,6 +93,7 @@ def _one_thread() -> contextlib.AbstractContextManager[Any]:
     """Have the BLAS of NumPy and SciPy compute in one thread, where that can be told; with more, bits may differ."""
     if find_spec("threadpoolctl") is None:
         return contextlib.nullcontext()
+    import scipy.linalg  # noqa: F401 - SciPy would load its BLAS at the first use, and not within the limits
     from threadpoolctl import threadpool_limits
 
     limits: contextlib.AbstractContextManager[Any] = threadpool_limits(1, user_api="blas")

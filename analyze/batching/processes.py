@@ -58,9 +58,14 @@ class Processes:
         The most bytes of resident memory of a process; a process that has more is killed.
     modules : sequence of str
         What is imported for all workers; what they need beyond that, each imports itself.
+    fork : bool
+        Whether workers may be copies of this process: it has imported no subscriber of others, whose files and random
+        numbers would be copied, too.
     """
 
-    def __init__(self, workers: int, memory: int | None = None, modules: Sequence[str] = ()) -> None:
+    def __init__(
+        self, workers: int, memory: int | None = None, modules: Sequence[str] = (), *, fork: bool = False
+    ) -> None:
         if not is_whole(workers, 1):
             raise CaptureError(f"workers is a positive number of processes, or 0 for this one, not {workers!r}")
         self.most = workers
@@ -71,7 +76,7 @@ class Processes:
         self._done: deque[tuple[str, Document | Death]] = deque()
         self._selector = selectors.DefaultSelector()
         self._starter: _Starter | None = None
-        self._may_fork = True
+        self._may_fork = fork
         self._early_deaths = 0
 
     def submit(self, key: str, document: Document) -> None:

@@ -31,7 +31,10 @@ from tracer.messaging.bus import Around, Receiver, describe
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack, Stretch
 from tracer.messaging.subscriber import Subscriber
+from tracer.replaying.audience import Audience
+from tracer.replaying.filters import Filters
 from tracer.replaying.replay import replay
+from tracer.replaying.wanted import wanted_of
 from tracer.trace.reader import TraceReader
 
 _Answer = TypeVar("_Answer")
@@ -137,7 +140,12 @@ def _listen(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[
     made = {spec: registry.parse(spec) for unit in units for spec in unit.chain}
     timed = dict(zip(made, of_modules(list(made.values()), share.modules), strict=True))
     heard += [Heard(unit, made[unit.spec], timed[unit.spec]) for unit in units]
-    replay(reader, *timed.values(), *heard, rank=units[0].rank, **task.selection.at(share.steps).filters())
+    filters, rank = task.selection.at(share.steps).filters(), units[0].rank
+    # the plan has seen that the trace has all that is needed; if some modules lack it, nothing is answered about them
+    some = len(units) == 1 and share.modules is not None
+    if some and wanted_of(reader, Audience([*timed.values(), *heard]), Filters.of(**filters), rank).missing:
+        return
+    replay(reader, *timed.values(), *heard, rank=rank, **filters)
 
 
 def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[Heard]) -> str:

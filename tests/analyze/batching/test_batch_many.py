@@ -41,5 +41,5 @@ def test_a_batch_says_what_a_replay_says(trace: Path, tmp_path: Path, monkeypatc
     expected = sorted(said(one) for spec in SPECS for one in analyze(trace, spec).messages())
     assert len(expected) == STEPS + 2 * 2 * STEPS + 2 * STEPS + 2 * 9
     monkeypatch.setattr(MessageBus, "_deliver", None)
-    results = batch(trace, SPECS, tmp_path / "out", workers=0, part_bytes=1000)
+    results = batch(trace, SPECS, tmp_path / "out", workers=0, part_bytes=8000)
     assert sorted(said(one) for one in results.messages()) == expected

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,54 @@ def test_work_that_takes_longer_than_likely_goes_to_workers(monkeypatch: pytest.
         assert others.is_closed == (here < count)
 
 
+def test_libraries_that_are_loaded_late_compute_in_one_thread(runs: Path, tmp_path: Path) -> None:
+    """SciPy loads its BLAS when it is first used: in the first task."""
+    program = (
+        "import analyze.batching.tasks as tasks\n"
+        "from threadpoolctl import threadpool_info\n"
+        "run = tasks.run\n"
+        "def told(document):\n"
+        "    found = run(document)\n"
+        "    print({one['num_threads'] for one in threadpool_info() if one['user_api'] == 'blas'})\n"
+        "    return found\n"
+        "tasks.run = told\n"
+        "import analyze\n"
+        f"analyze.batch({str(runs)!r}, 'svcca:tag=default', {str(tmp_path / 'out')!r})\n"
+    )
+    env = {name: value for name, value in environment().items() if not name.endswith("_NUM_THREADS")}
+    done = processes.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split("\n")) == {"{1}", ""}, done.stderr
+
+
+def test_a_warning_here_is_no_error(tmp_path: Path) -> None:
+    """Whatever this process makes of warnings: a worker would show it and go on."""
+    path = tmp_path / "run.zarr"
+    with TraceWriter(path) as writer:
+        for step in range(3):
+            message = ModuleMessage(
+                kind="weights", module="fc", data=torch.ones(6), global_step=step, train_step=step, epoch=0
+            )
+            writer.write(message, {"elements": {"count": 6, "of": 100, "seed": 0}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = batch(path, "norm", tmp_path / "out")
+    assert (len(results), results.failures) == (3, [])
+
+
+def test_modules_that_lack_what_a_subscriber_needs_have_no_answers(tmp_path: Path) -> None:
+    """Those of a part of the work, of which others have it: nothing has failed."""
+    path = tmp_path / "run.zarr"
+    with TraceWriter(path) as writer:
+        for step in range(3):
+            where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0}
+            for module in ("a", "b"):
+                writer.write(ModuleMessage(kind="weights", module=module, data=torch.ones(60), **where))
+            writer.write(ModuleMessage(kind="weight_updates", module="a", data=torch.ones(60), **where))
+    results = batch(path, "ratio", tmp_path / "out", part_bytes=100)
+    assert (len(results), results.failures) == (3, [])
+    assert {row.module for row in results} == {"a"}
+
+
 # -- how workers start and end -----------------------------------------------------------------------------------------
 
 
@@ -308,7 +357,7 @@ def test_workers_are_forked_off_one_process(runs: Path, mine: str, tmp_path: Pat
         wait_for_end_of(pid)
 
 
-COMMAND = "main(['batch', {runs!r}, '-s', {mine!r}, '--out', {out!r}], standalone_mode=False)"
+COMMAND = "main(['batch', {runs!r}, '-s', {spec!r}, '--out', {out!r}, '--workers', '2'], standalone_mode=False)"
 
 THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
 
@@ -318,22 +367,29 @@ THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(60,)
     [
         (f"from tracereel.main import main; {COMMAND}", True),
         (f"{THREAD}; from tracereel.main import main; {COMMAND}", False),
-        ("import analyze; analyze.batch({runs!r}, {mine!r}, {out!r})", False),
+        ("import analyze; analyze.batch({runs!r}, {spec!r}, {out!r}, workers=2)", False),
     ],
     ids=["command", "command with a thread", "program of others"],
 )  # fmt: skip
-def test_only_a_command_of_one_thread_is_copied(
-    program: str, is_copied: bool, runs: Path, mine: str, tmp_path: Path
-) -> None:
+def test_only_a_command_of_one_thread_is_copied(program: str, is_copied: bool, runs: Path, tmp_path: Path) -> None:
     """Workers of ``trace batch`` are forked off it; those of a program, whatever it has, off a fresh interpreter."""
-    text = program.format(runs=str(runs), mine=mine, out=str(tmp_path / "out"))
+    changed = "from analyze.metrics.reducing.loss import Loss; Loss.compute_many, Loss.compute = None, None"
+    text = program.format(runs=str(runs), spec="loss", out=str(tmp_path / "out"))
     done = processes.run(
-        [sys.executable, "-c", f"import sys; sys.of_the_command = True; {text}"],
-        env=environment(), capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", f"{changed}; {text}"], env=environment(), capture_output=True, text=True
+    )
+    assert ("NoneType" in done.stderr) is is_copied, done.stderr
+    assert len(batch(runs, "loss", tmp_path / "out")) == 20
+
+
+def test_what_others_wrote_is_never_copied(runs: Path, mine: str, tmp_path: Path) -> None:
+    """Workers of a subscriber in a file are not forked off the command, which has imported it, and its random state."""
+    text = COMMAND.format(runs=str(runs), spec=mine, out=str(tmp_path / "out"))
+    program = f"import sys; sys.of_the_command = True; from tracereel.main import main; {text}"
+    done = processes.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True)
     results = batch(runs, mine, tmp_path / "out")
     assert results.cached == 4, done.stderr
-    assert set(answers(results, "copied")) == {float(is_copied)}
+    assert set(answers(results, "copied")) == {0.0}
     assert len({parent for _, parent in answers(results, "who")}) == 1
 
 
