@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import numpy as np
@@ -46,18 +47,21 @@ class Due:
     @property
     def bytes(self) -> int:
         """The bytes that are read of the rows that are done."""
-        needed = self._needed
-        return int(self.window.sizes(needed[needed < self.done]).sum())
+        return int(self.window.sizes(np.flatnonzero(self._needed[: self.done])).sum())
 
     @property
     def paired_later(self) -> NDArray[np.int64]:
         """`paired` of the next window."""
-        needed = self._needed
-        return needed[needed >= self.done] - self.done
+        return np.flatnonzero(self._needed[self.done :])
 
-    @property
-    def _needed(self) -> NDArray[np.int64]:
-        return np.unique(np.concatenate([np.flatnonzero(self.where), self.pairs.reshape(-1), self.paired]))
+    @cached_property
+    def _needed(self) -> NDArray[np.bool_]:
+        """The rows that are read; more than the window has, if messages of an earlier one need them."""
+        needed = np.zeros(max(len(self.where), int(self.paired.max(initial=-1)) + 1), np.bool_)
+        needed[: len(self.where)] = self.where
+        needed[self.pairs] = True
+        needed[self.paired] = True
+        return needed
 
 
 @final
