@@ -4,7 +4,8 @@ Each trace has streams of one size, recorded step by step as a training does. Ea
 as `tracer.replay` does by itself, which hands out small messages in stacks, and with a guard around each message, which
 has it publish them one by one. The answers of both are compared to the bit. Counted is all that an answer costs: to
 open the trace, to plan, to read, to compute, and to gather the answers in a table; the median over the rounds is told.
-Of messages that are too large for stacks, both ways are the same, and their ratio is the noise.
+Of messages that are too large for stacks, both ways are the same, and their ratio is the noise. The program ends with 1
+if an elementwise metric answers less often than the bars say.
 
     python benchmarks/scale_replay.py [--rounds 3] [--messages 60000] [--json]
 """
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -30,6 +32,10 @@ from tracer import ModuleMessage, TraceWriter
 STREAMS = 12
 SIZES = {"scalars": 1, "4 KB": 1024, "256 KB": 65536}
 """Elements of float32 in a message."""
+BARS = {"scalars": 100_000, "4 KB": 50_000}
+"""Answers in a second of CPU, at least."""
+SORTING = ("quantiles", "statistics:which=mean+std+median")
+"""Metrics that sort, of which there is no bar."""
 SCALARS = (
     ("norm",),
     ("mean",),
@@ -105,7 +111,7 @@ def measured(path: Path, specs: tuple[str, ...], messages: int, rounds: int) -> 
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--messages", type=int, default=60_000, help="scalars; of others a tenth and a hundredth")
@@ -119,9 +125,17 @@ def main() -> None:
             messages = options.messages // share // STREAMS * STREAMS
             record(path, elements, messages)
             told[size] = {"+".join(specs): measured(path, specs, messages, options.rounds) for specs in METRICS[size]}
+    status = int(
+        any(
+            one["answers_per_cpu_second"] < BARS.get(size, 0)
+            for size, of_metrics in told.items()
+            for name, one in of_metrics.items()
+            if name not in SORTING
+        )
+    )
     if options.json:
         print(json.dumps(told))
-        return
+        return status
     print(f"{'messages':<10} {'metrics':<34} {'answers/CPU s':>14} {'one by one':>11} {'times':>6}")
     for size, of_metrics in told.items():
         for name, one in of_metrics.items():
@@ -129,7 +143,8 @@ def main() -> None:
                 f"{size:<10} {name:<34} {one['answers_per_cpu_second']:>14,} {one['one_by_one']:>11,} "
                 f"{one['ratio']:>6.1f}"
             )
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

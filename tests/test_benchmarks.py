@@ -23,7 +23,7 @@ CASES = {
     "objects": "--rounds 1 --scale 0.01 --latency 0 --json",
     "overhead": "--rounds 2 --steps 10 --json",
     "report": "--rounds 1 --steps 10 --series 20 --long 600 --json",
-    "scale": "--messages 3000 --times 2 --json",
+    "scale_asking": "--messages 3000 --times 2 --json",
     "scale_replay": "--rounds 1 --messages 1200 --json",
     "scale_upkeep": "--messages 3000 --ratio 1000 --json",
     "startup": "--rounds 1 --json",
@@ -35,7 +35,7 @@ LONG = (
     "hooks",
     "overhead",
     "report",
-    "scale",
+    "scale_asking",
     "scale_replay",
     "scale_upkeep",
     "startup",
@@ -44,6 +44,7 @@ LONG = (
 """Their smallest sizes take too long for each `make test`: there it is only seen that they begin."""
 ELSEWHERE = {
     "diff": "its smallest size trains forty networks, and takes a minute",
+    "families": "it is how two of the others run programs",
     "gpu": "it needs one, and tests/observing/test_cuda.py is for that",
     "least": "it is what two of the others compare with",
     "metrics": "it calls the four others of metrics",
@@ -51,6 +52,7 @@ ELSEWHERE = {
     "metrics_similarity": "its smallest size takes half a minute",
     "metrics_spectra": "its smallest size takes half a minute",
     "metrics_statistics": "its smallest size takes half a minute",
+    "scale": "it calls the four others of scale",
     "scale_similarity": "its smallest size takes a minute",
     "turns": "it is what two of the others share",
 }
@@ -72,7 +74,7 @@ def test_all_are_run() -> None:
 
 
 def run(name: str, arguments: str, folder: Path) -> str:
-    """What a benchmark prints that is to end well."""
+    """What a benchmark prints, which ends as it should."""
     done = processes.run(
         [sys.executable, str(FOLDER / f"{name}.py"), *arguments.split()],
         env={**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
@@ -81,7 +83,8 @@ def run(name: str, arguments: str, folder: Path) -> str:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    # 1 says that a bar is missed, which means nothing at this size
+    assert done.returncode in (0, 1) and not done.stderr.startswith("Traceback"), done.stderr  # noqa: PT018 - one text
     return done.stdout
 
 

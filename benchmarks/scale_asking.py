@@ -1,0 +1,332 @@
+"""Whether what is asked of a trace costs in proportion to the answer, and not to what is there.
+
+*Asking*: of a long trace of scalars and of one that is ten times as long, each question in a process of its own: what
+the trace is, its last step (messages, an array, a plan, a replay), without what is imported. Time is that of the
+processor, memory the peak of the process.
+
+*Streams*: opening traces of many streams.
+
+*Following*: what a poll costs that finds ten new steps, in a short trace and in a long one; and what the polls cost of
+a run that commits every half second for ten minutes.
+
+Growth is told as an exponent, too: 0 where a trace that is ten times as long costs as much, 1 where it costs ten times
+as much. The program ends with 1 if a bar is missed.
+
+    python benchmarks/scale_asking.py [--messages 1200000] [--times 10] [--streams 12] [--suffix .zarr] [--folder /tmp]
+        [--only asking,streams,following] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from scale_upkeep import write
+
+MANY_STREAMS = (2_400, 24_000)
+_ROUNDS = 3
+RATIO, MEGABYTES = 1.3, 300
+"""How many times more of the processor and of memory a question may cost of the longer trace, and its memory in all."""
+MILLISECONDS, LINEAR = 300, 1.1
+"""What opening a trace of 24,000 streams may take, and the exponent of its growth."""
+POLLS, HALF_SECOND = 2.0, 0.5
+"""How many times more a poll may cost of the longest trace, and the seconds between commits."""
+
+
+def _info(path: Path) -> int:
+    """How many messages a trace has."""
+    from tracer.trace.reader import TraceReader
+
+    with TraceReader(path) as reader:
+        return int(reader.info["messages"])
+
+
+def _cat(path: Path) -> int:
+    """How many messages the last step has, each with its data."""
+    from tracer.trace.reader import TraceReader
+
+    with TraceReader(path) as reader:
+        last = reader.info["steps"][1]
+        return sum(1 for window in reader.within(last, None).windows() for _ in window.values(steps=(last, None)))
+
+
+def _array(path: Path) -> int:
+    """How many values one stream has in the last step."""
+    from tracer.trace.reader import TraceReader
+
+    with TraceReader(path) as reader:
+        last = reader.info["steps"][1]
+        steps, _ = reader.array("biases", "layer0", steps=(last, None))
+        return len(steps)
+
+
+def _plan(path: Path) -> int:
+    """How many messages of the last step a metric would get."""
+    import tracer
+    from analyze.registry import parse
+    from tracer.trace.reader import TraceReader
+
+    with TraceReader(path) as reader:
+        last = reader.info["steps"][1]
+        return tracer.plan(reader, parse("norm:kind=biases"), steps=(last, None)).messages
+
+
+def _replay(path: Path) -> int:
+    """How many answers a metric gives about the last step."""
+    import tracer
+    from analyze.registry import parse
+    from tracer.trace.reader import TraceReader
+
+    with TraceReader(path) as reader:
+        last = reader.info["steps"][1]
+        norm = parse("norm:kind=biases")
+        heard = tracer.Collect(*norm.produces)
+        tracer.replay(reader, norm, heard, steps=(last, None))
+        return len(heard)
+
+
+QUESTIONS: dict[str, Callable[[Path], int]] = {
+    "info": _info,
+    "cat, last step": _cat,
+    "array, last step": _array,
+    "plan, last step": _plan,
+    "replay, last step": _replay,
+}
+
+
+def _ask(name: str, path: str) -> None:
+    """Answer a question in this process, and print what it cost."""
+    import torch  # noqa: F401 - importing it is not what is measured
+
+    import analyze.registry
+    import tracer.trace.reader
+
+    assert analyze.registry and tracer.trace.reader  # noqa: PT018 - imported before the clock begins
+    with tempfile.TemporaryDirectory() as folder:  # what is imported or made at the first trace is not measured either
+        small = Path(folder) / f"small{Path(path).suffix}"
+        write(small, 120, 12)
+        QUESTIONS[name](small)
+    began = time.process_time()
+    found = QUESTIONS[name](Path(path))
+    seconds = time.process_time() - began
+    print(json.dumps([found, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
+
+
+def asked(name: str, path: Path) -> dict[str, float]:
+    """The median seconds and megabytes of a question, of processes of its own."""
+    found = []
+    for _ in range(_ROUNDS):
+        done = subprocess.run(
+            [sys.executable, __file__, "--ask", name, str(path)], capture_output=True, text=True, check=True
+        )
+        found.append(json.loads(done.stdout))
+    assert all(one[0] for one in found), f"{name} finds something"
+    return {
+        "seconds": statistics.median(one[1] for one in found),
+        "megabytes": statistics.median(one[2] for one in found),
+    }
+
+
+def asking(folder: Path, suffix: str, messages: int, times: int, streams: int) -> dict[str, Any]:
+    """What each question costs of a trace, and of one so many times as long."""
+    paths = []
+    for count in (messages, times * messages):
+        paths.append(folder / f"of{count}{suffix}")
+        write(paths[-1], count, streams)
+    found = {}
+    for name in QUESTIONS:
+        short, long = (asked(name, path) for path in paths)
+        ratio = long["seconds"] / short["seconds"]
+        found[name] = {"short": short, "long": long, "ratio": ratio, "memory": long["megabytes"] / short["megabytes"]}
+    return found
+
+
+def many_streams(folder: Path, suffix: str, scale: float) -> dict[str, Any]:
+    """The seconds that opening takes, and telling of each stream, where there are few and many."""
+    from tracer.trace.reader import TraceReader
+
+    found: dict[str, Any] = {}
+    for count in (max(10, int(number * scale)) for number in MANY_STREAMS):
+        path = folder / f"streams{count}{suffix}"
+        write(path, 3 * count, count)
+        opening, telling = [], []
+        for _ in range(2 * _ROUNDS):
+            began = time.process_time()
+            with TraceReader(path) as reader:
+                opened = time.process_time()
+                assert len(reader.streams) == count
+                telling.append(time.process_time() - opened)
+            opening.append(opened - began)
+        found[str(count)] = {"open": statistics.median(opening), "streams": statistics.median(telling)}
+    few, many = found.values()
+    found["exponent"] = _exponent(many["open"] / few["open"], MANY_STREAMS[1] / MANY_STREAMS[0])
+    return found
+
+
+def _exponent(ratio: float, times: float) -> float:
+    """The power of the length with which a cost grows that is so many times higher where there are `times` as many."""
+    return math.log(ratio) / math.log(times)
+
+
+def following(folder: Path, suffix: str, messages: int, times: int, streams: int) -> dict[str, Any]:
+    """The seconds that a poll takes which finds ten steps, by the length of the trace; and of writing them.
+
+    And those of a run that commits every half second for ten minutes: its clock is that of its commits.
+    """
+    found: dict[str, Any] = {}
+    for count in (messages // 100, messages, times * messages):
+        polls, writes = _followed(folder / f"follow{count}{suffix}", count // streams, 40, 10, streams)
+        found[str(count)] = {"poll": statistics.median(polls), "write": statistics.median(writes)}
+    short, *_, long = found.values()
+    found["ratio"] = long["poll"] / short["poll"]
+    commits = min(1200, messages // 1000)
+    polls, writes = _followed(folder / f"minutes{suffix}", 0, commits, max(1, messages // commits // streams), streams)
+    found["minutes"] = {
+        "commits": commits,
+        "messages": messages // commits,
+        "first": statistics.median(polls[: commits // 10]),
+        "last": statistics.median(polls[-commits // 10 :]),
+        "longest": max(polls),
+        "write": statistics.median(writes),
+    }
+    return found
+
+
+def _followed(path: Path, length: int, commits: int, steps: int, streams: int) -> tuple[list[float], list[float]]:
+    """A replay that follows a run of so many steps, which then commits some steps each time the replay would wait.
+
+    Returns the processor's seconds of each poll, with all that the replay does of what it finds, and of each commit.
+    """
+    import torch
+
+    import tracer
+    import tracer.replaying.replay as replaying
+    from analyze.registry import parse
+    from tracer import Collect, ModuleMessage, TraceReader, TraceWriter
+
+    values = torch.linspace(-1, 1, streams).unbind()
+
+    def written(first: int, stop: int) -> Iterator[tuple[ModuleMessage, None]]:
+        for step in range(first, stop):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            for stream, value in enumerate(values):
+                yield ModuleMessage(kind="biases", module=f"layer{stream}", data=value, **where), None
+
+    writer = TraceWriter(path, commit_seconds=1e9)
+    for first in range(0, length, 512):
+        writer.write_many(written(first, min(first + 512, length)))
+    writer.commit()
+    polls: list[float] = []
+    writes: list[float] = []
+    began = time.process_time()
+
+    def wait(reader: TraceReader) -> bool:
+        """Write the next commit in place of waiting for it."""
+        nonlocal began
+        now = time.process_time()
+        polls.append(now - began)
+        goes_on = len(writes) < commits
+        if goes_on:
+            first = length + steps * len(writes)
+            writer.write_many(written(first, first + steps))
+            writer.commit()
+            writes.append(time.process_time() - now)
+        else:
+            writer.finish()
+        began = time.process_time()
+        reader.refresh()
+        return goes_on
+
+    norm = parse("norm:kind=biases")
+    heard = Collect(*norm.produces)
+    waiting, replaying.wait = replaying.wait, wait
+    try:
+        tracer.replay(path, norm, heard, steps=(length, None), follow=True)
+    finally:
+        replaying.wait = waiting
+    assert len(heard) == commits * steps * streams, "everything is followed"
+    return polls[1:], writes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--messages", type=int, default=1_200_000)
+    parser.add_argument("--times", type=int, default=10)
+    parser.add_argument("--streams", type=int, default=12)
+    parser.add_argument("--suffix", default=".zarr")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--only", default="asking,streams,following")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--ask", nargs=2, metavar=("QUESTION", "TRACE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.ask:
+        _ask(*options.ask)
+        return 0
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder, suffix, messages, times = Path(name), options.suffix, options.messages, options.times
+        if "asking" in options.only:
+            found["asking"] = asking(folder, suffix, messages, times, options.streams)
+        if "streams" in options.only:
+            found["streams"] = many_streams(folder, suffix, min(1.0, messages / 1_200_000))
+        if "following" in options.only:
+            found["following"] = following(folder, suffix, messages, times, options.streams)
+    print(json.dumps(found) if options.json else "\n".join(_lines(found, messages, times)))
+    return int(any(_missed(found)))
+
+
+def _missed(found: dict[str, Any]) -> Iterator[bool]:
+    """Whether each bar is missed."""
+    for one in found.get("asking", {}).values():
+        yield max(one["ratio"], one["memory"]) > RATIO or one["long"]["megabytes"] > MEGABYTES
+    if "streams" in found:
+        *_, many, exponent = found["streams"].values()
+        yield 1e3 * many["open"] > MILLISECONDS or exponent > LINEAR
+    if "following" in found:
+        yield found["following"]["ratio"] > POLLS
+        minutes = found["following"]["minutes"]
+        yield minutes["longest"] + minutes["write"] > HALF_SECOND
+
+
+def _lines(found: dict[str, Any], messages: int, times: int) -> Iterator[str]:
+    if "asking" in found:
+        bars = f"(bars: {RATIO}, {RATIO}, {MEGABYTES} MB)"
+        yield f"{'':20}{messages:>14,} messages{times * messages:>17,} messages   ratio {bars}"
+        for name, one in found["asking"].items():
+            short, long = (
+                f"{1e3 * at['seconds']:9.1f} ms {at['megabytes']:6.0f} MB" for at in (one["short"], one["long"])
+            )
+            growth = f"{one['ratio']:5.2f}  memory {one['memory']:.2f}  exponent {_exponent(one['ratio'], times):.2f}"
+            yield f"{name:20}  {short}    {long}   {growth}"
+    if "streams" in found:
+        for count, one in found["streams"].items():
+            if isinstance(one, dict):
+                yield f"{count:>6} streams: open {1e3 * one['open']:.0f} ms, tell of each {1e3 * one['streams']:.0f} ms"
+        exponent = found["streams"]["exponent"]
+        yield f"opening grows with the power {exponent:.2f} of the streams (bars: {MILLISECONDS} ms, {LINEAR})"
+    if "following" in found:
+        for count, one in found["following"].items():
+            if count.isdigit():
+                written = f"writing and committing them {1e3 * one['write']:.2f} ms"
+                yield f"a poll after {int(count):>12,} messages finds 10 steps in {1e3 * one['poll']:.2f} ms; {written}"
+        yield f"the longest over the shortest: {found['following']['ratio']:.2f} (bar: {POLLS:g})"
+        one = found["following"]["minutes"]
+        yield (
+            f"a run of {one['commits']} commits, half a second apart, of {one['messages']:,} messages: "
+            f"{1e3 * one['first']:.1f} ms a poll at first, {1e3 * one['last']:.1f} at last, "
+            f"{1e3 * one['longest']:.1f} at most; writing them {1e3 * one['write']:.1f} (bar: 500 ms)"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
