@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import tracer
+import tracer.trace.part
 from analyze.registry import parse
 from tests.trace.small_summaries import small_summaries
 from tests.trace.written_parts import every_format
@@ -86,6 +87,8 @@ def ranks_and_attempts(path: Path) -> None:
             write_part(path, steps, rank=rank, attempt=attempt, ranks=2)
 
 
+GONE = {"pid": 2**22 + 1, "hostname": platform.node(), "start": "1"}
+"""A process that does not run any more."""
 TRACES = [one_part, an_unended_step, two_attempts, three_attempts, two_ranks, ranks_and_attempts]
 Facts = list[tuple[Any, ...]]
 
@@ -219,33 +222,68 @@ def test_damage_is_found_where_it_is_asked_for(tmp_path: Path, monkeypatch: pyte
     assert not tracer.verify(path).intact
 
 
+def interrupted(path: Path, process: dict[str, Any]) -> TraceWriter:
+    """The writer of a trace that nothing ended."""
+    writer = TraceWriter(path, header={"process": process}, chunk_bytes=960, commit_rows=10)
+    for step in range(60):
+        writer.write_many([(one, None) for one in step_of(step, 0, 0)])
+    writer.commit()
+    return writer
+
+
+def lose_rows(path: Path, first: int) -> None:
+    """Let the rows of a journal from one on be zeros, as on a disk that never had them."""
+    with TraceReader(path) as reader:
+        lost, last = reader.journal[first].tobytes(), reader.journal[-1].tobytes()
+    if path.suffix == ".h5":
+        with h5py.File(path, "r+") as file:
+            file["rank0/journal"][first:] = 0
+        return
+    shard = path / "rank0" / "journal" / "c" / "0" / "0"
+    data = bytearray(shard.read_bytes())
+    begin, end = data.index(lost), data.index(last) + len(last) + 4
+    data[begin:end] = bytes(end - begin)
+    shard.write_bytes(data)
+
+
 @every_format
 def test_a_hole_in_an_interrupted_trace_is_told(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that loses power may lack any page: what came before is read, and it is told that the rest is not."""
     path = tmp_path / f"run{suffix}"
     small_summaries(monkeypatch, rows=18)
-    gone = {"pid": 2**22 + 1, "hostname": platform.node(), "start": "1"}
-    writer = TraceWriter(path, header={"process": gone}, chunk_bytes=960, commit_rows=10)
-    for step in range(60):
-        writer.write_many([(one, None) for one in step_of(step, 0, 0)])
-    writer.commit()
-    writer._store.abandon()
+    interrupted(path, GONE)._store.abandon()
     with TraceReader(path) as reader:
         assert (reader.problems, len(reader), reader.status) == ([], 320, "interrupted")
-        lost, last = reader.journal[60].tobytes(), reader.journal[-1].tobytes()
-    if suffix == ".h5":
-        with h5py.File(path, "r+") as file:
-            file["rank0/journal"][60:] = 0
-    else:
-        shard = path / "rank0" / "journal" / "c" / "0" / "0"
-        data = bytearray(shard.read_bytes())
-        begin, end = data.index(lost), data.index(last) + len(last) + 4
-        data[begin:end] = bytes(end - begin)
-        shard.write_bytes(data)
+    lose_rows(path, 60)
     with TraceReader(path) as reader:
-        assert len(reader.problems) == 1
-        assert "missing or damaged, from row 60 of the journal on" in reader.problems[0]
-        assert len(facts(reader.messages())) == len(reader) == sum(one.count for one in reader.streams) == 60
+        for _ in range(2):
+            assert len(reader.problems) == 1
+            assert "missing or damaged, from row 60 of the journal on" in reader.problems[0]
+            assert len(facts(reader.messages())) == len(reader) == sum(one.count for one in reader.streams) == 60
+            assert not reader.refresh()  # it jumps over no hole either
+
+
+def test_a_hole_in_a_followed_trace_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine of a writer that is followed loses power: the rows up to the hole come, and the hole is told."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=18)
+    writer = TraceWriter(path, header={"process": GONE}, chunk_bytes=960, commit_rows=10)
+    with monkeypatch.context() as patches:
+        patches.setattr(tracer.trace.part, "lives", lambda *_: True)
+        writer.write_many([(one, None) for step in range(4) for one in step_of(step, 0, 0)])
+        writer.commit()
+        reader = TraceReader(path)
+        known = len(reader)
+        for step in range(4, 60):
+            writer.write_many([(one, None) for one in step_of(step, 0, 0)])
+        writer.commit()
+        writer._store.abandon()
+    lose_rows(path, 60)
+    assert (known, reader.problems) == (21, [])
+    assert reader.refresh()
+    assert ["missing or damaged, from row 60 of the journal on" in one for one in reader.problems] == [True]
+    assert len(facts(reader.messages())) == len(reader) == 60
+    reader.close()
 
 
 def test_a_summary_of_other_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

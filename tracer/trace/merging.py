@@ -120,7 +120,7 @@ class Parts:
         self.shown = [one for one in self.shown if one.name not in foreign and one.name not in empty]
         self.lending = [one for one in self.lending if one.name not in foreign]
         self.superseding = [one for one in self.superseding if one.name not in foreign]
-        self.problems += [part.broken_off for part in self.shown if part.broken_off]
+        self._tell_breaks()
         self.problems += [
             str(error) for name, store, error in unread if store is None or not _in_vain(name, store, again)
         ]
@@ -137,6 +137,11 @@ class Parts:
                 self.lending.append(part)
             else:
                 self.superseding.append(part)
+
+    def _tell_breaks(self) -> None:
+        """Add to the problems what breaks off, and was not told of yet."""
+        found = [part.broken_off for part in self.shown if part.broken_off]
+        self.problems += [one for one in found if one not in self.problems]
 
     def _refuse_nothing(self) -> None:
         """Raise why there is nothing of the ranks that are looked at."""
@@ -176,6 +181,7 @@ class Parts:
         """Read what was committed since the last time."""
         for part in (*self.shown, *self.lending):
             part.refresh()
+        self._tell_breaks()
 
     @property
     def last_attempt(self) -> list[Part]:

@@ -198,7 +198,7 @@ class Rows:
         return self._total
 
     def prove(self, length: int) -> None:
-        """Compare the rows before `length` that summaries speak of with the checksums of these.
+        """Compare the rows before `length` that are not known, and that summaries speak of, with their checksums.
 
         Raises
         ------
@@ -206,7 +206,7 @@ class Rows:
             If some of them are not there, or damaged.
         """
         for one in self._tables.summaries:
-            if one.stop <= length:
+            if self.length < one.stop <= length:
                 rows = self._store.read(journal_name(self._part), one.start, one.stop)
                 if crc32c(np.ascontiguousarray(rows, "<i8")) != one.crc32c:
                     self._check(one.start, rows)
