@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,74 @@ def test_a_hole_in_a_followed_trace_is_told(tmp_path: Path, monkeypatch: pytest.
     assert ["missing or damaged, from row 60 of the journal on" in one for one in reader.problems] == [True]
     assert len(facts(reader.messages())) == len(reader) == 60
     reader.close()
+
+
+def recorded(path: Path, *, by_rank: int) -> Iterator[TraceReader]:
+    """A trace of two ranks that is being recorded, and after that the same when each has streams that are new."""
+    header = {"ranks": [0, 1], "run_id": "one", "created": "2026-01-01T00:00:00+00:00"}
+    with contextlib.ExitStack() as stack:
+        writers = [
+            stack.enter_context(TraceWriter(path, header=header, part=part_name(rank), commit_rows=4))
+            for rank in range(2)
+        ]
+        for name, steps in (("a", range(6)), ("b", range(6, 12))):
+            for rank, writer in enumerate(writers):
+                for step in steps:
+                    where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "rank": rank}
+                    module = f"{name}{rank}" if rank == by_rank else "a"
+                    data = torch.full((1 + step // 6,), float(step))
+                    writer.write(ModuleMessage(kind="weights", module=module, data=data, **where))
+                writer.commit()
+            if name == "a":
+                reader = stack.enter_context(TraceReader(path))
+            yield reader
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("by_rank", [0, 1])
+def test_a_reader_whose_parts_another_has_read_on(
+    tmp_path: Path, loaded: bool, by_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what it said before, until it is refreshed itself."""
+    small_summaries(monkeypatch)
+    growing = recorded(tmp_path / "run.zarr", by_rank=by_rank)
+    reader = next(growing)
+    view = reader.of_rank(by_rank)
+
+    def answers(one: TraceReader) -> list[Any]:
+        return [
+            len(one), [(info.module, info.count, info.steps) for info in one.streams], facts(one.messages()),
+            facts(one.messages(steps=(2, None))), *([one.journal.tolist()] if loaded else []),
+        ]  # fmt: skip
+
+    with TraceReader(reader.path) as other:
+        expected = answers(other)
+    if loaded:
+        assert answers(reader) == expected
+    next(growing)
+    assert view.refresh()
+    assert len(view) == 12
+    assert answers(reader) == expected
+    assert reader.refresh()
+    with TraceReader(reader.path) as other:
+        assert answers(reader) == answers(other) != expected
+    growing.close()
+
+
+def test_messages_are_those_of_a_reader_before_its_refresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who refreshes a reader while its messages come gets those that were there when they were asked for."""
+    small_summaries(monkeypatch)
+    growing = recorded(tmp_path / "run.zarr", by_rank=0)
+    reader = next(growing)
+    expected = facts(reader.messages(modules="a", kinds="weights"))
+    assert len(expected) == 6
+    coming = reader.messages(modules="a", kinds="weights")
+    several = reader.windows()
+    next(growing)
+    assert reader.refresh()
+    assert facts(coming) == expected
+    assert sum(len(window.journal) for window in several) == 12
+    growing.close()
 
 
 def test_a_summary_of_other_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

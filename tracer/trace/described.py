@@ -86,7 +86,7 @@ class Described:
         if self._read is None:
             spans = self._spans
             if spans is None:
-                spans = [PartSpan.whole(part) for part in self._tables.parts]
+                spans = [read.kept() for read in self._tables.parts]
             found = merged(self._parts, self._tables, spans)
             self._read = Reading(Data(self.path, found, self._parts.stores, self._verify), spans)
         return self._read

@@ -222,7 +222,8 @@ class Parts:
     def attempts(self) -> list[dict[str, Any]]:
         """As `TraceReader.attempts`."""
         found: dict[int, dict[str, Any]] = {}
-        for part, counts in zip(self.shown, counting(self.shown), strict=True):
+        read = [PartSpan.of(part) for part in self.shown]
+        for part, span, counts in zip(self.shown, read, counting(read), strict=True):
             told = found.setdefault(
                 part.attempt,
                 {
@@ -237,8 +238,8 @@ class Parts:
                 },
             )
             told["ranks"].append(part.rank)
-            told["messages"] += part.messages
-            told["superseded"] += part.messages - sum(one.messages for one in counted(part, counts))
+            told["messages"] += span.messages
+            told["superseded"] += span.messages - sum(one.messages for one in counted(span, counts))
             if told["status"] == "finished":
                 told["status"] = part.status
             told["certificate"] = worst_certificate([told["certificate"], part.header.get("certificate")])
@@ -252,8 +253,9 @@ class Joint:
 
     Attributes
     ----------
-    parts : list of Part
-    others : list of Part
+    parts : list of PartSpan
+        As far as they were read then.
+    others : list of PartSpan
         Those that only take the place of rows of the others.
     streams : list of Stream
     shapes : list of tuple of int
@@ -266,8 +268,8 @@ class Joint:
         Whether tensors of these streams may be distributed over ranks, and are put together.
     """
 
-    parts: list[Part]
-    others: list[Part]
+    parts: list[PartSpan]
+    others: list[PartSpan]
     streams: list[Stream]
     shapes: list[tuple[int, ...]]
     pools: list[Pool]
@@ -292,8 +294,8 @@ class Joint:
         """
         found = [
             one.numbered(*numbers[:2])
-            for part, counts, numbers in zip(self.parts, self.counting, self.numbers, strict=True)
-            for one in counted(part, counts, without)
+            for read, counts, numbers in zip(self.parts, self.counting, self.numbers, strict=True)
+            for one in counted(read, counts, without)
         ]
         whole = united(found)
         if only is None:
@@ -313,8 +315,8 @@ def joint(parts: Parts) -> Joint:
     begins = np.cumsum([0, *(len(one) for one in pools[:-1])])
     pool_ids = [ids + begin for ids, begin in zip(pools, begins, strict=True)]
     return Joint(
-        parts=read,
-        others=[part for part in parts.all if part not in read],
+        parts=[PartSpan.of(part) for part in read],
+        others=[PartSpan.of(part) for part in parts.all if part not in read],
         streams=streams,
         shapes=shapes,
         pools=[pool for part in read for pool in part.tables.pools.values()],
@@ -385,7 +387,7 @@ def _joined(
     """The journals of some parts as one, and where its rows come from."""
     if tables.alone:
         return spans[0].journal.view(), None
-    number, row = in_order(spans, tables.others)
+    number, row = in_order(spans, tables.counting)
     begins = np.cumsum([0, *(len(span.journal) for span in spans)])
     journal = np.concatenate([span.journal for span in spans])[begins[number] + row]
     for place, column in enumerate((Column.STREAM, Column.SHAPE, Column.POOL)):

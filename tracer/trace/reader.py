@@ -99,9 +99,10 @@ class TraceReader(Described):
             return self
         parts, counts = self._tables.parts, self._tables.counting
         spans = []
-        for part, counting in zip(parts, counts, strict=True):
-            first, last = part.rows.holding(start, stop)
-            spans.append(PartSpan(part, first, last, 0 if self._tables.alone else clock_before(part, first, counting)))
+        for read, counting in zip(parts, counts, strict=True):
+            first, last = (min(row, read.stop) for row in read.part.rows.holding(start, stop))
+            clock = 0 if self._tables.alone else clock_before(read.part, first, counting)
+            spans.append(PartSpan(read.part, first, last, clock))
         return self._part_of(spans)
 
     def window(
@@ -126,26 +127,18 @@ class TraceReader(Described):
 
     def windows(self, rows: int | None = None) -> Iterator[TraceReader]:
         """Readers of all messages, one window after the other: what is read of a long trace never fills the memory."""
-        ends = self.end
-        window = self.window(rows=rows, ends=ends)
-        yield window
-        while not window.is_last:
-            window = self.window(window.after(len(window.journal)), rows, ends)
-            yield window
+        # a refresh in the meantime gives this reader other tables, and streams other numbers
+        return _windows(copy(self), rows)
 
     @property
     def begin(self) -> Position:
         """Where the messages begin."""
-        if self._spans is not None:
-            return tuple(span.start for span in self._spans)
-        return (0,) * len(self._tables.parts)
+        return tuple(span.start for span in self._spans or self._tables.parts)
 
     @property
     def end(self) -> Position:
         """Where the messages end."""
-        if self._spans is not None:
-            return tuple(span.stop for span in self._spans)
-        return tuple(part.messages for part in self._tables.parts)
+        return tuple(span.stop for span in self._spans or self._tables.parts)
 
     def after(self, count: int) -> Position:
         """Where the messages begin that follow the first so many of this reader."""
@@ -512,3 +505,13 @@ class TraceReader(Described):
 
     def __repr__(self) -> str:
         return f"TraceReader({str(self.path)!r}: {len(self)} messages, {self.status})"
+
+
+def _windows(reader: TraceReader, rows: int | None) -> Iterator[TraceReader]:
+    """As `TraceReader.windows`, of a reader that nobody refreshes."""
+    ends = reader.end
+    window = reader.window(rows=rows, ends=ends)
+    yield window
+    while not window.is_last:
+        window = reader.window(window.after(len(window.journal)), rows, ends)
+        yield window

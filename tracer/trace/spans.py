@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.format.journal import Column
-from tracer.format.summaries import Summary, summarized
+from tracer.format.summaries import Summary, summarized, united
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.trace.attempts import Counting, tags_of
 from tracer.trace.part import Part
@@ -20,7 +20,7 @@ from tracer.trace.part import Part
 @final
 @dataclass(eq=False)
 class PartSpan:
-    """Rows of a part that follow each other.
+    """Rows of a part that follow each other: some, or all that a reader has read of it; others may have read on.
 
     Attributes
     ----------
@@ -37,10 +37,40 @@ class PartSpan:
     clock: int = 0
 
     @classmethod
-    def whole(cls, part: Part) -> PartSpan:
-        """All rows of a part, which it keeps from now on."""
-        span = cls(part, 0, part.messages)
-        span.journal = part.rows.all
+    def of(cls, part: Part) -> PartSpan:
+        """All rows that a part has now."""
+        return cls(part, 0, part.messages)
+
+    @property
+    def rank(self) -> int:
+        """The rank of the part."""
+        return self.part.rank
+
+    @property
+    def attempt(self) -> int:
+        """The attempt of the part."""
+        return self.part.attempt
+
+    @property
+    def first_step(self) -> int:
+        """The step that the attempt of the part began with."""
+        return self.part.first_step
+
+    @property
+    def messages(self) -> int:
+        """How many rows they are."""
+        return self.stop - self.start
+
+    def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+        """As `tracer.trace.attempts.Written.evaluated`, of all rows of the part up to the last of these."""
+        rows, tags = self.part.evaluated(step)
+        known = rows < self.stop
+        return rows[known], tags[known]
+
+    def kept(self) -> PartSpan:
+        """The same, with rows that the part keeps from now on."""
+        span = PartSpan(self.part, self.start, self.stop, self.clock)
+        span.journal = self.part.rows.all[self.start : self.stop]
         return span
 
     @cached_property
@@ -62,13 +92,14 @@ class PartSpan:
         return found
 
 
-def counted(part: Part, counts: Counting, without: Collection[int] = ()) -> Iterator[Summary]:
-    """Summaries of the rows of a part that count, `without` training in some steps; few rows are read for them."""
+def counted(read: PartSpan, counts: Counting, without: Collection[int] = ()) -> Iterator[Summary]:
+    """Summaries of what was read of a part and counts, `without` training in some steps; few rows are read for them."""
+    rows = read.part.rows
     if counts.limit is None and not without:
-        yield part.rows.total
+        yield rows.total if read.stop == rows.length else united([*rows.pieces(0, read.stop)])
         return
-    for piece in part.rows.pieces():
-        found = _counted(part, piece, counts, without)
+    for piece in rows.pieces(0, read.stop):
+        found = _counted(read.part, piece, counts, without)
         if found is not None:
             yield found
 
@@ -90,18 +121,14 @@ def _counted(part: Part, piece: Summary, counts: Counting, without: Collection[i
 def clock_before(part: Part, start: int, counts: Counting) -> int:
     """The largest step of the rows before one that count."""
     clock = 0
-    for piece in part.rows.pieces():
-        if piece.stop > start:
-            rows = part.rows.between(piece.start, max(start, piece.start))
-            rows = rows[counts.mask(rows[:, Column.GLOBAL_STEP], piece.start)]
-            return max(clock, int(rows[:, Column.GLOBAL_STEP].max(initial=0)))
+    for piece in part.rows.pieces(0, start):
         found = _counted(part, piece, counts)
         clock = clock if found is None else max(clock, found.steps[1])
     return clock
 
 
 def ahead(
-    parts: Sequence[Part],
+    parts: Sequence[PartSpan],
     counts: Sequence[Counting],
     starts: Sequence[int],
     ends: Sequence[int],
@@ -117,9 +144,9 @@ def ahead(
     while True:
         share = -(-rows // len(parts))
         spans = []
-        for part, counting, start, end in zip(parts, counts, starts, ends, strict=True):
-            clock = 0 if alone else clock_before(part, start, counting)
-            spans.append(PartSpan(part, start, min(start + share + 1, end), clock))
+        for read, counting, start, end in zip(parts, counts, starts, ends, strict=True):
+            clock = 0 if alone else clock_before(read.part, start, counting)
+            spans.append(PartSpan(read.part, start, min(start + share + 1, end), clock))
         clocks = [span.clocks(counting) for span, counting in zip(spans, counts, strict=True)]
         cut = [clock[-1] for span, clock, end in zip(spans, clocks, ends, strict=True) if span.stop < end]
         if not cut:
