@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ from analyze.registry import parse
 from tests.trace.small_summaries import small_summaries
 from tests.trace.written_parts import every_format
 from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
-from tracer.errors import TraceCorruptError
+from tracer.errors import CaptureError, TraceCorruptError
+from tracer.format.journal import Column
 from tracer.format.names import part_name
 from tracer.format.tables import Tables
 from tracer.messaging.messages import Message
@@ -353,6 +355,69 @@ def test_messages_are_those_of_a_reader_before_its_refresh(tmp_path: Path, monke
     assert facts(coming) == expected
     assert sum(len(window.journal) for window in several) == 12
     growing.close()
+
+
+@pytest.mark.parametrize("make", [one_part, two_ranks])
+def test_a_part_of_a_trace_stays_that_part(
+    tmp_path: Path, make: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank of some steps has those steps, also for a replay; what needs the whole trace is refused."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=9)
+    make(path)
+    with TraceReader(path) as reader:
+        some, last = reader.within(5, 10), reader.ranks[-1]
+        of_rank = some.of_rank(last)
+        rows = of_rank.journal[:, Column.GLOBAL_STEP]
+        assert 30 < len(rows) == len(of_rank) < 60
+        assert {*range(5, 10)} <= {*rows.tolist()} < {*range(20)}
+        assert len(some.select(ranks=last)) == len(rows)
+        assert facts(of_rank.messages(steps=(5, 10))) == facts(reader.of_rank(last).messages(steps=(5, 10)))
+        assert sum(len(window.journal) for window in of_rank.windows(10)) == len(rows)
+        whole, heard = Collect("batch_started"), Collect("batch_started")
+        tracer.replay(reader, whole, rank=last)
+        tracer.replay(some, heard, rank=last)
+        steps = [one.global_step for one in heard]
+        assert len(whole) > 20 > len(steps)
+        assert steps == sorted({*rows.tolist()} & {one.global_step for one in heard})
+        for refused in (some.refresh, lambda: some.until_attempt(0), lambda: pickle.dumps(some)):
+            with pytest.raises(CaptureError, match=r"a reader of a part of the trace .*; take the reader of the whole"):
+                refused()
+        window = reader.window(rows=9)
+        assert (window.is_last, window.of_rank(last).is_last) == (False, False)
+
+
+@pytest.mark.parametrize("make", [one_part, two_ranks])
+def test_a_window_after_the_end(tmp_path: Path, make: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what is asked for ends before a window begins, as it may after a follow, the window is empty and last."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=9)
+    make(path)
+    with TraceReader(path) as reader:
+        asked = reader.within(0, 5)
+        window = reader.window(reader.end, ends=asked.end)
+        assert (len(window.journal), window.is_last, window.after(0)) == (0, True, reader.end)
+        assert asked.end < reader.end
+
+
+def test_a_follow_of_steps_that_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run may have gone far beyond the steps that a follower asks for, until it ends."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=9)
+    writer = TraceWriter(path, commit_rows=6)
+    writer.write_many([(one, None) for step in range(40) for one in step_of(step, 0, 0)])
+    writer.commit()
+
+    def wait(reader: TraceReader) -> bool:
+        """Let the run end."""
+        writer.write_many([(one, None) for step in range(40, 90) for one in step_of(step, 0, 0)])
+        writer.finish("finished")
+        return not reader.refresh()
+
+    monkeypatch.setattr(tracer.replaying.replay, "wait", wait)
+    heard = Collect("batch_started")
+    tracer.replay(path, heard, steps=(0, 10), follow=True)
+    assert [one.global_step for one in heard] == [*range(10)]
 
 
 def test_a_summary_of_other_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,8 @@ class TraceReader(Described):
         """A reader of that part of this trace which has all messages of some global steps, and few others.
 
         Its `journal`, and so all that it selects and reads, is of this part; what it says of the trace and its streams
-        is of the whole. It shares the open files and ends when this reader is closed.
+        is of the whole. It shares the open files and ends when this reader is closed. It is not refreshed, not pickled,
+        and not asked for an attempt: only the reader of the whole trace is.
 
         Parameters
         ----------
@@ -146,8 +147,8 @@ class TraceReader(Described):
 
     @property
     def is_last(self) -> bool:
-        """Whether this window ends where the messages do that it was made of."""
-        return self._ends is None or self.end == self._ends
+        """Whether this window ends where the messages do that it was made of, or begins after that."""
+        return self._ends is None or all(end >= last for end, last in zip(self.end, self._ends, strict=True))
 
     def _part_of(self, spans: list[PartSpan], ends: Position | None = None) -> TraceReader:
         view = copy(self)
@@ -164,7 +165,10 @@ class TraceReader(Described):
         ------
         TraceCorruptError
             If it is damaged.
+        CaptureError
+            If this is a reader of a part of a trace, as of `within`.
         """
+        self._refuse_part("is not refreshed")
         self._parts.refresh()
         if self._parts.extent == self._extent:
             return False
@@ -174,12 +178,13 @@ class TraceReader(Described):
     def of_rank(self, rank: int, *, assemble: bool | None = None) -> TraceReader:
         """A reader of one rank of this trace, which shares the open files and ends when this one is closed.
 
-        It is this one itself if that has no other ranks, and assembles as this one does if that is not said.
+        It is this one itself if that has no other ranks, and assembles as this one does if that is not said. Of a part
+        of a trace, as of `within`, it is the same part.
 
         Raises
         ------
         CaptureError
-            If there is nothing of this rank.
+            If there is nothing of this rank, or if this is a part of a trace and tensors were to be put together.
         TraceError
             If what there is of it cannot be read.
         """
@@ -190,7 +195,15 @@ class TraceReader(Described):
         assemble = parts.assemble if assemble is None else assemble
         if self.ranks == [rank] and (assemble is parts.assemble or not parts.lending):
             return self
-        return self._view(parts.of_rank(rank, assemble))
+        found = self._view(parts.of_rank(rank, assemble))
+        if self._spans is None:
+            return found
+        if found._tables.assembles:
+            self._refuse_part("has not all parts of the tensors that are to be put together")
+        spans = {span.part: span for span in self._spans}
+        ends = dict(zip(spans, self._ends or self.end, strict=True))
+        there = [read.part for read in found._tables.parts]
+        return found._part_of([spans[part] for part in there], tuple(ends[part] for part in there))
 
     def until_attempt(self, attempt: int) -> TraceReader:
         """A reader of this trace as one of its attempts left it, which shares the open files.
@@ -200,12 +213,18 @@ class TraceReader(Described):
         Raises
         ------
         CaptureError
-            If there is no such attempt.
+            If there is no such attempt, or if this is a reader of a part of a trace, as of `within`.
         """
+        self._refuse_part("does not go back to an attempt")
         there = [one["attempt"] for one in self.attempts]
         if attempt not in there:
             raise CaptureError(f"{self.path} has no attempt {attempt}; it has {', '.join(map(str, there))}")
         return self._view(self._parts.until(attempt))
+
+    def _refuse_part(self, why: str) -> None:
+        """Refuse what only a reader of the whole trace can do."""
+        if self._spans is not None:
+            raise CaptureError(f"{self.path}: a reader of a part of the trace {why}; take the reader of the whole")
 
     def _view(self, parts: Parts) -> TraceReader:
         """Another reader of the same open files."""
@@ -485,6 +504,7 @@ class TraceReader(Described):
         return same
 
     def __reduce__(self) -> Any:
+        self._refuse_part("is not pickled")
         # a copy opens the files again, so that it can be used in another process, too
         again = functools.partial(
             TraceReader, ranks=self._parts.only, assemble=self._parts.assemble, verify=self._verify

@@ -146,7 +146,7 @@ def ahead(
         spans = []
         for read, counting, start, end in zip(parts, counts, starts, ends, strict=True):
             clock = 0 if alone else clock_before(read.part, start, counting)
-            spans.append(PartSpan(read.part, start, min(start + share + 1, end), clock))
+            spans.append(PartSpan(read.part, start, max(start, min(start + share + 1, end)), clock))
         clocks = [span.clocks(counting) for span, counting in zip(spans, counts, strict=True)]
         cut = [clock[-1] for span, clock, end in zip(spans, clocks, ends, strict=True) if span.stop < end]
         if not cut:
