@@ -420,6 +420,34 @@ def test_a_follow_of_steps_that_are_over(tmp_path: Path, monkeypatch: pytest.Mon
     assert [one.global_step for one in heard] == [*range(10)]
 
 
+def test_a_follow_of_parts_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a single rank whose tensors are said to be distributed each message is published once, as it comes."""
+    path = tmp_path / "run.zarr"
+    whole = {"placement": {"replicas": [0], "shape": [4], "offsets": [0], "sizes": [4]}}
+    writer = TraceWriter(path, header={"ranks": [0]}, commit_rows=6)
+
+    def step(number: int) -> None:
+        where: dict[str, Any] = {"global_step": number, "train_step": number, "epoch": 0}
+        data = torch.full((4,), float(number))
+        writer.write(ModuleMessage(kind="weights", module="fc", data=data, **where), whole)
+        writer.commit()
+
+    def wait(reader: TraceReader) -> bool:
+        """Let another step come, or the end."""
+        if len(heard) < 5:
+            step(len(heard))
+        else:
+            writer.finish("finished")
+        reader.refresh()
+        return reader.status == "recording"
+
+    step(0)
+    monkeypatch.setattr(tracer.replaying.replay, "wait", wait)
+    heard = Collect("weights")
+    tracer.replay(path, heard, follow=True)
+    assert [one.global_step for one in heard] == [0, 1, 2, 3, 4]
+
+
 def test_a_summary_of_other_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are right, but not those that their summary is of, are refused when they are read."""
     from tracer.format.summaries import Summary

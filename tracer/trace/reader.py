@@ -193,7 +193,7 @@ class TraceReader(Described):
             raise self.unreadable.get(rank) or CaptureError(f"{self.path} has nothing of rank {rank}; {has}")
         parts = self._parts
         assemble = parts.assemble if assemble is None else assemble
-        if self.ranks == [rank] and (assemble is parts.assemble or not parts.lending):
+        if self.ranks == [rank] and (assemble is parts.assemble or not (parts.lending or self._tables.assembles)):
             return self
         found = self._view(parts.of_rank(rank, assemble))
         if self._spans is None:
