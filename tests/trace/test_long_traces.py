@@ -172,21 +172,33 @@ def test_a_long_trace_says_what_a_short_one_says(
         assert found[name] == answer, name
 
 
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows are read and checked each time, and how many are summarized again."""
+    found: list[int] = []
+    check, summarize = Rows._check, tracer.trace.rows.summarized
+
+    def checking(self: Rows, start: int, rows: Any) -> None:
+        found.append(len(rows))
+        check(self, start, rows)
+
+    def summarizing(rows: Any, *given: Any, **options: Any) -> Any:
+        found.append(len(rows))
+        return summarize(rows, *given, **options)
+
+    monkeypatch.setattr(Rows, "_check", checking)
+    monkeypatch.setattr(tracer.trace.rows, "summarized", summarizing)
+    return found
+
+
 @every_format
-def test_few_rows_are_read_for_few_steps(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_read_for_few_steps(
+    tmp_path: Path, suffix: str, looked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a trace of a thousand messages no more than some forty are looked at to tell of it, or of its last step."""
     path = tmp_path / f"run{suffix}"
     small_summaries(monkeypatch, rows=18)
     write_part(path, range(200))
-    looked = 0
-    check = Rows._check
-
-    def counting(self: Rows, start: int, rows: Any) -> None:
-        nonlocal looked
-        looked += len(rows)
-        check(self, start, rows)
-
-    monkeypatch.setattr(Rows, "_check", counting)
     heard = Collect("weights_norm2")
     for question in (
         lambda reader: (reader.info, reader.streams, len(reader), reader.ranks),
@@ -194,12 +206,52 @@ def test_few_rows_are_read_for_few_steps(tmp_path: Path, suffix: str, monkeypatc
         lambda reader: reader.array("weights", "a", steps=(199, 200)),
         lambda reader: tracer.replay(reader, heard, parse("norm:kind=weights"), steps=(199, 200)),
     ):
-        looked = 0
+        looked.clear()
         with TraceReader(path) as reader:
             question(reader)
             assert len(reader) > 1000
-        assert looked <= 40, looked
+        assert sum(looked) <= 60, looked
     assert len(heard) == 2
+
+
+@pytest.mark.parametrize("summaries", [True, False])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_the_rows_of_many_ranks_are_read_once(
+    tmp_path: Path, restarts: bool, summaries: bool, looked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many windows there are: rows that were read for one, and are not in it, are those of the next.
+
+    They are summarized once, too, where they have no summaries. What else is read tells which rows count.
+    """
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=18)
+    if not summaries:
+        monkeypatch.setattr(tracer.format.summaries, "SUMMARY_ROWS", 1 << 30)
+    for attempt, steps in enumerate((range(20), range(15, 30)) if restarts else [range(30)]):
+        for rank in range(6):
+            write_part(path, steps, rank=rank, attempt=attempt, ranks=6)
+    with TraceReader(path) as reader:
+        windows = [len(window.journal) for window in reader.windows()]
+        assert sum(windows) == 6 * 160 == len(reader)
+        assert len(windows) > 20
+    assert sum(looked) < (4 if restarts else 2.1) * 6 * 160
+
+
+def test_rows_that_do_not_count_are_not_read(
+    tmp_path: Path, looked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that began again from an early checkpoint has windows as others have, and what was given up is not read."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=18)
+    write_part(path, range(200))
+    write_part(path, range(10, 40), attempt=1)
+    looked.clear()
+    with TraceReader(path) as reader:
+        windows = [len(window.journal) for window in reader.windows()]
+        assert [one.global_step for one in reader if one.kind == "batch_started"] == [*range(40)]
+    assert sum(windows) == 213
+    assert max(windows) <= 18
+    assert sum(looked) < 1.6 * 2 * 213
 
 
 def test_damage_is_found_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,8 +448,9 @@ def test_a_window_after_the_end(tmp_path: Path, make: Callable[[Path], None], mo
     with TraceReader(path) as reader:
         asked = reader.within(0, 5)
         window = reader.window(reader.end, ends=asked.end)
-        assert (len(window.journal), window.is_last, window.after(0)) == (0, True, reader.end)
-        assert asked.end < reader.end
+        places = [[one.start for one in position] for position in (asked.end, window.after(0), reader.end)]
+        assert (len(window.journal), window.is_last, places[1]) == (0, True, places[2])
+        assert places[0] < places[2]
 
 
 def test_a_follow_of_steps_that_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

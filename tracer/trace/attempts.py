@@ -207,15 +207,24 @@ def counting(parts: Sequence[Written]) -> list[Counting]:
     still count, unless it made them (those of their tag) again.
     """
     firsts = [(one.attempt, one.first_step) for one in parts if one.messages]
+    # of each part, by the step that is asked for
+    asked: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.str_]]] = {}
+
+    def evaluated_before(number: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+        if (number, step) not in asked:
+            asked[number, step] = parts[number].evaluated(step)
+        return asked[number, step]
+
     found = []
-    for part in parts:
+    for number, part in enumerate(parts):
         limit = min((step for attempt, step in firsts if attempt > part.attempt), default=None)
         if limit is None:
             found.append(Counting())
             continue
-        again = [tag for one in parts if one.attempt > part.attempt for tag in one.evaluated(limit)[1]]
-        rows, tags = part.evaluated(limit)
-        found.append(Counting(limit, rows[~np.isin(tags, again)]))
+        rows, tags = evaluated_before(number, limit)
+        later = [other for other, one in enumerate(parts) if one.attempt > part.attempt] if len(rows) else []
+        again = {tag for other in later for tag in evaluated_before(other, limit)[1].tolist()}
+        found.append(Counting(limit, rows[~np.isin(tags, sorted(again))]))
     return found
 
 

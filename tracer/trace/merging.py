@@ -35,7 +35,7 @@ from tracer.trace.attempts import (
 )
 from tracer.trace.certificate import worst_certificate
 from tracer.trace.part import Part, is_empty
-from tracer.trace.spans import PartSpan, counted
+from tracer.trace.spans import PartSpan, counted, end_of_counted
 
 _T = TypeVar("_T")
 
@@ -286,6 +286,11 @@ class Joint:
     def counting(self) -> list[Counting]:
         """Which rows of each part count."""
         return counting([*self.parts, *self.others])[: len(self.parts)]
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """For each part the row after the last that counts."""
+        return [end_of_counted(read, counts) for read, counts in zip(self.parts, self.counting, strict=True)]
 
     def total(self, only: Collection[int] | None, without: Collection[int] = ()) -> Summary:
         """The summary of all messages, or of those of some ranks, or `without` training in some steps.

@@ -98,12 +98,11 @@ class TraceReader(Described):
         """
         if self._read is not None or self._spans is not None or self._tables.assembles:
             return self
-        parts, counts = self._tables.parts, self._tables.counting
         spans = []
-        for read, counting in zip(parts, counts, strict=True):
+        for read, counts in zip(self._tables.parts, self._tables.counting, strict=True):
             first, last = (min(row, read.stop) for row in read.part.rows.holding(start, stop))
-            clock = 0 if self._tables.alone else clock_before(read.part, first, counting)
-            spans.append(PartSpan(read.part, first, last, clock))
+            clock = 0 if self._tables.alone else clock_before(read.part, first, counts)
+            spans.append(PartSpan(read.part, first, last, clock, counts))
         return self._part_of(spans)
 
     def window(
@@ -113,18 +112,18 @@ class TraceReader(Described):
 
         Parameters
         ----------
-        starts, ends : tuple of int or None
+        starts, ends : sequence of PartSpan or None
             Where they begin and end, as `after` and `end` say; None: with the first and the last message.
         rows : int, optional
             How many messages there should be; where tensors are put together of their parts, all are taken.
         """
-        tables, ends = self._tables, ends or self.end
+        tables = self._tables
         if tables.assembles:
             return self
-        found = ahead(
-            tables.parts, tables.counting, starts or self.begin, ends, rows or WINDOW_ROWS, alone=tables.alone
-        )
-        return self._part_of(found, ends)
+        # rows that do not count, at the end of a part, are not read
+        last = [min(one.start, end) for one, end in zip(ends or self.end, tables.ends, strict=True)]
+        found = ahead(starts or self.begin, tables.counting, last, rows or WINDOW_ROWS, alone=tables.alone)
+        return self._part_of(found, last)
 
     def windows(self, rows: int | None = None) -> Iterator[TraceReader]:
         """Readers of all messages, one window after the other: what is read of a long trace never fills the memory."""
@@ -134,12 +133,12 @@ class TraceReader(Described):
     @property
     def begin(self) -> Position:
         """Where the messages begin."""
-        return tuple(span.start for span in self._spans or self._tables.parts)
+        return [span.until(span.start) for span in self._spans or self._tables.parts]
 
     @property
     def end(self) -> Position:
         """Where the messages end."""
-        return tuple(span.stop for span in self._spans or self._tables.parts)
+        return [PartSpan(span.part, span.stop, span.stop) for span in self._spans or self._tables.parts]
 
     def after(self, count: int) -> Position:
         """Where the messages begin that follow the first so many of this reader."""
@@ -148,9 +147,9 @@ class TraceReader(Described):
     @property
     def is_last(self) -> bool:
         """Whether this window ends where the messages do that it was made of, or begins after that."""
-        return self._ends is None or all(end >= last for end, last in zip(self.end, self._ends, strict=True))
+        return self._ends is None or all(end.start >= last for end, last in zip(self.end, self._ends, strict=True))
 
-    def _part_of(self, spans: list[PartSpan], ends: Position | None = None) -> TraceReader:
+    def _part_of(self, spans: list[PartSpan], ends: list[int] | None = None) -> TraceReader:
         view = copy(self)
         view._spans, view._read, view._whole, view._ends = spans, None, self._whole or self, ends
         return view
@@ -201,9 +200,9 @@ class TraceReader(Described):
         if found._tables.assembles:
             self._refuse_part("has not all parts of the tensors that are to be put together")
         spans = {span.part: span for span in self._spans}
-        ends = dict(zip(spans, self._ends or self.end, strict=True))
+        ends = dict(zip(spans, self._ends or [span.stop for span in self._spans], strict=True))
         there = [read.part for read in found._tables.parts]
-        return found._part_of([spans[part] for part in there], tuple(ends[part] for part in there))
+        return found._part_of([spans[part] for part in there], [ends[part] for part in there])
 
     def until_attempt(self, attempt: int) -> TraceReader:
         """A reader of this trace as one of its attempts left it, which shares the open files.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.format.journal import Column
+from tracer.format.journal import COLUMNS, Column
 from tracer.format.summaries import Summary, summarized, united
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.trace.attempts import Counting, tags_of
@@ -29,12 +28,18 @@ class PartSpan:
         The rows: start inclusive, stop exclusive.
     clock : int
         The largest step of the rows before them that count.
+    counts : Counting or None
+        Which do, as `clock` was found; None: it was not.
+    known : numpy.ndarray of int64, (rows, columns)
+        Rows from the first on that are in memory already: fewer than these, or more.
     """
 
     part: Part
     start: int
     stop: int
     clock: int = 0
+    counts: Counting | None = None
+    known: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, COLUMNS), np.int64))
 
     @classmethod
     def of(cls, part: Part) -> PartSpan:
@@ -69,20 +74,26 @@ class PartSpan:
 
     def kept(self) -> PartSpan:
         """The same, with rows that the part keeps from now on."""
-        span = PartSpan(self.part, self.start, self.stop, self.clock)
-        span.journal = self.part.rows.all[self.start : self.stop]
-        return span
+        return replace(self, known=self.part.rows.all[self.start : self.stop])
 
-    @cached_property
+    @property
     def journal(self) -> NDArray[np.int64]:
         """The rows, (messages, columns)."""
-        return self.part.rows.between(self.start, self.stop)
+        first = self.start + len(self.known)
+        if first < self.stop:
+            more = self.part.rows.between(first, self.stop)
+            self.known = np.concatenate([self.known, more]) if len(self.known) else more
+        return self.known[: self.stop - self.start]
 
     def until(self, stop: int) -> PartSpan:
-        """The rows of it before one."""
-        shorter = PartSpan(self.part, self.start, stop, self.clock)
-        shorter.journal = self.journal[: stop - self.start]
-        return shorter
+        """Rows from the same one on, before another."""
+        return replace(self, stop=stop)
+
+    def after(self, row: int, counts: Counting | None) -> PartSpan:
+        """No rows, where those begin that follow the ones before `row`."""
+        steps = self.known[: row - self.start, Column.GLOBAL_STEP]
+        clock = 0 if counts is None else int(steps[counts.mask(steps, self.start)].max(initial=self.clock))
+        return PartSpan(self.part, row, row, clock, counts, self.known[row - self.start :])
 
     def clocks(self, counts: Counting) -> NDArray[np.int64]:
         """The largest step so far, for each row: of this row, and of those before it, that count."""
@@ -127,27 +138,42 @@ def clock_before(part: Part, start: int, counts: Counting) -> int:
     return clock
 
 
+def end_of_counted(read: PartSpan, counts: Counting) -> int:
+    """The row after the last of a part that counts; few rows are read for it."""
+    if counts.limit is None:
+        return read.stop
+    for piece in reversed([*read.part.rows.pieces(0, read.stop)]):
+        first, last = piece.steps
+        if last < counts.limit:
+            return piece.stop
+        if first <= counts.limit:
+            steps = read.part.rows.between(piece.start, piece.stop)[:, Column.GLOBAL_STEP]
+            mine = np.flatnonzero(counts.mask(steps, piece.start))
+            if len(mine):
+                return piece.start + int(mine[-1]) + 1
+    return 0
+
+
 def ahead(
-    parts: Sequence[PartSpan],
-    counts: Sequence[Counting],
-    starts: Sequence[int],
-    ends: Sequence[int],
-    rows: int,
-    *,
-    alone: bool,
+    starts: Sequence[PartSpan], counts: Sequence[Counting], ends: Sequence[int], rows: int, *, alone: bool
 ) -> list[PartSpan]:
     """Rows of parts from some on, about so many, so that all of them come before the rows that are left to their ends.
 
     They end where a step does, in the order of the clock. They are more where a step has more, and all where few are
     left. Where a part is `alone`, nobody needs its clock.
     """
+    spans = [
+        one if alone or one.counts is of_part else replace(one, clock=clock_before(one.part, one.start, of_part))
+        for one, of_part in zip(starts, counts, strict=True)
+    ]
+    going_on = sum(one.start < end for one, end in zip(spans, ends, strict=True))
     while True:
-        share = -(-rows // len(parts))
-        spans = []
-        for read, counting, start, end in zip(parts, counts, starts, ends, strict=True):
-            clock = 0 if alone else clock_before(read.part, start, counting)
-            spans.append(PartSpan(read.part, start, max(start, min(start + share + 1, end)), clock))
-        clocks = [span.clocks(counting) for span, counting in zip(spans, counts, strict=True)]
+        share = -(-rows // max(1, going_on))
+        spans = [
+            replace(one, stop=max(one.start, min(one.start + share + 1, end)), counts=of_part)
+            for one, of_part, end in zip(spans, counts, ends, strict=True)
+        ]
+        clocks = [span.clocks(of_part) for span, of_part in zip(spans, counts, strict=True)]
         cut = [clock[-1] for span, clock, end in zip(spans, clocks, ends, strict=True) if span.stop < end]
         if not cut:
             return spans
