@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ import pytest
 import torch
 
 import tracer
+import tracer.trace.part
 from analyze.registry import parse
 from tests.trace.small_summaries import small_summaries
 from tests.trace.written_parts import every_format
 from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
-from tracer.errors import TraceCorruptError
+from tracer.errors import CaptureError, TraceCorruptError
+from tracer.format.journal import Column
 from tracer.format.names import part_name
 from tracer.format.tables import Tables
 from tracer.messaging.messages import Message
@@ -86,6 +90,8 @@ def ranks_and_attempts(path: Path) -> None:
             write_part(path, steps, rank=rank, attempt=attempt, ranks=2)
 
 
+GONE = {"pid": 2**22 + 1, "hostname": platform.node(), "start": "1"}
+"""A process that does not run any more."""
 TRACES = [one_part, an_unended_step, two_attempts, three_attempts, two_ranks, ranks_and_attempts]
 Facts = list[tuple[Any, ...]]
 
@@ -165,21 +171,33 @@ def test_a_long_trace_says_what_a_short_one_says(
         assert found[name] == answer, name
 
 
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows are read and checked each time, and how many are summarized again."""
+    found: list[int] = []
+    check, summarize = Rows._check, tracer.trace.rows.summarized
+
+    def checking(self: Rows, start: int, rows: Any) -> None:
+        found.append(len(rows))
+        check(self, start, rows)
+
+    def summarizing(rows: Any, *given: Any, **options: Any) -> Any:
+        found.append(len(rows))
+        return summarize(rows, *given, **options)
+
+    monkeypatch.setattr(Rows, "_check", checking)
+    monkeypatch.setattr(tracer.trace.rows, "summarized", summarizing)
+    return found
+
+
 @every_format
-def test_few_rows_are_read_for_few_steps(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_read_for_few_steps(
+    tmp_path: Path, suffix: str, looked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a trace of a thousand messages no more than some forty are looked at to tell of it, or of its last step."""
     path = tmp_path / f"run{suffix}"
     small_summaries(monkeypatch, rows=18)
     write_part(path, range(200))
-    looked = 0
-    check = Rows._check
-
-    def counting(self: Rows, start: int, rows: Any) -> None:
-        nonlocal looked
-        looked += len(rows)
-        check(self, start, rows)
-
-    monkeypatch.setattr(Rows, "_check", counting)
     heard = Collect("weights_norm2")
     for question in (
         lambda reader: (reader.info, reader.streams, len(reader), reader.ranks),
@@ -187,12 +205,52 @@ def test_few_rows_are_read_for_few_steps(tmp_path: Path, suffix: str, monkeypatc
         lambda reader: reader.array("weights", "a", steps=(199, 200)),
         lambda reader: tracer.replay(reader, heard, parse("norm:kind=weights"), steps=(199, 200)),
     ):
-        looked = 0
+        looked.clear()
         with TraceReader(path) as reader:
             question(reader)
             assert len(reader) > 1000
-        assert looked <= 40, looked
+        assert sum(looked) <= 60, looked
     assert len(heard) == 2
+
+
+@pytest.mark.parametrize("summaries", [True, False])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_the_rows_of_many_ranks_are_read_once(
+    tmp_path: Path, restarts: bool, summaries: bool, looked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many windows there are: rows that were read for one, and are not in it, are those of the next.
+
+    They are summarized once, too, where they have no summaries. What else is read tells which rows count.
+    """
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=18)
+    if not summaries:
+        monkeypatch.setattr(tracer.format.summaries, "SUMMARY_ROWS", 1 << 30)
+    for attempt, steps in enumerate((range(20), range(15, 30)) if restarts else [range(30)]):
+        for rank in range(6):
+            write_part(path, steps, rank=rank, attempt=attempt, ranks=6)
+    with TraceReader(path) as reader:
+        windows = [len(window.journal) for window in reader.windows()]
+        assert sum(windows) == 6 * 160 == len(reader)
+        assert len(windows) > 20
+    assert sum(looked) < (4 if restarts else 2.1) * 6 * 160
+
+
+def test_rows_that_do_not_count_are_not_read(
+    tmp_path: Path, looked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that began again from an early checkpoint has windows as others have, and what was given up is not read."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=18)
+    write_part(path, range(200))
+    write_part(path, range(10, 40), attempt=1)
+    looked.clear()
+    with TraceReader(path) as reader:
+        windows = [len(window.journal) for window in reader.windows()]
+        assert [one.global_step for one in reader if one.kind == "batch_started"] == [*range(40)]
+    assert sum(windows) == 213
+    assert max(windows) <= 18
+    assert sum(looked) < 1.6 * 2 * 213
 
 
 def test_damage_is_found_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,33 +276,228 @@ def test_damage_is_found_where_it_is_asked_for(tmp_path: Path, monkeypatch: pyte
     assert not tracer.verify(path).intact
 
 
+def interrupted(path: Path, process: dict[str, Any]) -> TraceWriter:
+    """The writer of a trace that nothing ended."""
+    writer = TraceWriter(path, header={"process": process}, chunk_bytes=960, commit_rows=10)
+    for step in range(60):
+        writer.write_many([(one, None) for one in step_of(step, 0, 0)])
+    writer.commit()
+    return writer
+
+
+def lose_rows(path: Path, first: int) -> None:
+    """Let the rows of a journal from one on be zeros, as on a disk that never had them."""
+    with TraceReader(path) as reader:
+        lost, last = reader.journal[first].tobytes(), reader.journal[-1].tobytes()
+    if path.suffix == ".h5":
+        with h5py.File(path, "r+") as file:
+            file["rank0/journal"][first:] = 0
+        return
+    shard = path / "rank0" / "journal" / "c" / "0" / "0"
+    data = bytearray(shard.read_bytes())
+    begin, end = data.index(lost), data.index(last) + len(last) + 4
+    data[begin:end] = bytes(end - begin)
+    shard.write_bytes(data)
+
+
 @every_format
 def test_a_hole_in_an_interrupted_trace_is_told(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that loses power may lack any page: what came before is read, and it is told that the rest is not."""
     path = tmp_path / f"run{suffix}"
     small_summaries(monkeypatch, rows=18)
-    gone = {"pid": 2**22 + 1, "hostname": platform.node(), "start": "1"}
-    writer = TraceWriter(path, header={"process": gone}, chunk_bytes=960, commit_rows=10)
-    for step in range(60):
-        writer.write_many([(one, None) for one in step_of(step, 0, 0)])
-    writer.commit()
-    writer._store.abandon()
+    interrupted(path, GONE)._store.abandon()
     with TraceReader(path) as reader:
         assert (reader.problems, len(reader), reader.status) == ([], 320, "interrupted")
-        lost, last = reader.journal[60].tobytes(), reader.journal[-1].tobytes()
-    if suffix == ".h5":
-        with h5py.File(path, "r+") as file:
-            file["rank0/journal"][60:] = 0
-    else:
-        shard = path / "rank0" / "journal" / "c" / "0" / "0"
-        data = bytearray(shard.read_bytes())
-        begin, end = data.index(lost), data.index(last) + len(last) + 4
-        data[begin:end] = bytes(end - begin)
-        shard.write_bytes(data)
+    lose_rows(path, 60)
     with TraceReader(path) as reader:
-        assert len(reader.problems) == 1
-        assert "missing or damaged, from row 60 of the journal on" in reader.problems[0]
-        assert len(facts(reader.messages())) == len(reader) == sum(one.count for one in reader.streams) == 60
+        for _ in range(2):
+            assert len(reader.problems) == 1
+            assert "missing or damaged, from row 60 of the journal on" in reader.problems[0]
+            assert len(facts(reader.messages())) == len(reader) == sum(one.count for one in reader.streams) == 60
+            assert not reader.refresh()  # it jumps over no hole either
+
+
+def test_a_hole_in_a_followed_trace_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine of a writer that is followed loses power: the rows up to the hole come, and the hole is told."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=18)
+    writer = TraceWriter(path, header={"process": GONE}, chunk_bytes=960, commit_rows=10)
+    with monkeypatch.context() as patches:
+        patches.setattr(tracer.trace.part, "lives", lambda *_: True)
+        writer.write_many([(one, None) for step in range(4) for one in step_of(step, 0, 0)])
+        writer.commit()
+        reader = TraceReader(path)
+        known = len(reader)
+        for step in range(4, 60):
+            writer.write_many([(one, None) for one in step_of(step, 0, 0)])
+        writer.commit()
+        writer._store.abandon()
+    lose_rows(path, 60)
+    assert (known, reader.problems) == (21, [])
+    assert reader.refresh()
+    assert ["missing or damaged, from row 60 of the journal on" in one for one in reader.problems] == [True]
+    assert len(facts(reader.messages())) == len(reader) == 60
+    reader.close()
+
+
+def recorded(path: Path, *, by_rank: int) -> Iterator[TraceReader]:
+    """A trace of two ranks that is being recorded, and after that the same when each has streams that are new."""
+    header = {"ranks": [0, 1], "run_id": "one", "created": "2026-01-01T00:00:00+00:00"}
+    with contextlib.ExitStack() as stack:
+        writers = [
+            stack.enter_context(TraceWriter(path, header=header, part=part_name(rank), commit_rows=4))
+            for rank in range(2)
+        ]
+        for name, steps in (("a", range(6)), ("b", range(6, 12))):
+            for rank, writer in enumerate(writers):
+                for step in steps:
+                    where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "rank": rank}
+                    module = f"{name}{rank}" if rank == by_rank else "a"
+                    data = torch.full((1 + step // 6,), float(step))
+                    writer.write(ModuleMessage(kind="weights", module=module, data=data, **where))
+                writer.commit()
+            if name == "a":
+                reader = stack.enter_context(TraceReader(path))
+            yield reader
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("by_rank", [0, 1])
+def test_a_reader_whose_parts_another_has_read_on(
+    tmp_path: Path, loaded: bool, by_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what it said before, until it is refreshed itself."""
+    small_summaries(monkeypatch)
+    growing = recorded(tmp_path / "run.zarr", by_rank=by_rank)
+    reader = next(growing)
+    view = reader.of_rank(by_rank)
+
+    def answers(one: TraceReader) -> list[Any]:
+        return [
+            len(one), [(info.module, info.count, info.steps) for info in one.streams], facts(one.messages()),
+            facts(one.messages(steps=(2, None))), *([one.journal.tolist()] if loaded else []),
+        ]  # fmt: skip
+
+    with TraceReader(reader.path) as other:
+        expected = answers(other)
+    if loaded:
+        assert answers(reader) == expected
+    next(growing)
+    assert view.refresh()
+    assert len(view) == 12
+    assert answers(reader) == expected
+    assert reader.refresh()
+    with TraceReader(reader.path) as other:
+        assert answers(reader) == answers(other) != expected
+    growing.close()
+
+
+def test_messages_are_those_of_a_reader_before_its_refresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who refreshes a reader while its messages come gets those that were there when they were asked for."""
+    small_summaries(monkeypatch)
+    growing = recorded(tmp_path / "run.zarr", by_rank=0)
+    reader = next(growing)
+    expected = facts(reader.messages(modules="a", kinds="weights"))
+    assert len(expected) == 6
+    coming = reader.messages(modules="a", kinds="weights")
+    several = reader.windows()
+    next(growing)
+    assert reader.refresh()
+    assert facts(coming) == expected
+    assert sum(len(window.journal) for window in several) == 12
+    growing.close()
+
+
+@pytest.mark.parametrize("make", [one_part, two_ranks])
+def test_a_part_of_a_trace_stays_that_part(
+    tmp_path: Path, make: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank of some steps has those steps, also for a replay; what needs the whole trace is refused."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=9)
+    make(path)
+    with TraceReader(path) as reader:
+        some, last = reader.within(5, 10), reader.ranks[-1]
+        of_rank = some.of_rank(last)
+        rows = of_rank.journal[:, Column.GLOBAL_STEP]
+        assert 30 < len(rows) == len(of_rank) < 60
+        assert {*range(5, 10)} <= {*rows.tolist()} < {*range(20)}
+        assert len(some.select(ranks=last)) == len(rows)
+        assert facts(of_rank.messages(steps=(5, 10))) == facts(reader.of_rank(last).messages(steps=(5, 10)))
+        assert sum(len(window.journal) for window in of_rank.windows(10)) == len(rows)
+        whole, heard = Collect("batch_started"), Collect("batch_started")
+        tracer.replay(reader, whole, rank=last)
+        tracer.replay(some, heard, rank=last)
+        steps = [one.global_step for one in heard]
+        assert len(whole) > 20 > len(steps)
+        assert steps == sorted({*rows.tolist()} & {one.global_step for one in heard})
+        for refused in (some.refresh, lambda: some.until_attempt(0), lambda: pickle.dumps(some)):
+            with pytest.raises(CaptureError, match=r"a reader of a part of the trace .*; take the reader of the whole"):
+                refused()
+        window = reader.window(rows=9)
+        assert (window.is_last, window.of_rank(last).is_last) == (False, False)
+
+
+@pytest.mark.parametrize("make", [one_part, two_ranks])
+def test_a_window_after_the_end(tmp_path: Path, make: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what is asked for ends before a window begins, as it may after a follow, the window is empty and last."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=9)
+    make(path)
+    with TraceReader(path) as reader:
+        asked = reader.within(0, 5)
+        window = reader.window(reader.end, ends=asked.end)
+        places = [[one.start for one in position] for position in (asked.end, window.after(0), reader.end)]
+        assert (len(window.journal), window.is_last, places[1]) == (0, True, places[2])
+        assert places[0] < places[2]
+
+
+def test_a_follow_of_steps_that_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run may have gone far beyond the steps that a follower asks for, until it ends."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=9)
+    writer = TraceWriter(path, commit_rows=6)
+    writer.write_many([(one, None) for step in range(40) for one in step_of(step, 0, 0)])
+    writer.commit()
+
+    def wait(reader: TraceReader) -> bool:
+        """Let the run end."""
+        writer.write_many([(one, None) for step in range(40, 90) for one in step_of(step, 0, 0)])
+        writer.finish("finished")
+        return not reader.refresh()
+
+    monkeypatch.setattr(tracer.replaying.replay, "wait", wait)
+    heard = Collect("batch_started")
+    tracer.replay(path, heard, steps=(0, 10), follow=True)
+    assert [one.global_step for one in heard] == [*range(10)]
+
+
+def test_a_follow_of_parts_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a single rank whose tensors are said to be distributed each message is published once, as it comes."""
+    path = tmp_path / "run.zarr"
+    whole = {"placement": {"replicas": [0], "shape": [4], "offsets": [0], "sizes": [4]}}
+    writer = TraceWriter(path, header={"ranks": [0]}, commit_rows=6)
+
+    def step(number: int) -> None:
+        where: dict[str, Any] = {"global_step": number, "train_step": number, "epoch": 0}
+        data = torch.full((4,), float(number))
+        writer.write(ModuleMessage(kind="weights", module="fc", data=data, **where), whole)
+        writer.commit()
+
+    def wait(reader: TraceReader) -> bool:
+        """Let another step come, or the end."""
+        if len(heard) < 5:
+            step(len(heard))
+        else:
+            writer.finish("finished")
+        reader.refresh()
+        return reader.status == "recording"
+
+    step(0)
+    monkeypatch.setattr(tracer.replaying.replay, "wait", wait)
+    heard = Collect("weights")
+    tracer.replay(path, heard, follow=True)
+    assert [one.global_step for one in heard] == [0, 1, 2, 3, 4]
 
 
 def test_a_summary_of_other_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

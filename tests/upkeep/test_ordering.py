@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tracer.format.journal import COLUMNS, Column
 from tracer.messaging.messages import DEFAULT_TAG
-from tracer.trace.attempts import in_order
+from tracer.trace.attempts import counting, in_order
 from tracer.upkeep.ordering import Ordering
 from tracer.upkeep.survey_journal import Window
 
@@ -73,11 +73,6 @@ class Whole:
         return cls(one.rank, one.attempt, first_step, journal)
 
     @property
-    def part(self) -> Whole:
-        """Itself."""
-        return self
-
-    @property
     def messages(self) -> int:
         """How many rows there are."""
         return len(self.journal)
@@ -125,7 +120,8 @@ def test_it_is_the_order_of_whole_journals(seed: int, damage: float) -> None:
         assert len(batch.places)
         for number, place in zip(batch.surveys.tolist(), batch.places.tolist(), strict=True):
             found.append((number, batch.windows[number].start + place))
-    numbers, rows = in_order([Whole.of(one, one.first_step) for one in parts])
+    whole = [Whole.of(one, one.first_step) for one in parts]
+    numbers, rows = in_order(whole, counting(whole))
     assert found == list(zip(numbers.tolist(), rows.tolist(), strict=True))
     assert ordering.total == len(found)
 

@@ -18,14 +18,16 @@ import torch
 from tests import processes
 from tests.trace.small_summaries import small_summaries
 from tracer.errors import TraceFormatError, TraceNotFoundError
+from tracer.format.declarations import declaration
 from tracer.format.summaries import Summary
 from tracer.messaging.messages import ModuleMessage, NetworkMessage
 from tracer.stores.hdf5.places import ChunkPlaces
 from tracer.trace.writer import TraceWriter
+from tracer.upkeep import survey_summaries
 from tracer.upkeep.findings import CHECKS
 from tracer.upkeep.recover import recover
 from tracer.upkeep.survey_tables import SurveyedTables
-from tracer.upkeep.verify import verify
+from tracer.upkeep.verify import TRIES, verify
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -299,3 +301,27 @@ def test_a_summary_that_is_not_of_its_rows(tmp_path: Path, what: str, monkeypatc
     assert {problem.check for problem in report.problems} == {"summary"}
     write_it(tmp_path / "right.zarr")
     assert verify(tmp_path / "right.zarr").intact
+
+
+def test_many_summaries_of_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row is compared with one summary, however many say that they are of it; that they do is told once."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=50)
+    again = {"rows": [0, 60], "crc32c": 1, "streams": [[0, 60, 0, 1, 0, 59, 0, 0, []]]}
+    with TraceWriter(path, commit_rows=50) as writer:
+        for step in range(60):
+            writer.write(NetworkMessage(kind="batch_started", global_step=step, train_step=step, epoch=0))
+        writer.commit()
+        writer._commits.lines.extend([declaration("summary", again)] * 300)
+    rows = 0
+    summarize = survey_summaries.summarized
+
+    def counting(table: Any, start: int, **options: Any) -> Summary:
+        nonlocal rows
+        rows += len(table)
+        return summarize(table, start, **options)
+
+    monkeypatch.setattr(survey_summaries, "summarized", counting)
+    told = [str(problem) for problem in verify(path).problems]
+    assert told == ["summary: the summary of rows 0 to 59 is of rows that one before it is of (and 299 more summaries)"]
+    assert rows <= TRIES * 60

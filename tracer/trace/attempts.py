@@ -149,7 +149,7 @@ class Span(Protocol):
     """Rows of a part that follow each other."""
 
     @property
-    def part(self) -> Written: ...
+    def rank(self) -> int: ...
     @property
     def start(self) -> int: ...
     @property
@@ -207,23 +207,31 @@ def counting(parts: Sequence[Written]) -> list[Counting]:
     still count, unless it made them (those of their tag) again.
     """
     firsts = [(one.attempt, one.first_step) for one in parts if one.messages]
+    # of each part, by the step that is asked for
+    asked: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.str_]]] = {}
+
+    def evaluated_before(number: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+        if (number, step) not in asked:
+            asked[number, step] = parts[number].evaluated(step)
+        return asked[number, step]
+
     found = []
-    for part in parts:
+    for number, part in enumerate(parts):
         limit = min((step for attempt, step in firsts if attempt > part.attempt), default=None)
         if limit is None:
             found.append(Counting())
             continue
-        again = [tag for one in parts if one.attempt > part.attempt for tag in one.evaluated(limit)[1]]
-        rows, tags = part.evaluated(limit)
-        found.append(Counting(limit, rows[~np.isin(tags, again)]))
+        rows, tags = evaluated_before(number, limit)
+        later = [other for other, one in enumerate(parts) if one.attempt > part.attempt] if len(rows) else []
+        again = {tag for other in later for tag in evaluated_before(other, limit)[1].tolist()}
+        found.append(Counting(limit, rows[~np.isin(tags, sorted(again))]))
     return found
 
 
-def in_order(spans: Sequence[Span], others: Sequence[Written] = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def in_order(spans: Sequence[Span], counts: Sequence[Counting]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The rows of all spans that count, in one order: their spans, and their rows in the journals of those.
 
-    Parts are ordered by the step, then by the rank; each keeps its own order. Of `others` only is asked what rows of
-    the spans they take the place of.
+    Parts are ordered by the step, then by the rank; each keeps its own order. `counts` are those of their parts.
 
     Returns
     -------
@@ -231,15 +239,14 @@ def in_order(spans: Sequence[Span], others: Sequence[Written] = ()) -> tuple[NDA
     row : numpy.ndarray of int64, (messages,)
     """
     numbers, rows, clocks, ranks = ([np.zeros(0, np.int64)] for _ in range(4))
-    parts = [span.part for span in spans]
-    for number, (span, counts) in enumerate(zip(spans, counting([*parts, *others]), strict=False)):
+    for number, (span, of_part) in enumerate(zip(spans, counts, strict=True)):
         steps = span.journal[:, Column.GLOBAL_STEP]
-        mine = np.flatnonzero(counts.mask(steps, span.start))
+        mine = np.flatnonzero(of_part.mask(steps, span.start))
         numbers.append(np.full(len(mine), number))
         rows.append(mine)
         # an evaluation of an earlier step stays where it was recorded, so the clock never runs back
         clocks.append(np.maximum.accumulate(steps[mine]).clip(min=span.clock))
-        ranks.append(np.full(len(mine), span.part.rank))
+        ranks.append(np.full(len(mine), span.rank))
     order = np.lexsort((np.concatenate(ranks), np.concatenate(clocks)))
     return np.concatenate(numbers)[order], np.concatenate(rows)[order]
 

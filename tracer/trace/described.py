@@ -18,25 +18,36 @@ from tracer.messaging.messages import DEFAULT_TAG
 from tracer.shown import table
 from tracer.stores.locations import Location
 from tracer.stores.opening import STORES
+from tracer.trace.attempts import Counting
 from tracer.trace.blocks import Blocks
 from tracer.trace.data import Data, itemsizes
 from tracer.trace.merging import Parts, joint, merged
 from tracer.trace.spans import PartSpan
 from tracer.trace.streams import StreamInfo, described
 
-Position = tuple[int, ...]
-"""The first rows of each part that come after some messages of a trace."""
+Position = Sequence[PartSpan]
+"""Where messages of a trace begin or end: for each part no rows, and where they would be."""
 
 
 @final
 class Reading:
-    """A journal that was read, and what reads the data of its rows."""
+    """A journal that was read, and what reads the data of its rows.
 
-    def __init__(self, data: Data, spans: Sequence[PartSpan]) -> None:
+    Parameters
+    ----------
+    data : Data
+    spans : sequence of PartSpan
+        What was read of each part.
+    counts : sequence of Counting or None
+        Which rows of each part count; None where nobody has to know.
+    """
+
+    def __init__(self, data: Data, spans: Sequence[PartSpan], counts: Sequence[Counting] | None) -> None:
         data.merged.journal.flags.writeable = False
         self.data = data
         self.blocks = Blocks(data)
         self._spans = spans
+        self._counts: Sequence[Counting | None] = counts or [None] * len(spans)
 
     @cached_property
     def rank(self) -> NDArray[np.int64]:
@@ -50,13 +61,14 @@ class Reading:
         """As `TraceReader.after`."""
         read = self.data.merged
         if count == len(read.journal):
-            return tuple(span.stop for span in self._spans)
-        if read.origin is None:
-            return (self._spans[0].start + count,)
-        parts, rows = read.origin[0][:count], read.origin[1][:count]
-        return tuple(
-            int(rows[parts == number].max(initial=span.start - 1)) + 1 for number, span in enumerate(self._spans)
-        )
+            ends = [span.stop for span in self._spans]
+        elif read.origin is None:
+            ends = [span.start + count for span in self._spans]
+        else:
+            parts, rows = read.origin[0][:count], read.origin[1][:count]
+            firsts = [span.start - 1 for span in self._spans]
+            ends = [int(rows[parts == number].max(initial=first)) + 1 for number, first in enumerate(firsts)]
+        return [span.after(end, counts) for span, end, counts in zip(self._spans, ends, self._counts, strict=True)]
 
 
 class Described:
@@ -79,16 +91,18 @@ class Described:
         self._read: Reading | None = None
         self._infos: list[StreamInfo] | None = None
         self._whole: Described | None = None
-        self._ends: Position | None = None
+        self._ends: list[int] | None = None
 
     def _rows(self) -> Reading:
         """The journal, which is read when somebody asks for it."""
         if self._read is None:
             spans = self._spans
             if spans is None:
-                spans = [PartSpan.whole(part) for part in self._tables.parts]
+                spans = [read.kept() for read in self._tables.parts]
             found = merged(self._parts, self._tables, spans)
-            self._read = Reading(Data(self.path, found, self._parts.stores, self._verify), spans)
+            ordered = not (self._tables.alone or self._tables.assembles)
+            data = Data(self.path, found, self._parts.stores, self._verify)
+            self._read = Reading(data, spans, self._tables.counting if ordered else None)
         return self._read
 
     @property

@@ -35,7 +35,7 @@ from tracer.trace.attempts import (
 )
 from tracer.trace.certificate import worst_certificate
 from tracer.trace.part import Part, is_empty
-from tracer.trace.spans import PartSpan, counted
+from tracer.trace.spans import PartSpan, counted, end_of_counted
 
 _T = TypeVar("_T")
 
@@ -120,7 +120,7 @@ class Parts:
         self.shown = [one for one in self.shown if one.name not in foreign and one.name not in empty]
         self.lending = [one for one in self.lending if one.name not in foreign]
         self.superseding = [one for one in self.superseding if one.name not in foreign]
-        self.problems += [part.broken_off for part in self.shown if part.broken_off]
+        self._tell_breaks()
         self.problems += [
             str(error) for name, store, error in unread if store is None or not _in_vain(name, store, again)
         ]
@@ -137,6 +137,11 @@ class Parts:
                 self.lending.append(part)
             else:
                 self.superseding.append(part)
+
+    def _tell_breaks(self) -> None:
+        """Add to the problems what breaks off, and was not told of yet."""
+        found = [part.broken_off for part in self.shown if part.broken_off]
+        self.problems += [one for one in found if one not in self.problems]
 
     def _refuse_nothing(self) -> None:
         """Raise why there is nothing of the ranks that are looked at."""
@@ -176,6 +181,7 @@ class Parts:
         """Read what was committed since the last time."""
         for part in (*self.shown, *self.lending):
             part.refresh()
+        self._tell_breaks()
 
     @property
     def last_attempt(self) -> list[Part]:
@@ -216,7 +222,8 @@ class Parts:
     def attempts(self) -> list[dict[str, Any]]:
         """As `TraceReader.attempts`."""
         found: dict[int, dict[str, Any]] = {}
-        for part, counts in zip(self.shown, counting(self.shown), strict=True):
+        read = [PartSpan.of(part) for part in self.shown]
+        for part, span, counts in zip(self.shown, read, counting(read), strict=True):
             told = found.setdefault(
                 part.attempt,
                 {
@@ -231,8 +238,8 @@ class Parts:
                 },
             )
             told["ranks"].append(part.rank)
-            told["messages"] += part.messages
-            told["superseded"] += part.messages - sum(one.messages for one in counted(part, counts))
+            told["messages"] += span.messages
+            told["superseded"] += span.messages - sum(one.messages for one in counted(span, counts))
             if told["status"] == "finished":
                 told["status"] = part.status
             told["certificate"] = worst_certificate([told["certificate"], part.header.get("certificate")])
@@ -246,8 +253,9 @@ class Joint:
 
     Attributes
     ----------
-    parts : list of Part
-    others : list of Part
+    parts : list of PartSpan
+        As far as they were read then.
+    others : list of PartSpan
         Those that only take the place of rows of the others.
     streams : list of Stream
     shapes : list of tuple of int
@@ -260,8 +268,8 @@ class Joint:
         Whether tensors of these streams may be distributed over ranks, and are put together.
     """
 
-    parts: list[Part]
-    others: list[Part]
+    parts: list[PartSpan]
+    others: list[PartSpan]
     streams: list[Stream]
     shapes: list[tuple[int, ...]]
     pools: list[Pool]
@@ -279,6 +287,11 @@ class Joint:
         """Which rows of each part count."""
         return counting([*self.parts, *self.others])[: len(self.parts)]
 
+    @cached_property
+    def ends(self) -> list[int]:
+        """For each part the row after the last that counts."""
+        return [end_of_counted(read, counts) for read, counts in zip(self.parts, self.counting, strict=True)]
+
     def total(self, only: Collection[int] | None, without: Collection[int] = ()) -> Summary:
         """The summary of all messages, or of those of some ranks, or `without` training in some steps.
 
@@ -286,8 +299,8 @@ class Joint:
         """
         found = [
             one.numbered(*numbers[:2])
-            for part, counts, numbers in zip(self.parts, self.counting, self.numbers, strict=True)
-            for one in counted(part, counts, without)
+            for read, counts, numbers in zip(self.parts, self.counting, self.numbers, strict=True)
+            for one in counted(read, counts, without)
         ]
         whole = united(found)
         if only is None:
@@ -307,8 +320,8 @@ def joint(parts: Parts) -> Joint:
     begins = np.cumsum([0, *(len(one) for one in pools[:-1])])
     pool_ids = [ids + begin for ids, begin in zip(pools, begins, strict=True)]
     return Joint(
-        parts=read,
-        others=[part for part in parts.all if part not in read],
+        parts=[PartSpan.of(part) for part in read],
+        others=[PartSpan.of(part) for part in parts.all if part not in read],
         streams=streams,
         shapes=shapes,
         pools=[pool for part in read for pool in part.tables.pools.values()],
@@ -379,7 +392,7 @@ def _joined(
     """The journals of some parts as one, and where its rows come from."""
     if tables.alone:
         return spans[0].journal.view(), None
-    number, row = in_order(spans, tables.others)
+    number, row = in_order(spans, tables.counting)
     begins = np.cumsum([0, *(len(span.journal) for span in spans)])
     journal = np.concatenate([span.journal for span in spans])[begins[number] + row]
     for place, column in enumerate((Column.STREAM, Column.SHAPE, Column.POOL)):

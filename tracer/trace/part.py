@@ -174,7 +174,7 @@ class Part:
         start, rows = self.rows.new(length)
         if self.store.checksums_chunks is False:
             rows = self._without_late_rows(start, rows)
-        if start > self.rows.length == 0 and not self.tables.ending and not self._lives:
+        if start > self.rows.length and not self.tables.ending and not self._lives:
             # what a machine that lost power had in memory alone may be missing anywhere
             self.rows.prove(start)
         self.rows.add(start, rows)

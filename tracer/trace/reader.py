@@ -88,7 +88,8 @@ class TraceReader(Described):
         """A reader of that part of this trace which has all messages of some global steps, and few others.
 
         Its `journal`, and so all that it selects and reads, is of this part; what it says of the trace and its streams
-        is of the whole. It shares the open files and ends when this reader is closed.
+        is of the whole. It shares the open files and ends when this reader is closed. It is not refreshed, not pickled,
+        and not asked for an attempt: only the reader of the whole trace is.
 
         Parameters
         ----------
@@ -97,11 +98,11 @@ class TraceReader(Described):
         """
         if self._read is not None or self._spans is not None or self._tables.assembles:
             return self
-        parts, counts = self._tables.parts, self._tables.counting
         spans = []
-        for part, counting in zip(parts, counts, strict=True):
-            first, last = part.rows.holding(start, stop)
-            spans.append(PartSpan(part, first, last, 0 if self._tables.alone else clock_before(part, first, counting)))
+        for read, counts in zip(self._tables.parts, self._tables.counting, strict=True):
+            first, last = (min(row, read.stop) for row in read.part.rows.holding(start, stop))
+            clock = 0 if self._tables.alone else clock_before(read.part, first, counts)
+            spans.append(PartSpan(read.part, first, last, clock, counts))
         return self._part_of(spans)
 
     def window(
@@ -111,41 +112,33 @@ class TraceReader(Described):
 
         Parameters
         ----------
-        starts, ends : tuple of int or None
+        starts, ends : sequence of PartSpan or None
             Where they begin and end, as `after` and `end` say; None: with the first and the last message.
         rows : int, optional
             How many messages there should be; where tensors are put together of their parts, all are taken.
         """
-        tables, ends = self._tables, ends or self.end
+        tables = self._tables
         if tables.assembles:
             return self
-        found = ahead(
-            tables.parts, tables.counting, starts or self.begin, ends, rows or WINDOW_ROWS, alone=tables.alone
-        )
-        return self._part_of(found, ends)
+        # rows that do not count, at the end of a part, are not read
+        last = [min(one.start, end) for one, end in zip(ends or self.end, tables.ends, strict=True)]
+        found = ahead(starts or self.begin, tables.counting, last, rows or WINDOW_ROWS, alone=tables.alone)
+        return self._part_of(found, last)
 
     def windows(self, rows: int | None = None) -> Iterator[TraceReader]:
         """Readers of all messages, one window after the other: what is read of a long trace never fills the memory."""
-        ends = self.end
-        window = self.window(rows=rows, ends=ends)
-        yield window
-        while not window.is_last:
-            window = self.window(window.after(len(window.journal)), rows, ends)
-            yield window
+        # a refresh in the meantime gives this reader other tables, and streams other numbers
+        return _windows(copy(self), rows)
 
     @property
     def begin(self) -> Position:
         """Where the messages begin."""
-        if self._spans is not None:
-            return tuple(span.start for span in self._spans)
-        return (0,) * len(self._tables.parts)
+        return [span.until(span.start) for span in self._spans or self._tables.parts]
 
     @property
     def end(self) -> Position:
         """Where the messages end."""
-        if self._spans is not None:
-            return tuple(span.stop for span in self._spans)
-        return tuple(part.messages for part in self._tables.parts)
+        return [PartSpan(span.part, span.stop, span.stop) for span in self._spans or self._tables.parts]
 
     def after(self, count: int) -> Position:
         """Where the messages begin that follow the first so many of this reader."""
@@ -153,10 +146,10 @@ class TraceReader(Described):
 
     @property
     def is_last(self) -> bool:
-        """Whether this window ends where the messages do that it was made of."""
-        return self._ends is None or self.end == self._ends
+        """Whether this window ends where the messages do that it was made of, or begins after that."""
+        return self._ends is None or all(end.start >= last for end, last in zip(self.end, self._ends, strict=True))
 
-    def _part_of(self, spans: list[PartSpan], ends: Position | None = None) -> TraceReader:
+    def _part_of(self, spans: list[PartSpan], ends: list[int] | None = None) -> TraceReader:
         view = copy(self)
         view._spans, view._read, view._whole, view._ends = spans, None, self._whole or self, ends
         return view
@@ -171,7 +164,10 @@ class TraceReader(Described):
         ------
         TraceCorruptError
             If it is damaged.
+        CaptureError
+            If this is a reader of a part of a trace, as of `within`.
         """
+        self._refuse_part("is not refreshed")
         self._parts.refresh()
         if self._parts.extent == self._extent:
             return False
@@ -181,12 +177,13 @@ class TraceReader(Described):
     def of_rank(self, rank: int, *, assemble: bool | None = None) -> TraceReader:
         """A reader of one rank of this trace, which shares the open files and ends when this one is closed.
 
-        It is this one itself if that has no other ranks, and assembles as this one does if that is not said.
+        It is this one itself if that has no other ranks, and assembles as this one does if that is not said. Of a part
+        of a trace, as of `within`, it is the same part.
 
         Raises
         ------
         CaptureError
-            If there is nothing of this rank.
+            If there is nothing of this rank, or if this is a part of a trace and tensors were to be put together.
         TraceError
             If what there is of it cannot be read.
         """
@@ -195,9 +192,17 @@ class TraceReader(Described):
             raise self.unreadable.get(rank) or CaptureError(f"{self.path} has nothing of rank {rank}; {has}")
         parts = self._parts
         assemble = parts.assemble if assemble is None else assemble
-        if self.ranks == [rank] and (assemble is parts.assemble or not parts.lending):
+        if self.ranks == [rank] and (assemble is parts.assemble or not (parts.lending or self._tables.assembles)):
             return self
-        return self._view(parts.of_rank(rank, assemble))
+        found = self._view(parts.of_rank(rank, assemble))
+        if self._spans is None:
+            return found
+        if found._tables.assembles:
+            self._refuse_part("has not all parts of the tensors that are to be put together")
+        spans = {span.part: span for span in self._spans}
+        ends = dict(zip(spans, self._ends or [span.stop for span in self._spans], strict=True))
+        there = [read.part for read in found._tables.parts]
+        return found._part_of([spans[part] for part in there], [ends[part] for part in there])
 
     def until_attempt(self, attempt: int) -> TraceReader:
         """A reader of this trace as one of its attempts left it, which shares the open files.
@@ -207,12 +212,18 @@ class TraceReader(Described):
         Raises
         ------
         CaptureError
-            If there is no such attempt.
+            If there is no such attempt, or if this is a reader of a part of a trace, as of `within`.
         """
+        self._refuse_part("does not go back to an attempt")
         there = [one["attempt"] for one in self.attempts]
         if attempt not in there:
             raise CaptureError(f"{self.path} has no attempt {attempt}; it has {', '.join(map(str, there))}")
         return self._view(self._parts.until(attempt))
+
+    def _refuse_part(self, why: str) -> None:
+        """Refuse what only a reader of the whole trace can do."""
+        if self._spans is not None:
+            raise CaptureError(f"{self.path}: a reader of a part of the trace {why}; take the reader of the whole")
 
     def _view(self, parts: Parts) -> TraceReader:
         """Another reader of the same open files."""
@@ -492,6 +503,7 @@ class TraceReader(Described):
         return same
 
     def __reduce__(self) -> Any:
+        self._refuse_part("is not pickled")
         # a copy opens the files again, so that it can be used in another process, too
         again = functools.partial(
             TraceReader, ranks=self._parts.only, assemble=self._parts.assemble, verify=self._verify
@@ -512,3 +524,13 @@ class TraceReader(Described):
 
     def __repr__(self) -> str:
         return f"TraceReader({str(self.path)!r}: {len(self)} messages, {self.status})"
+
+
+def _windows(reader: TraceReader, rows: int | None) -> Iterator[TraceReader]:
+    """As `TraceReader.windows`, of a reader that nobody refreshes."""
+    ends = reader.end
+    window = reader.window(rows=rows, ends=ends)
+    yield window
+    while not window.is_last:
+        window = reader.window(window.after(len(window.journal)), rows, ends)
+        yield window

@@ -167,14 +167,18 @@ class Rows:
         for begin in range(0, self.length, PIECE_ROWS):
             yield self.between(begin, min(begin + PIECE_ROWS, self.length))
 
-    def pieces(self, start: int = 0) -> Iterator[Summary]:
-        """Summaries of all rows from one on, which begins one of them, in their order; few rows are read for them."""
+    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[Summary]:
+        """Summaries of rows, start inclusive and stop exclusive, in their order; few rows are read for them.
+
+        The first row begins one of the part's summaries; None as `stop`: up to the last one.
+        """
+        stop = self.length if stop is None else stop
         for one in self._blocks:
-            if start <= one.start and one.stop <= self._first:
+            if start <= one.start and one.stop <= min(stop, self._first):
                 yield one
                 start = one.stop
-        for begin in range(start, self.length, PIECE_ROWS):
-            yield summarized(self.between(begin, min(begin + PIECE_ROWS, self.length)), begin, checksum=False)
+        for begin in range(start, stop, PIECE_ROWS):
+            yield summarized(self.between(begin, min(begin + PIECE_ROWS, stop)), begin, checksum=False)
 
     def holding(self, first: int, stop: int | None) -> tuple[int, int]:
         """The rows that may be of some global steps, first inclusive and stop exclusive; of none, an empty range."""
@@ -198,7 +202,7 @@ class Rows:
         return self._total
 
     def prove(self, length: int) -> None:
-        """Compare the rows before `length` that summaries speak of with the checksums of these.
+        """Compare the rows before `length` that are not known, and that summaries speak of, with their checksums.
 
         Raises
         ------
@@ -206,7 +210,7 @@ class Rows:
             If some of them are not there, or damaged.
         """
         for one in self._tables.summaries:
-            if one.stop <= length:
+            if self.length < one.stop <= length:
                 rows = self._store.read(journal_name(self._part), one.start, one.stop)
                 if crc32c(np.ascontiguousarray(rows, "<i8")) != one.crc32c:
                     self._check(one.start, rows)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.format.journal import Column
-from tracer.format.summaries import Summary, summarized
+from tracer.format.journal import COLUMNS, Column
+from tracer.format.summaries import Summary, summarized, united
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.trace.attempts import Counting, tags_of
 from tracer.trace.part import Part
@@ -20,7 +19,7 @@ from tracer.trace.part import Part
 @final
 @dataclass(eq=False)
 class PartSpan:
-    """Rows of a part that follow each other.
+    """Rows of a part that follow each other: some, or all that a reader has read of it; others may have read on.
 
     Attributes
     ----------
@@ -29,30 +28,72 @@ class PartSpan:
         The rows: start inclusive, stop exclusive.
     clock : int
         The largest step of the rows before them that count.
+    counts : Counting or None
+        Which do, as `clock` was found; None: it was not.
+    known : numpy.ndarray of int64, (rows, columns)
+        Rows from the first on that are in memory already: fewer than these, or more.
     """
 
     part: Part
     start: int
     stop: int
     clock: int = 0
+    counts: Counting | None = None
+    known: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, COLUMNS), np.int64))
 
     @classmethod
-    def whole(cls, part: Part) -> PartSpan:
-        """All rows of a part, which it keeps from now on."""
-        span = cls(part, 0, part.messages)
-        span.journal = part.rows.all
-        return span
+    def of(cls, part: Part) -> PartSpan:
+        """All rows that a part has now."""
+        return cls(part, 0, part.messages)
 
-    @cached_property
+    @property
+    def rank(self) -> int:
+        """The rank of the part."""
+        return self.part.rank
+
+    @property
+    def attempt(self) -> int:
+        """The attempt of the part."""
+        return self.part.attempt
+
+    @property
+    def first_step(self) -> int:
+        """The step that the attempt of the part began with."""
+        return self.part.first_step
+
+    @property
+    def messages(self) -> int:
+        """How many rows they are."""
+        return self.stop - self.start
+
+    def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+        """As `tracer.trace.attempts.Written.evaluated`, of all rows of the part up to the last of these."""
+        rows, tags = self.part.evaluated(step)
+        known = rows < self.stop
+        return rows[known], tags[known]
+
+    def kept(self) -> PartSpan:
+        """The same, with rows that the part keeps from now on."""
+        return replace(self, known=self.part.rows.all[self.start : self.stop])
+
+    @property
     def journal(self) -> NDArray[np.int64]:
         """The rows, (messages, columns)."""
-        return self.part.rows.between(self.start, self.stop)
+        first = self.start + len(self.known)
+        if first < self.stop:
+            more = self.part.rows.between(first, self.stop)
+            self.known = np.concatenate([self.known, more]) if len(self.known) else more
+        return self.known[: self.stop - self.start]
 
     def until(self, stop: int) -> PartSpan:
-        """The rows of it before one."""
-        shorter = PartSpan(self.part, self.start, stop, self.clock)
-        shorter.journal = self.journal[: stop - self.start]
-        return shorter
+        """Rows from the same one on, before another."""
+        return replace(self, stop=stop)
+
+    def after(self, row: int, counts: Counting | None) -> PartSpan:
+        """No rows, where those begin that follow the ones before `row`."""
+        steps = self.known[: row - self.start, Column.GLOBAL_STEP]
+        clock = 0 if counts is None else int(steps[counts.mask(steps, self.start)].max(initial=self.clock))
+        return PartSpan(self.part, row, row, clock, counts, self.known[row - self.start :])
 
     def clocks(self, counts: Counting) -> NDArray[np.int64]:
         """The largest step so far, for each row: of this row, and of those before it, that count."""
@@ -62,13 +103,14 @@ class PartSpan:
         return found
 
 
-def counted(part: Part, counts: Counting, without: Collection[int] = ()) -> Iterator[Summary]:
-    """Summaries of the rows of a part that count, `without` training in some steps; few rows are read for them."""
+def counted(read: PartSpan, counts: Counting, without: Collection[int] = ()) -> Iterator[Summary]:
+    """Summaries of what was read of a part and counts, `without` training in some steps; few rows are read for them."""
+    rows = read.part.rows
     if counts.limit is None and not without:
-        yield part.rows.total
+        yield rows.total if read.stop == rows.length else united([*rows.pieces(0, read.stop)])
         return
-    for piece in part.rows.pieces():
-        found = _counted(part, piece, counts, without)
+    for piece in rows.pieces(0, read.stop):
+        found = _counted(read.part, piece, counts, without)
         if found is not None:
             yield found
 
@@ -90,37 +132,48 @@ def _counted(part: Part, piece: Summary, counts: Counting, without: Collection[i
 def clock_before(part: Part, start: int, counts: Counting) -> int:
     """The largest step of the rows before one that count."""
     clock = 0
-    for piece in part.rows.pieces():
-        if piece.stop > start:
-            rows = part.rows.between(piece.start, max(start, piece.start))
-            rows = rows[counts.mask(rows[:, Column.GLOBAL_STEP], piece.start)]
-            return max(clock, int(rows[:, Column.GLOBAL_STEP].max(initial=0)))
+    for piece in part.rows.pieces(0, start):
         found = _counted(part, piece, counts)
         clock = clock if found is None else max(clock, found.steps[1])
     return clock
 
 
+def end_of_counted(read: PartSpan, counts: Counting) -> int:
+    """The row after the last of a part that counts; few rows are read for it."""
+    if counts.limit is None:
+        return read.stop
+    for piece in reversed([*read.part.rows.pieces(0, read.stop)]):
+        first, last = piece.steps
+        if last < counts.limit:
+            return piece.stop
+        if first <= counts.limit:
+            steps = read.part.rows.between(piece.start, piece.stop)[:, Column.GLOBAL_STEP]
+            mine = np.flatnonzero(counts.mask(steps, piece.start))
+            if len(mine):
+                return piece.start + int(mine[-1]) + 1
+    return 0
+
+
 def ahead(
-    parts: Sequence[Part],
-    counts: Sequence[Counting],
-    starts: Sequence[int],
-    ends: Sequence[int],
-    rows: int,
-    *,
-    alone: bool,
+    starts: Sequence[PartSpan], counts: Sequence[Counting], ends: Sequence[int], rows: int, *, alone: bool
 ) -> list[PartSpan]:
     """Rows of parts from some on, about so many, so that all of them come before the rows that are left to their ends.
 
     They end where a step does, in the order of the clock. They are more where a step has more, and all where few are
     left. Where a part is `alone`, nobody needs its clock.
     """
+    spans = [
+        one if alone or one.counts is of_part else replace(one, clock=clock_before(one.part, one.start, of_part))
+        for one, of_part in zip(starts, counts, strict=True)
+    ]
+    going_on = sum(one.start < end for one, end in zip(spans, ends, strict=True))
     while True:
-        share = -(-rows // len(parts))
-        spans = []
-        for part, counting, start, end in zip(parts, counts, starts, ends, strict=True):
-            clock = 0 if alone else clock_before(part, start, counting)
-            spans.append(PartSpan(part, start, min(start + share + 1, end), clock))
-        clocks = [span.clocks(counting) for span, counting in zip(spans, counts, strict=True)]
+        share = -(-rows // max(1, going_on))
+        spans = [
+            replace(one, stop=max(one.start, min(one.start + share + 1, end)), counts=of_part)
+            for one, of_part, end in zip(spans, counts, ends, strict=True)
+        ]
+        clocks = [span.clocks(of_part) for span, of_part in zip(spans, counts, strict=True)]
         cut = [clock[-1] for span, clock, end in zip(spans, clocks, ends, strict=True) if span.stop < end]
         if not cut:
             return spans

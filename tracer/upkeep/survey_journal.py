@@ -180,6 +180,10 @@ class SurveyedJournal:
         """Judge each row, in windows, and after them those in which a bit was flipped."""
         damaged: list[tuple[int, NDArray[np.int64]]] = []
         summaries = SummaryCheck(tables.summaries)
+        if summaries.again:
+            first, many = summaries.again[0], len(summaries.again)
+            what = f"the summary of rows {first.start} to {first.stop - 1} is of rows that one before it is of"
+            self._findings.add("summary", f"{what} (and {many - 1} more summaries)" if many > 1 else what)
         for start, stop in self._spans(WINDOW_ROWS):
             rows, there = self._read(start, stop)
             self._checksums += [crc32c(rows[begin : begin + BLOCK_ROWS]) for begin in range(0, len(rows), BLOCK_ROWS)]

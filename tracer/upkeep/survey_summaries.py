@@ -16,16 +16,31 @@ from tracer.format.summaries import Summary, summarized, united
 class SummaryCheck:
     """Compares summaries with rows that come in windows, in their order.
 
-    Where a row of a summary is damaged, nothing is said of the summary: what is wrong is told of the row.
+    Where a row of a summary is damaged, nothing is said of the summary: what is wrong is told of the row. Summaries of
+    rows that one before them is of, too, are not compared: there may be any number of them.
 
     Parameters
     ----------
     summaries : sequence of Summary
+
+    Attributes
+    ----------
+    again : list of Summary
+        Those of rows that one before them is of.
     """
 
     def __init__(self, summaries: Sequence[Summary]) -> None:
+        self.again: list[Summary] = []
         # in the order of their rows, the next one last
-        self._left = sorted(summaries, key=lambda one: -one.start)
+        self._left: list[Summary] = []
+        stop = 0
+        for one in summaries:
+            if one.start >= stop:
+                self._left.append(one)
+                stop = one.stop
+            else:
+                self.again.append(one)
+        self._left.reverse()
         self._parts: list[Summary] = []
         self._checksum = 0
         self._is_certain = True
