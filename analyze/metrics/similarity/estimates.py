@@ -29,8 +29,6 @@ from tracer.messaging.bus import Reductions
 from tracer.messaging.messages import Message
 from tracer.observing.sketches import Sketch
 
-LEVEL = 0.99
-"""The stated rate of the intervals: the share of sketches whose interval holds the exact value."""
 LEAST = 16
 """The fewest columns of which an interval is made."""
 SIZE = 256
@@ -41,8 +39,16 @@ _BELOW, _ABOVE = 5.0, 4.0
 
 The errors of logarithms are skewed: where by chance little was seen of what differs, little of the error was, too.
 """
+_BIASES = 2.0
+"""How many times the bias that is taken out an interval reaches further to either side.
+
+Where the terms of first order cancel, of which the standard error tells, those of second order are the error, and of
+these the bias tells.
+"""
 _ROUNDING = 2e-6
 """What float32 leaves of the logarithm of a ratio of kernels."""
+_NOTHING_IN_COMMON = 1e-10
+"""Up to so much, rounding of float32 makes an alignment of orthogonal layers, whose means are far from 0, too."""
 
 
 class Estimate(NamedTuple):
@@ -185,11 +191,15 @@ def trace_product(one: Columns, other: Columns, k: int) -> NDArray[np.float64]:
     return over_columns(np.outer(*squares), one.drawn, other.drawn, k)
 
 
-def of_logarithm(logs_1k: NDArray[np.float64], most: float = math.inf) -> Estimate:
-    """The estimate of a positive number, from the logarithms ``of_1k``; the bias of the logarithm is taken out."""
+def of_logarithm(logs_1k: NDArray[np.float64], *, further: float = 0.0) -> Estimate:
+    """The estimate of a positive number, from the logarithms ``of_1k``; the bias of the logarithm is taken out.
+
+    Its interval reaches `further` than that of `of_logarithms`.
+    """
     if not np.isfinite(logs_1k).all():
         return NOTHING
-    return Estimate(*(float(one) for one in of_logarithms(logs_1k, most)))
+    value, low, high = (float(one) for one in of_logarithms(logs_1k))
+    return Estimate(value, low * math.exp(-further), high * math.exp(further))
 
 
 def of_logarithms(
@@ -198,11 +208,29 @@ def of_logarithms(
     """The values and the ends of the intervals of many numbers: arrays (...), from logarithms (..., k + 1)."""
     values, errors = jackknifed(logs_1k)
     few = float(scipy.special.stdtrit((logs_1k.shape[-1] - 1) / 4, 0.9998))  # of few columns the error is not sure
-    rounding = np.where(errors > 0, _ROUNDING, 0.0)
-    ends = (values, values - max(_BELOW, few) * errors - rounding, values + max(_ABOVE, few) * errors + rounding)
+    further = np.where(errors > 0, _BIASES * np.abs(logs_1k[..., 0] - values) + _ROUNDING, 0.0)
+    below, above = (max(reach, few) * errors + further for reach in (_BELOW, _ABOVE))
+    ends = (values, values - below, values + above)
     with np.errstate(over="ignore"):
         value, low, high = (np.minimum(np.exp(one), most) for one in ends)
     return value, low, high
+
+
+def alignments(
+    logs_1k: NDArray[np.float64],
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """The values and the ends of the intervals of many CKA: arrays (...), from logarithms (..., k + 1).
+
+    Where no column of a layer has anything in common with another of the other, and the logarithm is infinite, the
+    value is 0, and may be anything.
+    """
+    with np.errstate(invalid="ignore"):
+        values, lows, highs = of_logarithms(logs_1k, 1.0)
+    unknown = ~np.isfinite(logs_1k).all(axis=-1)
+    least = (values <= _NOTHING_IN_COMMON) & (lows < highs)
+    lows = np.where(least, 0.0, lows)
+    highs = np.where(least, np.maximum(highs, _NOTHING_IN_COMMON), highs)
+    return np.where(unknown, 0.0, values), np.where(unknown, 0.0, lows), np.where(unknown, 1.0, highs)
 
 
 def jackknifed(of_1k: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

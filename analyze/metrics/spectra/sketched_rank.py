@@ -24,9 +24,9 @@ from analyze.metrics.similarity.estimates import (
     check_columns,
     check_sketch,
     columns_of,
-    kernel_product,
     of_logarithm,
     of_sums,
+    over_columns,
     sketched,
     taken,
     trace_product,
@@ -132,12 +132,15 @@ def _measured(kept: Kept, k: int) -> SketchedRankResult:
     columns = columns_of(kept, k)
     if isinstance(columns, str):
         return SketchedRankResult(*NOTHING, math.nan, math.nan, n, columns)
-    squares, traces = kernel_product(columns, columns, k), trace_product(columns, columns, k)
+    g_kk = columns.z_nk.T @ columns.z_nk
+    squares = over_columns(np.square(g_kk), columns.drawn, columns.drawn, k)
+    traces = trace_product(columns, columns, k)
     if not min(squares.min(), traces.min()) > 0:
         return SketchedRankResult(*NOTHING, math.nan, math.nan, n, "ill_posed")
-    ratio = _at_least_one(of_logarithm(np.log(traces) - np.log(squares)))
+    further = _of_second_order(g_kk, float(traces[0]), float(squares[0])) if columns.drawn else 0.0
+    ratio = _at_least_one(of_logarithm(np.log(traces) - np.log(squares), further=further))
     if columns.drawn:
-        low, high = _stable(columns.z_nk.T @ columns.z_nk, np.log(traces) / 2, ratio, k)
+        low, high = _stable(g_kk, np.log(traces) / 2, ratio, k)
     else:
         singular = np.linalg.svd(columns.z_nk, compute_uv=False)
         low = high = float(np.square(singular / singular[0]).sum())
@@ -147,6 +150,21 @@ def _measured(kept: Kept, k: int) -> SketchedRankResult:
 
 def _at_least_one(found: Estimate) -> Estimate:
     return Estimate(*(max(1.0, one) for one in found))
+
+
+def _of_second_order(g_kk: NDArray[np.float64], trace: float, square: float) -> float:
+    """The standard error of the logarithm of `trace` over `square` that is due to pairs of columns alone.
+
+    It is of the order 1/k. Where all directions are equally strong, their ratio is at its most, and what single columns
+    tell cancels.
+    """
+    k, power_k = len(g_kk), np.diagonal(g_kk)
+    terms_kk = k * k * (np.outer(power_k, power_k) / trace - np.square(g_kk) / square)
+    np.fill_diagonal(terms_kk, 0)
+    each_k = terms_kk.sum(axis=1) / (k - 1)
+    terms_kk -= each_k[:, None] + each_k - each_k.mean()
+    np.fill_diagonal(terms_kk, 0)
+    return math.sqrt(2 * float(np.square(terms_kk).sum())) / (k * (k - 1))
 
 
 def _stable(
@@ -229,7 +247,8 @@ class SketchedRank(PerMessage):
     without bias from closed walks through p different columns of the sketch; the stable rank :math:`M_1 / \lambda_1` is
     between :math:`M_1 / M_4^{1/4}` and :math:`M_1 M_3 / M_4`. Standard errors of the logarithms by leaving out one
     column after the other (jackknife); an interval reaches five of them down and four up, more with less than 64
-    columns.
+    columns, and further by twice the bias that is taken out; that of the participation ratio also by the error of
+    second order, which is all of it where directions are equally strong.
     *Cost*: n k² + 4 k³ for each message, and 2 n d k if it is not a sketch yet.
     *Invariant to* the order of the datapoints, to offsets and to the scale of the data; to orthogonal maps of the
     neurons as far as the interval tells.

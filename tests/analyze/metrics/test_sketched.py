@@ -125,6 +125,38 @@ def test_intervals_hold() -> None:
         assert min(right) >= 59, (name, right)
 
 
+def test_intervals_hold_where_what_single_columns_tell_cancels() -> None:
+    """CKA of layers that swap a strong and a weak direction, and the rank of two directions that are equally strong."""
+    random = np.random.default_rng(6)
+    first, second = centred(np.linalg.qr(centred(random.standard_normal((30, 2))))[0]).T
+    x, y = (np.stack(both, axis=1) for both in ((first, 0.3 * second), (0.3 * first, second)))
+    exact, equal = float(analyze.cka(x, y)), np.stack([first, second], axis=1)
+    for seed in range(200):
+        drawn = projection(2, 128, seed)
+        found = analyze.sketched_cka(x @ drawn, y @ drawn, k=128, sketches=True)
+        assert found.low < exact < found.high, seed
+        rank = analyze.sketched_rank(equal @ projection(2, 256, seed), k=256, sketches=True)
+        assert rank.low <= 2 <= rank.high, seed
+
+
+def test_layers_with_nothing_in_common() -> None:
+    """The intervals of orthogonal layers begin at 0, where nothing but rounding is measured, also among all pairs."""
+    random = np.random.default_rng(0)
+    basis = centred(np.linalg.qr(centred(random.standard_normal((90, 40))))[0])
+    layers = [part @ random.standard_normal((20, 100)) + 1 for part in (basis[:, :20], basis[:, 20:])]
+    for dtype in (np.float64, np.float32):
+        x, y = (layer.astype(dtype) for layer in layers)
+        found, kept = analyze.sketched_cka(x, y, k=32), Sketches(32)
+        for place, layer in enumerate((x, y)):
+            kept.add(place, sketched(layer, 32, 0, "auto", "datapoints"))
+        pairs = kept.similarities()
+        assert pairs.lows is not None
+        assert pairs.highs is not None
+        for value, low, high in ((found.value, found.low, found.high),
+                                 (pairs.values[0, 1], pairs.lows[0, 1], pairs.highs[0, 1])):  # fmt: skip
+            assert low == 0 < value < 1e-11 < high < 1e-9
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("n", "d", "k"), [(200, 512, 64), (150, 400, 128), (120, 300, 16)])
 def test_intervals_hold_at_their_stated_rate(n: int, d: int, k: int) -> None:
