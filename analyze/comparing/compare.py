@@ -15,6 +15,7 @@ from analyze.tables.results import Results
 from tracer.errors import CaptureError, MessageError
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import unmet
+from tracer.replaying.replay import reductions_of
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
@@ -125,12 +126,14 @@ def _lacking(reader: TraceReader, measure: Similarity) -> list[str]:
 
 
 def observed(reader: TraceReader, measure: Similarity, steps: Steps | None) -> Iterator[Message]:
-    """The messages of a trace that a subscriber takes."""
+    """The messages of a trace that a subscriber takes, with what it keeps of their data."""
     subscription = measure.subscriptions[0]
-    chosen = [stream.id for stream in _taken(reader, measure)]
-    for message in reader.messages(streams=chosen, steps=steps):
+    chosen = _taken(reader, measure)
+    reductions = reductions_of(chosen)
+    for message in reader.messages(streams=[stream.id for stream in chosen], steps=steps):
         if subscription.wants(message.kind, message.key, message.tag, message.step):
-            yield message
+            measure.know_reductions(reductions)  # those of another trace that is read in turn with this one may differ
+            yield measure.taken(message)
 
 
 def _taken(reader: TraceReader, measure: Similarity) -> list[StreamInfo]:

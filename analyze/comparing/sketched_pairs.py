@@ -17,9 +17,9 @@ from analyze.comparing.similarities import Similarities
 from analyze.metrics.similarity.bases import STATUSES, Status
 from analyze.metrics.similarity.estimates import (
     Columns,
+    alignments,
     columns_of,
     kernel_product,
-    of_logarithms,
     of_pairs,
     trace_product,
 )
@@ -151,9 +151,7 @@ class Sketches:
             sums_bc1k = np.concatenate([total, without], axis=2)
         own = [np.stack([self._known[item].log_square_1k for item in items]) / 2 for items in (one, other)]
         with np.errstate(divide="ignore", invalid="ignore"):
-            value, low, high = of_logarithms(np.log(sums_bc1k) - own[0][:, None] - own[1], 1.0)
-        nothing = np.isnan(value)  # no column of one has anything in common with another of the other
-        return np.where(nothing, 0.0, value), np.where(nothing, 0.0, low), np.where(nothing, 1.0, high)
+            return alignments(np.log(sums_bc1k) - own[0][:, None] - own[1])
 
     def _codes(
         self, alike: dict[tuple[int, ...], list[int]], n: NDArray[np.int64], directions: NDArray[np.float64]

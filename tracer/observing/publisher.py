@@ -14,7 +14,7 @@ from tracer.errors import CaptureError, MessageError
 from tracer.format.encodings import refusal
 from tracer.format.placement import is_distributed, local, placement_of
 from tracer.memory import Memory
-from tracer.messaging.bus import MessageBus
+from tracer.messaging.bus import MessageBus, Receiver
 from tracer.messaging.messages import DEFAULT_TAG, Message, ModuleMessage, NetworkMessage, checked
 from tracer.observing.capture import Capture, axis_of_neurons
 from tracer.observing.clock import At, Clock
@@ -183,6 +183,8 @@ class Publisher:
         self._running: dict[StreamKey, Tensor] = {}
         self._sampling: dict[StreamKey, dict[str, Any] | None] = {}
         self._told: dict[tuple[Any, ...], dict[str, Any] | None] = {}
+        self._reductions: dict[tuple[str, str | None, str, str], str] = {}
+        self._knowing: tuple[Receiver, ...] = ()
         # the placements of distributed tensors, by torch's specification of these tensors
         self._placements: dict[Any, dict[str, Any]] = {}
 
@@ -311,7 +313,9 @@ class Publisher:
             if final.dtype is not reduced.dtype:
                 self.overflows.count(stream, reduced, final)
         if placement is not None or capture.choices or stream in self._sampling:
-            self._sampling[stream] = self._tell(capture, stream, source, placement)
+            told = self._sampling[stream] = self._tell(capture, stream, source, placement)
+            if told is not None and "reduce" in told:
+                self._tell_of_reduction(stream, told["reduce"])
         if final.is_conj() or final.is_neg():
             final = final.resolve_conj().resolve_neg()
         if not owned and same_storage(final, source):
@@ -346,6 +350,14 @@ class Publisher:
                 told = capture.sampling(kind, tuple(data.shape), module, floating=data.is_floating_point())
             self._told[key] = told if placement is None else {"placement": placement, **(told or {})}
         return self._told[key]
+
+    def _tell_of_reduction(self, stream: StreamKey, reduction: str) -> None:
+        """Tell the receivers what a stream holds, if they do not know it yet."""
+        if self._reductions.get(stream) != reduction or self._knowing is not self.bus.receivers:
+            self._reductions[stream] = reduction
+            self._knowing = self.bus.receivers
+            for one in self._knowing:
+                one.know_reductions(self._reductions)
 
     def place(self, tensor: Tensor) -> dict[str, Any] | None:
         """`placement_of` a tensor, worked out once for all that are distributed like it; None for all others."""

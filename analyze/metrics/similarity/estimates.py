@@ -11,6 +11,7 @@ Shapes: an array ``of_1k`` has the estimate of all columns first, and then the k
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,25 +20,35 @@ import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_whole
-from analyze.metrics.inputs import Array
+from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.similarity.bases import Status, centred
-from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet
+from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, channels_first
 from analyze.metrics.similarity.similarity import Kept
+from tracer.errors import MessageError
+from tracer.messaging.bus import Reductions
+from tracer.messaging.messages import Message
 from tracer.observing.sketches import Sketch
 
-LEVEL = 0.99
-"""The stated rate of the intervals: the share of sketches whose interval holds the exact value."""
 LEAST = 16
 """The fewest columns of which an interval is made."""
 SIZE = 256
 """The columns of a sketch, if nobody says another number."""
+_PROJECTED = (np.float16, np.float32, np.float64)
 _BELOW, _ABOVE = 5.0, 4.0
 """How many standard errors an interval reaches to either side, with many columns.
 
 The errors of logarithms are skewed: where by chance little was seen of what differs, little of the error was, too.
 """
+_BIASES = 2.0
+"""How many times the bias that is taken out an interval reaches further to either side.
+
+Where the terms of first order cancel, of which the standard error tells, those of second order are the error, and of
+these the bias tells.
+"""
 _ROUNDING = 2e-6
 """What float32 leaves of the logarithm of a ratio of kernels."""
+_NOTHING_IN_COMMON = 1e-10
+"""Up to so much, rounding of float32 makes an alignment of orthogonal layers, whose means are far from 0, too."""
 
 
 class Estimate(NamedTuple):
@@ -58,17 +69,54 @@ def check_sketch(k: object, seed: object) -> None:
 
 
 def sketched(data: Array, k: int, seed: int, channels: Channels, positions: Positions) -> Kept:
-    """The sketch of activations: they themselves if they have k columns or fewer, else their projection; never raises.
+    """What is kept of activations: their sketch if they have k neurons or more, else they themselves; never raises."""
+    return Kept.of(projected(data, k, seed, channels, positions), channels, positions)
 
-    With k columns they are a sketch, with fewer they are exact.
+
+def projected(data: Array, k: int, seed: int, channels: Channels, positions: Positions) -> NDArray[Any]:
+    """Activations with k columns in place of their neurons; as they are if they have fewer neurons; never raises.
+
+    A sketch is linear in each datapoint: those of several calls, joined, are the sketch of all of them.
     """
-    kept = Kept.of(data, channels, positions)
-    if kept.status != "ok" or kept.x_nd.shape[1] <= k:
-        return kept
-    x_nd = kept.x_nd if kept.x_nd.dtype.kind == "f" else kept.x_nd.astype(np.float64)
+    array, sketch = as_array(data), Sketch(k, seed)
+    neurons = 1 if channels_first(array.shape, channels) else -1
+    if array.ndim < 2 or array.dtype.kind == "c" or not sketch.projects(array.shape[neurons]):
+        return array
+    sheet = Sheet.of(array, channels, positions)
+    x = np.ascontiguousarray(sheet.array, None if sheet.array.dtype in _PROJECTED else np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        made = Sketch(k, seed).of(torch.from_numpy(np.ascontiguousarray(x_nd)), 1).numpy()
-    return Kept(made, kept.rows)
+        return sketch.of(torch.from_numpy(x if x.flags.writeable else x.copy()), 1 if sheet.first else -1).numpy()
+
+
+def taken(
+    message: Message, reductions: Reductions, k: int, seed: int, channels: Channels, positions: Positions
+) -> Message:
+    """A message with the sketch of its activations; as it is if its stream is told to hold such sketches already."""
+    told = reductions.get((message.kind, message.key, message.tag, message.leaf))
+    data = as_array(message.data)
+    neurons = 1 if channels_first(data.shape, channels) else -1
+    if told == str(Sketch(k)) and data.ndim > 1 and data.shape[neurons] == k:
+        return message
+    found = projected(data, k, seed, channels, positions)
+    return message if found is data else replace(message, data=torch.from_numpy(found))
+
+
+def of_rows(what: str, sheet: Sheet, k: int, seed: int, sketches: bool) -> Kept:
+    """What is kept of the datapoints of a function's argument; `sketches` says whether they are projected already."""
+    matrix = sheet.flat().array
+    if sketches:
+        return check_columns(what, Kept.of(matrix, "last", "datapoints"), k)
+    return sketched(matrix, k, seed, "last", "datapoints")
+
+
+def check_columns(what: str, kept: Kept, k: int) -> Kept:
+    """What is kept of sketches; raises `MessageError` if they have more than k columns."""
+    if kept.status == "ok" and kept.x_nd.shape[1] > k:
+        raise MessageError(
+            f"{what} with sketches=True takes sketches of {k} columns, or all of fewer neurons, but one of "
+            f"{kept.x_nd.shape[1]:,} columns is given"
+        )
+    return kept
 
 
 class Columns(NamedTuple):
@@ -143,11 +191,15 @@ def trace_product(one: Columns, other: Columns, k: int) -> NDArray[np.float64]:
     return over_columns(np.outer(*squares), one.drawn, other.drawn, k)
 
 
-def of_logarithm(logs_1k: NDArray[np.float64], most: float = math.inf) -> Estimate:
-    """The estimate of a positive number, from the logarithms ``of_1k``; the bias of the logarithm is taken out."""
+def of_logarithm(logs_1k: NDArray[np.float64], *, further: float = 0.0) -> Estimate:
+    """The estimate of a positive number, from the logarithms ``of_1k``; the bias of the logarithm is taken out.
+
+    Its interval reaches `further` than that of `of_logarithms`.
+    """
     if not np.isfinite(logs_1k).all():
         return NOTHING
-    return Estimate(*(float(one) for one in of_logarithms(logs_1k, most)))
+    value, low, high = (float(one) for one in of_logarithms(logs_1k))
+    return Estimate(value, low * math.exp(-further), high * math.exp(further))
 
 
 def of_logarithms(
@@ -156,11 +208,29 @@ def of_logarithms(
     """The values and the ends of the intervals of many numbers: arrays (...), from logarithms (..., k + 1)."""
     values, errors = jackknifed(logs_1k)
     few = float(scipy.special.stdtrit((logs_1k.shape[-1] - 1) / 4, 0.9998))  # of few columns the error is not sure
-    rounding = np.where(errors > 0, _ROUNDING, 0.0)
-    ends = (values, values - max(_BELOW, few) * errors - rounding, values + max(_ABOVE, few) * errors + rounding)
+    further = np.where(errors > 0, _BIASES * np.abs(logs_1k[..., 0] - values) + _ROUNDING, 0.0)
+    below, above = (max(reach, few) * errors + further for reach in (_BELOW, _ABOVE))
+    ends = (values, values - below, values + above)
     with np.errstate(over="ignore"):
         value, low, high = (np.minimum(np.exp(one), most) for one in ends)
     return value, low, high
+
+
+def alignments(
+    logs_1k: NDArray[np.float64],
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """The values and the ends of the intervals of many CKA: arrays (...), from logarithms (..., k + 1).
+
+    Where no column of a layer has anything in common with another of the other, and the logarithm is infinite, the
+    value is 0, and may be anything.
+    """
+    with np.errstate(invalid="ignore"):
+        values, lows, highs = of_logarithms(logs_1k, 1.0)
+    unknown = ~np.isfinite(logs_1k).all(axis=-1)
+    least = (values <= _NOTHING_IN_COMMON) & (lows < highs)
+    lows = np.where(least, 0.0, lows)
+    highs = np.where(least, np.maximum(highs, _NOTHING_IN_COMMON), highs)
+    return np.where(unknown, 0.0, values), np.where(unknown, 0.0, lows), np.where(unknown, 1.0, highs)
 
 
 def jackknifed(of_1k: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Literal, Unpack, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from analyze.metrics.checks import check, check_word, is_whole
 from analyze.metrics.inputs import Array, as_array
@@ -193,6 +192,10 @@ class Similarity(Metric):
         self._layers: dict[tuple[str, int], tuple[Origin, list[tuple[str, Any]]]] = {}
         self._gathered: dict[tuple[str, int], _Step] = {}
 
+    def taken(self, message: Message) -> Message:
+        """A message with what `represent` is to get of its data: by default, all of it."""
+        return message
+
     @abstractmethod
     def represent(self, data: Array) -> Any:
         """What is kept of the activations of a layer at one step; never raises."""
@@ -215,13 +218,13 @@ class Similarity(Metric):
 
     def compute(self, message: Message) -> Iterator[Message]:
         """Keep the activations of a message, and answer the comparisons that it completes."""
-        origin = Origin.of(message)
+        origin, data = Origin.of(message), as_array(self.taken(message).data)
         if self.against == "layers":
-            yield from self._with_layers(origin, message.data)
+            yield from self._with_layers(origin, data)
             return
         key = (origin.module, origin.tag, origin.leaf, origin.rank)
         if self.calls == "apart":
-            yield from self._with_itself((*key, origin.call), origin, self.represent(as_array(message.data)))
+            yield from self._with_itself((*key, origin.call), origin, self.represent(data))
             return
         waiting = self._waiting.get(key)
         if waiting is not None and waiting[0].global_step != origin.global_step:
@@ -229,7 +232,7 @@ class Similarity(Metric):
             waiting = None
         if waiting is None:
             waiting = self._waiting[key] = (origin, [])
-        waiting[1].append(np.array(as_array(message.data)))
+        waiting[1].append(np.array(data))
 
     def conclude(self) -> Iterator[Message]:
         """Answer the comparisons that waited for the end of a step or of the run."""
@@ -256,7 +259,7 @@ class Similarity(Metric):
             yield from self.answers(origin, self.compare(now, past[0]))
         past.append(now)
 
-    def _with_layers(self, origin: Origin, data: Tensor | None) -> Iterator[Message]:
+    def _with_layers(self, origin: Origin, data: NDArray[Any]) -> Iterator[Message]:
         place = (origin.tag, origin.rank)
         if self.calls == "together":
             step = self._gathered.get(place)
@@ -265,11 +268,11 @@ class Similarity(Metric):
                 step = None
             if step is None:
                 step = self._gathered[place] = _Step(origin)
-            step.add(self, origin, as_array(data))
+            step.add(self, origin, data)
             return
         if place not in self._layers or self._layers[place][0].global_step != origin.global_step:
             self._layers[place] = (origin, [])
-        before, now = self._layers[place][1], self.represent(as_array(data))
+        before, now = self._layers[place][1], self.represent(data)
         for layer, other in before:
             yield from self.answers(_pair_of(origin, layer, origin.layer), self.compare(other, now))
             if not self.symmetric:

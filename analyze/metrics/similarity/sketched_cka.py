@@ -15,14 +15,17 @@ from analyze.metrics.similarity.datapoints import Channels, Positions, check_pos
 from analyze.metrics.similarity.estimates import (
     NOTHING,
     SIZE,
+    alignments,
     check_sketch,
     columns_of,
     kernel_product,
-    of_logarithm,
-    sketched,
+    of_rows,
+    taken,
     trace_product,
 )
 from analyze.metrics.similarity.similarity import Compared, Kept, Similarity, code
+from tracer.messaging.bus import Reductions
+from tracer.messaging.messages import Message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +63,7 @@ def sketched_cka(
     *,
     k: int = SIZE,
     seed: int = 0,
+    sketches: bool = False,
     channels: Channels = "auto",
     positions: Positions = "datapoints",
     drop_rows: bool = False,
@@ -70,12 +74,14 @@ def sketched_cka(
     Parameters
     ----------
     x_nd, y_ne : arrays
-        Activations of the same datapoints, in the same order, as in `analyze.svcca`; or their sketches. Of more than k
-        neurons a sketch is made, k columns are taken for one, and fewer neurons are taken as they are.
+        Activations of the same datapoints, in the same order, as in `analyze.svcca`; or their sketches. Of k neurons
+        or more a sketch is made; fewer are taken as they are.
     k : int
         Columns of a sketch, 16 at least.
     seed : int
         Of the projection, see `tracer.Capture`.
+    sketches : bool
+        Whether these are sketches of k columns already, or layers of fewer neurons.
     channels, drop_rows, strict
         As in `analyze.svcca`.
     positions : {"datapoints", "pooled"}
@@ -103,7 +109,7 @@ def sketched_cka(
     check_sketch(k, seed)
     check_positions(positions, fourier=False)
     both = sheets("sketched_cka", x_nd, y_ne, channels, positions, drop_rows)
-    one, other = (sketched(sheet.flat().array, k, seed, "last", "datapoints") for sheet in both)
+    one, other = (of_rows("sketched_cka", sheet, k, seed, sketches) for sheet in both)
     found = compared(one, other, k)
     return refuse("sketched_cka", found) if strict else found
 
@@ -121,9 +127,7 @@ def compared(one: Kept, other: Kept, k: int) -> SketchedResult:
         return unlike("ill_posed", n)
     size = np.sqrt(xx) * np.sqrt(yy)
     with np.errstate(divide="ignore"):
-        value, low, high = of_logarithm(np.log(xy / size), 1.0)
-    if math.isnan(value):  # no column of one has anything in common with another of the other
-        value, low, high = 0.0, 0.0, 1.0
+        value, low, high = (float(one) for one in alignments(np.log(xy / size)))
     traces = [float(trace_product(columns, columns, k)[0]) for columns in (x, y)]
     directions = max(traces[0] / float(xx[0]), traces[1] / float(yy[0]))
     null = min(1.0, math.sqrt(traces[0] * traces[1]) / (n - 1) / float(size[0]))
@@ -146,10 +150,19 @@ class OfSketches(Similarity):
         super().__init__(kind, **compared)
         self.k, self.seed = k, seed
         self.reduction = f"sketch:k={k}"
+        self._reductions: Reductions = {}
+
+    def know_reductions(self, reductions: Reductions) -> None:
+        """Be told which streams hold sketches; the layers of all others are projected."""
+        self._reductions = reductions
+
+    def taken(self, message: Message) -> Message:
+        """A message with the sketch of its layer, or the layer itself if it is narrower."""
+        return taken(message, self._reductions, self.k, self.seed, self.channels, self.positions)
 
     def represent(self, data: Array) -> Kept:
-        """The sketch of a layer at one step, or the layer itself."""
-        return sketched(data, self.k, self.seed, self.channels, self.positions)
+        """What is kept of a sketch, or of a layer of fewer neurons than a sketch has columns."""
+        return Kept.of(data, self.channels, self.positions)
 
     def numbers(self, found: SketchedResult) -> tuple[float, ...]:
         """The value and its companions."""
@@ -173,10 +186,10 @@ class SketchedCKA(OfSketches):
         A kind with activations of the same datapoints at each probe, or with their sketches, as a recording keeps them
         with ``Capture(reduce="sketch:k=256")``.
     k : int
-        Columns of a sketch, 16 at least: those of the trace. Layers of more neurons are projected, k columns are taken
-        for a sketch, and fewer are taken as they are.
+        Columns of a sketch, 16 at least: those of the trace. Streams that the trace says to be such sketches are taken
+        as they are. All others are projected where they have k neurons or more, and exact where they have fewer.
     seed : int
-        Of the projection, where a layer has more than k neurons.
+        Of the projection, where a layer is projected.
     against, lag, calls, channels, positions
         As in `analyze.SVCCA`, but positions are no frequencies.
     details : bool
@@ -196,7 +209,9 @@ class SketchedCKA(OfSketches):
     of the centred columns u and v of the sketches: each s is the Frobenius product of two kernels without bias. The
     bias of the ratio is taken out, and the standard error of its logarithm is found, by leaving out one column after
     the other (jackknife). The interval reaches five standard errors down and four up, more with less than 64 columns,
-    because errors are skewed; it has the exact value in 99 of 100 projections or more.
+    because errors are skewed, and further by twice the bias that is taken out, which is the error where terms of first
+    order cancel; it has the exact value in 99 of 100 projections or more. Where the estimate is below 1e-10, it begins
+    at 0 and ends there or above.
     *Needs*: activations of the same datapoints each time, or sketches of them: a probe.
     *Cost*: 2 n k² for each pair, and 2 n d k for each layer that is not a sketch yet.
     *Invariant to* the scale of either set of neurons, to offsets, to dead neurons, and to a permutation of the

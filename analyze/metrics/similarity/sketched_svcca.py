@@ -11,7 +11,7 @@ from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import check_threshold, of_sheet
 from analyze.metrics.similarity.canonical import CanonicalResult, compare, refuse, sheets
 from analyze.metrics.similarity.datapoints import Channels, Positions, check_positions
-from analyze.metrics.similarity.estimates import SIZE, Columns, check_sketch, columns_of, sheet_of, sketched
+from analyze.metrics.similarity.estimates import SIZE, Columns, check_sketch, columns_of, of_rows, sheet_of
 from analyze.metrics.similarity.similarity import Compared, Kept
 from analyze.metrics.similarity.sketched_cka import OfSketches, SketchedResult, unlike
 
@@ -32,6 +32,7 @@ def sketched_svcca(
     *,
     k: int = SIZE,
     seed: int = 0,
+    sketches: bool = False,
     channels: Channels = "auto",
     positions: Positions = "datapoints",
     drop_rows: bool = False,
@@ -41,7 +42,7 @@ def sketched_svcca(
 
     Parameters
     ----------
-    x_nd, y_ne, k, seed
+    x_nd, y_ne, k, seed, sketches
         As in `analyze.sketched_cka`.
     threshold, channels, drop_rows, strict
         As in `analyze.svcca`.
@@ -73,7 +74,7 @@ def sketched_svcca(
     check_sketch(k, seed)
     check_positions(positions, fourier=False)
     both = sheets("sketched_svcca", x_nd, y_ne, channels, positions, drop_rows)
-    one, other = (sketched(sheet.flat().array, k, seed, "last", "datapoints") for sheet in both)
+    one, other = (of_rows("sketched_svcca", sheet, k, seed, sketches) for sheet in both)
     found = compared(one, other, k, threshold)
     return refuse("sketched_svcca", found) if strict else found
 
@@ -129,10 +130,10 @@ class SketchedSVCCA(OfSketches):
     threshold : float
         The share of the variance to keep, above 0 and up to 1.
     k : int
-        Columns of a sketch, 16 at least: those of the trace. Layers of more neurons are projected, k columns are taken
-        for a sketch, and fewer are taken as they are.
+        Columns of a sketch, 16 at least: those of the trace. Streams that the trace says to be such sketches are taken
+        as they are. All others are projected where they have k neurons or more, and exact where they have fewer.
     seed : int
-        Of the projection, where a layer has more than k neurons.
+        Of the projection, where a layer is projected.
     against, lag, calls, channels, positions
         As in `analyze.SVCCA`, but positions are no frequencies.
     details : bool

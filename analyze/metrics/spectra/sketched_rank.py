@@ -13,7 +13,7 @@ from typing import Unpack, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array
+from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.similarity.bases import Status
 from analyze.metrics.similarity.datapoints import Channels, Positions, check_channels, check_positions
@@ -21,16 +21,19 @@ from analyze.metrics.similarity.estimates import (
     NOTHING,
     SIZE,
     Estimate,
+    check_columns,
     check_sketch,
     columns_of,
-    kernel_product,
     of_logarithm,
     of_sums,
+    over_columns,
     sketched,
+    taken,
     trace_product,
 )
-from analyze.metrics.similarity.similarity import code
+from analyze.metrics.similarity.similarity import Kept, code
 from tracer.errors import MessageError
+from tracer.messaging.bus import Reductions
 from tracer.messaging.messages import Message
 
 
@@ -68,6 +71,7 @@ def sketched_rank(
     *,
     k: int = SIZE,
     seed: int = 0,
+    sketches: bool = False,
     channels: Channels = "auto",
     positions: Positions = "datapoints",
 ) -> SketchedRankResult:
@@ -76,12 +80,14 @@ def sketched_rank(
     Parameters
     ----------
     x_nd : array
-        Activations (n, d), or of more axes, see `channels`; or their sketch. Of more than k neurons a sketch is made, k
-        columns are taken for one, and fewer neurons are taken as they are.
+        Activations (n, d), or of more axes, see `channels`; or their sketch. Of k neurons or more a sketch is made;
+        fewer are taken as they are.
     k : int
         Columns of a sketch, 16 at least.
     seed : int
         Of the projection, see `tracer.Capture`.
+    sketches : bool
+        Whether this is a sketch of k columns already, or a layer of fewer neurons.
     channels : {"auto", "first", "last"}
         Which axis is the neurons, as in `analyze.svcca`.
     positions : {"datapoints", "pooled"}
@@ -110,25 +116,31 @@ def sketched_rank(
     check_sketch(k, seed)
     check_channels(channels)
     check_positions(positions, fourier=False)
-    found = _measured(x_nd, k, seed, channels, positions)
+    if sketches:
+        kept = check_columns("sketched_rank", Kept.of(x_nd, channels, positions), k)
+    else:
+        kept = sketched(x_nd, k, seed, channels, positions)
+    found = _measured(kept, k)
     if found.status == "mismatch":
         raise MessageError("sketched_rank needs at least two datapoints with real activations")
     return found
 
 
-def _measured(data: Array, k: int, seed: int, channels: Channels, positions: Positions) -> SketchedRankResult:
-    """The ranks of activations; never raises for the values in them."""
-    kept = sketched(data, k, seed, channels, positions)
+def _measured(kept: Kept, k: int) -> SketchedRankResult:
+    """The ranks of a sketch of k columns, or of a layer of fewer neurons; never raises for the values in it."""
     n = len(kept.x_nd)
     columns = columns_of(kept, k)
     if isinstance(columns, str):
         return SketchedRankResult(*NOTHING, math.nan, math.nan, n, columns)
-    squares, traces = kernel_product(columns, columns, k), trace_product(columns, columns, k)
+    g_kk = columns.z_nk.T @ columns.z_nk
+    squares = over_columns(np.square(g_kk), columns.drawn, columns.drawn, k)
+    traces = trace_product(columns, columns, k)
     if not min(squares.min(), traces.min()) > 0:
         return SketchedRankResult(*NOTHING, math.nan, math.nan, n, "ill_posed")
-    ratio = _at_least_one(of_logarithm(np.log(traces) - np.log(squares)))
+    further = _of_second_order(g_kk, float(traces[0]), float(squares[0])) if columns.drawn else 0.0
+    ratio = _at_least_one(of_logarithm(np.log(traces) - np.log(squares), further=further))
     if columns.drawn:
-        low, high = _stable(columns.z_nk.T @ columns.z_nk, np.log(traces) / 2, ratio, k)
+        low, high = _stable(g_kk, np.log(traces) / 2, ratio, k)
     else:
         singular = np.linalg.svd(columns.z_nk, compute_uv=False)
         low = high = float(np.square(singular / singular[0]).sum())
@@ -138,6 +150,21 @@ def _measured(data: Array, k: int, seed: int, channels: Channels, positions: Pos
 
 def _at_least_one(found: Estimate) -> Estimate:
     return Estimate(*(max(1.0, one) for one in found))
+
+
+def _of_second_order(g_kk: NDArray[np.float64], trace: float, square: float) -> float:
+    """The standard error of the logarithm of `trace` over `square` that is due to pairs of columns alone.
+
+    It is of the order 1/k. Where all directions are equally strong, their ratio is at its most, and what single columns
+    tell cancels.
+    """
+    k, power_k = len(g_kk), np.diagonal(g_kk)
+    terms_kk = k * k * (np.outer(power_k, power_k) / trace - np.square(g_kk) / square)
+    np.fill_diagonal(terms_kk, 0)
+    each_k = terms_kk.sum(axis=1) / (k - 1)
+    terms_kk -= each_k[:, None] + each_k - each_k.mean()
+    np.fill_diagonal(terms_kk, 0)
+    return math.sqrt(2 * float(np.square(terms_kk).sum())) / (k * (k - 1))
 
 
 def _stable(
@@ -198,10 +225,10 @@ class SketchedRank(PerMessage):
         A kind with activations, or with their sketches, as a recording keeps them with
         ``Capture(reduce="sketch:k=256")``.
     k : int
-        Columns of a sketch, 16 at least: those of the trace. Layers of more neurons are projected, k columns are taken
-        for a sketch, and fewer are taken as they are.
+        Columns of a sketch, 16 at least: those of the trace. Streams that the trace says to be such sketches are taken
+        as they are. All others are projected where they have k neurons or more, and exact where they have fewer.
     seed : int
-        Of the projection, where a layer has more than k neurons.
+        Of the projection, where a layer is projected.
     channels : {"auto", "first", "last"}
         Which axis is the neurons, as in ``svcca``.
     positions : {"datapoints", "pooled"}
@@ -220,7 +247,8 @@ class SketchedRank(PerMessage):
     without bias from closed walks through p different columns of the sketch; the stable rank :math:`M_1 / \lambda_1` is
     between :math:`M_1 / M_4^{1/4}` and :math:`M_1 M_3 / M_4`. Standard errors of the logarithms by leaving out one
     column after the other (jackknife); an interval reaches five of them down and four up, more with less than 64
-    columns.
+    columns, and further by twice the bias that is taken out; that of the participation ratio also by the error of
+    second order, which is all of it where directions are equally strong.
     *Cost*: n k² + 4 k³ for each message, and 2 n d k if it is not a sketch yet.
     *Invariant to* the order of the datapoints, to offsets and to the scale of the data; to orthogonal maps of the
     neurons as far as the interval tells.
@@ -261,9 +289,15 @@ class SketchedRank(PerMessage):
         super().__init__(kind, (metric, *(f"{metric}{one}" for one in companions)), **where)
         self.k, self.seed, self.channels, self.positions = k, seed, channels, positions
         self.reduction = f"sketch:k={k}"
+        self._reductions: Reductions = {}
+
+    def know_reductions(self, reductions: Reductions) -> None:
+        """Be told which streams hold sketches; the layers of all others are projected."""
+        self._reductions = reductions
 
     def measure(self, message: Message) -> Iterable[float]:
         """The ranks of a message."""
-        found = _measured(message.data, self.k, self.seed, self.channels, self.positions)  # type: ignore[arg-type] # of a kind that carries data
+        data = taken(message, self._reductions, self.k, self.seed, self.channels, self.positions).data
+        found = _measured(Kept.of(as_array(data), self.channels, self.positions), self.k)
         ends = (found.low, found.high, found.stable_low, found.stable_high)
         return (found.value, *ends, code(found.status))

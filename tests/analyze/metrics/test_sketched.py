@@ -110,7 +110,9 @@ def hits(count: int, n: int, d: int, k: int) -> dict[str, list[int]]:
         found[name] = [0, 0, 0]
         for seed in range(count):
             drawn = projection(d, k, seed)
-            similar, rank = analyze.sketched_cka(x @ drawn, y @ drawn, k=k), analyze.sketched_rank(x @ drawn, k=k)
+            a, b = x @ drawn, y @ drawn
+            similar = analyze.sketched_cka(a, b, k=k, sketches=True)
+            rank = analyze.sketched_rank(a, k=k, sketches=True)
             ends = [(similar.low, similar.high), (rank.low, rank.high), (rank.stable_low, rank.stable_high)]
             for place, (low, high) in enumerate(ends):
                 found[name][place] += low - 1e-9 <= exact[place] <= high + 1e-9
@@ -121,6 +123,38 @@ def test_intervals_hold() -> None:
     """Of 60 projections each, one at most misses, of layers of any kind."""
     for name, right in hits(60, 80, 150, 32).items():
         assert min(right) >= 59, (name, right)
+
+
+def test_intervals_hold_where_what_single_columns_tell_cancels() -> None:
+    """CKA of layers that swap a strong and a weak direction, and the rank of two directions that are equally strong."""
+    random = np.random.default_rng(6)
+    first, second = centred(np.linalg.qr(centred(random.standard_normal((30, 2))))[0]).T
+    x, y = (np.stack(both, axis=1) for both in ((first, 0.3 * second), (0.3 * first, second)))
+    exact, equal = float(analyze.cka(x, y)), np.stack([first, second], axis=1)
+    for seed in range(200):
+        drawn = projection(2, 128, seed)
+        found = analyze.sketched_cka(x @ drawn, y @ drawn, k=128, sketches=True)
+        assert found.low < exact < found.high, seed
+        rank = analyze.sketched_rank(equal @ projection(2, 256, seed), k=256, sketches=True)
+        assert rank.low <= 2 <= rank.high, seed
+
+
+def test_layers_with_nothing_in_common() -> None:
+    """The intervals of orthogonal layers begin at 0, where nothing but rounding is measured, also among all pairs."""
+    random = np.random.default_rng(0)
+    basis = centred(np.linalg.qr(centred(random.standard_normal((90, 40))))[0])
+    layers = [part @ random.standard_normal((20, 100)) + 1 for part in (basis[:, :20], basis[:, 20:])]
+    for dtype in (np.float64, np.float32):
+        x, y = (layer.astype(dtype) for layer in layers)
+        found, kept = analyze.sketched_cka(x, y, k=32), Sketches(32)
+        for place, layer in enumerate((x, y)):
+            kept.add(place, sketched(layer, 32, 0, "auto", "datapoints"))
+        pairs = kept.similarities()
+        assert pairs.lows is not None
+        assert pairs.highs is not None
+        for value, low, high in ((found.value, found.low, found.high),
+                                 (pairs.values[0, 1], pairs.lows[0, 1], pairs.highs[0, 1])):  # fmt: skip
+            assert low == 0 < value < 1e-11 < high < 1e-9
 
 
 @pytest.mark.slow
@@ -144,7 +178,8 @@ def test_intervals_of_svcca_hold(count: int) -> None:
     for name, (x, y) in cases.items():
         exact = float(analyze.svcca(x, y))
         found = [
-            analyze.sketched_svcca(x @ projection(d, k, seed), y @ projection(d, k, seed), k=k) for seed in range(count)
+            analyze.sketched_svcca(x @ drawn, y @ drawn, k=k, sketches=True)
+            for drawn in (projection(d, k, seed) for seed in range(count))
         ]
         assert sum(one.low - 1e-9 <= exact <= one.high + 1e-9 for one in found) >= 0.99 * count, name
         unsure = sum(one.status == "ill_posed" for one in found)
@@ -252,6 +287,63 @@ def test_what_is_out_of_range_is_refused(wish: str, match: str) -> None:
         analyze.sketched_rank(np.ones((1, 40)))
 
 
+# -- what is a sketch -----------------------------------------------------------------------------------------
+
+
+def test_a_layer_of_as_many_neurons_as_columns_is_no_sketch() -> None:
+    """It is projected like any wider one, unless the caller says that it is a sketch; then it has to be one."""
+    random = np.random.default_rng(0)
+    x = np.maximum(random.standard_normal((300, 64)), 0) * np.linspace(1, 3, 64)
+    y = x + 0.5 * random.standard_normal(x.shape)
+    drawn = projection(64, 64, 0)
+    found, same = analyze.sketched_cka(x, y, k=64), analyze.sketched_cka(x @ drawn, y @ drawn, k=64, sketches=True)
+    assert found.low < float(analyze.cka(x, y)) < found.high
+    assert float(found) == pytest.approx(float(same), abs=1e-12)
+    rank = analyze.sketched_rank(x, k=64)
+    assert rank.low < analyze.participation_ratio(x, centre=True) < rank.high
+    assert float(rank) == pytest.approx(float(analyze.sketched_rank(x @ drawn, k=64, sketches=True)), abs=1e-9)
+    one, other = analyze.sketched_svcca(x, y, k=64), analyze.sketched_svcca(x @ drawn, y @ drawn, k=64, sketches=True)
+    assert float(one) == pytest.approx(float(other), abs=1e-12)
+    narrow = x[:, :20]
+    exact = analyze.sketched_cka(narrow, y[:, :20], k=64, sketches=True)
+    assert exact.low == exact.high == pytest.approx(float(analyze.cka(narrow, y[:, :20])))
+    for name, both in (("sketched_cka", (x, y)), ("sketched_svcca", (x, y)), ("sketched_rank", (x,))):
+        with pytest.raises(MessageError, match=f"{name} with sketches=True takes sketches of 32 columns"):
+            getattr(analyze, name)(*both, k=32, sketches=True)
+
+
+@pytest.mark.parametrize("more", ["", ",calls=together", ",positions=pooled", ",against=layers,calls=together"])
+@pytest.mark.parametrize("shape", [(40, 16), (40, 3, 16), (10, 16, 2, 2)], ids=str)
+def test_only_what_is_told_to_be_a_sketch_is_taken_for_one(shape: tuple[int, ...], more: str) -> None:
+    """Layers of k neurons are projected, and their sketches, which are told of, give the same answers."""
+    random = np.random.default_rng(0)
+    axis = 1 if len(shape) > 3 else -1
+    whole = [np.tanh(random.standard_normal(shape)) for _ in range(4)]
+    drawn = projection(16, 16, 0)
+    made = [np.moveaxis(np.moveaxis(x, axis, -1) @ drawn, -1, axis) for x in whole]
+
+    def of(layers: list[Any], told: str | None) -> Any:
+        messages = [message(x, "ab"[place % 2], place // 2) for place, x in enumerate(layers)]
+        metric: Any = parse("sketched_cka:k=16" + more)
+        metric.know_reductions({("activations", module, "probe", ""): told for module in "ab"} if told else {})
+        return np.array([value_of(one) for one in said(metric, messages)])
+
+    np.testing.assert_allclose(of(whole, None), of(made, "sketch:k=16"), atol=1e-9)
+    np.testing.assert_allclose(of(whole, None), of(whole, "sketch:k=32"), atol=0)
+    assert not np.allclose(of(whole, None), of(whole, "sketch:k=16"), atol=1e-4)
+
+
+@pytest.mark.parametrize("data", [np.arange(40.0), np.float64(3), np.zeros((0, 40)), np.zeros((40, 0))], ids=str)
+def test_what_is_no_matrix_is_not_projected(data: Any) -> None:
+    """One neuron, one number and nothing at all are answered with a status, and no error."""
+    for name in ("sketched_cka", "sketched_svcca"):
+        metric: Any = parse(f"{name}:k=16,against=layers")
+        codes = [
+            value_of(one) for one in said(metric, [message(data, "a"), message(data, "b")]) if one[0].endswith("status")
+        ]
+        assert codes == [STATUSES.index("ok" if np.ndim(data) == 1 else "mismatch")]
+
+
 # -- all pairs, and traces ------------------------------------------------------------------------------------
 
 
@@ -329,3 +421,51 @@ def test_a_plan_tells_sketches_that_are_not_what_is_asked_for(tmp_path: Path) ->
         for wish in ("sketched_cka:k=32", "cka", "sketched_rank:k=32,tag=probe"):
             (sentence,) = plan(reader, parse(wish)).partial
             assert "only the sketch:k=16 of activations" in sentence
+
+
+@pytest.mark.parametrize("reduce", [None, "sketch:k=16"])
+def test_live_and_replay_agree_to_the_bit(tmp_path: Path, reduce: str | None) -> None:
+    """Of a trace of whole layers, one of as many neurons as columns among them, and of one of sketches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 3))
+    wishes = ("sketched_cka:k=16,against=layers", "sketched_svcca:k=16", "sketched_rank:k=16,tag=probe")
+    live, late = tracer.Collect("*_sketched_*"), tracer.Collect("*_sketched_*")
+    capture = Capture(kinds=["activations"], tags=["probe"], reduce=reduce)
+    receivers = [*map(parse, wishes), live]
+    with tracer.record(tmp_path / "run.zarr", model, capture=capture, receivers=receivers) as run:
+        run.probe("probe", torch.randn(40, 5), every=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 5)).square().mean().backward()
+            optimizer.step()
+    tracer.replay(tmp_path / "run.zarr", *map(parse, wishes), late)
+    ended = [
+        sorted(
+            (one.kind, one.key, one.global_step, one.data.numpy().tobytes()) for one in heard if one.data is not None
+        )
+        for heard in (live, late)
+    ]
+    assert len(ended[0]) > 100
+    assert ended[0] == ended[1]
+
+
+def test_traces_of_layers_of_as_many_neurons_as_columns(tmp_path: Path) -> None:
+    """All pairs, and the same layers of two runs, are projected as by the function; sketches are taken as they are."""
+    random = np.random.default_rng(0)
+    layers = [np.tanh(random.standard_normal((60, 16))) for _ in range(4)]
+    drawn, sketch = projection(16, 16, 0), {"reduce": "sketch:k=16"}
+    for name, data, told in (("whole", layers, None), ("sketch", [x @ drawn for x in layers], sketch)):
+        for half in range(2):
+            with tracer.TraceWriter(tmp_path / f"{name}{half}.zarr") as writer:
+                for step in range(2):
+                    writer.write(message(data[2 * half + step], "fc", step), told)
+    expected = analyze.sketched_cka(layers[0], layers[1], k=16)
+    for name in ("whole", "sketch"):
+        paths = [tmp_path / f"{name}{half}.zarr" for half in range(2)]
+        found = analyze.pairs(paths, "sketched_cka:k=16")
+        assert found.lows is not None
+        assert (found.values[0, 1], found.lows[0, 1]) == pytest.approx((expected.value, expected.low), abs=1e-6)
+        first = analyze.compare(*paths, "sketched_cka:k=16,details=false")
+        similar = [float(analyze.sketched_cka(layers[step], layers[2 + step], k=16)) for step in range(2)]
+        assert [row.value for row in first] == pytest.approx(similar, abs=1e-9)
