@@ -194,7 +194,7 @@ def following(folder: Path, suffix: str, messages: int, times: int, streams: int
     found["minutes"] = {
         "commits": commits,
         "messages": messages // commits,
-        "first": statistics.median(polls[: commits // 10]),
+        "first": statistics.median(polls[: -(-commits // 10)]),
         "last": statistics.median(polls[-commits // 10 :]),
         "longest": max(polls),
         "write": statistics.median(writes),
