@@ -221,7 +221,7 @@ def comparable_pairs(rows: Sequence[tuple[int, ...]]) -> NDArray[np.bool_]:
     places = {one: place for place, one in enumerate(different)}
     alike = np.array([comparable(one, other) for one in different for other in different], bool)
     which = np.array([places[one] for one in rows], np.int64)
-    found: NDArray[np.bool_] = alike.reshape(len(different), -1)[np.ix_(which, which)]
+    found: NDArray[np.bool_] = alike.reshape(len(different), len(different))[np.ix_(which, which)]
     return found
 
 
