@@ -122,7 +122,7 @@ class Sketch:
             else:
                 found = torch.zeros((*x.shape[:-1], self.k), dtype=real, device=x.device)
                 for start, drawn in _drawn(x.shape[-1], self.k, self.seed):
-                    block = torch.from_numpy(drawn).to(device=x.device, dtype=real)
+                    block = torch.from_numpy(drawn).to(real).to(x.device)
                     found += x[..., start : start + len(block)].to(real) @ block
         return found.to(kept).movedim(-1, axis).contiguous()
 
@@ -179,7 +179,7 @@ class _Projections:
             if found is None or len(found) < d:
                 found = torch.empty((d, sketch.k), dtype=dtype, device=device)
                 for start, block in _drawn(d, sketch.k, sketch.seed):
-                    found[start : start + len(block)] = torch.from_numpy(block)
+                    found[start : start + len(block)] = torch.from_numpy(block).to(dtype)
             self._kept[key] = found  # as the last
             while sum(one.nbytes for one in self._kept.values()) > _KEPT_BYTES:
                 del self._kept[next(iter(self._kept))]
