@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -101,3 +102,31 @@ def test_runs(name: str, tmp_path: Path) -> None:
 def test_begins(name: str, tmp_path: Path) -> None:
     """What it imports is there, and it says what it measures."""
     assert "--json" in run(name, "--help", tmp_path)
+
+
+def test_bars_of_similarity_that_are_missed_end_it_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slow ratio, or intervals that lie, are an error that names them; what is as it should be ends well."""
+    specification = importlib.util.spec_from_file_location("scale_similarity", FOLDER / "scale_similarity.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    bars = module.Bars()
+    module.trials(2, bars, n=40, d=60, k=16)
+    assert bars.missed == []
+    assert "100.0% (0%)" in capsys.readouterr().out  # an interval that says nothing is not only right
+    monkeypatch.setattr(module.analyze, "participation_ratio", lambda x, centre: 1e6)
+    module.trials(2, bars, n=40, d=60, k=16)
+    assert "PR of unrelated, k = 16: 0 of 2 intervals are right, wanted >= 99 %" in bars.missed
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "argv", ["scale_similarity.py"])
+    monkeypatch.setattr(module, "pwcca", lambda rounds, bars: None)
+    for ratio in (1.02, 1.04):
+        monkeypatch.setattr(module, "cka", lambda rounds, bars, ratio=ratio: bars.at_most("CKA", ratio, 1.0, 0.03))
+        if ratio < 1.03:
+            module.main()
+            continue
+        with pytest.raises(SystemExit, match=r"CKA: 1\.04, wanted <= 1"):
+            module.main()

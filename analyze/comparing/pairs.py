@@ -26,7 +26,7 @@ from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import STATUSES, Basis, Status, basis, check_threshold
 from analyze.metrics.similarity.canonical import Average, null_baseline
 from analyze.metrics.similarity.cca import CCA, R2CCA
-from analyze.metrics.similarity.datapoints import Channels, Positions
+from analyze.metrics.similarity.datapoints import Channels, Positions, as_many, comparable_pairs
 from analyze.metrics.similarity.similarity import Origin, Similarity
 from analyze.metrics.similarity.sketched_cka import SketchedCKA
 from analyze.metrics.similarity.svcca import SVCCA
@@ -114,7 +114,7 @@ class Bases:
     def add_basis(self, key: Hashable, made: Basis) -> None:
         """Keep a basis that is made already."""
         self.keys.append(key)
-        self._known.append(_Known(made.n, made.k, made.status, made.rows, made.ill_posed))
+        self._known.append(_Known(made.n, made.k, made.status, made.rows or (made.n,), made.ill_posed))
         u_kn = np.ascontiguousarray(made.u_nk.T, dtype=self.dtype)
         if self._file is None:
             self._kept.append(u_kn)
@@ -147,21 +147,17 @@ class Bases:
         """
         n = np.array([known.n for known in self._known], np.int64)
         k = np.array([known.k for known in self._known], np.int64)
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for item, known in enumerate(self._known):
-            if known.status == "ok":
-                alike.setdefault(known.rows if len(known.rows) > 1 else (*known.rows, 1), []).append(item)
+        same = comparable_pairs([known.rows for known in self._known])
         values = np.full((len(self), len(self)), math.nan)
-        for items in alike.values():
+        for items in as_many({item: known.rows for item, known in enumerate(self._known) if known.status == "ok"}):
             blocks = self._blocks(items)
             for first, one in enumerate(blocks):
                 block_one = self._block(one)
                 for other in blocks[first:]:
                     block_other = block_one if other is one else self._block(other)
                     self._fill(values, one, block_one, other, block_other, quick)
-        return Similarities(
-            tuple(self.keys), values, self._codes(alike.values(), n, k), k, n, self._nulls(values, n, k)
-        )
+        values[~same] = math.nan
+        return Similarities(tuple(self.keys), values, self._codes(same, n, k), k, n, self._nulls(values, n, k))
 
     def _nulls(self, values: NDArray[np.float64], n: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.float64]:
         """The null baseline of each pair that has a value; it is computed once for all pairs of the same sizes."""
@@ -175,15 +171,12 @@ class Bases:
             nulls[one, other] = found[which.ravel()]
         return nulls
 
-    def _codes(self, alike: Iterable[list[int]], n: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.int8]:
-        """The status of each pair; only items that are alike have the same datapoints."""
+    def _codes(self, same: NDArray[np.bool_], n: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.int8]:
+        """The status of each pair; `same` says which have the same datapoints."""
         mismatch, ill_posed, few = (STATUSES.index(word) for word in ("mismatch", "ill_posed", "few_samples"))
         shaky = np.array([known.ill_posed for known in self._known], bool)
         scarce = (n - 1)[:, None] < 5 * np.maximum(k[:, None], k)
         codes = np.where(shaky[:, None] | shaky, ill_posed, np.where(scarce, few, 0))
-        same = np.zeros(codes.shape, bool)
-        for items in alike:
-            same[np.ix_(items, items)] = True
         codes[~same] = mismatch
         # a status of one item goes before a status of the pair
         alone = np.array([STATUSES.index(known.status) for known in self._known], np.int8)

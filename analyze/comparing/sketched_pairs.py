@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from analyze.comparing.similarities import Similarities
 from analyze.metrics.similarity.bases import STATUSES, Status
+from analyze.metrics.similarity.datapoints import as_many, comparable_pairs
 from analyze.metrics.similarity.estimates import (
     Columns,
     alignments,
@@ -92,11 +93,8 @@ class Sketches:
         """The estimate of each pair, with its interval."""
         count = len(self)
         values, lows, highs = (np.full((count, count), math.nan) for _ in range(3))
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for item, known in enumerate(self._known):
-            if known.status == "ok":
-                alike.setdefault(known.rows if len(known.rows) > 1 else (*known.rows, 1), []).append(item)
-        for items in alike.values():
+        same = comparable_pairs([known.rows for known in self._known])
+        for items in as_many({item: known.rows for item, known in enumerate(self._known) if known.status == "ok"}):
             blocks = list(self._blocks(items))
             for first, one in enumerate(blocks):
                 z_bkn = self._stacked(one)
@@ -106,13 +104,15 @@ class Sketches:
                         matrix[np.ix_(one, other)] = part
                         matrix[np.ix_(other, one)] = part.T
             values[items, items] = lows[items, items] = highs[items, items] = 1.0
+        for matrix in (values, lows, highs):
+            matrix[~same] = math.nan
         n = np.array([known.n for known in self._known], np.int64)
         directions = np.array([known.directions for known in self._known])
         with np.errstate(invalid="ignore"):
             nulls = np.minimum(1.0, np.sqrt(np.outer(directions, directions)) / np.maximum(n - 1, 1)[:, None])
         nulls[np.isnan(values)] = math.nan
         k = np.array([self.k if known.drawn else 0 for known in self._known], np.int64)
-        codes = self._codes(alike, n, directions)
+        codes = self._codes(same, n, directions)
         return Similarities(tuple(self.keys), values, codes, k, n, nulls, "sketched_cka", False, lows, highs)
 
     def _blocks(self, items: list[int]) -> Iterator[list[int]]:
@@ -154,14 +154,11 @@ class Sketches:
             return alignments(np.log(sums_bc1k) - own[0][:, None] - own[1])
 
     def _codes(
-        self, alike: dict[tuple[int, ...], list[int]], n: NDArray[np.int64], directions: NDArray[np.float64]
+        self, same: NDArray[np.bool_], n: NDArray[np.int64], directions: NDArray[np.float64]
     ) -> NDArray[np.int8]:
-        """The status of each pair; only items that are alike have the same datapoints."""
+        """The status of each pair; `same` says which have the same datapoints."""
         most = np.maximum(directions[:, None], directions)
         codes = np.where((n - 1)[:, None] < 5 * np.nan_to_num(most), STATUSES.index("few_samples"), 0)
-        same = np.zeros(codes.shape, bool)
-        for items in alike.values():
-            same[np.ix_(items, items)] = True
         codes[~same] = STATUSES.index("mismatch")
         # a status of one item goes before a status of the pair
         alone = np.array([STATUSES.index(known.status) for known in self._known], np.int8)

@@ -13,6 +13,7 @@ from torch import nn
 import tracer
 from tests.observing.recorded import sgd, watch
 from tracer import Capture, CaptureError
+from tracer.observing import sketches
 from tracer.observing.sketches import Sketch, projection
 
 
@@ -154,7 +155,45 @@ def test_what_is_no_sketch_is_refused(settings: dict[str, Any], match: str) -> N
         Capture(**{"kinds": ["activations"], **settings})
 
 
-def test_a_projection_that_is_too_large_is_refused() -> None:
-    """More numbers than fit are an error when the activations come, not an exhausted memory."""
-    with pytest.raises(CaptureError, match="more than 67,108,864"):
-        Sketch(1 << 14).of(torch.zeros(1, (1 << 12) + (1 << 14)), 1)
+def test_a_projection_that_is_too_large_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is drawn block by block each time, and the sketch is the same; what is kept takes no more than allowed."""
+    monkeypatch.setattr(sketches, "_BLOCK", 80)
+    monkeypatch.setattr(sketches, "_KEPT_BYTES", 4 * 8 * 100)
+    monkeypatch.setattr(sketches, "_KEPT", sketches._Projections())
+    x = torch.randn(3, 5, 101, generator=torch.Generator().manual_seed(0))
+    kept = sketches._KEPT._kept
+    for axis, data in ((2, x), (1, x.movedim(2, 1))):
+        found = Sketch(8).of(data, axis)
+        np.testing.assert_allclose(found.movedim(axis, 2).numpy(), x.numpy() @ projection(101, 8, 0), atol=1e-5)
+        assert not kept
+    for seed in range(3):
+        for width in (30, 50, 40):
+            Sketch(8, seed).of(x[..., :width], 2)
+        assert sum(one.nbytes for one in kept.values()) <= 4 * 8 * 100
+    assert [(key[0].seed, len(one)) for key, one in kept.items()] == [(1, 50), (2, 50)]
+
+
+def test_widths_share_one_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of many widths draw it once, if the widest comes first, and again only for a wider one."""
+    drawn: list[int] = []
+    draw, whole = sketches._drawn, torch.from_numpy(projection(200, 8, 1)).float()
+
+    def counted(d: int, k: int, seed: int) -> Any:
+        drawn.append(d)
+        return draw(d, k, seed)
+
+    monkeypatch.setattr(sketches, "_drawn", counted)
+    monkeypatch.setattr(sketches, "_KEPT", sketches._Projections())
+    x = torch.randn(3, 200, generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        for width in (100, *range(60, 100), 200):
+            found = Sketch(8, 1).of(x[:, :width], 1)
+            assert torch.equal(found, x[:, :width] @ whole[:width])
+    assert drawn == [100, 200]
+
+
+def test_rows_of_a_projection_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn in blocks they are the same numbers as drawn at once."""
+    whole = projection(101, 8, 3)
+    monkeypatch.setattr(sketches, "_BLOCK", 80)
+    assert np.array_equal(projection(101, 8, 3), whole)

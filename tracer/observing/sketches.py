@@ -6,9 +6,10 @@ Shapes: activations ``x_nd`` of n datapoints and d neurons become ``x_nd @ proje
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,8 +19,10 @@ from tracer.errors import CaptureError
 
 _PRECISE = (torch.float64, torch.complex128, torch.int32, torch.int64, torch.uint32, torch.uint64)
 """What float32 would round."""
-_WIDEST = 1 << 26
-"""The most numbers of a projection: 256 MB on the device of the model."""
+_KEPT_BYTES = 1 << 28
+"""The most bytes of all projections that are kept, on all devices: 256 MB."""
+_BLOCK = 1 << 20
+"""How many numbers of a projection are drawn at once: 8 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +99,10 @@ class Sketch:
         Tensor
             Of float32, or float64 and complex numbers if the data is.
 
-        Raises
-        ------
-        CaptureError
-            If the projection would have more than 2**26 numbers.
+        Notes
+        -----
+        A projection is kept for the next time, unless it takes more than 256 MB: then its rows are drawn each time, a
+        block after the other.
         """
         if data.ndim < 2 or not self.projects(data.shape[axis]):
             return data
@@ -112,9 +115,15 @@ class Sketch:
             return torch.view_as_complex(
                 torch.stack([self.of(part, axis) for part in parts.unbind(-1)], dim=-1).contiguous()
             )
-        projection_dk = _on(data.shape[axis], self.k, self.seed, real, data.device)
+        x, rows_dk = data.movedim(axis, -1), _KEPT.of(self, data.shape[axis], real, data.device)
         with torch.autocast(data.device.type, enabled=False):
-            found = data.movedim(axis, -1).to(real) @ projection_dk
+            if rows_dk is not None:
+                found = x.to(real) @ rows_dk
+            else:
+                found = torch.zeros((*x.shape[:-1], self.k), dtype=real, device=x.device)
+                for start, drawn in _drawn(x.shape[-1], self.k, self.seed):
+                    block = torch.from_numpy(drawn).to(real).to(x.device)
+                    found += x[..., start : start + len(block)].to(real) @ block
         return found.to(kept).movedim(-1, axis).contiguous()
 
     def told(self, d: int, axis: int) -> dict[str, Any]:
@@ -122,7 +131,10 @@ class Sketch:
         return {"k": self.k, "of": d, "axis": axis, "seed": self.seed, "projection": "gaussian"}
 
 
-def projection(d: int, k: int, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+_Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def projection(d: int, k: int, seed: int) -> _Numbers:
     """The projection of d neurons to k columns.
 
     Drawn as ``numpy.random.Generator(numpy.random.PCG64([seed, k])).standard_normal((d, k)) / sqrt(k)``, which no other
@@ -133,16 +145,48 @@ def projection(d: int, k: int, seed: int) -> np.ndarray[Any, np.dtype[np.float64
     >>> bool((projection(9, 4, seed=0)[:5] == projection(5, 4, seed=0)).all())
     True
     """
-    generator = np.random.Generator(np.random.PCG64([seed, k]))
-    found: np.ndarray[Any, np.dtype[np.float64]] = generator.standard_normal((d, k)) / np.sqrt(k)
+    found: _Numbers = np.empty((d, k))
+    for start, block in _drawn(d, k, seed):
+        found[start : start + len(block)] = block
     return found
 
 
-@lru_cache(maxsize=16)
-def _on(d: int, k: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if d * k > _WIDEST:
-        raise CaptureError(f"a sketch of {d:,} neurons to {k:,} columns takes a projection of more than {_WIDEST:,}")
-    return torch.from_numpy(projection(d, k, seed)).to(device=device, dtype=dtype)
+def _drawn(d: int, k: int, seed: int) -> Iterator[tuple[int, _Numbers]]:
+    """The rows of a projection, in blocks, each with the number of its first."""
+    generator = np.random.Generator(np.random.PCG64([seed, k]))
+    rows = max(1, _BLOCK // k)
+    for start in range(0, d, rows):
+        yield start, generator.standard_normal((min(rows, d - start), k)) / np.sqrt(k)
+
+
+class _Projections:
+    """Keeps one projection of each sketch, dtype and device: the widest so far, whose first rows all others are.
+
+    If all take more than `_KEPT_BYTES`, those go that were not used for longest.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Sketch, torch.dtype, torch.device], Tensor] = {}
+        self._lock = threading.Lock()
+
+    def of(self, sketch: Sketch, d: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """The projection of d neurons; None if it is too large to be kept."""
+        if d * sketch.k * dtype.itemsize > _KEPT_BYTES:
+            return None
+        key = sketch, dtype, device
+        with self._lock:
+            found = self._kept.pop(key, None)
+            if found is None or len(found) < d:
+                found = torch.empty((d, sketch.k), dtype=dtype, device=device)
+                for start, block in _drawn(d, sketch.k, sketch.seed):
+                    found[start : start + len(block)] = torch.from_numpy(block).to(dtype)
+            self._kept[key] = found  # as the last
+            while sum(one.nbytes for one in self._kept.values()) > _KEPT_BYTES:
+                del self._kept[next(iter(self._kept))]
+        return found[:d]
+
+
+_KEPT = _Projections()
 
 
 def _coarse(device: torch.device) -> bool:

@@ -46,6 +46,10 @@ Average = Literal["mean", "square", "weighted"]
 
 _SVD = 64
 """Up to so many directions, an SVD takes no time."""
+_FAINT = 0.1
+"""Correlations below this are much closer to each other when they are squared."""
+_APART = 1e-9
+"""By so much the squares of two correlations have to differ for the directions of both to be told from each other."""
 _AT_ONCE = 1 << 16
 """Up to so many pairs of neurons, two layers are correlated in the same pass that sums the scatter of each."""
 
@@ -312,8 +316,8 @@ def _canonical_directions(overlap_km: NDArray[np.float64]) -> tuple[NDArray[np.f
     """The left singular vectors of an overlap, and the correlations, falling.
 
     Of a large one they are the eigenvectors of its square, which takes half the time of an SVD. The correlations are
-    measured along these, so that squaring costs them no digits; two of less than 1e-8 may not be told from each other,
-    and such ones weigh nothing.
+    measured along these, so that squaring costs them no digits. It costs the vectors of small ones theirs, where the
+    squares of two are too near to each other: there the SVD is taken.
     """
     k, m = overlap_km.shape
     if min(k, m) <= _SVD:
@@ -326,8 +330,10 @@ def _canonical_directions(overlap_km: NDArray[np.float64]) -> tuple[NDArray[np.f
     vectors = scipy.linalg.eigh(square, lower=True, overwrite_a=True, check_finite=False, driver="evd")[1][:, ::-1]
     rho = np.linalg.norm(vectors.T @ overlap_km, axis=1)
     order = np.argsort(-rho, kind="stable")
-    vectors = vectors[:, order]
-    return vectors if turn is None else turn @ vectors, rho[order].clip(0.0, 1.0)
+    vectors, rho = vectors[:, order], rho[order]
+    if (-np.diff(np.square(rho))[rho[1:] < _FAINT] < _APART).any():
+        vectors, rho, _ = scipy.linalg.svd(overlap_km, full_matrices=False, check_finite=False)
+    return vectors if turn is None else turn @ vectors, rho.clip(0.0, 1.0)
 
 
 def _judged(one: Basis, other: Basis, n: int, most: int) -> Status:

@@ -6,9 +6,9 @@ Shapes: ``x_nd`` has n datapoints and d neurons; a chunk ``part_dm`` has all neu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from analyze.metrics.inputs import Array, as_array
 
 Channels = Literal["auto", "first", "last"]
 Positions = Literal["datapoints", "pooled", "fourier"]
+Key = TypeVar("Key", bound=Hashable)
 
 ROWS = 512
 """The least datapoints of a chunk, if there are so many: BLAS needs them for its blocks."""
@@ -206,6 +207,36 @@ def comparable(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     if len(one) > 1 and len(other) > 1:
         return one == other
     return math.prod(one) == math.prod(other)
+
+
+def comparable_pairs(rows: Sequence[tuple[int, ...]]) -> NDArray[np.bool_]:
+    """Which two of many sheets are `comparable`: an array (sheets, sheets).
+
+    Examples
+    --------
+    >>> comparable_pairs([(50,), (10, 5), (5, 10)]).tolist()
+    [[True, True, True], [True, True, False], [True, False, True]]
+    """
+    different = list(dict.fromkeys(rows))
+    places = {one: place for place, one in enumerate(different)}
+    alike = np.array([comparable(one, other) for one in different for other in different], bool)
+    which = np.array([places[one] for one in rows], np.int64)
+    found: NDArray[np.bool_] = alike.reshape(len(different), len(different))[np.ix_(which, which)]
+    return found
+
+
+def as_many(rows: Mapping[Key, tuple[int, ...]]) -> list[list[Key]]:
+    """The keys of sheets in groups that have equally many datapoints: only in one group two may be `comparable`.
+
+    Examples
+    --------
+    >>> as_many({"fc": (50,), "embedding": (10, 5), "head": (10,)})
+    [['fc', 'embedding'], ['head']]
+    """
+    found: dict[int, list[Key]] = {}
+    for key, one in rows.items():
+        found.setdefault(math.prod(one), []).append(key)
+    return list(found.values())
 
 
 def frequencies(x: Array, channels: Channels = "auto") -> tuple[NDArray[np.complex128], tuple[int, ...]]:

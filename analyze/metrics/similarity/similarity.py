@@ -24,6 +24,7 @@ from analyze.metrics.similarity.datapoints import (
     Channels,
     Positions,
     Sheet,
+    as_many,
     check_channels,
     check_positions,
     comparable,
@@ -373,10 +374,15 @@ def joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 class _Group:
-    """Layers of a step that have equally many datapoints, and their accumulator."""
+    """Layers of a step that have equally many datapoints, the axes of these, and their accumulator."""
 
-    def __init__(self, names: list[str], gathering: Gathering) -> None:
-        self.names, self.gathering, self.broken = names, gathering, False
+    def __init__(self, names: list[str], rows: list[tuple[int, ...]], gathering: Gathering) -> None:
+        self.names, self.rows, self.gathering, self.broken = names, rows, gathering, False
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """The places of two layers that can be compared, in both orders."""
+        many = range(len(self.names))
+        return ((i, j) for i in many for j in many if i != j and comparable(self.rows[i], self.rows[j]))
 
 
 class _Step:
@@ -410,22 +416,17 @@ class _Step:
         positions: Positions = "datapoints" if metric.positions == "fourier" else metric.positions
         sheets = {name: Sheet.of(array, metric.channels, positions) for name, array in buffer.items()}
         if self.groups is None:
-            alike: dict[tuple[int, ...], list[str]] = {}
-            for name, sheet in sheets.items():
-                if sheet.n and sheet.real:
-                    rows = sheet.rows if len(sheet.rows) > 1 else (*sheet.rows, 1)
-                    # with Fourier positions, images of different sizes can be compared: only the number of datapoints
-                    # must agree
-                    alike.setdefault(rows[:1] if metric.positions == "fourier" else rows, []).append(name)
-                else:
-                    self.late.add(name)
+            # with Fourier positions, images of different sizes can be compared: only their number must agree
+            axes = 1 if metric.positions == "fourier" else None
+            rows = {name: sheet.rows[:axes] for name, sheet in sheets.items() if sheet.n and sheet.real}
+            self.late.update(sheets.keys() - rows.keys())
             self.groups = []
-            for names in alike.values():
+            for names in as_many(rows):
                 gathering = metric.gathering()
                 # with so many neurons, keeping all datapoints takes less memory than the matrix of neuron products
                 if isinstance(gathering, Layers) and sum(sheets[name].d for name in names) > WIDE:
                     gathering = _Whole(metric)
-                self.groups.append(_Group(names, gathering))
+                self.groups.append(_Group(names, [rows[name] for name in names], gathering))
 
         def count(sheet: Sheet) -> int:
             return sheet.rows[0] if metric.positions == "fourier" else sheet.n
@@ -444,7 +445,7 @@ class _Step:
         for group in self.groups or ():
             if not group.broken:
                 kept = [name for name in group.names if name not in self.late]
-                for i, j in ((i, j) for i in range(len(group.names)) for j in range(len(group.names)) if i != j):
+                for i, j in group.pairs():
                     if group.names[i] in kept and group.names[j] in kept and (i < j or not metric.symmetric):
                         found[group.names[i], group.names[j]] = group.gathering.result(i, j)
         for place, one in enumerate(self.names):
@@ -457,7 +458,12 @@ class _Step:
     def state_dict(self) -> dict[str, Any]:
         """All of it, as tensors and plain values."""
         groups = [
-            {"names": list(one.names), "broken": one.broken, "gathering": one.gathering.state_dict()}
+            {
+                "names": list(one.names),
+                "rows": [list(rows) for rows in one.rows],
+                "broken": one.broken,
+                "gathering": one.gathering.state_dict(),
+            }
             for one in self.groups or ()
         ]
         return {
@@ -478,9 +484,8 @@ class _Step:
         if state["groups"] is not None:
             step.groups = []
             for one in state["groups"]:
-                group = _Group(
-                    list(one["names"]), _Whole(metric) if "parts" in one["gathering"] else metric.gathering()
-                )
+                gathering = _Whole(metric) if "parts" in one["gathering"] else metric.gathering()
+                group = _Group(list(one["names"]), [tuple(rows) for rows in one["rows"]], gathering)
                 group.broken = one["broken"]
                 group.gathering.load_state_dict(one["gathering"])
                 step.groups.append(group)

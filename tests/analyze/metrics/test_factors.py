@@ -84,6 +84,20 @@ def test_bases_of_all_directions(condition: float, tolerance: float) -> None:
     assert basis(x, 1.0).status == "nonfinite"
 
 
+@pytest.mark.parametrize(("small", "tolerance"), [(1e-10, 1e-6), (1e-8, 1e-9), (1e-6, 1e-11), (1e-4, 1e-11)])
+def test_directions_of_small_correlations(small: float, tolerance: float) -> None:
+    """Weighted means are those of the SVD also where many correlations are so small that their squares are the same."""
+    random = np.random.default_rng(0)
+    q = centred(np.linalg.qr(centred(random.standard_normal((400, 200))))[0])
+    x = q[:, :80] @ (random.standard_normal((80, 80)) * np.logspace(0, -1, 80))
+    large, tiny = np.linspace(0.99, 0.3, 35), small * np.linspace(1, 50, 45)
+    related = q[:, :35] * large + q[:, 150:185] * np.sqrt(1 - large**2)
+    y = np.concatenate([related, q[:, 80:125] + tiny * q[:, 35:80]], axis=1) @ random.standard_normal((80, 80))
+    rho, weighted = by_svd(x, y)
+    assert float(analyze.pwcca(x, y)) == pytest.approx(weighted, abs=tolerance)
+    np.testing.assert_allclose(analyze.pwcca(x, y).rho, rho, atol=1e-13)
+
+
 def test_dead_neurons_have_no_direction() -> None:
     """Constant neurons change neither correlations nor weights, and count for nothing."""
     x, y = pair(400, 80, 70)

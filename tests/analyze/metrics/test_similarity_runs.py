@@ -194,6 +194,50 @@ def test_calls_that_do_not_go_together() -> None:
     assert status["a|b"] == status["b|c"] == "mismatch"
 
 
+@pytest.mark.parametrize("wish", ["svcca", "cca", "cka", "sketched_cka:k=16", "sketched_svcca:k=16"])
+def test_datapoints_on_several_axes(wish: str) -> None:
+    """Rows (10, 5) and (50,) can be the same datapoints, (10, 5) and (5, 10) cannot: in a call, and in several."""
+    random = np.random.default_rng(0)
+    parts = {
+        name: [random.standard_normal((*rows, 24)) for _ in range(2)]
+        for name, rows in {"flat": (50,), "sequence": (10, 5), "other": (5, 10), "fewer": (40,)}.items()
+    }
+    mode = "," if ":" in wish else ":"
+    apart, together, resumed = (
+        parse(f"{wish}{mode}against=layers,details=false,calls={calls}") for calls in ("apart", "together", "together")
+    )
+    expected = {
+        answer[1]: value_of(answer)
+        for answer in said(apart, [message(np.concatenate(both), name) for name, both in parts.items()])  # type: ignore[arg-type] # a similarity
+    }
+    assert {key for key, value in expected.items() if not math.isnan(value)} == {"flat|sequence", "flat|other"}
+    messages = [message(both[call], name, call=call) for call in range(2) for name, both in parts.items()]
+    assert not [answer for one in messages[:5] for answer in together.receive(one)]
+    resumed.load_state_dict(together.state_dict())
+    found = {answer[1]: value_of(answer) for answer in said(resumed, messages[5:])}  # type: ignore[arg-type] # a similarity
+    assert found == pytest.approx(expected, abs=1e-9, nan_ok=True)
+
+
+@pytest.mark.parametrize("average", ["mean", "square"])
+def test_all_pairs_of_datapoints_on_several_axes(average: Any) -> None:
+    """All pairs say of each pair what it says by itself, whichever axes the datapoints are on."""
+    random = np.random.default_rng(0)
+    z = random.standard_normal((50, 4))
+    parts = [z, np.tanh(z).reshape(10, 5, 4), np.sin(z).reshape(5, 10, 4), z[:40], z.reshape(10, 5, 4) * 2]
+    bases = Bases(1.0, average=average)
+    for place, x in enumerate(parts):
+        bases.add(place, x)
+    found = bases.similarities()
+    metric = parse("cca" if average == "mean" else "r2_cca")
+    assert isinstance(metric, Similarity)
+    kept = [metric.represent(x) for x in parts]
+    for i in range(5):
+        for j in range(5):
+            one = metric.compare(kept[i], kept[j])
+            assert found.status(i, j) == one.status, (i, j)
+            assert found.values[i, j] == pytest.approx(float(one), abs=1e-12, nan_ok=True), (i, j)
+
+
 @pytest.mark.parametrize(
     "wrong",
     ["against=future", "calls=both", "lag=0", "channels=second", "positions=all", "kind=batch_started"],

@@ -354,6 +354,7 @@ def test_all_pairs_are_what_each_pair_is(monkeypatch: pytest.MonkeyPatch) -> Non
     z = random.standard_normal((50, 6))
     layers = [np.tanh(step * z) @ random.standard_normal((6, 90)) for step in (0.5, 1, 2)]
     layers += [z, z[:, :3] ** 2, np.full((50, 90), NAN), np.ones((50, 90)), random.standard_normal((9, 90)), layers[0]]
+    layers += [np.sin(layers[0]).reshape(10, 5, 90), layers[1].reshape(5, 10, 90)]
     kept = Sketches(16)
     items = [sketched(x, 16, 0, "auto", "datapoints") for x in layers]
     for number, item in enumerate(items):
