@@ -26,6 +26,7 @@ from tracer.format.names import part_name
 from tracer.format.tables import Tables
 from tracer.messaging.messages import Message
 from tracer.stores.opening import open_parts
+from tracer.stores.zarr.reader import ZarrReader
 from tracer.trace.rows import Rows
 
 
@@ -316,6 +317,54 @@ def test_a_hole_in_an_interrupted_trace_is_told(tmp_path: Path, suffix: str, mon
             assert "missing or damaged, from row 60 of the journal on" in reader.problems[0]
             assert len(facts(reader.messages())) == len(reader) == sum(one.count for one in reader.streams) == 60
             assert not reader.refresh()  # it jumps over no hole either
+
+
+@every_format
+def test_a_torn_end_is_found_without_all_rows(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the summaries prove is not kept; nor is what follows a break."""
+    path = tmp_path / f"run{suffix}"
+    small_summaries(monkeypatch, rows=18)
+    interrupted(path, GONE)._store.abandon()
+    with TraceReader(path) as reader:
+        messages = facts(reader.messages())
+    held: list[int] = []
+    find, check = tracer.trace.part.rows_to_the_break, tracer.trace.part.row_checksums
+
+    def finding(*given: Any) -> Any:
+        held.append(len(rows := find(*given)))
+        return rows
+
+    def checking(rows: Any, first: int) -> Any:
+        held.append(len(rows))
+        return check(rows, first)
+
+    monkeypatch.setattr(tracer.trace.part, "rows_to_the_break", finding)
+    monkeypatch.setattr(tracer.trace.part, "row_checksums", checking)
+    for first in (317, 95):
+        lose_rows(path, first)
+        with TraceReader(path) as reader:
+            assert f"from row {first} of the journal on" in reader.problems[0]
+            assert facts(reader.messages()) == messages[:first]
+    assert max(held) <= 40
+
+
+def test_a_wide_summary_is_proven_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows a summary is of, few are in memory at once when a reader looks whether all are there."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=300)
+    monkeypatch.setattr(tracer.trace.rows, "PIECE_ROWS", 20)
+    interrupted(path, GONE)._store.abandon()
+    read, held = ZarrReader.read, [0]
+
+    def reading(self: ZarrReader, name: str, start: int, stop: int, **options: Any) -> Any:
+        held.append((stop - start) * name.endswith("journal"))
+        return read(self, name, start, stop, **options)
+
+    monkeypatch.setattr(ZarrReader, "read", reading)
+    with TraceReader(path) as reader:
+        assert (len(reader), reader.problems) == (320, [])
+        assert len(reader._parts.shown[0].rows._kept) <= 20
+    assert max(held) == 20
 
 
 def test_a_hole_in_a_followed_trace_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
