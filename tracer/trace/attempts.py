@@ -168,11 +168,23 @@ def tags_of(ids: NDArray[np.int64], streams: Mapping[int, Stream]) -> NDArray[np
     return np.array(names or [DEFAULT_TAG], np.str_)[places]
 
 
-def evaluated(steps: NDArray[np.int64], tags: NDArray[np.str_], step: int) -> tuple[NDArray[np.int64], bool]:
-    """The rows of evaluations before the training of a step, and whether that begins in these rows."""
-    trained = np.flatnonzero((steps >= step) & (tags == DEFAULT_TAG))
-    end = trained[0] if len(trained) else len(steps)
-    return np.flatnonzero((steps[:end] == step) & (tags[:end] != DEFAULT_TAG)), len(trained) > 0
+def evaluated(
+    pieces: Iterable[tuple[int, NDArray[np.int64], NDArray[np.str_]]], step: int
+) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+    """As `Written.evaluated`, of pieces of a journal in their order: the first row, and the steps and tags of all.
+
+    Pieces whose steps are all lower need not be among them, and those after the training of the step are not asked for.
+    """
+    rows, found = [np.zeros(0, np.int64)], [np.zeros(0, np.str_)]
+    for start, steps, tags in pieces:
+        trained = np.flatnonzero((steps >= step) & (tags == DEFAULT_TAG))
+        end = trained[0] if len(trained) else len(steps)
+        mine = np.flatnonzero((steps[:end] == step) & (tags[:end] != DEFAULT_TAG))
+        rows.append(start + mine)
+        found.append(tags[mine])
+        if len(trained):
+            break
+    return np.concatenate(rows), np.concatenate(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -106,17 +106,15 @@ class Part:
 
     def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
         """As `tracer.trace.attempts.Written.evaluated`; few rows are read for it."""
-        rows, tags = [np.zeros(0, np.int64)], [np.zeros(0, np.str_)]
-        for piece in self.rows.pieces():
-            if piece.steps[1] >= step:
-                journal = self.rows.between(piece.start, piece.stop)
-                names = tags_of(journal[:, Column.STREAM], self.tables.streams)
-                found, end = evaluated(journal[:, Column.GLOBAL_STEP], names, step)
-                rows.append(found + piece.start)
-                tags.append(names[found])
-                if end:
-                    break
-        return np.concatenate(rows), np.concatenate(tags)
+
+        def pieces() -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.str_]]]:
+            for piece in self.rows.pieces():
+                if piece.steps[1] >= step:
+                    rows = self.rows.between(piece.start, piece.stop)
+                    tags = tags_of(rows[:, Column.STREAM], self.tables.streams)
+                    yield piece.start, rows[:, Column.GLOBAL_STEP], tags
+
+        return evaluated(pieces(), step)
 
     def refresh(self) -> bool:
         """Read what was committed since the last time; whether there was anything.
