@@ -152,8 +152,14 @@ def asked(path: Path) -> dict[str, Any]:
     return found
 
 
-@every_format
-@pytest.mark.parametrize("make", TRACES)
+@pytest.mark.parametrize(
+    ("make", "suffix"),
+    [
+        *[(make, ".zarr") for make in TRACES],
+        (ranks_and_attempts, ".h5"),
+        *[pytest.param(make, ".h5", marks=pytest.mark.slow) for make in TRACES[:-1]],
+    ],
+)
 def test_a_long_trace_says_what_a_short_one_says(
     tmp_path: Path, suffix: str, make: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
