@@ -244,6 +244,22 @@ def test_the_rows_of_many_ranks_are_read_once(
     assert sum(looked) < (4 if restarts else 2.1) * 6 * 160
 
 
+def test_little_of_other_ranks_is_read_for_one(
+    tmp_path: Path, looked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether rows of a rank count is told by the beginnings of later attempts, not by what else was recorded."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=18)
+    for attempt, steps in enumerate((range(20), range(15, 30))):
+        for rank in range(6):
+            write_part(path, steps, rank=rank, attempt=attempt, ranks=6)
+    with TraceReader(path) as reader:
+        view = reader.of_rank(3)
+        looked.clear()
+        assert len(facts(view.messages())) == 160
+    assert sum(looked) < 250
+
+
 def test_rows_that_do_not_count_are_not_read(
     tmp_path: Path, looked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

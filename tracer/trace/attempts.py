@@ -196,7 +196,7 @@ class Counting:
     limit : int or None
         Rows of this step and later ones do not count; None: all rows do.
     besides : numpy.ndarray of int64
-        But these rows of this step do: evaluations of the state that the later attempt began with.
+        But these rows of this step, ascending, do: evaluations of the state that the later attempt began with.
     """
 
     limit: int | None = None
@@ -207,24 +207,25 @@ class Counting:
         if self.limit is None:
             return np.ones(len(steps), np.bool_)
         counts: NDArray[np.bool_] = steps < self.limit
-        besides = self.besides - start
-        counts[besides[(besides >= 0) & (besides < len(steps))]] = True
+        low, high = np.searchsorted(self.besides, (start, start + len(steps)))
+        counts[self.besides[low:high] - start] = True
         return counts
 
 
-def counting(parts: Sequence[Written]) -> list[Counting]:
+def counting(parts: Sequence[Written], others: Sequence[Written] = ()) -> list[Counting]:
     """Which rows of each part count: a later attempt takes the place of all steps from its first on.
 
-    It does so once it has a message. Evaluations of the state that it began with, made before that step was trained,
-    still count, unless it made them (those of their tag) again.
+    It does so once it has a message, and may be one of the `others`. Evaluations of the state that it began with, made
+    before that step was trained, still count, unless it made them (those of their tag) again.
     """
-    firsts = [(one.attempt, one.first_step) for one in parts if one.messages]
+    known = [*parts, *others]
+    firsts = [(one.attempt, one.first_step) for one in known if one.messages]
     # of each part, by the step that is asked for
     asked: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.str_]]] = {}
 
     def evaluated_before(number: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
         if (number, step) not in asked:
-            asked[number, step] = parts[number].evaluated(step)
+            asked[number, step] = known[number].evaluated(step)
         return asked[number, step]
 
     found = []
@@ -234,7 +235,7 @@ def counting(parts: Sequence[Written]) -> list[Counting]:
             found.append(Counting())
             continue
         rows, tags = evaluated_before(number, limit)
-        later = [other for other, one in enumerate(parts) if one.attempt > part.attempt] if len(rows) else []
+        later = [other for other, one in enumerate(known) if one.attempt > part.attempt] if len(rows) else []
         again = {tag for other in later for tag in evaluated_before(other, limit)[1].tolist()}
         found.append(Counting(limit, rows[~np.isin(tags, sorted(again))]))
     return found
