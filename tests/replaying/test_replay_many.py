@@ -309,7 +309,7 @@ def test_memory_of_stacks_does_not_grow_with_the_trace(trace: Path, monkeypatch:
 def test_messages_that_were_read_out_of_order_are_put_in_order() -> None:
     """Those of several pools come pool by pool, those of several attempts in any order."""
     parts = [(np.array([5, 2]), np.array([50.0, 20.0])), (np.array([0, 7]), np.array([0.0, 70.0]))]
-    places, data = blocks._ascending(parts)
+    places, data = blocks._together(parts)
     assert data is not None
     assert (places.tolist(), data.tolist()) == ([0, 2, 5, 7], [0.0, 20.0, 50.0, 70.0])
 
