@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import platform
+import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,51 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(Rows, "_check", checking)
     monkeypatch.setattr(tracer.trace.rows, "summarized", summarizing)
     return found
+
+
+def random_parts(path: Path, rng: random.Random) -> None:
+    """Ranks and attempts that began anywhere, with steps that are left out or run back, and evaluations."""
+    ranks, first = rng.choice([1, 2, 3]), 0
+    for attempt in range(rng.choice([1, 2, 3])):
+        header = {"ranks": [*range(ranks)], "attempt": attempt, "first_step": first, "run_id": "one"}
+        header |= {"created": f"2026-01-0{attempt + 1}T00:00:00+00:00"}
+        for rank in range(ranks):
+            if rank and rng.random() < 0.1:
+                continue
+            with TraceWriter(
+                path, header=header, part=part_name(rank, attempt), commit_rows=rng.choice([2, 5])
+            ) as writer:
+                for step in range(first, first + rng.randrange(20)):
+                    for tag in rng.choices(["default", "eval", "probe"], [6, 2, 1], k=rng.choice([0, 1, 3, 8])):
+                        number = max(0, step - rng.choice([0, 0, 0, 0, 1, 3]))
+                        where: dict[str, Any] = {"global_step": number, "train_step": number, "epoch": 0, "rank": rank}
+                        writer.write(NetworkMessage(kind="batch_started", tag=tag, **where))
+        first = rng.randrange(15)
+
+
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 400), marks=pytest.mark.slow)])
+def test_windows_that_are_used_up_in_part(tmp_path: Path, seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many messages of each window are taken, all of them come, in their order, also with a refresh between."""
+    small_summaries(monkeypatch)
+    for seed in seeds:
+        rng = random.Random(seed)
+        path = tmp_path / f"{seed}.zarr"
+        random_parts(path, rng)
+        with TraceReader(path) as reader, TraceReader(path) as whole:
+            found, position, rows = [], reader.begin, 1
+            while True:
+                window = reader.window(position, rows)
+                taken = rng.randrange(len(window.journal) + 1)
+                if window.is_last and rng.random() < 0.3:
+                    taken = len(window.journal)
+                found += window.journal[:taken].tolist()
+                if window.is_last and taken == len(window.journal):
+                    break
+                position = window.after(taken)
+                rows = rng.choice([1, 4, 9, 40]) if taken else 2 * rows
+                if rng.random() < 0.1:
+                    reader._merge()
+            assert found == whole.journal.tolist(), seed
 
 
 @every_format
