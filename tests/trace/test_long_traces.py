@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import platform
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -458,7 +458,7 @@ def test_a_hole_in_a_followed_trace_is_told(tmp_path: Path, monkeypatch: pytest.
     reader.close()
 
 
-def recorded(path: Path, *, by_rank: int) -> Iterator[TraceReader]:
+def recorded(path: Path, *, by_rank: int) -> Generator[TraceReader]:
     """A trace of two ranks that is being recorded, and after that the same when each has streams that are new."""
     header = {"ranks": [0, 1], "run_id": "one", "created": "2026-01-01T00:00:00+00:00"}
     with contextlib.ExitStack() as stack:
@@ -486,44 +486,42 @@ def test_a_reader_whose_parts_another_has_read_on(
 ) -> None:
     """It says what it said before, until it is refreshed itself."""
     small_summaries(monkeypatch)
-    growing = recorded(tmp_path / "run.zarr", by_rank=by_rank)
-    reader = next(growing)
-    view = reader.of_rank(by_rank)
+    with contextlib.closing(recorded(tmp_path / "run.zarr", by_rank=by_rank)) as growing:
+        reader = next(growing)
+        view = reader.of_rank(by_rank)
 
-    def answers(one: TraceReader) -> list[Any]:
-        return [
-            len(one), [(info.module, info.count, info.steps) for info in one.streams], facts(one.messages()),
-            facts(one.messages(steps=(2, None))), *([one.journal.tolist()] if loaded else []),
-        ]  # fmt: skip
+        def answers(one: TraceReader) -> list[Any]:
+            return [
+                len(one), [(info.module, info.count, info.steps) for info in one.streams], facts(one.messages()),
+                facts(one.messages(steps=(2, None))), *([one.journal.tolist()] if loaded else []),
+            ]  # fmt: skip
 
-    with TraceReader(reader.path) as other:
-        expected = answers(other)
-    if loaded:
+        with TraceReader(reader.path) as other:
+            expected = answers(other)
+        if loaded:
+            assert answers(reader) == expected
+        next(growing)
+        assert view.refresh()
+        assert len(view) == 12
         assert answers(reader) == expected
-    next(growing)
-    assert view.refresh()
-    assert len(view) == 12
-    assert answers(reader) == expected
-    assert reader.refresh()
-    with TraceReader(reader.path) as other:
-        assert answers(reader) == answers(other) != expected
-    growing.close()
+        assert reader.refresh()
+        with TraceReader(reader.path) as other:
+            assert answers(reader) == answers(other) != expected
 
 
 def test_messages_are_those_of_a_reader_before_its_refresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who refreshes a reader while its messages come gets those that were there when they were asked for."""
     small_summaries(monkeypatch)
-    growing = recorded(tmp_path / "run.zarr", by_rank=0)
-    reader = next(growing)
-    expected = facts(reader.messages(modules="a", kinds="weights"))
-    assert len(expected) == 6
-    coming = reader.messages(modules="a", kinds="weights")
-    several = reader.windows()
-    next(growing)
-    assert reader.refresh()
-    assert facts(coming) == expected
-    assert sum(len(window.journal) for window in several) == 12
-    growing.close()
+    with contextlib.closing(recorded(tmp_path / "run.zarr", by_rank=0)) as growing:
+        reader = next(growing)
+        expected = facts(reader.messages(modules="a", kinds="weights"))
+        assert len(expected) == 6
+        coming = reader.messages(modules="a", kinds="weights")
+        several = reader.windows()
+        next(growing)
+        assert reader.refresh()
+        assert facts(coming) == expected
+        assert sum(len(window.journal) for window in several) == 12
 
 
 @pytest.mark.parametrize("make", [one_part, two_ranks])
