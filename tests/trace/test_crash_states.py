@@ -209,9 +209,11 @@ def look_at_states(
     assert whole, "some state has all messages"
 
 
-@pytest.mark.parametrize("durable", [True, False])
+@pytest.mark.parametrize(
+    ("compression", "durable"),
+    [("none", True), ("none", False), ("lz4", True), pytest.param("lz4", False, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("suffix", FORMATS)
-@pytest.mark.parametrize("compression", ["none", "lz4"])
 def test_power_failure(
     folder: Path, suffix: str, durable: bool, compression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,9 +132,11 @@ def damage(path: Path, rng: random.Random) -> str:
     return f"{kind} {file.relative_to(path) if file != path else ''} at {place}, {length}"
 
 
-@pytest.fixture(
-    scope="module", params=[*FORMATS, "lz4.zarr", "zstd.zarr", "lz4.h5", "zstd.h5", "summaries.zarr", "summaries.h5"]
-)
+# each codec in one of the formats; the others are slow
+RARER = [pytest.param(name, marks=pytest.mark.slow) for name in ("zstd.zarr", "lz4.h5")]
+
+
+@pytest.fixture(scope="module", params=[*FORMATS, "lz4.zarr", "zstd.h5", "summaries.zarr", "summaries.h5", *RARER])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The small run in each format, as it is, compressed, and with summaries of a few rows, undamaged."""
     compression, _, suffix = request.param.partition(".")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import pickle
 import platform
-from collections.abc import Callable, Iterable, Iterator
+import random
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tracer.format.names import part_name
 from tracer.format.tables import Tables
 from tracer.messaging.messages import Message
 from tracer.stores.opening import open_parts
+from tracer.stores.zarr.reader import ZarrReader
 from tracer.trace.rows import Rows
 
 
@@ -151,8 +153,14 @@ def asked(path: Path) -> dict[str, Any]:
     return found
 
 
-@every_format
-@pytest.mark.parametrize("make", TRACES)
+@pytest.mark.parametrize(
+    ("make", "suffix"),
+    [
+        *[(make, ".zarr") for make in TRACES],
+        (ranks_and_attempts, ".h5"),
+        *[pytest.param(make, ".h5", marks=pytest.mark.slow) for make in TRACES[:-1]],
+    ],
+)
 def test_a_long_trace_says_what_a_short_one_says(
     tmp_path: Path, suffix: str, make: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +196,51 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(Rows, "_check", checking)
     monkeypatch.setattr(tracer.trace.rows, "summarized", summarizing)
     return found
+
+
+def random_parts(path: Path, rng: random.Random) -> None:
+    """Ranks and attempts that began anywhere, with steps that are left out or run back, and evaluations."""
+    ranks, first = rng.choice([1, 2, 3]), 0
+    for attempt in range(rng.choice([1, 2, 3])):
+        header = {"ranks": [*range(ranks)], "attempt": attempt, "first_step": first, "run_id": "one"}
+        header |= {"created": f"2026-01-0{attempt + 1}T00:00:00+00:00"}
+        for rank in range(ranks):
+            if rank and rng.random() < 0.1:
+                continue
+            with TraceWriter(
+                path, header=header, part=part_name(rank, attempt), commit_rows=rng.choice([2, 5])
+            ) as writer:
+                for step in range(first, first + rng.randrange(20)):
+                    for tag in rng.choices(["default", "eval", "probe"], [6, 2, 1], k=rng.choice([0, 1, 3, 8])):
+                        number = max(0, step - rng.choice([0, 0, 0, 0, 1, 3]))
+                        where: dict[str, Any] = {"global_step": number, "train_step": number, "epoch": 0, "rank": rank}
+                        writer.write(NetworkMessage(kind="batch_started", tag=tag, **where))
+        first = rng.randrange(15)
+
+
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 400), marks=pytest.mark.slow)])
+def test_windows_that_are_used_up_in_part(tmp_path: Path, seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many messages of each window are taken, all of them come, in their order, also with a refresh between."""
+    small_summaries(monkeypatch)
+    for seed in seeds:
+        rng = random.Random(seed)
+        path = tmp_path / f"{seed}.zarr"
+        random_parts(path, rng)
+        with TraceReader(path) as reader, TraceReader(path) as whole:
+            found, position, rows = [], reader.begin, 1
+            while True:
+                window = reader.window(position, rows)
+                taken = rng.randrange(len(window.journal) + 1)
+                if window.is_last and rng.random() < 0.3:
+                    taken = len(window.journal)
+                found += window.journal[:taken].tolist()
+                if window.is_last and taken == len(window.journal):
+                    break
+                position = window.after(taken)
+                rows = rng.choice([1, 4, 9, 40]) if taken else 2 * rows
+                if rng.random() < 0.1:
+                    reader._merge()
+            assert found == whole.journal.tolist(), seed
 
 
 @every_format
@@ -234,6 +287,22 @@ def test_the_rows_of_many_ranks_are_read_once(
         assert sum(windows) == 6 * 160 == len(reader)
         assert len(windows) > 20
     assert sum(looked) < (4 if restarts else 2.1) * 6 * 160
+
+
+def test_little_of_other_ranks_is_read_for_one(
+    tmp_path: Path, looked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether rows of a rank count is told by the beginnings of later attempts, not by what else was recorded."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=18)
+    for attempt, steps in enumerate((range(20), range(15, 30))):
+        for rank in range(6):
+            write_part(path, steps, rank=rank, attempt=attempt, ranks=6)
+    with TraceReader(path) as reader:
+        view = reader.of_rank(3)
+        looked.clear()
+        assert len(facts(view.messages())) == 160
+    assert sum(looked) < 250
 
 
 def test_rows_that_do_not_count_are_not_read(
@@ -317,6 +386,54 @@ def test_a_hole_in_an_interrupted_trace_is_told(tmp_path: Path, suffix: str, mon
             assert not reader.refresh()  # it jumps over no hole either
 
 
+@every_format
+def test_a_torn_end_is_found_without_all_rows(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the summaries prove is not kept; nor is what follows a break."""
+    path = tmp_path / f"run{suffix}"
+    small_summaries(monkeypatch, rows=18)
+    interrupted(path, GONE)._store.abandon()
+    with TraceReader(path) as reader:
+        messages = facts(reader.messages())
+    held: list[int] = []
+    find, check = tracer.trace.part.rows_to_the_break, tracer.trace.part.row_checksums
+
+    def finding(*given: Any) -> Any:
+        held.append(len(rows := find(*given)))
+        return rows
+
+    def checking(rows: Any, first: int) -> Any:
+        held.append(len(rows))
+        return check(rows, first)
+
+    monkeypatch.setattr(tracer.trace.part, "rows_to_the_break", finding)
+    monkeypatch.setattr(tracer.trace.part, "row_checksums", checking)
+    for first in (317, 95):
+        lose_rows(path, first)
+        with TraceReader(path) as reader:
+            assert f"from row {first} of the journal on" in reader.problems[0]
+            assert facts(reader.messages()) == messages[:first]
+    assert max(held) <= 40
+
+
+def test_a_wide_summary_is_proven_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows a summary is of, few are in memory at once when a reader looks whether all are there."""
+    path = tmp_path / "run.zarr"
+    small_summaries(monkeypatch, rows=300)
+    monkeypatch.setattr(tracer.trace.rows, "PIECE_ROWS", 20)
+    interrupted(path, GONE)._store.abandon()
+    read, held = ZarrReader.read, [0]
+
+    def reading(self: ZarrReader, name: str, start: int, stop: int, **options: Any) -> Any:
+        held.append((stop - start) * name.endswith("journal"))
+        return read(self, name, start, stop, **options)
+
+    monkeypatch.setattr(ZarrReader, "read", reading)
+    with TraceReader(path) as reader:
+        assert (len(reader), reader.problems) == (320, [])
+        assert len(reader._parts.shown[0].rows._kept) <= 20
+    assert max(held) == 20
+
+
 def test_a_hole_in_a_followed_trace_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of a writer that is followed loses power: the rows up to the hole come, and the hole is told."""
     path = tmp_path / "run.zarr"
@@ -340,7 +457,7 @@ def test_a_hole_in_a_followed_trace_is_told(tmp_path: Path, monkeypatch: pytest.
     reader.close()
 
 
-def recorded(path: Path, *, by_rank: int) -> Iterator[TraceReader]:
+def recorded(path: Path, *, by_rank: int) -> Generator[TraceReader]:
     """A trace of two ranks that is being recorded, and after that the same when each has streams that are new."""
     header = {"ranks": [0, 1], "run_id": "one", "created": "2026-01-01T00:00:00+00:00"}
     with contextlib.ExitStack() as stack:
@@ -368,44 +485,42 @@ def test_a_reader_whose_parts_another_has_read_on(
 ) -> None:
     """It says what it said before, until it is refreshed itself."""
     small_summaries(monkeypatch)
-    growing = recorded(tmp_path / "run.zarr", by_rank=by_rank)
-    reader = next(growing)
-    view = reader.of_rank(by_rank)
+    with contextlib.closing(recorded(tmp_path / "run.zarr", by_rank=by_rank)) as growing:
+        reader = next(growing)
+        view = reader.of_rank(by_rank)
 
-    def answers(one: TraceReader) -> list[Any]:
-        return [
-            len(one), [(info.module, info.count, info.steps) for info in one.streams], facts(one.messages()),
-            facts(one.messages(steps=(2, None))), *([one.journal.tolist()] if loaded else []),
-        ]  # fmt: skip
+        def answers(one: TraceReader) -> list[Any]:
+            return [
+                len(one), [(info.module, info.count, info.steps) for info in one.streams], facts(one.messages()),
+                facts(one.messages(steps=(2, None))), *([one.journal.tolist()] if loaded else []),
+            ]  # fmt: skip
 
-    with TraceReader(reader.path) as other:
-        expected = answers(other)
-    if loaded:
+        with TraceReader(reader.path) as other:
+            expected = answers(other)
+        if loaded:
+            assert answers(reader) == expected
+        next(growing)
+        assert view.refresh()
+        assert len(view) == 12
         assert answers(reader) == expected
-    next(growing)
-    assert view.refresh()
-    assert len(view) == 12
-    assert answers(reader) == expected
-    assert reader.refresh()
-    with TraceReader(reader.path) as other:
-        assert answers(reader) == answers(other) != expected
-    growing.close()
+        assert reader.refresh()
+        with TraceReader(reader.path) as other:
+            assert answers(reader) == answers(other) != expected
 
 
 def test_messages_are_those_of_a_reader_before_its_refresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who refreshes a reader while its messages come gets those that were there when they were asked for."""
     small_summaries(monkeypatch)
-    growing = recorded(tmp_path / "run.zarr", by_rank=0)
-    reader = next(growing)
-    expected = facts(reader.messages(modules="a", kinds="weights"))
-    assert len(expected) == 6
-    coming = reader.messages(modules="a", kinds="weights")
-    several = reader.windows()
-    next(growing)
-    assert reader.refresh()
-    assert facts(coming) == expected
-    assert sum(len(window.journal) for window in several) == 12
-    growing.close()
+    with contextlib.closing(recorded(tmp_path / "run.zarr", by_rank=0)) as growing:
+        reader = next(growing)
+        expected = facts(reader.messages(modules="a", kinds="weights"))
+        assert len(expected) == 6
+        coming = reader.messages(modules="a", kinds="weights")
+        several = reader.windows()
+        next(growing)
+        assert reader.refresh()
+        assert facts(coming) == expected
+        assert sum(len(window.journal) for window in several) == 12
 
 
 @pytest.mark.parametrize("make", [one_part, two_ranks])

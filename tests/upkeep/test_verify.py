@@ -23,7 +23,7 @@ from tracer.format.summaries import Summary
 from tracer.messaging.messages import ModuleMessage, NetworkMessage
 from tracer.stores.hdf5.places import ChunkPlaces
 from tracer.trace.writer import TraceWriter
-from tracer.upkeep import survey_summaries
+from tracer.upkeep import findings, survey_summaries
 from tracer.upkeep.findings import CHECKS
 from tracer.upkeep.recover import recover
 from tracer.upkeep.survey_tables import SurveyedTables
@@ -325,3 +325,27 @@ def test_many_summaries_of_the_same_rows(tmp_path: Path, monkeypatch: pytest.Mon
     told = [str(problem) for problem in verify(path).problems]
     assert told == ["summary: the summary of rows 0 to 59 is of rows that one before it is of (and 299 more summaries)"]
     assert rows <= TRIES * 60
+
+
+def test_much_damage_of_one_kind_is_told_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few messages, and rows, are told of one by one; the rest of a pool and of a journal is one problem."""
+    path = write(tmp_path / "run.h5", steps=40)
+    with h5py.File(path, "r+") as file:
+        file["rank0/pools/loss/float64"][:30] = 0
+        journal = file["rank0/journal"][:]
+        journal[60:100:2, 2] ^= 3  # two bits, which nothing puts right
+        file["rank0/journal"][:] = journal
+    every = verify(path)
+    monkeypatch.setattr(findings, "MOST_TOLD", 4)
+    report = verify(path)
+    assert report.damaged == every.damaged >= 40
+    for check, rest in (
+        ("data", "data of {} more messages fails"),
+        ("journal", "{} more rows of the journal, from row"),
+    ):
+        all_of_it = [one for one in every.problems if one.check == check]
+        *told, last = [one for one in report.problems if one.check == check]
+        assert told == all_of_it[:4]
+        assert len(all_of_it) >= 20
+        assert last.messages == sum(one.messages for one in all_of_it[4:])
+        assert rest.format(last.messages) in str(last)

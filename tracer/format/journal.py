@@ -30,6 +30,8 @@ class Column(IntEnum):
 
 
 COLUMNS = len(Column)
+COUNTERS = [Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
+"""The columns that say where in the training a message was observed; none is negative."""
 MAX_ELEMENTS = 2**60
 """Elements of a message, at most: places in a pool are int64."""
 MAX_AXES = 63

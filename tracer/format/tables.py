@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceError
 from tracer.format.encodings import STORAGE_DTYPES, is_encoded
-from tracer.format.journal import HAS_DATA, NONE, Column, is_shape
+from tracer.format.journal import COUNTERS, HAS_DATA, NONE, Column, is_shape
 from tracer.format.placement import Placement
 from tracer.format.summaries import Fact, Summary
 
 _T = TypeVar("_T")
 _facts_of = operator.itemgetter("id", "kind", "network", "module", "tag", "leaf", "dtype", "rank")
-_COUNTERS = [Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +219,7 @@ class Tables:
         yield "count", carries & (count != sizes[at])
         yield "event", ~carries & ((pool != NONE) | (shape != NONE) | (count != 0))
         yield "offset", (offset < 0) | (offset > 2**62)
-        yield "counter", np.asarray((rows[:, _COUNTERS] < 0).any(axis=1))
+        yield "counter", np.asarray((rows[:, COUNTERS] < 0).any(axis=1))
 
 
 def _look_up(table: Mapping[int, Any], numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -113,19 +113,26 @@ def go_on(path: Location, rank: int, options: Options, exporter: Exporter) -> No
         )
     with TraceReader(path) as trace:
         # an evaluation after an epoch's last step has the number of the next one, but counts with the old epoch
-        training = [one.id for one in trace.streams if one.tag == DEFAULT_TAG]
-        ended = [one.id for one in trace.streams if one.kind == "epoch_finished"]
-        # what was recorded of the step itself tells enough, and is read without the rest
-        of_step = trace.within(step, step + 1)
-        steps = of_step.journal[np.isin(of_step.journal[:, Column.STREAM], training), Column.GLOBAL_STEP]
-        found = of_step if (steps == step).any() else trace
-        counts = np.isin(found.journal[:, Column.STREAM], training)
+        training = [one for one in trace.streams if one.tag == DEFAULT_TAG and one.count]
         # without messages of this rank, those of others tell the step
-        mine = counts & (found.rank == rank)
-        train_step, epoch = _counted(found.journal[mine if mine.any() else counts], step, ended)
+        mine = [one.id for one in training if one.rank == rank] or [one.id for one in training]
+        ended = [one.id for one in trace.streams if one.kind == "epoch_finished"]
+        train_step, epoch = _counted(_last_rows(trace, mine, step), step, ended)
     if options.first_epoch is not None and options.first_epoch != epoch:
         train_step, epoch = 0, options.first_epoch
     exporter.start_at(step, train_step, epoch)
+
+
+def _last_rows(trace: TraceReader, streams: Sequence[int], step: int) -> NDArray[np.int64]:
+    """The rows of some streams in a step, or in the last one before it that has some; few others are read for them."""
+    steps = 1
+    while True:
+        first = max(0, step + 1 - steps)
+        journal = trace.within(first, step + 1).journal
+        journal = journal[np.isin(journal[:, Column.STREAM], streams) & (journal[:, Column.GLOBAL_STEP] <= step)]
+        if not first or (journal[:, Column.GLOBAL_STEP] >= first).any():
+            return journal
+        steps *= 2
 
 
 def _counted(journal: NDArray[np.int64], step: int, ended: Sequence[int]) -> tuple[int, int]:
@@ -134,13 +141,12 @@ def _counted(journal: NDArray[np.int64], step: int, ended: Sequence[int]) -> tup
     Parameters
     ----------
     journal : (messages, columns) array
-        Of the training passes, and of what was said of steps and epochs.
+        Of the training passes, and of what was said of steps and epochs, up to this step.
     step : int
         The global step.
     ended : sequence of int
         The streams of messages that say that an epoch has ended.
     """
-    journal = journal[journal[:, Column.GLOBAL_STEP] <= step]
     if not len(journal):
         return 0, 0
     numbers = journal[:, Column.GLOBAL_STEP]

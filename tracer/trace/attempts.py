@@ -168,11 +168,23 @@ def tags_of(ids: NDArray[np.int64], streams: Mapping[int, Stream]) -> NDArray[np
     return np.array(names or [DEFAULT_TAG], np.str_)[places]
 
 
-def evaluated(steps: NDArray[np.int64], tags: NDArray[np.str_], step: int) -> tuple[NDArray[np.int64], bool]:
-    """The rows of evaluations before the training of a step, and whether that begins in these rows."""
-    trained = np.flatnonzero((steps >= step) & (tags == DEFAULT_TAG))
-    end = trained[0] if len(trained) else len(steps)
-    return np.flatnonzero((steps[:end] == step) & (tags[:end] != DEFAULT_TAG)), len(trained) > 0
+def evaluated(
+    pieces: Iterable[tuple[int, NDArray[np.int64], NDArray[np.str_]]], step: int
+) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+    """As `Written.evaluated`, of pieces of a journal in their order: the first row, and the steps and tags of all.
+
+    Pieces whose steps are all lower need not be among them, and those after the training of the step are not asked for.
+    """
+    rows, found = [np.zeros(0, np.int64)], [np.zeros(0, np.str_)]
+    for start, steps, tags in pieces:
+        trained = np.flatnonzero((steps >= step) & (tags == DEFAULT_TAG))
+        end = trained[0] if len(trained) else len(steps)
+        mine = np.flatnonzero((steps[:end] == step) & (tags[:end] != DEFAULT_TAG))
+        rows.append(start + mine)
+        found.append(tags[mine])
+        if len(trained):
+            break
+    return np.concatenate(rows), np.concatenate(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,7 +196,7 @@ class Counting:
     limit : int or None
         Rows of this step and later ones do not count; None: all rows do.
     besides : numpy.ndarray of int64
-        But these rows of this step do: evaluations of the state that the later attempt began with.
+        But these rows of this step, ascending, do: evaluations of the state that the later attempt began with.
     """
 
     limit: int | None = None
@@ -195,24 +207,25 @@ class Counting:
         if self.limit is None:
             return np.ones(len(steps), np.bool_)
         counts: NDArray[np.bool_] = steps < self.limit
-        besides = self.besides - start
-        counts[besides[(besides >= 0) & (besides < len(steps))]] = True
+        low, high = np.searchsorted(self.besides, (start, start + len(steps)))
+        counts[self.besides[low:high] - start] = True
         return counts
 
 
-def counting(parts: Sequence[Written]) -> list[Counting]:
+def counting(parts: Sequence[Written], others: Sequence[Written] = ()) -> list[Counting]:
     """Which rows of each part count: a later attempt takes the place of all steps from its first on.
 
-    It does so once it has a message. Evaluations of the state that it began with, made before that step was trained,
-    still count, unless it made them (those of their tag) again.
+    It does so once it has a message, and may be one of the `others`. Evaluations of the state that it began with, made
+    before that step was trained, still count, unless it made them (those of their tag) again.
     """
-    firsts = [(one.attempt, one.first_step) for one in parts if one.messages]
+    known = [*parts, *others]
+    firsts = [(one.attempt, one.first_step) for one in known if one.messages]
     # of each part, by the step that is asked for
     asked: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.str_]]] = {}
 
     def evaluated_before(number: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
         if (number, step) not in asked:
-            asked[number, step] = parts[number].evaluated(step)
+            asked[number, step] = known[number].evaluated(step)
         return asked[number, step]
 
     found = []
@@ -222,7 +235,7 @@ def counting(parts: Sequence[Written]) -> list[Counting]:
             found.append(Counting())
             continue
         rows, tags = evaluated_before(number, limit)
-        later = [other for other, one in enumerate(parts) if one.attempt > part.attempt] if len(rows) else []
+        later = [other for other, one in enumerate(known) if one.attempt > part.attempt] if len(rows) else []
         again = {tag for other in later for tag in evaluated_before(other, limit)[1].tolist()}
         found.append(Counting(limit, rows[~np.isin(tags, sorted(again))]))
     return found

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.format.encodings import ENCODINGS, readable
-from tracer.format.journal import Column
+from tracer.format.journal import COUNTERS, Column
 from tracer.memory import SMALLEST, Memory
 from tracer.messaging.messages import Message, checked
 from tracer.messaging.stacks import Heads, Source, Stack, Stretch
@@ -50,8 +50,7 @@ FEW: Final = 8
 """Stacks of fewer messages in the mean cost as much as the messages one by one."""
 _KEPT: Final = 64
 """A message that is kept keeps at most so many times its size."""
-_FIELDS: Final = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
-_COUNTERS: Final = [Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
+_FIELDS: Final = [Column.STREAM, *COUNTERS]
 _fields_of = operator.itemgetter(*_FIELDS)
 
 
@@ -162,7 +161,7 @@ class Blocks:
         for rows, groups in self._blocks(selected):
             journal = merged.journal[rows]
             data = list(map(_ascending, groups))
-            yield Columns(merged.streams, journal[:, Column.STREAM], journal[:, _COUNTERS], data)
+            yield Columns(merged.streams, journal[:, Column.STREAM], journal[:, COUNTERS], data)
             del data  # frees the memory for the next block
 
     def values(self, selected: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[Any] | None]]:

@@ -285,7 +285,7 @@ class Joint:
     @cached_property
     def counting(self) -> list[Counting]:
         """Which rows of each part count."""
-        return counting([*self.parts, *self.others])[: len(self.parts)]
+        return counting(self.parts, self.others)
 
     @cached_property
     def ends(self) -> list[int]:

@@ -106,17 +106,15 @@ class Part:
 
     def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
         """As `tracer.trace.attempts.Written.evaluated`; few rows are read for it."""
-        rows, tags = [np.zeros(0, np.int64)], [np.zeros(0, np.str_)]
-        for piece in self.rows.pieces():
-            if piece.steps[1] >= step:
-                journal = self.rows.between(piece.start, piece.stop)
-                names = tags_of(journal[:, Column.STREAM], self.tables.streams)
-                found, end = evaluated(journal[:, Column.GLOBAL_STEP], names, step)
-                rows.append(found + piece.start)
-                tags.append(names[found])
-                if end:
-                    break
-        return np.concatenate(rows), np.concatenate(tags)
+
+        def pieces() -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.str_]]]:
+            for piece in self.rows.pieces():
+                if piece.steps[1] >= step:
+                    rows = self.rows.between(piece.start, piece.stop)
+                    tags = tags_of(rows[:, Column.STREAM], self.tables.streams)
+                    yield piece.start, rows[:, Column.GLOBAL_STEP], tags
+
+        return evaluated(pieces(), step)
 
     def refresh(self) -> bool:
         """Read what was committed since the last time; whether there was anything.
@@ -153,7 +151,7 @@ class Part:
         self._declared += nbytes
         self._checksum = checksum
         self._declare_all(lines)
-        start = self.rows.length
+        known, start = self.rows.length, self.rows.proven()
         rows = rows_to_the_break(self.store, self.name, start, error)
         beyond = self.tables.beyond(rows)
         rows = rows[: int(beyond.argmax())] if beyond.any() else rows
@@ -162,7 +160,7 @@ class Part:
             f"{self.path}: the end of {self.name} is missing or damaged, from row {self.rows.length} of the journal "
             f"on: {str(error).removeprefix(f'{self.path}: ')}"
         )
-        return bool(len(rows) or lines)
+        return self.rows.length > known or bool(lines)
 
     def _read_all(self) -> bool:
         # the journal's length first: what its rows refer to was committed before them
@@ -257,17 +255,22 @@ def rows_to_the_break(store: ReadStore, part: str, start: int, error: TraceCorru
 
     Where a store's length may reach the disk before its rows, others may follow rows that are not there.
     """
-    pieces = [np.zeros((0, COLUMNS), np.int64)]
-    for low, high, rows in _pieces(store, journal_name(part), start):
+    found = [np.zeros((0, COLUMNS), np.int64)]
+    broken = damaged = False
+    for low, high, read in _pieces(store, journal_name(part), start):
         # zeros stand for rows that are lost: no row consists of zeros
-        pieces.append(np.zeros((high - low, COLUMNS), np.int64) if rows is None else rows)
-    journal = np.concatenate(pieces)
-    written: NDArray[np.bool_] = np.asarray(journal.any(axis=1))
-    right: NDArray[np.bool_] = written & (row_checksums(journal, start) == journal[:, Column.CHECK])
-    count = len(right) if right.all() else int(right.argmin())
-    if right[count:].any() and (store.checksums_chunks or written[count]):
-        raise error
-    return journal[:count]
+        rows = np.zeros((high - low, COLUMNS), np.int64) if read is None else read
+        written: NDArray[np.bool_] = np.asarray(rows.any(axis=1))
+        right: NDArray[np.bool_] = written & (row_checksums(rows, low) == rows[:, Column.CHECK])
+        if not broken:
+            count = len(right) if right.all() else int(right.argmin())
+            found.append(rows[:count])
+            broken = count < len(right)
+            damaged = broken and bool(written[count])
+            right = right[count:]
+        if right.any() and (store.checksums_chunks or damaged):
+            raise error
+    return np.concatenate(found)
 
 
 def lines_to_the_break(

@@ -8,7 +8,7 @@ from typing import Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.errors import TraceCorruptError
+from tracer.errors import TraceCorruptError, TraceUnreadableError
 from tracer.format.checksum import crc32c
 from tracer.format.journal import COLUMNS, Column, row_checksums
 from tracer.format.names import journal_name, rank_and_attempt
@@ -211,9 +211,35 @@ class Rows:
         """
         for one in self._tables.summaries:
             if self.length < one.stop <= length:
-                rows = self._store.read(journal_name(self._part), one.start, one.stop)
-                if crc32c(np.ascontiguousarray(rows, "<i8")) != one.crc32c:
-                    self._check(one.start, rows)
+                self._prove(one)
+
+    def proven(self) -> int:
+        """The row up to which the rows that are not known are right, as far as summaries show; none of them is kept."""
+        done = self.length
+        there = done if self._keeps_all else self._store.length(journal_name(self._part))
+        for one in self._tables.summaries:
+            if done < one.stop <= there:
+                try:
+                    self._prove(one)
+                except TraceUnreadableError:
+                    raise
+                except TraceCorruptError:
+                    break
+                done = one.stop
+        return done
+
+    def _prove(self, summary: Summary) -> None:
+        """Compare the rows of a summary with its checksum, some at a time."""
+        checksum = 0
+        begins = range(summary.start, summary.stop, PIECE_ROWS)
+        for begin in begins:
+            rows = self._store.read(journal_name(self._part), begin, min(begin + PIECE_ROWS, summary.stop))
+            checksum = crc32c(np.ascontiguousarray(rows, "<i8"), checksum)
+        if checksum != summary.crc32c:
+            for begin in begins:
+                rows = self._store.read(journal_name(self._part), begin, min(begin + PIECE_ROWS, summary.stop))
+                self._check_rows(begin, rows)
+            raise self._of_others(summary)
 
     def _read(self, start: int, stop: int) -> NDArray[np.int64]:
         rows = self._store.read(journal_name(self._part), start, stop)
@@ -231,13 +257,14 @@ class Rows:
                 block = rows[one.start - start : one.stop - start]
                 if crc32c(np.ascontiguousarray(block, "<i8")) != one.crc32c:
                     self._check_rows(one.start, block)
-                    raise TraceCorruptError(
-                        f"{self._path}: rows {one.start} to {one.stop - 1} of the journal{self._of} are not those that "
-                        "their summary is of"
-                    )
+                    raise self._of_others(one)
                 self._refuse_contradictions(one.start, block)
                 done = one.stop
         self._check_rows(done, rows[done - start :])
+
+    def _of_others(self, summary: Summary) -> TraceCorruptError:
+        rows = f"rows {summary.start} to {summary.stop - 1} of the journal{self._of}"
+        return TraceCorruptError(f"{self._path}: {rows} are not those that their summary is of")
 
     def _check_rows(self, start: int, rows: NDArray[np.int64]) -> None:
         for begin in range(0, len(rows), PIECE_ROWS):

@@ -24,6 +24,8 @@ CHECKS: Final[Mapping[str, str]] = {
     "reading": "a reader opens the trace",
 }
 """The checks of `verify` by name, and what holds if each passes."""
+MOST_TOLD = 1000
+"""Of more messages of a pool, or ranges of rows of a journal, that have the same problem, the rest is told together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

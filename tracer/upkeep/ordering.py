@@ -1,6 +1,6 @@
 """The order of the messages of several surveys, found in windows of their journals.
 
-It is that of `tracer.trace.attempts.in_order` and `tracer.trace.attempts.counting`, which need whole journals.
+It is that of `tracer.trace.attempts.in_order`, also where rows of a journal cannot be read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG
-from tracer.trace.attempts import tags_of
+from tracer.trace.attempts import counting, evaluated, tags_of
 from tracer.upkeep import survey_journal
 from tracer.upkeep.bits import Bits
 from tracer.upkeep.survey import Survey
@@ -139,39 +139,34 @@ class _Part:
         return taken
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A survey, as `tracer.trace.attempts.counting` looks at it."""
+
+    survey: Survey
+    rank: int
+    attempt: int
+    first_step: int
+    messages: int
+
+    def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+        """As `tracer.trace.attempts.Written.evaluated`."""
+        windows = _stepped(self.survey)
+        return evaluated(((window.start, steps, _tags(window, self.survey)) for window, steps in windows), step)
+
+
 def _counting(surveys: Sequence[Survey]) -> list[Bits | None]:
-    """As `tracer.trace.attempts.counting`; None where all rows count."""
-    firsts = [(one.attempt, _first_step(one, surveys)) for one in surveys if one.journal.length]
+    """The rows of each survey that count; None where all do."""
+    written = [_Written(one, one.rank, one.attempt, _first_step(one, surveys), one.journal.length) for one in surveys]
     found: list[Bits | None] = []
-    for survey in surveys:
-        limit = min((step for attempt, step in firsts if attempt > survey.attempt), default=None)
-        if limit is None:
-            found.append(None)
-            continue
-        later = [one for one in surveys if one.attempt > survey.attempt]
-        again = sorted({tag for one in later for tag in _evaluated(one, limit)[1]})
-        trained, _ = _evaluated(survey, limit)
-        bits = Bits(survey.journal.length)
-        for window, steps in _stepped(survey):
-            tags = _tags(window, survey)
-            numbers = window.start + np.arange(len(steps))
-            evaluated = (numbers < trained) & (steps == limit) & (tags != DEFAULT_TAG)
-            bits.put(window.start, (steps < limit) | (evaluated & ~np.isin(tags, again)))
+    for survey, counts in zip(surveys, counting(written), strict=True):
+        bits = None if counts.limit is None else Bits(survey.journal.length)
         found.append(bits)
+        if bits is not None:
+            for window, steps in _stepped(survey):
+                bits.put(window.start, counts.mask(steps, window.start))
     return found
-
-
-def _evaluated(survey: Survey, step: int) -> tuple[int, set[str]]:
-    """The first row of the training of a step or of a later one, and the tags of evaluations of the step before it."""
-    found: set[str] = set()
-    for window, steps in _stepped(survey):
-        tags = _tags(window, survey)
-        trained = np.flatnonzero((steps >= step) & (tags == DEFAULT_TAG))
-        end = int(trained[0]) if len(trained) else len(steps)
-        found.update(tags[:end][(steps[:end] == step) & (tags[:end] != DEFAULT_TAG)].tolist())
-        if len(trained):
-            return window.start + end, found
-    return survey.journal.length, found
 
 
 def _stepped(survey: Survey, most: int | None = None) -> Iterator[tuple[Window, NDArray[np.int64]]]:

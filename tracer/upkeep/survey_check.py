@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tracer.format.journal import HAS_DATA, Column
 from tracer.format.names import journal_name
 from tracer.trace.grouping import grouped, runs
+from tracer.upkeep import findings
 from tracer.upkeep.findings import Problem, Reach
 from tracer.upkeep.survey import Survey
 from tracer.upkeep.survey_chunks import Array
@@ -96,6 +97,7 @@ class _PoolCheck:
         self._affected = Reach()
         # by the place of the message
         self._failed: list[tuple[tuple[int, int], Problem]] = []
+        self._more_failed = Reach()
 
     def lost_of(self, window: Window, places: NDArray[np.int64]) -> int:
         """Check the messages of the pool in a window, which `places` has in ascending order; how many are lost."""
@@ -123,6 +125,10 @@ class _PoolCheck:
     def _tell_failed(self, array: Array, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
         """Of messages that are not right, tell of those that do not lie in damaged chunks, of which is told later."""
         failed = np.flatnonzero(~touches_damage(array, rows))
+        left = max(0, findings.MOST_TOLD - len(self._failed))
+        failed, rest = failed[:left], failed[left:]
+        if len(rest):
+            self._survey.reach(self._more_failed, rows[rest], (rows[rest, Column.OFFSET], numbers[rest]))
         for row, number in zip(rows[failed], numbers[failed].tolist(), strict=True):
             offset, count = int(row[Column.OFFSET]), int(row[Column.COUNT])
             reach = Reach()
@@ -148,6 +154,10 @@ class _PoolCheck:
             what = f"the data of {affected.count} messages is not in pool {self._name!r} where the journal says"
             survey.findings.add("place", what, self._name, None, affected.count, str(affected))
         survey.problems.extend(problem for _, problem in sorted(self._failed, key=lambda one: one[0]))
+        more = self._more_failed
+        if more.count:
+            what = f"the data of {more.count} more messages fails its checksum"
+            survey.findings.add("data", what, self._name, None, more.count, str(more))
 
 
 @final

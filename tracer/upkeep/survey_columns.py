@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tracer.errors import MessageError
 from tracer.format.encodings import ENCODINGS, decode
-from tracer.format.journal import HAS_DATA, Column
+from tracer.format.journal import COUNTERS, HAS_DATA, Column
 from tracer.format.tables import Stream
 from tracer.messaging.messages import message_of
 from tracer.trace.blocks import BLOCK_BYTES, BLOCK_ROWS
@@ -22,7 +22,6 @@ from tracer.upkeep.survey_data import Piece, pieces
 from tracer.upkeep.survey_journal import Window
 
 _MOST_ELEMENTS: Final = 1 << 40
-_COUNTERS: Final = [Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
 
 
 @final
@@ -79,13 +78,13 @@ class SurveyedColumns:
 
     def _block(self, batch: Batch, begin: int, end: int) -> tuple[Columns, NDArray[np.bool_]]:
         count = end - begin
-        numbers, counters = np.zeros(count, np.int64), np.zeros((count, len(_COUNTERS)), np.int64)
+        numbers, counters = np.zeros(count, np.int64), np.zeros((count, len(COUNTERS)), np.int64)
         there = np.zeros(count, bool)
         data: list[Together] = []
         for number, mine in grouped(batch.surveys[begin:end]):
             window, places = batch.windows[number], batch.places[begin:end][mine]
             rows = window.journal[places]
-            counters[mine] = rows[:, _COUNTERS]
+            counters[mine] = rows[:, COUNTERS]
             sound = np.flatnonzero(window.sound[places])
             streams = self._begins[number] + np.searchsorted(self._numbers[number], rows[sound, Column.STREAM])
             numbers[mine[sound]] = streams

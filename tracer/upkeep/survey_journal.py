@@ -5,6 +5,7 @@ Of each row a few bits are kept, and the rows are read again where they are need
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, final
@@ -16,6 +17,7 @@ from tracer.format.checksum import crc32c
 from tracer.format.journal import COLUMNS, NONE, Column, row_as_it_was, row_checksums
 from tracer.format.tables import Tables
 from tracer.trace.grouping import runs
+from tracer.upkeep import findings
 from tracer.upkeep.bits import Bits
 from tracer.upkeep.findings import Findings
 from tracer.upkeep.survey_chunks import Array, Chunks
@@ -230,8 +232,16 @@ class SurveyedJournal:
             why = f"a bit of row {number} of the journal is wrong, and is put right"
             self._findings.add("journal", why, self._name, (number, number + 1))
         for reason in (DAMAGED_ROW, *WRONG):
-            for start, stop in self._wrong[reason].runs() if reason in self._wrong else ():
-                self._refuse(start, stop, WRONG.get(reason, reason))
+            ranges = self._wrong[reason].runs() if reason in self._wrong else iter(())
+            why = WRONG.get(reason, reason)
+            for start, stop in itertools.islice(ranges, findings.MOST_TOLD):
+                self._refuse(start, stop, why)
+            first, last, count = None, 0, 0
+            for start, stop in ranges:
+                first, last, count = start if first is None else first, stop, count + stop - start
+            if first is not None:
+                what = f"{count} more rows of the journal, from row {first} to row {last - 1}, are {why}"
+                self._findings.add("journal", what, self._name, (first, last), count)
         self._wrong.clear()
 
     def _refuse(self, start: int, stop: int, why: str) -> None:

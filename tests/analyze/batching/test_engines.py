@@ -303,6 +303,7 @@ def test_libraries_that_are_loaded_late_compute_in_one_thread(runs: Path, tmp_pa
     assert set(done.stdout.split("\n")) == {"{1}", ""}, done.stderr
 
 
+@pytest.mark.filterwarnings("ignore:norm is about whole tensors")
 def test_a_warning_here_is_no_error(tmp_path: Path) -> None:
     """Whatever this process makes of warnings: a worker would show it and go on."""
     path = tmp_path / "run.zarr"
