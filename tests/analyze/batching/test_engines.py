@@ -303,7 +303,6 @@ def test_libraries_that_are_loaded_late_compute_in_one_thread(runs: Path, tmp_pa
     assert set(done.stdout.split("\n")) == {"{1}", ""}, done.stderr
 
 
-@pytest.mark.filterwarnings("ignore:norm is about whole tensors")
 def test_a_warning_here_is_no_error(tmp_path: Path) -> None:
     """Whatever this process makes of warnings: a worker would show it and go on."""
     path = tmp_path / "run.zarr"
@@ -313,7 +312,7 @@ def test_a_warning_here_is_no_error(tmp_path: Path) -> None:
                 kind="weights", module="fc", data=torch.ones(6), global_step=step, train_step=step, epoch=0
             )
             writer.write(message, {"elements": {"count": 6, "of": 100, "seed": 0}})
-    with warnings.catch_warnings():
+    with pytest.warns(RuntimeWarning, match="norm is about whole tensors"):
         warnings.simplefilter("error")
         results = batch(path, "norm", tmp_path / "out")
     assert (len(results), results.failures) == (3, [])
