@@ -21,7 +21,7 @@ from analyze.metrics.similarity.svcca import SVCCA
 from analyze.metrics.spectra.spectral_norm import SpectralNorm
 from analyze.seeing.report import report
 from tracer.errors import TraceExistsError, TracerError
-from tracer.messaging.bus import Collect
+from tracer.messaging.receiver import Collect
 
 TRAINED_ON = 1437
 PROBE_EVERY = 10

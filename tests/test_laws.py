@@ -29,8 +29,8 @@ from analyze.batching.questions import questions
 from analyze.registry import parse, subscribers
 from analyze.tables.columns import Row
 from tracer import Capture, Collect, Message, ModuleMessage, NetworkMessage, Subscriber
-from tracer.messaging.bus import in_order
 from tracer.messaging.messages import KINDS, MODULE_KINDS
+from tracer.messaging.receiver import in_order
 
 FORMATS = ("zarr", "h5")
 NAMES = subscribers()

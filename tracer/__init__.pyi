@@ -15,8 +15,9 @@ from tracer.errors import (
     UnknownNameError,
 )
 from tracer.messaging.actor import Actor
-from tracer.messaging.bus import Collect, MessageBus, Receiver, get_default_bus
+from tracer.messaging.bus import MessageBus, get_default_bus
 from tracer.messaging.messages import KINDS, Message, MessageBundle, ModuleMessage, NetworkMessage, derived
+from tracer.messaging.receiver import Collect, Receiver
 from tracer.messaging.stacks import Stack, Stretch
 from tracer.messaging.subscriber import CallbackSubscriber, Subscriber
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tracer.errors import CaptureError, TraceExistsError, TraceNotFoundError
-from tracer.messaging.bus import Receiver
 from tracer.messaging.messages import Message
+from tracer.messaging.receiver import Receiver
 from tracer.observing.capture import Capture
 from tracer.observing.exporter import Exporter
 from tracer.observing.pytorch.wrappers import unwrap

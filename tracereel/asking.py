@@ -35,8 +35,8 @@ from tracereel.printing import (
 
 if TYPE_CHECKING:
     from analyze.tables.results import Results, Sink
-    from tracer.messaging.bus import Receiver
     from tracer.messaging.messages import Message
+    from tracer.messaging.receiver import Receiver
     from tracer.messaging.stacks import Stack, Stretch
     from tracer.messaging.subscriber import Subscriber
     from tracer.replaying.plan import Plan
@@ -294,7 +294,7 @@ def _note_status(reader: TraceReader) -> None:
 def _note_silent(results: Results, asked: Iterable[Subscriber]) -> None:
     """Say which subscribers answered nothing, and what they need."""
     from analyze.catalogue import headings
-    from tracer.messaging.bus import describe
+    from tracer.messaging.receiver import describe
 
     answered = results.subscribers
     silent = {describe(one): headings(type(one).__doc__ or "").get("Needs", "") for one in asked}

@@ -1,8 +1,8 @@
 """Where the work on a trace is cut.
 
 How finely it can be cut depends on what the subscriber and the producers of its input remember: the widest of their
-scopes (`tracer.messaging.bus.Scope`) decides. Cuts depend on the trace and the subscriber alone, never on the number of
-workers or on other subscribers: another batch cuts in the same places, and so finds the units that are done.
+scopes (`tracer.messaging.receiver.Scope`) decides. Cuts depend on the trace and the subscriber alone, never on the
+number of workers or on other subscribers: another batch cuts in the same places, and so finds the units that are done.
 
 The journal is read window by window: a plan of a long trace never fills the memory.
 """

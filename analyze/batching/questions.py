@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from analyze import registry
 from tracer.errors import CaptureError, MessageError
-from tracer.messaging.bus import Scope
+from tracer.messaging.receiver import Scope
 from tracer.messaging.subscriber import Subscriber
 
 KNOWN_SCOPES: Final = ("message", "stream", "step")

@@ -27,8 +27,8 @@ from analyze.batching.units import Module, Outcome, Selection, Task, Unit, sente
 from analyze.comparing.compare import compare
 from tracer.errors import TraceCorruptError, TraceError
 from tracer.format.journal import Column
-from tracer.messaging.bus import Around, Receiver, describe
 from tracer.messaging.messages import Message
+from tracer.messaging.receiver import Around, Receiver, describe
 from tracer.messaging.stacks import Stack, Stretch
 from tracer.messaging.subscriber import Subscriber
 from tracer.replaying.audience import Audience

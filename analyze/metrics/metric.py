@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.inputs import answer, carries_data
-from tracer.messaging.bus import Scope
 from tracer.messaging.messages import DEFAULT_TAG, Message, derived
+from tracer.messaging.receiver import Scope
 from tracer.messaging.stacks import Stack, is_newer
 from tracer.messaging.subscriber import Subscriber
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription

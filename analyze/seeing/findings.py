@@ -9,8 +9,8 @@ from typing import Any
 from analyze.rules import RULES
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Rule
-from tracer.messaging.bus import Receiver
 from tracer.messaging.messages import Message
+from tracer.messaging.receiver import Receiver
 from tracer.shown import table
 
 _ORDER = {name: number for number, name in enumerate(RULES)}

@@ -15,8 +15,8 @@ from analyze.seeing.findings import Checked, Findings
 from analyze.seeing.gathered import LONGEST, Gathered
 from analyze.seeing.listeners import LOSSES, Answers, Measures, Reached, Windows
 from tracer.errors import CaptureError, TraceCorruptError
-from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
+from tracer.messaging.receiver import Receiver, describe
 from tracer.messaging.subscriber import Subscriber
 from tracer.replaying.plan import plan
 from tracer.replaying.replay import replay

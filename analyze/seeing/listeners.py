@@ -26,8 +26,8 @@ from analyze.seeing.gathered import (
     layer_of,
 )
 from analyze.seeing.matrices import Matrices, Role
-from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import DEFAULT_TAG, Message
+from tracer.messaging.receiver import Receiver, describe
 from tracer.messaging.subscriber import Subscriber
 from tracer.messaging.subscription import Subscription
 

@@ -10,8 +10,8 @@ from analyze.rules.rule import Rule
 from analyze.seeing.check import Wanted, rules_of
 from analyze.seeing.findings import Findings
 from tracer.errors import StopTraining
-from tracer.messaging.bus import Receiver
 from tracer.messaging.messages import Message
+from tracer.messaging.receiver import Receiver
 
 
 class TrainingStopped(StopTraining):

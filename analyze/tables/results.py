@@ -16,8 +16,8 @@ from analyze.tables.series import Series, series_of
 from analyze.tables.tensorboard import Clock, write_events
 from analyze.tables.writing import PathLike, new_file, pandas, write_csv, write_jsonl, write_parquet, write_trace
 from tracer.errors import UnknownNameError
-from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import Message
+from tracer.messaging.receiver import Receiver, describe
 from tracer.messaging.stacks import Stack, Stretch
 from tracer.shown import table
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import tracer
 from tracer import Collect, Message, MessageBus, MessageError, NetworkMessage, Receiver, get_default_bus
-from tracer.messaging.bus import describe, in_order
+from tracer.messaging.receiver import describe, in_order
 
 
 class Recording(Receiver):

@@ -28,7 +28,7 @@ from tracer import (
     SynchronizedSubscription,
     derived,
 )
-from tracer.messaging.bus import Around
+from tracer.messaging.receiver import Around
 from tracer.messaging.stacks import Heads, Source, Stack, Stretch, gathered
 
 MODULES: tuple[str | None, ...] = (None, "a", "b")

@@ -31,7 +31,7 @@ from tracer import (
     derived,
 )
 from tracer.errors import CaptureError, TraceCorruptError
-from tracer.messaging.bus import Around
+from tracer.messaging.receiver import Around
 from tracer.stores.hdf5 import opening
 from tracer.stores.zarr.reading import _ReadShard
 

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from tracer import walking
 from tracer.errors import MessageError
-from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import DEFAULT_TAG, Message
+from tracer.messaging.receiver import Receiver, describe
 
 Action: TypeAlias = Callable[[nn.Module, Optimizer | None, Message], bool]
 """Does what a message says, to a model and its optimizer; returns whether that changed anything."""

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Self
 
 from tracer.errors import MessageError, did_you_mean
-from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import DEFAULT_TAG, Message, MessageBundle
+from tracer.messaging.receiver import Receiver, describe
 from tracer.messaging.stacks import Stack, Stretch, gathered, has_own_methods, is_newer
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription, matches_tag
 

@@ -10,8 +10,9 @@ from typing import TypeAlias
 from torch import nn
 
 from tracer.errors import CaptureError
-from tracer.messaging.bus import MessageBus, Receiver
+from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
+from tracer.messaging.receiver import Receiver
 from tracer.messaging.subscriber import unmet
 from tracer.messaging.subscription import matches_tag
 from tracer.observing.capture import Capture

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tracer.errors import CaptureError
-from tracer.messaging.bus import MessageBus, Receiver
+from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
+from tracer.messaging.receiver import Receiver
 from tracer.observing.capture import Capture
 from tracer.observing.optimizers import observable
 from tracer.observing.part import Ground

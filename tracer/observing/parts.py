@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from tracer.messaging.bus import tell_of_model
+from tracer.messaging.receiver import tell_of_model
 from tracer.observing.calls import Calls, ComputedWeights
 from tracer.observing.losses import Differentiation, Losses
 from tracer.observing.optimizer_steps import OptimizerSteps

@@ -14,8 +14,9 @@ from tracer.errors import CaptureError, MessageError
 from tracer.format.encodings import refusal
 from tracer.format.placement import is_distributed, local, placement_of
 from tracer.memory import Memory
-from tracer.messaging.bus import MessageBus, Receiver
+from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import DEFAULT_TAG, Message, ModuleMessage, NetworkMessage, checked
+from tracer.messaging.receiver import Receiver
 from tracer.observing.capture import Capture, axis_of_neurons
 from tracer.observing.clock import At, Clock
 from tracer.observing.demand import EVERYTHING, Demand, stream_name

@@ -17,8 +17,8 @@ from tracer.errors import CaptureError, plain
 from tracer.format.declarations import declaration
 from tracer.format.journal import Column
 from tracer.format.names import part_name
-from tracer.messaging.bus import describe
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
+from tracer.messaging.receiver import describe
 from tracer.observing.exporter import Exporter
 from tracer.recording.budget import Budget, already_spent
 from tracer.recording.family import Member

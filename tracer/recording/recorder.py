@@ -12,8 +12,9 @@ import torch
 
 from tracer.errors import MessageError, TraceError, TraceNotFoundError, summary, warn_only
 from tracer.format.encodings import encoding_of
-from tracer.messaging.bus import Receiver, version_of
+from tracer.messaging.bus import version_of
 from tracer.messaging.messages import Message, with_data
+from tracer.messaging.receiver import Receiver
 from tracer.recording import termination
 from tracer.recording.budget import Budget, Held
 from tracer.recording.options import QUEUE_BYTES, check_queue

@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tracer.errors import CaptureError, TraceError, summary, warn_only
-from tracer.messaging.bus import MessageBus, Receiver, in_order
+from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
+from tracer.messaging.receiver import Receiver, in_order
 from tracer.observing.capture import Capture
 from tracer.observing.exporter import Exporter
 from tracer.recording import environment, termination

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from tracer.messaging.bus import Receiver
+from tracer.messaging.receiver import Receiver
 from tracer.observing.exporter import Exporter
 from tracer.recording.recorder import Recorder
 from tracer.stores.locations import Location

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tracer.errors import CaptureError
-from tracer.messaging.bus import Receiver, Scope, describe
+from tracer.messaging.receiver import Receiver, Scope, describe
 from tracer.messaging.subscriber import Subscriber
 from tracer.trace.reader import TraceReader
 from tracer.trace.streams import StreamInfo

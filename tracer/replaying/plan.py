@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
-from tracer.messaging.bus import Receiver, Scope
+from tracer.messaging.receiver import Receiver, Scope
 from tracer.replaying.audience import Audience
 from tracer.replaying.due import due_windows
 from tracer.replaying.filters import Filters

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 from tracer.errors import CaptureError
-from tracer.messaging.bus import FEW_BETWEEN, MessageBus, Receiver, Reductions, in_order, tell_of_model
+from tracer.messaging.bus import FEW_BETWEEN, MessageBus
+from tracer.messaging.receiver import Receiver, Reductions, in_order, tell_of_model
 from tracer.messaging.stacks import Stretch
 from tracer.replaying.audience import Audience
 from tracer.replaying.due import Due, Walk
@@ -154,7 +155,7 @@ def _prepared(reader: TraceReader, audience: Audience, *, following: bool) -> Me
 
 
 def reductions_of(streams: Iterable[StreamInfo]) -> Reductions:
-    """Which of the streams hold a reduction, and which: see `tracer.messaging.bus.Receiver.know_reductions`."""
+    """Which of the streams hold a reduction, and which: see `tracer.messaging.receiver.Receiver.know_reductions`."""
     return {
         (one.kind, one.module, one.tag, one.leaf): one.sampling["reduce"]
         for one in streams

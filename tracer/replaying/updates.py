@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from tracer.format.encodings import ENCODINGS
 from tracer.format.journal import Column
-from tracer.messaging.bus import Receiver
 from tracer.messaging.messages import Message, difference
+from tracer.messaging.receiver import Receiver
 from tracer.replaying.filters import Filters
 from tracer.trace.reader import TraceReader
 from tracer.trace.streams import StreamInfo

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.format.journal import Column
-from tracer.messaging.bus import Receiver
 from tracer.messaging.messages import clock_of
+from tracer.messaging.receiver import Receiver
 from tracer.messaging.subscriber import unmet
 from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters

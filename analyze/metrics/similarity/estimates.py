@@ -25,8 +25,8 @@ from analyze.metrics.similarity.bases import Status, centred
 from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, channels_first
 from analyze.metrics.similarity.similarity import Kept
 from tracer.errors import MessageError
-from tracer.messaging.bus import Reductions
 from tracer.messaging.messages import Message
+from tracer.messaging.receiver import Reductions
 from tracer.observing.sketches import Sketch
 
 LEAST = 16

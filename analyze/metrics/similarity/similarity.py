@@ -30,8 +30,8 @@ from analyze.metrics.similarity.datapoints import (
     comparable,
 )
 from analyze.metrics.similarity.gathering import Gathering, Layers
-from tracer.messaging.bus import Scope
 from tracer.messaging.messages import Message, message_of
+from tracer.messaging.receiver import Scope
 
 Against = Literal["past", "final", "layers"]
 Calls = Literal["apart", "together"]

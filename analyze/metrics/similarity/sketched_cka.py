@@ -24,8 +24,8 @@ from analyze.metrics.similarity.estimates import (
     trace_product,
 )
 from analyze.metrics.similarity.similarity import Compared, Kept, Similarity, code
-from tracer.messaging.bus import Reductions
 from tracer.messaging.messages import Message
+from tracer.messaging.receiver import Reductions
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,8 +21,8 @@ from analyze.metrics.similarity.datapoints import Channels, check_channels
 from analyze.metrics.spectra.spectra import Scatter, Spectrum, Status, code, once, real_neurons, spread
 from analyze.metrics.streams import Series, packed_series, restored, series_of, stored, unpacked_series
 from tracer.errors import MessageError
-from tracer.messaging.bus import Scope
 from tracer.messaging.messages import Message, derived, message_of
+from tracer.messaging.receiver import Scope
 
 Positions = Literal["datapoints", "mean", "max", "median", "flatten"]
 Window = Literal["message", "epoch"]

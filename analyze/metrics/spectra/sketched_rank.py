@@ -33,8 +33,8 @@ from analyze.metrics.similarity.estimates import (
 )
 from analyze.metrics.similarity.similarity import Kept, code
 from tracer.errors import MessageError
-from tracer.messaging.bus import Reductions
 from tracer.messaging.messages import Message
+from tracer.messaging.receiver import Reductions
 
 
 @dataclass(frozen=True, slots=True, eq=False)

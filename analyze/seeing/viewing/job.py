@@ -10,8 +10,8 @@ from typing import Self, final
 
 from analyze.seeing.viewing.turns import Turns
 from tracer.errors import TracerError
-from tracer.messaging.bus import Receiver
 from tracer.messaging.messages import Message
+from tracer.messaging.receiver import Receiver
 
 RUNNING, DONE, FAILED, CANCELLED = "running", "done", "failed", "cancelled"
 

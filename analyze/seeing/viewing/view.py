@@ -16,7 +16,7 @@ from analyze.seeing.listeners import Answers
 from analyze.seeing.viewing.job import CANCELLED, DONE, RUNNING, Job
 from analyze.seeing.viewing.turns import Turns
 from tracer.errors import CaptureError, TracerError, UnknownNameError
-from tracer.messaging.bus import describe
+from tracer.messaging.receiver import describe
 from tracer.messaging.subscriber import Subscriber
 from tracer.replaying.replay import replay
 from tracer.stores.locations import Anywhere

@@ -24,7 +24,7 @@ from analyze.metrics.similarity.canonical import compare, null_baseline
 from analyze.metrics.similarity.datapoints import neurons
 from tests.examples import examples
 from tracer import MessageBundle, MessageBus, MessageError, ModuleMessage, NetworkMessage
-from tracer.messaging.bus import Collect
+from tracer.messaging.receiver import Collect
 
 INF, NAN = float("inf"), float("nan")
 

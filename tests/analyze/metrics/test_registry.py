@@ -30,7 +30,7 @@ from tracer import (
     TracerError,
     UnknownNameError,
 )
-from tracer.messaging.bus import Collect
+from tracer.messaging.receiver import Collect
 
 NAMES = sorted(BUILT_IN)
 ROOT = Path(__file__).parents[3]

@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from tracer.errors import CaptureError, StopTraining, TracerError
-from tracer.messaging.bus import Receiver
 from tracer.messaging.messages import EVAL_TAG
+from tracer.messaging.receiver import Receiver
 from tracer.observing.capture import Capture
 from tracer.observing.publisher import PROBED
 from tracer.recording import termination

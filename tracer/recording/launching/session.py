@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tracer.errors import CaptureError, TraceError
-from tracer.messaging.bus import Receiver
+from tracer.messaging.receiver import Receiver
 from tracer.observing.capture import Capture
 from tracer.observing.pytorch.hanging import before_any_step
 from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS

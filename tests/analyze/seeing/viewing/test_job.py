@@ -11,7 +11,7 @@ from analyze.seeing.viewing.job import CANCELLED, DONE, FAILED, RUNNING, Job
 from analyze.seeing.viewing.turns import Turns
 from tests.analyze.seeing.runs import messages, write
 from tracer.errors import CaptureError
-from tracer.messaging.bus import Collect
+from tracer.messaging.receiver import Collect
 from tracer.replaying.replay import replay
 
 
