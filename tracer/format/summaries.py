@@ -113,7 +113,7 @@ class Summary:
         facts = [row[:FACTS] for row in streams]
         ids = [list(row[FACTS]) for row in streams]
         numbers = [start, stop, checksum, *itertools.chain(*facts, *ids)]
-        if not all(type(one) is int and 0 <= one <= _LARGEST for one in numbers):
+        if {*map(type, numbers)} != {int} or min(numbers) < 0 or max(numbers) > _LARGEST:
             raise ValueError(f"the summary of rows {start!r} to {stop!r} has something that is no whole number")
         shapes = {row[Fact.STREAM]: some for row, some in zip(facts, ids, strict=True) if some}
         table = np.array(facts, np.int64).reshape(len(facts), FACTS)
