@@ -1,7 +1,7 @@
 """Whether costs grow with what is asked and not with what is there: four benchmarks, one after another.
 
-Each runs in a process of its own, on one core, and ends with 1 if a bar is missed; see their docstrings. `batch.py` measures batches
-of many small traces.
+Each runs in a process of its own, on one core, and ends with 1 if a bar is missed; see their docstrings. `batch.py`
+measures batches of many small traces.
 
     python benchmarks/scale.py [--only asking,replay,upkeep,similarity] [--full]
 """
