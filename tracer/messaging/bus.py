@@ -43,6 +43,7 @@ class MessageBus:
     Examples
     --------
     >>> import torch
+    >>> from tracer.messaging.receiver import Collect
     >>> bus, heard = MessageBus(), Collect("loss")
     >>> bus.register(heard)
     >>> bus.publish_network_message(0, 0, 0, "loss", torch.tensor(2.5))

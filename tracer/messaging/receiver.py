@@ -181,7 +181,7 @@ class Collect(Receiver):
 
     Examples
     --------
-    >>> import torch
+    >>> from tracer.messaging.bus import MessageBus
     >>> heard = Collect()
     >>> bus = MessageBus()
     >>> bus.register(heard)
