@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from analyze.registry import instances, subscribers
@@ -30,6 +31,17 @@ STOP_SECONDS = 10.0
 """So long a replay may take to end; that is one message."""
 LOOK_SECONDS = 1.0
 """So long after one look for new commits comes the next, at least."""
+
+
+@dataclass(slots=True)
+class _Look:
+    """What was found when it was last looked for new commits: `View.status`, `View.mark` and `View.progress`."""
+
+    status: str
+    streams: int
+    at: float = 0.0
+    mark: tuple[object, ...] = ()
+    progress: str = "Begins."
 
 
 class Asked(NamedTuple):
@@ -72,12 +84,6 @@ class View:
         Of the other runs, those that are there already.
     asked : list of Asked
         Metrics that were asked, at the beginning or in the page.
-    status : str
-        As `TraceReader.status`.
-    mark : tuple
-        Another one when there is something new to show.
-    progress : str
-        How far it is, in a sentence; empty when all is there. These three are as of the last `refresh`.
     """
 
     def __init__(
@@ -93,13 +99,10 @@ class View:
         self.metrics, self.rules = instances(metrics), rules_of(rules)
         self.reader = TraceReader(path)
         self.rank = rank_shown(self.reader, rank)
-        self.status = self.reader.status
         self.turns = Turns()
         self.references: list[Gathered] = []
         self.asked: list[Asked] = []
-        self.mark: tuple[object, ...] = ()
-        self.progress = "Begins."
-        self._streams, self._looked = len(self.reader.streams), 0.0
+        self._last = _Look(self.reader.status, len(self.reader.streams))
         self._shown = self._next = self._gathering()
         self._gatherer = self._gather(self._next)
 
@@ -127,19 +130,35 @@ class View:
         return self._shown.found
 
     @property
+    def status(self) -> str:
+        """As `TraceReader.status`, at the last `refresh`."""
+        return self._last.status
+
+    @property
+    def mark(self) -> tuple[object, ...]:
+        """Another one when there was something new to show at the last `refresh`."""
+        return self._last.mark
+
+    @property
+    def progress(self) -> str:
+        """How far it was at the last `refresh`, in a sentence; empty when all is there."""
+        return self._last.progress
+
+    @property
     def following(self) -> bool:
         """Whether the run is still being recorded."""
         return self.status == "recording"
 
     def refresh(self) -> None:
         """Look for new commits, and let rules conclude; often called, it seldom looks."""
-        if time.monotonic() - self._looked < LOOK_SECONDS:
+        last = self._last
+        if time.monotonic() - last.at < LOOK_SECONDS:
             return
         if self.following:
-            self.status = self.reader.status  # first: what a run that has ended committed is read then
+            last.status = self.reader.status  # first: what a run that has ended committed is read then
             self.reader.refresh()
-        if len(self.reader.streams) != self._streams:
-            self._streams = len(self.reader.streams)
+        if len(self.reader.streams) != last.streams:
+            last.streams = len(self.reader.streams)
             if self._next.answerable(self.reader) != self._next.answering:
                 self._again()
         with self.turns.reading():
@@ -148,9 +167,9 @@ class View:
             if not self._shown.ended:
                 self._shown.conclude(self.reader)
             jobs = [(job.heard, job.state) for job in (self._gatherer, *(one.job for one in self.asked))]
-            self.mark = id(self._shown), self.status, len(self.references), *jobs
-            self.progress = self._progress()
-        self._looked = time.monotonic()
+            last.mark = id(self._shown), self.status, len(self.references), *jobs
+            last.progress = self._progress()
+        last.at = time.monotonic()
 
     def _progress(self) -> str:
         if self._gatherer.error:
