@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import tracer.format.summaries
 import tracer.replaying.due
 import tracer.trace.reader
 import tracer.trace.rows
+from tracer.trace.rows import Rows
 
 
 def small_summaries(monkeypatch: pytest.MonkeyPatch, rows: int = 5) -> None:
@@ -18,3 +21,16 @@ def small_summaries(monkeypatch: pytest.MonkeyPatch, rows: int = 5) -> None:
     monkeypatch.setattr(tracer.trace.rows, "PIECE_ROWS", max(1, rows - 2))
     monkeypatch.setattr(tracer.trace.reader, "WINDOW_ROWS", rows)
     monkeypatch.setattr(tracer.replaying.due, "WINDOW_ROWS", rows)
+
+
+def rows_looked_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows of journals are looked at from now on, each time that some are."""
+    found: list[int] = []
+    check = Rows._check
+
+    def counting(self: Rows, start: int, rows: Any) -> None:
+        found.append(len(rows))
+        check(self, start, rows)
+
+    monkeypatch.setattr(Rows, "_check", counting)
+    return found

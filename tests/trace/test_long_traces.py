@@ -18,7 +18,7 @@ import torch
 import tracer
 import tracer.trace.part
 from analyze.registry import parse
-from tests.trace.small_summaries import small_summaries
+from tests.trace.small_summaries import rows_looked_at, small_summaries
 from tests.trace.written_parts import every_format
 from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError, TraceCorruptError
@@ -28,7 +28,6 @@ from tracer.format.tables import Tables
 from tracer.messaging.messages import Message
 from tracer.stores.opening import open_parts
 from tracer.stores.zarr.reader import ZarrReader
-from tracer.trace.rows import Rows
 
 
 def step_of(number: int, rank: int, attempt: int) -> list[Message]:
@@ -182,18 +181,12 @@ def test_a_long_trace_says_what_a_short_one_says(
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows are read and checked each time, and how many are summarized again."""
-    found: list[int] = []
-    check, summarize = Rows._check, tracer.trace.rows.summarized
-
-    def checking(self: Rows, start: int, rows: Any) -> None:
-        found.append(len(rows))
-        check(self, start, rows)
+    found, summarize = rows_looked_at(monkeypatch), tracer.trace.rows.summarized
 
     def summarizing(rows: Any, *given: Any, **options: Any) -> Any:
         found.append(len(rows))
         return summarize(rows, *given, **options)
 
-    monkeypatch.setattr(Rows, "_check", checking)
     monkeypatch.setattr(tracer.trace.rows, "summarized", summarizing)
     return found
 
