@@ -126,8 +126,6 @@ def wav2vec2() -> Made:
 
 
 MODELS = [gpt2, bert, llama, mixtral, albert, t5, mamba, resnet, vit, wav2vec2]
-# to a compiler, the others differ from this one by their sizes, or from the models of tests/observing/test_compiled.py
-COMPILED = [one if one is gpt2 else pytest.param(one, marks=pytest.mark.slow) for one in MODELS]
 
 
 class Watch:
@@ -248,8 +246,9 @@ def differ(one: Tensor | None, other: Tensor) -> bool:
     return one is None or one.dtype != other.dtype or not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("architecture", COMPILED, ids=lambda one: one.__name__)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+@pytest.mark.parametrize("architecture", MODELS, ids=lambda one: one.__name__)
 def test_compiled_architectures(architecture: Callable[[], Made], backend: str, tmp_path: Path, dynamo: None) -> None:
     """The same of what ``torch.compile`` traces, compared with the compiled training that is not recorded."""
     messages = compare(architecture, tmp_path, backend)

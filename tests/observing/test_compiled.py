@@ -249,9 +249,12 @@ def assert_close(found: dict[Any, Tensor], expected: dict[Any, Tensor], backend:
 @pytest.mark.parametrize(
     ("make", "backend"),
     [(Residual, "eager"), *((make, "aot_eager") for make in (Residual, Convolutions, Attention))]
-    + [pytest.param(Residual, "inductor", marks=INDUCTOR.marks)]
     + [pytest.param(make, "eager", marks=EAGER.marks) for make in (Convolutions, Attention)]
-    + [pytest.param(make, "inductor", marks=(*INDUCTOR.marks, *EAGER.marks)) for make in (Convolutions, Attention)],
+    # in each `make test`, `test_ways_to_train_a_compiled_model` records what inductor compiles
+    + [
+        pytest.param(make, "inductor", marks=(*INDUCTOR.marks, *EAGER.marks))
+        for make in (Residual, Convolutions, Attention)
+    ],
 )
 @pytest.mark.usefixtures("double")
 def test_compiled_records_what_eager_does(make: Callable[[], nn.Module], backend: str) -> None:

@@ -58,9 +58,9 @@ def bounded(path: Path, bound: int | str, count: int, **settings: Any) -> tuple[
 @pytest.mark.parametrize(
     ("width", "layers", "bound", "steps", "settings"),
     [
-        (16, 2, 4_000_000, 200, {}),
+        pytest.param(16, 2, 4_000_000, 200, {}, marks=pytest.mark.slow),
         (16, 2, 4_000_000, 200, {"commit_steps": 1}),
-        (128, 2, 8_000_000, 50, {}),
+        pytest.param(128, 2, 8_000_000, 50, {}, marks=pytest.mark.slow),
         (160, 2, 8_000_000, 50, {"commit_seconds": 0.0}),
         (8, 20, 4_000_000, 60, {}),
     ],

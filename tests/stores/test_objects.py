@@ -731,7 +731,7 @@ def test_unreachable_is_not_damaged(url: str, line: Line, monkeypatch: pytest.Mo
         assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("ending", ["", "raise ValueError('of its own')"])
+@pytest.mark.parametrize("ending", [pytest.param("", marks=pytest.mark.slow), "raise ValueError('of its own')"])
 def test_a_program_that_ends_closes_what_it_records(url: str, ending: str) -> None:
     """Python starts no threads any more then, and nobody ended the recording: it is written all the same."""
     program = f"""
@@ -898,7 +898,9 @@ def test_other_codecs(url: str) -> None:
 # -- with what else a trace can be ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compression", ["auto", "lz4", "zstd"])
+@pytest.mark.parametrize(
+    "compression", ["zstd", *(pytest.param(one, marks=pytest.mark.slow) for one in ("auto", "lz4"))]
+)
 def test_compressed(url: str, bucket: Any, tmp_path: Path, compression: str) -> None:
     """Compressed shards are smaller, read as what they were, also by zarr-python, and told when damaged."""
     with TraceWriter(url, compression=compression) as writer:

@@ -113,7 +113,8 @@ def test_a_block_torn_anywhere_is_as_it_was(tmp_path: Path, compression: str | N
     assert min(seen.values()) > 10, seen
 
 
-@pytest.mark.parametrize("compression", [None, pytest.param("zstd", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", [None, "zstd"])
 def test_so_are_the_pages_of_an_array_of_very_many_chunks(tmp_path: Path, compression: str | None) -> None:
     """Larger blocks are written page by page, and a block above them says which pages there are."""
     path, rng = tmp_path / "run.h5", np.random.default_rng(0)

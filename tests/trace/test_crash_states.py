@@ -210,10 +210,14 @@ def look_at_states(
 
 
 @pytest.mark.parametrize(
-    ("compression", "durable"),
-    [("none", True), ("none", False), ("lz4", True), pytest.param("lz4", False, marks=pytest.mark.slow)],
+    ("suffix", "compression", "durable"),
+    [
+        *((suffix, "none", durable) for suffix in FORMATS for durable in (True, False)),
+        (".h5", "lz4", True),
+        pytest.param(".h5", "lz4", False, marks=pytest.mark.slow),
+        *(pytest.param(".zarr", "lz4", durable, marks=pytest.mark.slow) for durable in (True, False)),
+    ],
 )
-@pytest.mark.parametrize("suffix", FORMATS)
 def test_power_failure(
     folder: Path, suffix: str, durable: bool, compression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

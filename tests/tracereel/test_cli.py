@@ -1144,12 +1144,13 @@ main()
 @pytest.mark.parametrize(
     "command", [("ls", "TRACE"), ("info", "TRACE"), ("subscribers",), ("replay", "TRACE", "-s", "norm")]
 )
-def test_streams_that_are_closed(trace: Path, command: tuple[str, ...]) -> None:
+def test_streams_that_are_closed(tmp_path: Path, command: tuple[str, ...]) -> None:
     """Where nobody can hear anything, nothing is said, and all else is as ever.
 
     The shell closes those of the commands that import little; of the others a forked process is as if it had.
     """
-    words = [str(trace) if word == "TRACE" else word for word in command]
+    path = write(tmp_path / "run.zarr")
+    words = [str(path) if word == "TRACE" else word for word in command]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     given: Any = {"env": environment, "capture_output": True, "text": True, "timeout": 120, "check": False}
     for closed in (">&-", ">&- 2>&-"):

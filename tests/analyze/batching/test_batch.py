@@ -641,7 +641,7 @@ def wait_for_parts(out: Path, count: int, process: subprocess.Popen[str]) -> Non
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_batch_that_was_ended_goes_on_where_it_was(how: signal.Signals, trouble: str, tmp_path: Path) -> None:
     """Killed or interrupted: what is there is whole, no process is left, and the same command computes the rest."""
     trace, out = write(tmp_path / "run.zarr", steps=30), tmp_path / "out"

@@ -45,6 +45,7 @@ def basis(activations: NDArray[Any]) -> NDArray[Any]:
     return u[:, :k]
 
 
+@pytest.mark.slow
 def test_a_short_run(
     experiment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
