@@ -160,7 +160,7 @@ def whole_trace(path: Path, messages: list[Message], compression: str) -> dict[s
     def write() -> None:
         with TraceWriter(path, compression=compression) as writer:
             for begin in range(0, len(messages), BATCH):
-                writer.write_many((message, None) for message in messages[begin : begin + BATCH])
+                writer.write_many(messages[begin : begin + BATCH])
 
     def read() -> None:
         with TraceReader(path) as reader:

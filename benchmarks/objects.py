@@ -119,7 +119,7 @@ def measure(name: str, rounds: int, scale: float, threads: ThreadPoolExecutor) -
         def write() -> None:
             with TraceWriter(URL) as writer:
                 for begin in range(0, len(messages), BATCH):
-                    writer.write_many((message, None) for message in messages[begin : begin + BATCH])
+                    writer.write_many(messages[begin : begin + BATCH])
 
         def read() -> None:
             with TraceReader(URL) as reader:
@@ -135,7 +135,7 @@ def measure(name: str, rounds: int, scale: float, threads: ThreadPoolExecutor) -
         client._connect = lambda url, prefix, store=store: store
         writer = TraceWriter(URL, commit_seconds=1000.0)
         for _ in range(3):
-            writer.write_many((message, None) for message in messages[:160])
+            writer.write_many(messages[:160])
             commits.append(timed(writer.commit))
         writer.finish()
     median = {what: statistics.median(values) for what, values in found.items()}

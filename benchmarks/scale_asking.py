@@ -211,11 +211,11 @@ def _followed(path: Path, length: int, commits: int, steps: int, streams: int) -
 
     values = torch.linspace(-1, 1, streams).unbind()
 
-    def written(first: int, stop: int) -> Iterator[tuple[ModuleMessage, None]]:
+    def written(first: int, stop: int) -> Iterator[ModuleMessage]:
         for step in range(first, stop):
             where = {"global_step": step, "train_step": step, "epoch": 0}
             for stream, value in enumerate(values):
-                yield ModuleMessage(kind="biases", module=f"layer{stream}", data=value, **where), None
+                yield ModuleMessage(kind="biases", module=f"layer{stream}", data=value, **where)
 
     writer = TraceWriter(path, commit_seconds=1e9)
     for first in range(0, length, 512):

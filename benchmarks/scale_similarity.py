@@ -142,7 +142,7 @@ def pairs(bars: Bars) -> None:
         path = f"{folder}/run.zarr"
         with tracer.TraceWriter(path) as writer:
             for step in range(STEPS):
-                where = {"global_step": step, "train_step": step, "epoch": 0, "tag": "probe"}
+                where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "tag": "probe"}
                 layer = hidden
                 for number in range(LAYERS):
                     torch.manual_seed(100 * step + number)
@@ -151,9 +151,9 @@ def pairs(bars: Bars) -> None:
                     if len(exact) < 2:
                         exact.append(wide.numpy())
                     message = tracer.ModuleMessage(
-                        kind="activations", module=f"layer{number}", data=wide @ projected, **where
+                        kind="activations", module=f"layer{number}", data=wide @ projected, sampling=told, **where
                     )
-                    writer.write(message, told)
+                    writer.write(message)
         done = subprocess.run(
             [sys.executable, "-c", PAIRS, path, str(COLUMNS)],
             capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "2"},

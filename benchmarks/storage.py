@@ -75,21 +75,21 @@ class Workload:
         space = torch.from_numpy(new_memory(kept * self.nbytes)).view(torch.float32).reshape(kept, *shape)
         self.data = list(space.normal_().unbind(0))
 
-    def batches(self) -> Iterator[list[tuple[Message, None]]]:
+    def batches(self) -> Iterator[list[Message]]:
         """The messages, as the recorder's queue holds them."""
         made = self._make()
         while batch := list(itertools.islice(made, BATCH)):
             yield batch
 
-    def _make(self) -> Iterator[tuple[Message, None]]:
+    def _make(self) -> Iterator[Message]:
         data = itertools.cycle(self.data)
         for number in range(self.messages):
             step = number // self.streams
             fields: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "data": next(data)}
             if self.streams == 1:
-                yield NetworkMessage(kind="loss", **fields), None
+                yield NetworkMessage(kind="loss", **fields)
             else:
-                yield ModuleMessage(kind="activations", module=f"layer{number % self.streams}", **fields), None
+                yield ModuleMessage(kind="activations", module=f"layer{number % self.streams}", **fields)
 
 
 def clocked(action: Callable[[], Any]) -> float:

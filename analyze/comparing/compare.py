@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from analyze.tables.results import Results
 from tracer.errors import CaptureError, MessageError
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import unmet
-from tracer.replaying.replay import reductions_of
+from tracer.replaying.audience import Audience
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
@@ -129,10 +130,8 @@ def observed(reader: TraceReader, measure: Similarity, steps: Steps | None) -> I
     """The messages of a trace that a subscriber takes, with what it keeps of their data."""
     subscription = measure.subscriptions[0]
     chosen = _taken(reader, measure)
-    reductions = reductions_of(chosen)
     for message in reader.messages(streams=[stream.id for stream in chosen], steps=steps):
         if subscription.wants(message.kind, message.key, message.tag, message.step):
-            measure.know_reductions(reductions)  # those of another trace that is read in turn with this one may differ
             yield measure.taken(message)
 
 
@@ -190,25 +189,38 @@ def aligned(traces: Sequence[Anywhere | TraceReader], measure: Similarity) -> It
                     f"{reader.path} has the ranks {', '.join(map(str, reader.ranks))}: give one of them, as "
                     f"TraceReader(path).of_rank({reader.ranks[0]})"
                 )
+            for sentence in Audience([measure]).spoiled(_taken(reader, measure)):
+                warnings.warn(f"{reader.path}: {sentence}", RuntimeWarning, stacklevel=2)
         for other in readers[1:]:
             _check_alike(readers[0], other, measure)
         yield readers
 
 
+def _samplings(reader: TraceReader, measure: Similarity) -> dict[tuple[str, str | None, str, str], set[str]]:
+    """How the messages that a subscriber takes were sampled: of each kind, module, tag and leaf, in words.
+
+    There are several where a recording was resumed with another capture.
+    """
+    found: dict[tuple[str, str | None, str, str], set[str]] = {}
+    for one in _taken(reader, measure):
+        sampled = {name: value for name, value in (one.sampling or {}).items() if name != "dtype"}
+        found.setdefault((one.kind, one.module, one.tag, one.leaf), set()).add(str(sampled or "no sampling"))
+    return found
+
+
 def _check_alike(one: TraceReader, other: TraceReader, measure: Similarity) -> None:
     """Raise `CaptureError` if two traces were sampled differently, or the labels of their datapoints differ."""
-    theirs = {(stream.kind, stream.module, stream.tag, stream.leaf): stream for stream in _taken(other, measure)}
+    mine, theirs = _samplings(one, measure), _samplings(other, measure)
     tags = set()
-    for stream in _taken(one, measure):
-        twin = theirs.get((stream.kind, stream.module, stream.tag, stream.leaf))
-        if twin is None:
+    for (kind, module, tag, leaf), sampled in mine.items():
+        found = theirs.get((kind, module, tag, leaf))
+        if found is None:
             continue
-        tags.add(stream.tag)
-        sampled = [{k: v for k, v in (s.sampling or {}).items() if k != "dtype"} for s in (stream, twin)]
-        if sampled[0] != sampled[1]:
+        tags.add(tag)
+        if found != sampled:
             raise CaptureError(
-                f"{stream.kind} of {stream.module} are not of the same datapoints: {one.path} recorded them with "
-                f"{sampled[0] or 'no sampling'}, {other.path} with {sampled[1] or 'no sampling'}"
+                f"{kind} of {module} are not of the same datapoints: {one.path} recorded them with "
+                f"{' and '.join(sorted(sampled))}, {other.path} with {' and '.join(sorted(found))}"
             )
     for tag in sorted(tags):
         labels = [_labels(reader, tag) for reader in (one, other)]

@@ -28,7 +28,7 @@ from analyze.metrics.similarity.canonical import Average, null_baseline
 from analyze.metrics.similarity.cca import CCA, R2CCA
 from analyze.metrics.similarity.datapoints import Channels, Positions, as_many, comparable_pairs
 from analyze.metrics.similarity.similarity import Origin, Similarity
-from analyze.metrics.similarity.sketched_cka import SketchedCKA
+from analyze.metrics.similarity.sketched_cka import OfSketches, SketchedCKA
 from analyze.metrics.similarity.svcca import SVCCA
 from analyze.registry import instances
 from tracer.errors import CaptureError, MessageError
@@ -325,14 +325,19 @@ def _each(measure: Similarity, items: list[Hashable], kept: list[Any]) -> Simila
     """The similarity of each pair, compared one by one, for measures without bases."""
     count = len(kept)
     values, nulls = np.full((count, count), math.nan), np.full((count, count), math.nan)
+    estimated = isinstance(measure, OfSketches)
+    lows, highs = (np.full((count, count), math.nan) if estimated else None for _ in range(2))
     codes, n = np.zeros((count, count), np.int8), np.zeros(count, np.int64)
     for i, one in enumerate(kept):
         for j in range(i, count):
             found = measure.compare(one, kept[j])
             values[i, j] = values[j, i] = float(found)
             nulls[i, j] = nulls[j, i] = found.null_baseline
+            if lows is not None and highs is not None:
+                lows[i, j] = lows[j, i] = found.low
+                highs[i, j] = highs[j, i] = found.high
             codes[i, j] = codes[j, i] = STATUSES.index(found.status)
             if i == j:
                 n[i] = found.n
     k = np.zeros(count, np.int64)
-    return Similarities(tuple(items), values, codes, k, n, nulls, measure.name, measure.is_distance)
+    return Similarities(tuple(items), values, codes, k, n, nulls, measure.name, measure.is_distance, lows, highs)

@@ -556,10 +556,10 @@ def write_parts(
         header = {"ranks": [*range(len(boxes))]}
         with TraceWriter(path, header=header, part=part_name(rank)) as writer:
             for step in range(steps - (rank == missing)):
-                where = {"global_step": step, "train_step": step, "epoch": 0, "rank": rank}
+                where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "rank": rank}
                 data = whole[at] + 100 * step
-                message = ModuleMessage(kind="weights", module="fc", data=data.contiguous(), **where)
-                writer.write(message, {"placement": placement})
+                where["sampling"] = {"placement": placement}
+                writer.write(ModuleMessage(kind="weights", module="fc", data=data.contiguous(), **where))
     found: np.ndarray[Any, Any] = whole.numpy()
     return found
 
@@ -631,10 +631,10 @@ def test_ranks_that_change_during_the_run(tmp_path: Path, monkeypatch: pytest.Mo
             cuts = [0, *range(1 + step % 5, size, 1 + step % 5), size]
             for rank, (begin, end) in enumerate(itertools.pairwise(cuts)):
                 placement = {"replicas": [rank], "shape": [size], "offsets": [begin], "sizes": [end - begin]}
-                where = {"global_step": step, "train_step": step, "epoch": 0, "rank": rank}
+                where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "rank": rank}
                 data = torch.arange(float(begin), float(end)) + 100 * step
-                message = ModuleMessage(kind="weights", module="fc", data=data, **where)
-                writer.write(message, {"placement": placement})
+                where["sampling"] = {"placement": placement}
+                writer.write(ModuleMessage(kind="weights", module="fc", data=data, **where))
     with TraceReader(path) as reader:
         assert reader.problems == []
         found, data = reader.array("weights", "fc")
@@ -690,10 +690,9 @@ def test_placements_that_make_no_sense_are_damage(tmp_path: Path, placement: Any
     """A typed error when the trace is opened; `verify` names it."""
     path = tmp_path / "run.zarr"
     with TraceWriter(path) as writer:
-        where = {"global_step": 0, "train_step": 0, "epoch": 0}
-        writer.write(
-            ModuleMessage(kind="weights", module="fc", data=torch.ones(3, 4), **where), {"placement": placement}
-        )
+        where: dict[str, Any] = {"global_step": 0, "train_step": 0, "epoch": 0}
+        where["sampling"] = {"placement": placement}
+        writer.write(ModuleMessage(kind="weights", module="fc", data=torch.ones(3, 4), **where))
     with pytest.raises(TraceCorruptError, match="a declaration is damaged"):
         TraceReader(path)
     assert {one.check for one in tracer.verify(path).problems} >= {"declaration"}
@@ -705,9 +704,9 @@ def test_a_huge_whole_takes_no_memory(tmp_path: Path) -> None:
     for rank, size in enumerate((2**58, 2**58)):
         placement = {"replicas": [rank], "shape": [2**59], "offsets": [rank * size], "sizes": [size]}
         with TraceWriter(path, header={"ranks": [0, 1]}, part=part_name(rank)) as writer:
-            where = {"global_step": 0, "train_step": 0, "epoch": 0, "rank": rank}
-            message = ModuleMessage(kind="weights", module="fc", data=torch.ones(8), **where)
-            writer.write(message, {"placement": placement})
+            where: dict[str, Any] = {"global_step": 0, "train_step": 0, "epoch": 0, "rank": rank}
+            where["sampling"] = {"placement": placement}
+            writer.write(ModuleMessage(kind="weights", module="fc", data=torch.ones(8), **where))
     with TraceReader(path) as reader:
         assert [one.data.shape for one in reader if one.data is not None] == [(8,), (8,)]
         assert "not all ranks' parts are there" in reader.problems[0]
@@ -737,8 +736,8 @@ def test_samples_of_parts_stay_parts(tmp_path: Path) -> None:
         placement = {"replicas": [rank], "shape": [8], "offsets": [4 * rank], "sizes": [4]}
         for_stream = {"placement": placement, "shape": [4], "elements": {"count": 2, "of": 4, "seed": 0}}
         with TraceWriter(path, header={"ranks": [0, 1]}, part=part_name(rank)) as writer:
-            where = {"global_step": 0, "train_step": 0, "epoch": 0, "rank": rank}
-            writer.write(ModuleMessage(kind="weights", module="fc", data=torch.ones(2), **where), for_stream)
+            where: dict[str, Any] = {"global_step": 0, "train_step": 0, "epoch": 0, "rank": rank}
+            writer.write(ModuleMessage(kind="weights", module="fc", data=torch.ones(2), sampling=for_stream, **where))
     with TraceReader(path) as reader:
         assert (len(reader), reader.problems) == (2, [])
 

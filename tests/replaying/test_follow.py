@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from tracer import (
     derived,
 )
 from tracer.errors import CaptureError, TraceCorruptError
-from tracer.messaging.receiver import Around
 from tracer.stores.hdf5 import opening
 from tracer.stores.zarr.reading import _ReadShard
 
@@ -605,34 +604,3 @@ def test_a_chunk_that_moves_there_and_back_is_read_as_it_is(
         assert reader.refresh()
         assert len(reader.journal) == written
     writer.finish()
-
-
-def test_receivers_know_what_is_reduced_before_they_hear_it(tmp_path: Path) -> None:
-    """They are told of the streams that a trace has, and of those that a followed run adds, also through another."""
-    heard: list[Any] = []
-    path = tmp_path / "run.zarr"
-
-    class Knowing(Collect):
-        def know_reductions(self, reductions: Any) -> None:
-            heard.append(dict(reductions))
-
-        def receive(self, message: Message) -> tuple[Message, ...]:
-            heard.append(message.key)
-            if message.key == "a":  # the run goes on
-                write("b", "mean")
-                run.close()
-            return ()
-
-    def write(module: str, reduce: str | None) -> None:
-        where = {"global_step": len(heard), "train_step": 0, "epoch": 0}
-        sampling = None if reduce is None else {"reduce": reduce}
-        writer.write(ModuleMessage(kind="weights", module=module, data=torch.ones(3), **where), sampling)
-
-    with ExitStack() as run:
-        writer = run.enter_context(TraceWriter(path))
-        write("whole", None)
-        write("a", "sketch:k=4")
-        writer.commit()
-        tracer.replay(path, Around(Knowing("weights")), follow=True)
-    first, both = {("weights", "a", "default", ""): "sketch:k=4"}, ("weights", "b", "default", "")
-    assert heard[:5] == [first, "whole", "a", {**first, both: "mean"}, "b"]

@@ -42,7 +42,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float8_e5m2", "int64", "bool", "uin
 def said(message: Message) -> tuple[Any, ...]:
     """All that a message says, to the bit."""
     data = message.data
-    fields = ("kind", "key", "global_step", "train_step", "epoch", "tag", "call", "leaf", "rank")
+    fields = ("kind", "key", "global_step", "train_step", "epoch", "tag", "call", "leaf", "rank", "sampling")
     bits = b"" if data is None or not data.numel() else data.reshape(-1).view(torch.uint8).numpy().tobytes()
     values = None if data is None else (str(data.dtype), tuple(data.shape), bits)
     return (type(message).__name__, *(getattr(message, field) for field in fields), values)
@@ -61,8 +61,14 @@ def recorded(path: Path) -> Path:
                 for shape in ((), (3,), (2, 5) if step % 3 else (0,)):
                     data = (torch.randn(shape, generator=generator) * 4).to(getattr(torch, dtype.lstrip("u")))
                     data = data.view(getattr(torch, dtype))
-                    fields = {**where, "tag": "eval" if step % 5 == 4 else "default", "leaf": "1.0" if shape else ""}
-                    writer.write(ModuleMessage(kind="activations", module=f"layer{number}", data=data, **fields))
+                    fields: dict[str, Any] = {
+                        **where,
+                        "tag": "eval" if step % 5 == 4 else "default",
+                        "leaf": "1.0" if shape else "",
+                    }
+                    sampling = {"rows": 2} if number == 2 and step > 30 else None
+                    fields |= {"module": f"layer{number}", "sampling": sampling}
+                    writer.write(ModuleMessage(kind="activations", data=data, **fields))
             loss = torch.randn((), generator=generator) if step % 40 else torch.tensor(float("nan"))
             writer.write(NetworkMessage(kind="loss", data=loss, **where))
             if step in (20, 21, 40):

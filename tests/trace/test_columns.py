@@ -33,29 +33,32 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def messages(count: int = 400) -> list[tuple[Message, dict[str, Any] | None]]:
+def messages(count: int = 400) -> list[Message]:
     """Messages of many streams in any order: ragged, of several dtypes, samplings, calls and leaves, and events."""
     rng = random.Random(3)
     generator = torch.Generator().manual_seed(3)
-    made: list[tuple[Message, dict[str, Any] | None]] = []
+    made: list[Message] = []
     for number in range(count):
         where: dict[str, Any] = {"global_step": number // 9, "train_step": number // 9 % 5, "epoch": number // 45}
         kind = rng.choice(["event", "loss", "weights", "ragged", "biases", "empty", "late"])
         shape = rng.choice([(2, 3), (3, 2), (6,), (9, 40)])
         data = torch.randn(shape, generator=generator)
         if kind == "event":
-            made.append((NetworkMessage(kind="batch_started", tag=rng.choice(["default", "eval"]), **where), None))
+            made.append(NetworkMessage(kind="batch_started", tag=rng.choice(["default", "eval"]), **where))
         elif kind == "loss":
-            made.append((NetworkMessage(kind="loss", data=data.sum().double(), rank=rng.randrange(2), **where), None))
+            made.append(NetworkMessage(kind="loss", data=data.sum().double(), rank=rng.randrange(2), **where))
         elif kind == "weights":
             data = torch.randn(20, 16, generator=generator)
-            made.append((ModuleMessage(kind="weights", module=rng.choice("abc"), data=data, **where), {"rows": 20}))
+            where["sampling"] = {"rows": 20}
+            made.append(ModuleMessage(kind="weights", module=rng.choice("abc"), data=data, **where))
         elif kind == "late" and number < count // 2:
             continue
         else:
             data = data[:0] if kind == "empty" else data.bfloat16() if rng.random() < 0.3 else data
             sampling = rng.choice([None, {"rows": 2}])
-            made.append((ModuleMessage(kind=kind, module=rng.choice("ab"), data=data, call=1, **where), sampling))
+            made.append(
+                ModuleMessage(kind=kind, module=rng.choice("ab"), data=data, call=1, sampling=sampling, **where)
+            )
     return made
 
 
@@ -77,9 +80,8 @@ def test_bytes_are_those_of_messages_one_by_one(
     plain = tmp_path / "plain" / f"run{suffix}"
     options = {"header": HEADER, "commit_seconds": 1e9, **options}
     with TraceWriter(plain, **options) as writer, TraceReader(source) as reader:
-        samplings = [stream.sampling for stream in reader.streams]
-        for number, message in zip(reader.journal[:, 0].tolist(), reader, strict=True):
-            writer.write(message, samplings[number])
+        for message in reader:
+            writer.write(message)
         writer.finish(ended="2026-01-02T00:00:00+00:00")
     nbytes, count = writer.bytes, writer.messages
     for rows, few, cut in ((1000, 0, 1000), (64, 16, 1000), (50, 0, 13)):
@@ -105,8 +107,7 @@ def test_columns_and_messages_in_turns(source: Path, tmp_path: Path, suffix: str
     path = tmp_path / f"run{suffix}"
     with TraceWriter(path) as writer, TraceReader(source) as reader:
         [block] = reader.columns()
-        samplings = [stream.sampling for stream in reader.streams]
-        both = list(zip(reader, [samplings[number] for number in reader.journal[:, 0].tolist()], strict=True))
+        both = list(reader)
         for begin in range(0, len(block), 40):
             writer.write_columns(block.part(begin, min(begin + 20, len(block))))
             writer.write_many(both[begin + 20 : begin + 40])

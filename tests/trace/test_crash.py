@@ -64,7 +64,7 @@ for trial in trials:
         number = 0
         while os.getppid() == parent:  # it would fill the disk if the test itself were killed
             many = rng.randrange(1, 200) if trial % 2 else 1
-            writer.write_many([(message(number + i), None) for i in range(many)])
+            writer.write_many([message(number + i) for i in range(many)])
             number += many
             if rng.random() < 0.03:
                 writer.commit()

@@ -88,7 +88,7 @@ class Trial:
             )  # fmt: skip
             while self.written < self.messages:
                 count = rng.randrange(1, 6)
-                writer.write_many([(one, None) for one in self.expected[self.written : self.written + count]])
+                writer.write_many(self.expected[self.written : self.written + count])
                 self.written += count
                 writer.commit()
                 self.acknowledged = min(self.written, self.messages)

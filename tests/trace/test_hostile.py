@@ -11,6 +11,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def write(path: Path, compression: str = "auto") -> Path:
     with TraceWriter(path, header={"seed": 3}, compression=compression, **options) as writer:
         writer.note({"silent": ["fc"]})
         for message in messages():
-            writer.write(message, {"rows": 3} if message.kind == "activations" else None)
+            writer.write(replace(message, sampling={"rows": 3} if message.kind == "activations" else None))
     return path
 
 

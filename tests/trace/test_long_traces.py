@@ -50,7 +50,7 @@ def write_part(path: Path, steps: range, *, rank: int = 0, attempt: int = 0, ran
     header |= {"created": f"2026-01-0{attempt + 1}T00:00:00+00:00"}
     with TraceWriter(path, header=header, part=part_name(rank, attempt), commit_rows=6) as writer:
         for step in steps:
-            writer.write_many([(one, None) for one in step_of(step, rank, attempt)])
+            writer.write_many(step_of(step, rank, attempt))
         if end == "unended":
             writer.note({"unended": {"global_step": steps.stop - 1, "train_step": 0, "epoch": 0, "passes": 1}})
 
@@ -321,7 +321,7 @@ def test_damage_is_found_where_it_is_asked_for(tmp_path: Path, monkeypatch: pyte
     small_summaries(monkeypatch, rows=18)
     with TraceWriter(path, chunk_bytes=1024, commit_rows=6) as writer:
         for step in range(60):
-            writer.write_many([(one, None) for one in step_of(step, 0, 0)])
+            writer.write_many(step_of(step, 0, 0))
     with TraceReader(path) as reader:
         third = reader.journal[3].tobytes()
     shard = path / "rank0" / "journal" / "c" / "0" / "0"
@@ -342,7 +342,7 @@ def interrupted(path: Path, process: dict[str, Any]) -> TraceWriter:
     """The writer of a trace that nothing ended."""
     writer = TraceWriter(path, header={"process": process}, chunk_bytes=960, commit_rows=10)
     for step in range(60):
-        writer.write_many([(one, None) for one in step_of(step, 0, 0)])
+        writer.write_many(step_of(step, 0, 0))
     writer.commit()
     return writer
 
@@ -434,12 +434,12 @@ def test_a_hole_in_a_followed_trace_is_told(tmp_path: Path, monkeypatch: pytest.
     writer = TraceWriter(path, header={"process": GONE}, chunk_bytes=960, commit_rows=10)
     with monkeypatch.context() as patches:
         patches.setattr(tracer.trace.part, "lives", lambda *_: True)
-        writer.write_many([(one, None) for step in range(4) for one in step_of(step, 0, 0)])
+        writer.write_many([one for step in range(4) for one in step_of(step, 0, 0)])
         writer.commit()
         reader = TraceReader(path)
         known = len(reader)
         for step in range(4, 60):
-            writer.write_many([(one, None) for one in step_of(step, 0, 0)])
+            writer.write_many(step_of(step, 0, 0))
         writer.commit()
         writer._store.abandon()
     lose_rows(path, 60)
@@ -565,12 +565,12 @@ def test_a_follow_of_steps_that_are_over(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "run.zarr"
     small_summaries(monkeypatch, rows=9)
     writer = TraceWriter(path, commit_rows=6)
-    writer.write_many([(one, None) for step in range(40) for one in step_of(step, 0, 0)])
+    writer.write_many([one for step in range(40) for one in step_of(step, 0, 0)])
     writer.commit()
 
     def wait(reader: TraceReader) -> bool:
         """Let the run end."""
-        writer.write_many([(one, None) for step in range(40, 90) for one in step_of(step, 0, 0)])
+        writer.write_many([one for step in range(40, 90) for one in step_of(step, 0, 0)])
         writer.finish("finished")
         return not reader.refresh()
 
@@ -589,7 +589,7 @@ def test_a_follow_of_parts_of_tensors(tmp_path: Path, monkeypatch: pytest.Monkey
     def step(number: int) -> None:
         where: dict[str, Any] = {"global_step": number, "train_step": number, "epoch": 0}
         data = torch.full((4,), float(number))
-        writer.write(ModuleMessage(kind="weights", module="fc", data=data, **where), whole)
+        writer.write(ModuleMessage(kind="weights", module="fc", data=data, sampling=whole, **where))
         writer.commit()
 
     def wait(reader: TraceReader) -> bool:

@@ -183,7 +183,10 @@ def test_changing_streams(tmp_path: Path, suffix: str) -> None:
             writer.write(module("weights", "shape", step, torch.full((20 + step % 2,), float(step))))
             dtype = (torch.float32, torch.float64)[step % 2]
             writer.write(module("weights", "dtype", step, torch.full((20,), step, dtype=dtype)))
-            writer.write(module("weights", "sampling", step, torch.full((20,), step)), (None, half, rows)[step % 3])
+            sampling = (None, half, rows)[step % 3]
+            writer.write(
+                dataclasses.replace(module("weights", "sampling", step, torch.full((20,), step)), sampling=sampling)
+            )
             writer.write(network("event or not", step, None if step % 2 else step))
     with TraceReader(path) as reader:
         assert all(
@@ -451,7 +454,7 @@ def test_a_message_that_cannot_be_held_changes_nothing(tmp_path: Path, suffix: s
         with pytest.raises(MessageError, match="sparse"):
             writer.write(module("weights", "fc", 0, torch.zeros(2, 2).to_sparse()))
         with pytest.raises(TraceError, match="sampling"):
-            writer.write(module("weights", "fc", 0, torch.zeros(2)), {"rows": object()})
+            writer.write(dataclasses.replace(module("weights", "fc", 0, torch.zeros(2)), sampling={"rows": object()}))
         writer.write(network("loss", 1, 2.0))
     with TraceReader(path) as reader:
         assert [float(m.data) for m in reader] == [1.0, 2.0]
@@ -562,8 +565,8 @@ def test_a_batch_with_a_tensor_that_cannot_be_held(tmp_path: Path, suffix: str) 
     with TraceWriter(path) as writer:
         for wrong in (bad, sparse):
             with pytest.raises(MessageError, match="cannot hold"):
-                writer.write_many([(message, None) for message in (*good[:10], wrong, *good[10:])])
-        writer.write_many((message, None) for message in good[10:])
+                writer.write_many([*good[:10], wrong, *good[10:]])
+        writer.write_many(good[10:])
         assert writer.messages == 30
     with TraceReader(path) as reader:
         assert all(map(same, reader, [*good[:10], *good[:10], *good[10:]]))

@@ -21,7 +21,6 @@ from tracer.errors import (
     UnknownNameError,
 )
 from tracer.format.encodings import encode
-from tracer.format.journal import Column
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
@@ -44,10 +43,8 @@ def facts(message: Message) -> tuple[Any, ...]:
 def contents(path: Path) -> dict[str, Any]:
     """All that a trace says, save for where its copies came from."""
     with TraceReader(path) as reader:
-        streams = {stream.id: stream for stream in reader.streams}
-        ids = reader.journal[:, Column.STREAM].tolist()
         return {
-            "messages": [(facts(m), streams[n].sampling) for n, m in zip(ids, reader, strict=True)],
+            "messages": [(facts(m), m.sampling) for m in reader],
             "header": reader.header,
             "notes": [note for note in reader.notes if "converted" not in note],
             "status": (reader.status, reader.info["ended"]),
@@ -55,24 +52,23 @@ def contents(path: Path) -> dict[str, Any]:
         }
 
 
-def messages(steps: int = 8) -> list[tuple[Message, dict[str, Any] | None]]:
-    """Messages of many kinds and dtypes, with the sampling of each."""
+def messages(steps: int = 8) -> list[Message]:
+    """Messages of many kinds and dtypes, some of them sampled."""
     generator = torch.Generator().manual_seed(2)
-    made: list[tuple[Message, dict[str, Any] | None]] = []
+    made: list[Message] = []
     for step in range(steps):
         where: dict[str, Any] = {"global_step": step, "train_step": step % 4, "epoch": step // 4}
         large = torch.randn(40, 50, generator=generator)
         made += [
-            (NetworkMessage(kind="epoch_started", **where), None),
-            (ModuleMessage(kind="weights", module="a.fc", data=large, **where), None),
+            NetworkMessage(kind="epoch_started", **where),
+            ModuleMessage(kind="weights", module="a.fc", data=large, **where),
             # a sampling that changes during the run
-            (
-                ModuleMessage(kind="activations", module="a", data=large[: 3 + step % 2], **where),
-                {"rows": 3 + step % 2},
+            ModuleMessage(
+                kind="activations", module="a", data=large[: 3 + step % 2], sampling={"rows": 3 + step % 2}, **where
             ),
-            (ModuleMessage(kind="activations", module="", data=large[:0], tag="probe", **where), None),
-            (ModuleMessage(kind="activations", module="b", data=large.bfloat16(), leaf="1.0", call=2, **where), None),
-            (NetworkMessage(kind="loss", data=torch.tensor(complex(step, -step)), **where), None),
+            ModuleMessage(kind="activations", module="", data=large[:0], tag="probe", **where),
+            ModuleMessage(kind="activations", module="b", data=large.bfloat16(), leaf="1.0", call=2, **where),
+            NetworkMessage(kind="loss", data=torch.tensor(complex(step, -step)), **where),
         ]
     return made
 
@@ -81,8 +77,8 @@ def write(path: Path, status: str = "finished") -> Path:
     """A trace of these messages, with notes."""
     writer = TraceWriter(path, header={"argv": ["x"], "odd": float("inf")}, own_pool_bytes=4000)
     writer.note({"silent": ["c"]})
-    for message, sampling in messages():
-        writer.write(message, sampling)
+    for message in messages():
+        writer.write(message)
     writer.note({"problem": {"what": "d"}})
     writer.finish(status)
     return path
@@ -132,7 +128,7 @@ def test_filters(tmp_path: Path, suffix: str, filters: dict[str, Any], wanted: A
     """Only what passes the filters is copied, in its order."""
     path = write(tmp_path / f"run{suffix}")
     told = convert(path, tmp_path / "part.zarr", **filters)
-    expected = [facts(message) for message, _ in messages() if wanted(message)]
+    expected = [facts(message) for message in messages() if wanted(message)]
     with TraceReader(tmp_path / "part.zarr") as reader:
         assert [facts(message) for message in reader] == expected
     assert (told["messages"], told["left_out"]) == (len(expected), 48 - len(expected))
@@ -196,7 +192,7 @@ def test_what_is_refused(tmp_path: Path, suffix: str) -> None:
 def test_damage_leaves_no_copy(tmp_path: Path, suffix: str) -> None:
     """A trace that is damaged is not copied in part; the error says so, and nothing is left."""
     path = write(tmp_path / f"run{suffix}")
-    needle = next(m for m, _ in messages() if m.kind == "weights").data.numpy().tobytes()
+    needle = next(m for m in messages() if m.kind == "weights").data.numpy().tobytes()
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     file = next(file for file in files if needle in file.read_bytes())
     data = bytearray(file.read_bytes())

@@ -37,7 +37,7 @@ def write(path: Path, compression: str = "auto", chunk_bytes: int = 176) -> Path
         for step in range(STEPS):
             where = {"global_step": step, "train_step": step, "epoch": 0}
             writer.write(NetworkMessage(kind="batch_started", **where))
-            writer.write(ModuleMessage(kind="weights", module="fc", data=weight(step), **where), {"rows": 30})
+            writer.write(ModuleMessage(kind="weights", module="fc", data=weight(step), sampling={"rows": 30}, **where))
             writer.write(NetworkMessage(kind="loss", data=torch.tensor(1.5 + step, dtype=torch.float64), **where))
     return path
 

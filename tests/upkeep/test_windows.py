@@ -50,7 +50,7 @@ def write(
     options: dict[str, Any] = {"own_pool_bytes": 1000, "chunk_bytes": 512, "commit_rows": 31}
     with TraceWriter(path, part=part, header=header, compression=compression, **options) as writer:
         for step in range(first, STEPS):
-            writer.write_many((message, None) for message in of_step(step, rank))
+            writer.write_many(of_step(step, rank))
     return path
 
 

@@ -135,6 +135,9 @@ class Message(ABC):
         Of the process of a distributed run that observed it; else 0.
     data : Tensor or None
         A detached tensor; None for events.
+    sampling : mapping or None
+        How the data was made from what was observed, as `tracer.Capture.sampling` says it (JSON values); None if it is
+        all that was observed, as it was.
 
     Raises
     ------
@@ -151,6 +154,7 @@ class Message(ABC):
     leaf: str = ""
     rank: int = 0
     data: Tensor | None = None
+    sampling: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or not self.kind:
@@ -164,6 +168,8 @@ class Message(ABC):
                     f"global_step={self.global_step}, train_step={self.train_step}, epoch={self.epoch}, "
                     f"call={self.call}, rank={self.rank}"
                 )
+        if self.sampling is not None and not isinstance(self.sampling, Mapping):
+            raise MessageError(f"a {self.kind} message's sampling is a mapping or None, not {self.sampling!r}")
         if self.data is not None:
             if not isinstance(self.data, _tensor_class()):
                 raise MessageError(f"a {self.kind} message's data is a tensor or None, not {type(self.data).__name__}")
@@ -219,10 +225,11 @@ class ModuleMessage(Message):
 
 
 _new = object.__new__
-_set_kind, _set_global_step, _set_train_step, _set_epoch, _set_tag, _set_call, _set_leaf, _set_rank, _set_data = (
+_set_kind, _set_global_step, _set_train_step, _set_epoch, _set_tag, _set_call, _set_leaf, _set_rank = (
     getattr(Message, name).__set__
-    for name in ("kind", "global_step", "train_step", "epoch", "tag", "call", "leaf", "rank", "data")
+    for name in ("kind", "global_step", "train_step", "epoch", "tag", "call", "leaf", "rank")
 )
+_set_data, _set_sampling = (getattr(Message, name).__set__ for name in ("data", "sampling"))
 _set_module = vars(ModuleMessage)["module"].__set__
 
 
@@ -237,6 +244,7 @@ def checked(
     leaf: str,
     rank: int,
     data: Tensor | None,
+    sampling: Mapping[str, Any] | None = None,
 ) -> Message:
     """A message of fields that were checked before, such as a trace's; three times as fast as the constructors.
 
@@ -263,6 +271,7 @@ def checked(
     _set_leaf(message, leaf)
     _set_rank(message, rank)
     _set_data(message, data)
+    _set_sampling(message, sampling)
     return message  # type: ignore[no-any-return] # a class that mypy knows, made without its constructor
 
 
@@ -274,7 +283,7 @@ _counters: Callable[[Message | MessageBundle], _Counters] = attrgetter(
 
 def with_data(message: Message, data: Tensor | None) -> Message:
     """The same message about other data."""
-    return checked(message.kind, *_counters(message), data)
+    return checked(message.kind, *_counters(message), data, message.sampling)
 
 
 def difference(now: Tensor, before: Tensor, out: Tensor | None = None) -> Tensor:

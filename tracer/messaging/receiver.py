@@ -22,10 +22,6 @@ or the network, under one tag, with its calls and leaves); ``"step"``: the strea
 """
 
 
-Reductions: TypeAlias = Mapping[tuple[str, str | None, str, str], str]
-"""By kind, module, tag and leaf of a stream: which reduction it holds, as ``reduce`` of `tracer.Capture` names it."""
-
-
 class Receiver(ABC):
     """Who listens to a bus.
 
@@ -112,12 +108,6 @@ class Receiver(ABC):
         That is docs/trace-format.md, rule 6; anything may be missing there.
         """
 
-    def know_reductions(self, reductions: Reductions) -> None:
-        """Be told which streams hold a reduction of their data, such as a sketch; all others hold what was observed.
-
-        That comes before the first message of such a stream, and always tells all that is known.
-        """
-
     def finish(self) -> Iterable[Message] | None:
         """Give the last answers, when the run or the replay ends."""
         return ()
@@ -154,9 +144,6 @@ class Around(Receiver):
 
     def know_model(self, model: Mapping[str, Any]) -> None:
         self.inner.know_model(model)
-
-    def know_reductions(self, reductions: Reductions) -> None:
-        self.inner.know_reductions(reductions)
 
     def finish(self) -> Iterable[Message] | None:
         return self.inner.finish()

@@ -8,10 +8,10 @@ are such messages, because whoever names a message imports this.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, checked, clock_of
@@ -89,6 +89,8 @@ class Stack:
         Of which module, tag and step each message is.
     data : torch.Tensor or None, (n, ...)
         The data of each message; None for events. All receivers get the same tensor, as with a `Message`.
+    samplings : sequence of mapping or None
+        Of each source, `Message.sampling` of its messages; None if no message has one. Answers have none.
 
     Examples
     --------
@@ -105,6 +107,7 @@ class Stack:
     kind: str
     heads: Heads
     data: Tensor | None
+    samplings: Sequence[Mapping[str, Any] | None] | None = None
 
     def __len__(self) -> int:
         return len(self.heads)
@@ -139,13 +142,14 @@ class Stack:
         rows = np.flatnonzero(chosen)
         if not len(rows):
             return None
-        return Stack(self.kind, self.heads.only(rows), None if self.data is None else _rows(self.data, rows))
+        data = None if self.data is None else _rows(self.data, rows)
+        return Stack(self.kind, self.heads.only(rows), data, self.samplings)
 
     def sliced(self, begin: int, end: int) -> Stack:
         """The messages from one to before another, without a copy."""
         heads, rows = self.heads, slice(begin, end)
         some = Heads(heads.sources, heads.source_ids[rows], heads.counters[rows], heads.places[rows])
-        return Stack(self.kind, some, None if self.data is None else self.data[rows])
+        return Stack(self.kind, some, None if self.data is None else self.data[rows], self.samplings)
 
     def of_sources(self, wants: Wants) -> NDArray[np.bool_]:
         """Which messages are of a source that somebody wants, whatever the step."""
@@ -161,13 +165,14 @@ class Stack:
 
     def __iter__(self) -> Iterator[Message]:
         """The messages one by one, each with data that nobody else has."""
-        kind, sources = self.kind, self.heads.sources
+        kind, sources, samplings = self.kind, self.heads.sources, self.samplings
         counters = self.heads.counters.tolist()
         for number, (global_step, train_step, epoch, call), data in zip(
             self.heads.source_ids.tolist(), counters, self._tensors(), strict=False
         ):
             module, tag, leaf, rank = sources[number]
-            yield checked(kind, module, global_step, train_step, epoch, tag, call, leaf, rank, data)
+            sampling = None if samplings is None else samplings[number]
+            yield checked(kind, module, global_step, train_step, epoch, tag, call, leaf, rank, data, sampling)
 
     def _tensors(self) -> Iterator[Tensor | None]:
         if self.data is None:
@@ -290,17 +295,28 @@ def gathered(stack: Stack, answers: Iterable[Iterable[Message] | None]) -> list[
     stacks = []
     for (_, kind, dtype, _), (rows, messages) in sorted(found.items(), key=lambda one: one[0][0]):
         data = None if dtype is None else torch.stack([one.data for one in messages if one.data is not None])
-        stacks.append(Stack(kind, _heads(messages, stack.heads.places[rows]), data))
+        heads, samplings = _heads(messages, stack.heads.places[rows])
+        stacks.append(Stack(kind, heads, data, samplings))
     return stacks
 
 
-def _heads(messages: Sequence[Message], places: NDArray[np.int64]) -> Heads:
+def _heads(
+    messages: Sequence[Message], places: NDArray[np.int64]
+) -> tuple[Heads, list[Mapping[str, Any] | None] | None]:
+    """What some messages say besides their kind and data, and the samplings of their sources, if any has one."""
     import numpy as np
 
-    ids: dict[Source, int] = {}
-    source_ids = [ids.setdefault(Source(one.key, one.tag, one.leaf, one.rank), len(ids)) for one in messages]
+    ids: dict[tuple[Source, int], int] = {}
+    samplings: list[Mapping[str, Any] | None] = []
+    source_ids = []
+    for one in messages:
+        source = Source(one.key, one.tag, one.leaf, one.rank)
+        source_ids.append(ids.setdefault((source, id(one.sampling)), len(ids)))
+        if len(ids) > len(samplings):
+            samplings.append(one.sampling)
     counters = [(one.global_step, one.train_step, one.epoch, one.call) for one in messages]
-    return Heads(list(ids), np.array(source_ids, np.int64), np.array(counters, np.int64), places)
+    heads = Heads([source for source, _ in ids], np.array(source_ids, np.int64), np.array(counters, np.int64), places)
+    return heads, samplings if any(one is not None for one in samplings) else None
 
 
 @cache

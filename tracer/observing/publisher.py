@@ -16,7 +16,6 @@ from tracer.format.placement import is_distributed, local, placement_of
 from tracer.memory import Memory
 from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import DEFAULT_TAG, Message, ModuleMessage, NetworkMessage, checked
-from tracer.messaging.receiver import Receiver
 from tracer.observing.capture import Capture, axis_of_neurons
 from tracer.observing.clock import At, Clock
 from tracer.observing.demand import EVERYTHING, Demand, stream_name
@@ -130,7 +129,7 @@ class _ShownOfModule(_Shown, ModuleMessage):
     __slots__ = ("about",)
 
 
-_FIELDS = ("kind", "global_step", "train_step", "epoch", "tag", "call", "leaf", "rank")
+_FIELDS = ("kind", "global_step", "train_step", "epoch", "tag", "call", "leaf", "rank", "sampling")
 
 
 def _meets(condition: Callable[[Message], bool], message: Message, memory: Memory) -> bool:
@@ -182,10 +181,7 @@ class Publisher:
         self.overflows = Overflows()
         self.collecting: dict[tuple[str, str | None, int, str], list[Tensor]] | None = None
         self._running: dict[StreamKey, Tensor] = {}
-        self._sampling: dict[StreamKey, dict[str, Any] | None] = {}
         self._told: dict[tuple[Any, ...], dict[str, Any] | None] = {}
-        self._reductions: dict[tuple[str, str | None, str, str], str] = {}
-        self._knowing: tuple[Receiver, ...] = ()
         # the placements of distributed tensors, by torch's specification of these tensors
         self._placements: dict[Any, dict[str, Any]] = {}
 
@@ -252,8 +248,6 @@ class Publisher:
         kind, path, tag, leaf = stream
         if capture.everything and scale is None and self.collecting is None and ordinary(data):
             # what nearly all messages need: an ordinary tensor, as it is
-            if stream in self._sampling:
-                self._sampling[stream] = None
             if data.requires_grad:
                 data = data.detach()
             if not owned:
@@ -313,31 +307,32 @@ class Publisher:
             final = capture.cast(kind, reduced)
             if final.dtype is not reduced.dtype:
                 self.overflows.count(stream, reduced, final)
-        if placement is not None or capture.choices or stream in self._sampling:
-            told = self._sampling[stream] = self._tell(capture, stream, source, placement)
-            if told is not None and "reduce" in told:
-                self._tell_of_reduction(stream, told["reduce"])
+        sampling = None
+        if placement is not None or capture.choices:
+            sampling = self._tell(capture, stream, source, placement)
         if final.is_conj() or final.is_neg():
             final = final.resolve_conj().resolve_neg()
         if not owned and same_storage(final, source):
             final = copied(final, self.memory)
         if capture.runs:
             self._running[stream] = final.clone()  # the reduction may overwrite it
-        self.bus.publish(self._message(kind, path, final, tag, leaf, call, at))
+        self.bus.publish(self._message(kind, path, final, tag, leaf, call, at, sampling))
 
     def _message(
-        self, kind: str, path: str | None, data: Tensor | None, tag: str, leaf: str, call: int, at: At
+        self,
+        kind: str,
+        path: str | None,
+        data: Tensor | None,
+        tag: str,
+        leaf: str,
+        call: int,
+        at: At,
+        sampling: dict[str, Any] | None = None,
     ) -> Message:
         step, train_step, epoch = at
-        return checked(kind, path, step, train_step, epoch, tag, call, leaf, self.rank, data)
+        return checked(kind, path, step, train_step, epoch, tag, call, leaf, self.rank, data, sampling)
 
     # -- what is said beside --------------------------------------------------------------------------------
-
-    def sampling(self, message: Message) -> dict[str, Any] | None:
-        """How the latest message of this stream was thinned out, for the trace; None if it is whole."""
-        if not self._sampling:
-            return None
-        return self._sampling.get(StreamKey(message.kind, message.key, message.tag, message.leaf))
 
     def _tell(
         self, capture: Capture, stream: StreamKey, data: Tensor, placement: dict[str, Any] | None
@@ -351,14 +346,6 @@ class Publisher:
                 told = capture.sampling(kind, tuple(data.shape), module, floating=data.is_floating_point())
             self._told[key] = told if placement is None else {"placement": placement, **(told or {})}
         return self._told[key]
-
-    def _tell_of_reduction(self, stream: StreamKey, reduction: str) -> None:
-        """Tell the receivers what a stream holds, if they do not know it yet."""
-        if self._reductions.get(stream) != reduction or self._knowing is not self.bus.receivers:
-            self._reductions[stream] = reduction
-            self._knowing = self.bus.receivers
-            for one in self._knowing:
-                one.know_reductions(self._reductions)
 
     def place(self, tensor: Tensor) -> dict[str, Any] | None:
         """`placement_of` a tensor, worked out once for all that are distributed like it; None for all others."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from contextlib import closing
 from typing import Any, Final, final
 
@@ -32,8 +31,8 @@ PER_CHUNK: Final = 80
 """Bytes that a chunk takes besides its data: its checksum, and its entries in the indexes."""
 _OF_ITEMS: Final = {1: "u1", 2: "u2", 4: "f4", 8: "f8", 16: "c16"}
 
-Held = tuple[Message, Mapping[str, Any] | None, int, int]
-"""A message, how its data was sampled, its bytes, and the version of its data."""
+Held = tuple[Message, int, int]
+"""A message, its bytes, and the version of its data."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -35,8 +35,6 @@ class Recorder(Receiver):
     ----------
     writer : TraceWriter, or callable that makes one
         A callable is asked at the first message, so that nothing is created for a run that never trains.
-    sampling : callable, optional
-        ``sampling(message)`` tells how the message's stream was thinned out (`Exporter.sampling`), or None.
     queue_bytes : int
         Bound of the data that waits for the thread. Never less than one message.
     on_full : {"wait", "drop"}
@@ -69,7 +67,6 @@ class Recorder(Receiver):
         self,
         writer: TraceWriter | Callable[[], TraceWriter],
         *,
-        sampling: Callable[[Message], Mapping[str, Any] | None] | None = None,
         queue_bytes: int = QUEUE_BYTES,
         on_full: Literal["wait", "drop"] = "wait",
         derived: Iterable[str] = (),
@@ -81,7 +78,6 @@ class Recorder(Receiver):
         self._make = None if isinstance(writer, TraceWriter) else writer
         self.derived = set(derived)
         self._elsewhere = elsewhere
-        self._sampling = sampling
         self.budget = budget
         self.stopped = stopped
         self._queue = MessageQueue(queue_bytes, on_full)
@@ -140,12 +136,11 @@ class Recorder(Receiver):
             return ()
         if queue.is_full(size) and not self._make_room(message.kind, size):
             return ()
-        sampling = None if self._sampling is None else self._sampling(message)
         version: int | Copy = 0 if data is None or data.is_inference() else data._version
         if data is not None and not data.is_cpu:
             version = self._transfers.start(data)
             message = with_data(message, _ELSEWHERE)  # so that it can be given back as soon as it is copied
-        queue.put(message, sampling, size, version)
+        queue.put(message, size, version)
         return ()
 
     def _within(self, budget: Budget, message: Message, size: int) -> None:
@@ -159,13 +154,12 @@ class Recorder(Receiver):
         if message.data is not None and not message.data.is_cpu:
             # at once: a whole step may wait here, which is too much for memory that is pinned, or for the device
             message = with_data(message, message.data.cpu())
-        sampling = None if self._sampling is None else self._sampling(message)
-        budget.hold((message, sampling, size, version_of(message)))
+        budget.hold((message, size, version_of(message)))
 
     def _put(self, held: Iterable[Held]) -> None:
-        for message, sampling, size, version in held:
+        for message, size, version in held:
             if not self._queue.is_full(size) or self._make_room(message.kind, size):
-                self._queue.put(message, sampling, size, version)
+                self._queue.put(message, size, version)
 
     def _stop(self, budget: Budget) -> None:
         """Record nothing more: tell those who should know, and let the thread close the trace."""
@@ -231,7 +225,7 @@ class Recorder(Receiver):
             self._thread.join()
             termination.not_at_exit(self._close_at_exit)
             self._transfers.forget()
-            self._sampling = self.stopped = None  # through which it would keep the exporter, and that the model
+            self.stopped = None  # through which it would keep the exporter, and that the model
             self._check()
 
     def _put_the_last(self) -> None:

@@ -259,7 +259,6 @@ def start(
         part.begin()
     recorder = Recorder(
         part.make_writer if lazily else part.make_writer(),
-        sampling=exporter.parts.publisher.sampling,
         queue_bytes=options.queue_bytes,
         on_full=options.on_full,
         derived=derived,

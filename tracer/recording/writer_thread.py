@@ -17,11 +17,8 @@ from tracer.trace.writer import TraceWriter
 _WAKE_BYTES: Final = 4 << 20
 """The thread wakes when so many bytes wait. It does not wake more often, as its code is cold in the caches then."""
 
-Entry = tuple[Message | None, Mapping[str, Any] | None, int, int | Copy]
-"""A message, how its data was sampled, its bytes, and the version of its data, or the copy that was requested.
-
-Without a message, it is a note.
-"""
+Entry = tuple[Message | Mapping[str, Any], int, int | Copy]
+"""A message or a note, the bytes of the message, and the version of its data, or the copy that was requested."""
 
 
 @final
@@ -104,10 +101,10 @@ class MessageQueue:
                 self._stalled = False
             return True
 
-    def put(self, message: Message, sampling: Mapping[str, Any] | None, size: int, version: int | Copy) -> None:
+    def put(self, message: Message, size: int, version: int | Copy) -> None:
         """Add a message that fits."""
         self.received += size
-        self.entries.append((message, sampling, size, version))
+        self.entries.append((message, size, version))
         # a thread that woke for each message would fight for the GIL
         if self._idle and (self.received - self.written >= _WAKE_BYTES or self._due(message)):
             self.wake()
@@ -116,7 +113,7 @@ class MessageQueue:
         """Add a note, which needs no room."""
         with self.changed:
             if self.error is None:
-                self.entries.append((None, note, 0, 0))
+                self.entries.append((note, 0, 0))
                 self.changed.notify_all()
 
     def wake(self) -> None:
@@ -272,20 +269,20 @@ class WriterThread(threading.Thread):
         """Write some of the messages that wait, up to the next note, or the note that is the first of them."""
         queue, writer = self._queue, self.writer
         entries = queue.entries
-        batch: list[tuple[Message, Mapping[str, Any] | None]] = []
+        batch: list[Message] = []
         size, data = 0, None
         while entries and size < _BATCH_BYTES and len(batch) < _BATCH_MESSAGES:
-            message, about, nbytes, version = entries[0]
-            if message is None:
+            message, nbytes, version = entries[0]
+            if not isinstance(message, Message):
                 if batch:
                     break
                 entries.popleft()
                 if writer is not None:  # None: a note on a run that had no message
-                    writer.note(about or {})
+                    writer.note(message)
                 return
             entries.popleft()
-            if about is not None and writer is not None:
-                self._note_indices(writer, about)
+            if message.sampling is not None and writer is not None:
+                self._note_indices(writer, message.sampling)
             size += nbytes
             if isinstance(version, Copy):
                 message = with_data(message, self._transfers.wait(version))
@@ -294,10 +291,10 @@ class WriterThread(threading.Thread):
                 data = message.data
                 intact = version == (0 if data is None or data.is_inference() else data._version)
             if intact:
-                batch.append((message, about))
+                batch.append(message)
             else:  # a receiver after this one wrote into it: better lost than wrong
                 self._spoilt[message.kind] += 1
-        del message, about, version, data
+        del message, version, data
         if writer is not None:
             writer.last_notes = self._take_drops
             # when it fills up, or somebody waits for its end, the page cache is the faster one
@@ -307,7 +304,7 @@ class WriterThread(threading.Thread):
         batch.clear()  # the memory is free before somebody is told so
         queue.count_written(size)
 
-    def _write_each(self, writer: TraceWriter, batch: list[tuple[Message, Mapping[str, Any] | None]]) -> None:
+    def _write_each(self, writer: TraceWriter, batch: list[Message]) -> None:
         """Write messages, and leave out those that no trace can hold."""
         while batch:
             before = writer.messages
@@ -315,7 +312,7 @@ class WriterThread(threading.Thread):
                 writer.write_many(batch)
             except MessageError as error:
                 written = writer.messages - before
-                self.leave_out(batch[written][0], error)
+                self.leave_out(batch[written], error)
                 del batch[: written + 1]
             else:
                 return

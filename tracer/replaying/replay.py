@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 
 from tracer.errors import CaptureError
 from tracer.messaging.bus import FEW_BETWEEN, MessageBus
-from tracer.messaging.receiver import Receiver, Reductions, in_order, tell_of_model
+from tracer.messaging.receiver import Receiver, in_order, tell_of_model
 from tracer.messaging.stacks import Stretch
 from tracer.replaying.audience import Audience
 from tracer.replaying.due import Due, Walk
@@ -124,7 +124,6 @@ def replay(
                         break
                     following = wait(reader)
                     _register_topics(bus, reader)
-                    _tell_of_reductions(audience, reader)
                     # the header may have come later
                     tell_of_model(audience.receivers, lambda: reader.header.get("model"))
                     wanted = wanted_of(reader, audience, filters, chosen, growing=following)
@@ -150,25 +149,7 @@ def _prepared(reader: TraceReader, audience: Audience, *, following: bool) -> Me
     for receiver in audience.receivers:
         bus.register(receiver)
     tell_of_model(audience.receivers, lambda: reader.header.get("model"))
-    _tell_of_reductions(audience, reader)
     return bus
-
-
-def reductions_of(streams: Iterable[StreamInfo]) -> Reductions:
-    """Which of the streams hold a reduction, and which: see `tracer.messaging.receiver.Receiver.know_reductions`."""
-    return {
-        (one.kind, one.module, one.tag, one.leaf): one.sampling["reduce"]
-        for one in streams
-        if one.sampling is not None and "reduce" in one.sampling
-    }
-
-
-def _tell_of_reductions(audience: Audience, reader: TraceReader) -> None:
-    asking = [one for one in audience.receivers if type(one).know_reductions is not Receiver.know_reductions]
-    if asking:
-        reductions = reductions_of(reader.streams)
-        for one in asking:
-            one.know_reductions(reductions)
 
 
 def _register_topics(bus: MessageBus, reader: TraceReader) -> None:

@@ -66,6 +66,7 @@ class Blocks:
     def __init__(self, data: Data) -> None:
         self._data = data
         self._names = [(one.kind, one.module, one.tag, one.leaf, one.rank) for one in data.merged.streams]
+        self._samplings = [one.sampling for one in data.merged.streams]
 
     def messages(self, selected: NDArray[np.int64], mapped: bool) -> Iterator[Message]:
         """The messages of rows; `mapped` as in `TraceReader.messages`."""
@@ -88,14 +89,14 @@ class Blocks:
             while groups:  # one by one, so that the memory of a message is used again as soon as nobody holds it
                 yield self._single(groups.pop())
             return
-        names = self._names
+        names, samplings = self._names, self._samplings
         owners, tensors = _in_order(groups, len(rows))
         groups.clear()  # else the groups would hold the memory of the block
         fields = self._data.merged.journal[rows][:, _FIELDS].tolist()
         for owner, (number, global_step, train_step, epoch, call) in zip(owners, fields, strict=True):
             kind, module, tag, leaf, rank = names[number]
-            data = next(tensors[owner])
-            yield checked(kind, module, global_step, train_step, epoch, tag, call, leaf, rank, data)
+            data, sampling = next(tensors[owner]), samplings[number]
+            yield checked(kind, module, global_step, train_step, epoch, tag, call, leaf, rank, data, sampling)
         tensors.clear()
 
     def _stretch(self, rows: NDArray[np.int64], groups: list[Group]) -> Stretch | None:
@@ -124,7 +125,7 @@ class Blocks:
             places, data = _together(found)
             heads = Heads(self._sources, fields[places, 0], fields[places, 1:], places)
             tensor = None if data is None else _tensor(data, dtype)
-            stacks.append(Stack(self._kind_names[kind], heads, tensor))
+            stacks.append(Stack(self._kind_names[kind], heads, tensor, self._samplings))
         return Stretch(stacks)
 
     @cached_property
@@ -147,7 +148,8 @@ class Blocks:
         assert group.row is not None
         number, global_step, train_step, epoch, call = _fields_of(group.row)
         kind, module, tag, leaf, rank = self._names[number]
-        return checked(kind, module, global_step, train_step, epoch, tag, call, leaf, rank, _only_tensor(group))
+        data, sampling = _only_tensor(group), self._samplings[number]
+        return checked(kind, module, global_step, train_step, epoch, tag, call, leaf, rank, data, sampling)
 
     def arrays(self, selected: NDArray[np.int64]) -> Iterator[Batch]:
         """The data of rows, in batches of one shape."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -91,8 +91,8 @@ class Columns:
                 data.append(Together(one.places[first:last] - begin, one.data[first:last], one.dtype))
         return Columns(self.streams, self.numbers[begin:end], self.counters[begin:end], data)
 
-    def messages(self) -> Iterator[tuple[Message, Mapping[str, Any] | None]]:
-        """The messages one by one, each with the sampling of its stream."""
+    def messages(self) -> Iterator[Message]:
+        """The messages one by one."""
         data: list[Tensor | None] = [None] * len(self)
         for together in self.data:
             tensors = decode(together.data, together.dtype, together.data.shape).unbind()
@@ -102,7 +102,7 @@ class Columns:
         for number, (step, train_step, epoch, call), found in fields:
             one = self.streams[number]
             names = one.kind, one.module, step, train_step, epoch, one.tag, call, one.leaf, one.rank
-            yield checked(*names, found), one.sampling
+            yield checked(*names, found, one.sampling)
 
     def sizes(self) -> NDArray[np.int64]:
         """Bytes of the data of each message."""
@@ -196,8 +196,8 @@ class ColumnPacking:
         """What the journal says of messages of a stream and shape, which are declared if they are new."""
         data = None if of is None else decode(of.data[first : first + 1], of.dtype, of.data.shape[1:])
         names = stream.kind, stream.module, 0, 0, 0, stream.tag, 0, stream.leaf, stream.rank
-        message = checked(*names, data)
-        opened = self._pools.stream_of(message, stream.sampling)
+        message = checked(*names, data, stream.sampling)
+        opened = self._pools.stream_of(message)
         if data is None:
             return opened.id, NONE, 0, NONE, 0
         place = self._pools.place_of(opened, message, data)

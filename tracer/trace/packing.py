@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final, final
 
 import numpy as np
@@ -57,7 +57,7 @@ class Packing:
         # bytes of data of the batch
         self._nbytes = 0
 
-    def write(self, messages: Iterator[tuple[Message, Mapping[str, Any] | None]]) -> bool:
+    def write(self, messages: Iterator[Message]) -> bool:
         """Write messages until so many wait that they should be committed or copied; whether there may be more.
 
         After an error, the messages before it are written.
@@ -83,15 +83,15 @@ class Packing:
             del self._entries[1:], self._offsets[1:], self._checksums[1:]
         return len(flat) == _FIELDS * most or self._nbytes >= limit
 
-    def _take(self, messages: Iterator[tuple[Message, Mapping[str, Any] | None]], limit: int, flat: list[int]) -> None:
+    def _take(self, messages: Iterator[Message], limit: int, flat: list[int]) -> None:
         """Write the data of messages, or let it wait for others of its place; note each in `flat`."""
         import torch
 
         streams, waiting = self._pools.streams, self._waiting
         strided, plain_tensor = torch.strided, torch.Tensor
         nbytes = number = at = 0
-        for message, sampling in messages:
-            data = message.data
+        for message in messages:
+            data, sampling = message.data, message.sampling
             try:
                 # the two classes of messages differ in the key alone
                 name = (
@@ -100,7 +100,7 @@ class Packing:
                 )  # fmt: skip
                 stream = streams.get(name)
                 if stream is None or (stream.sampling is not sampling and stream.sampling != sampling):
-                    stream = self._pools.stream(name, message, sampling)
+                    stream = self._pools.stream(name, message)
                 if data is None:
                     number = at = 0
                 else:

@@ -113,10 +113,10 @@ class Pools:
         self._places: dict[tuple[int, int, str], Place] = {}
         self._taken: set[str] = set()
 
-    def stream(self, name: tuple[Any, ...], message: Message, sampling: Mapping[str, Any] | None) -> OpenStream:
-        """The stream of a message with this sampling, which is declared if it is new."""
+    def stream(self, name: tuple[Any, ...], message: Message) -> OpenStream:
+        """The stream of a message, which is declared if it is new."""
         encoding = None if message.data is None else encoding_of(message.data)
-        sampling = None if sampling is None else dict(sampling)
+        sampling = None if message.sampling is None else dict(message.sampling)
         # a stream that goes back and forth between two samplings has two ids, not one for each change
         variant = (name, declaration("sampling", sampling))
         stream = self._variants.get(variant)
@@ -139,13 +139,13 @@ class Pools:
         self.streams[name] = stream
         return stream
 
-    def stream_of(self, message: Message, sampling: Mapping[str, Any] | None) -> OpenStream:
-        """The stream of a message with this sampling, whether it is new or not."""
+    def stream_of(self, message: Message) -> OpenStream:
+        """The stream of a message, whether it is new or not."""
         dtype = None if message.data is None else message.data.dtype
         name = message.key, message.kind, message.tag, message.leaf, message.rank, dtype
         stream = self.streams.get(name)
-        if stream is None or stream.sampling != sampling:
-            stream = self.stream(name, message, sampling)
+        if stream is None or stream.sampling != message.sampling:
+            stream = self.stream(name, message)
         return stream
 
     def place_of(self, stream: OpenStream, message: Message, data: Tensor) -> Place:

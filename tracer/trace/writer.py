@@ -182,7 +182,7 @@ class TraceWriter:
     def last_notes(self, ask: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
         self._commits.last_notes = ask
 
-    def write(self, message: Message, sampling: Mapping[str, Any] | None = None) -> None:
+    def write(self, message: Message) -> None:
         """Append one message.
 
         Its data is copied or written before this returns, so the caller may then change it.
@@ -190,9 +190,7 @@ class TraceWriter:
         Parameters
         ----------
         message : Message
-        sampling : mapping, optional
-            How the data was made from what was observed (JSON values); it is declared with the stream. A stream whose
-            sampling or dtype changes goes on under a new id.
+            Its sampling is declared with the stream. A stream whose sampling or dtype changes goes on under a new id.
 
         Raises
         ------
@@ -201,10 +199,10 @@ class TraceWriter:
         TraceError
             If it cannot be written (disk full) or the writer is finished. Once writing failed, nothing more is written.
         """
-        self.write_many(((message, sampling),))
+        self.write_many((message,))
 
-    def write_many(self, batch: Iterable[tuple[Message, Mapping[str, Any] | None]]) -> None:
-        """Append messages, each with its sampling or None, as `write` does; much faster than one by one.
+    def write_many(self, batch: Iterable[Message]) -> None:
+        """Append messages, as `write` does; much faster than one by one.
 
         Small messages of one shape are copied together. When this returns, all data is copied or written.
 
@@ -241,8 +239,7 @@ class TraceWriter:
         """
         self._refuse()
         if len(columns) <= FEW:
-            for message, sampling in columns.messages():
-                self.write(message, sampling)
+            self.write_many(columns.messages())
             return
         begin = 0
         while begin < len(columns):

@@ -11,6 +11,7 @@ Shapes: an array ``of_1k`` has the estimate of all columns first, and then the k
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,7 +27,6 @@ from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, ch
 from analyze.metrics.similarity.similarity import Kept
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
-from tracer.messaging.receiver import Reductions
 from tracer.observing.sketches import Sketch
 
 LEAST = 16
@@ -88,17 +88,51 @@ def projected(data: Array, k: int, seed: int, channels: Channels, positions: Pos
         return sketch.of(torch.from_numpy(x if x.flags.writeable else x.copy()), 1 if sheet.first else -1).numpy()
 
 
-def taken(
-    message: Message, reductions: Reductions, k: int, seed: int, channels: Channels, positions: Positions
-) -> Message:
-    """A message with the sketch of its activations; as it is if its stream is told to hold such sketches already."""
-    told = reductions.get((message.kind, message.key, message.tag, message.leaf))
+def taken(message: Message, k: int, seed: int, channels: Channels, positions: Positions) -> Message:
+    """A message with the sketch of its activations; where it says that it is one, with the neurons where they are read.
+
+    Raises
+    ------
+    MessageError
+        If it is a sketch of another number of columns, or of another axis than `channels` names.
+    """
     data = as_array(message.data)
-    neurons = 1 if channels_first(data.shape, channels) else -1
-    if told == str(Sketch(k)) and data.ndim > 1 and data.shape[neurons] == k:
+    axis = _axis_of_sketch(message, data.shape, k)
+    if axis is None:
+        found = projected(data, k, seed, channels, positions)
+        return message if found is data else replace(message, data=torch.from_numpy(found))
+    expected = 1 if channels_first(data.shape, channels) else data.ndim - 1
+    if axis == expected:
         return message
-    found = projected(data, k, seed, channels, positions)
-    return message if found is data else replace(message, data=torch.from_numpy(found))
+    if channels != "auto":
+        raise MessageError(
+            f"{_named(message)} are sketches whose neurons are in axis {axis} of {data.ndim}, and with "
+            f"channels={channels} they are looked for in axis {expected}"
+        )
+    return replace(message, data=torch.from_numpy(np.ascontiguousarray(np.moveaxis(data, axis, expected))))
+
+
+def _axis_of_sketch(message: Message, shape: tuple[int, ...], k: int) -> int | None:
+    """In which axis the columns of a sketch are, if the message says that it is one of k columns; None if it is none.
+
+    Raises
+    ------
+    MessageError
+        If it says that it is another one, or that cannot be.
+    """
+    told = None if message.sampling is None else message.sampling.get("sketch")
+    if told is None:
+        return None
+    columns, axis = (told.get(name) if isinstance(told, Mapping) else None for name in ("k", "axis"))
+    if type(columns) is not int or type(axis) is not int or not 0 < axis < len(shape) or shape[axis] != columns:
+        raise MessageError(f"{_named(message)} of shape {shape} cannot be what they are said to be, a sketch {told}")
+    if columns != k:
+        raise MessageError(f"{_named(message)} are sketches of {columns} columns, not of {k}: say k={columns}")
+    return axis
+
+
+def _named(message: Message) -> str:
+    return f"{message.kind} of {message.key!r} in step {message.global_step}"
 
 
 def of_rows(what: str, sheet: Sheet, k: int, seed: int, sketches: bool) -> Kept:

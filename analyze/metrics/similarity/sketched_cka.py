@@ -25,7 +25,6 @@ from analyze.metrics.similarity.estimates import (
 )
 from analyze.metrics.similarity.similarity import Compared, Kept, Similarity, code
 from tracer.messaging.messages import Message
-from tracer.messaging.receiver import Reductions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,15 +149,10 @@ class OfSketches(Similarity):
         super().__init__(kind, **compared)
         self.k, self.seed = k, seed
         self.reduction = f"sketch:k={k}"
-        self._reductions: Reductions = {}
-
-    def know_reductions(self, reductions: Reductions) -> None:
-        """Be told which streams hold sketches; the layers of all others are projected."""
-        self._reductions = reductions
 
     def taken(self, message: Message) -> Message:
         """A message with the sketch of its layer, or the layer itself if it is narrower."""
-        return taken(message, self._reductions, self.k, self.seed, self.channels, self.positions)
+        return taken(message, self.k, self.seed, self.channels, self.positions)
 
     def represent(self, data: Array) -> Kept:
         """What is kept of a sketch, or of a layer of fewer neurons than a sketch has columns."""
@@ -186,8 +180,8 @@ class SketchedCKA(OfSketches):
         A kind with activations of the same datapoints at each probe, or with their sketches, as a recording keeps them
         with ``Capture(reduce="sketch:k=256")``.
     k : int
-        Columns of a sketch, 16 at least: those of the trace. Streams that the trace says to be such sketches are taken
-        as they are. All others are projected where they have k neurons or more, and exact where they have fewer.
+        Columns of a sketch, 16 at least: those of the trace. Messages that say that they are such sketches are taken as
+        they are. All others are projected where they have k neurons or more, and exact where they have fewer.
     seed : int
         Of the projection, where a layer is projected.
     against, lag, calls, channels, positions
@@ -201,7 +195,8 @@ class SketchedCKA(OfSketches):
     Raises
     ------
     MessageError
-        If messages of this kind carry no data, or a parameter is out of its range.
+        If messages of this kind carry no data, or are sketches of another k or another axis than `channels` says; or
+        if a parameter is out of its range.
 
     Notes
     -----

@@ -130,8 +130,8 @@ class SketchedSVCCA(OfSketches):
     threshold : float
         The share of the variance to keep, above 0 and up to 1.
     k : int
-        Columns of a sketch, 16 at least: those of the trace. Streams that the trace says to be such sketches are taken
-        as they are. All others are projected where they have k neurons or more, and exact where they have fewer.
+        Columns of a sketch, 16 at least: those of the trace. Messages that say that they are such sketches are taken as
+        they are. All others are projected where they have k neurons or more, and exact where they have fewer.
     seed : int
         Of the projection, where a layer is projected.
     against, lag, calls, channels, positions
@@ -146,7 +146,8 @@ class SketchedSVCCA(OfSketches):
     Raises
     ------
     MessageError
-        If messages of this kind carry no data, or a parameter is out of its range.
+        If messages of this kind carry no data, or are sketches of another k or another axis than `channels` says; or
+        if a parameter is out of its range.
 
     Notes
     -----

@@ -34,7 +34,6 @@ from analyze.metrics.similarity.estimates import (
 from analyze.metrics.similarity.similarity import Kept, code
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
-from tracer.messaging.receiver import Reductions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,8 +224,8 @@ class SketchedRank(PerMessage):
         A kind with activations, or with their sketches, as a recording keeps them with
         ``Capture(reduce="sketch:k=256")``.
     k : int
-        Columns of a sketch, 16 at least: those of the trace. Streams that the trace says to be such sketches are taken
-        as they are. All others are projected where they have k neurons or more, and exact where they have fewer.
+        Columns of a sketch, 16 at least: those of the trace. Messages that say that they are such sketches are taken as
+        they are. All others are projected where they have k neurons or more, and exact where they have fewer.
     seed : int
         Of the projection, where a layer is projected.
     channels : {"auto", "first", "last"}
@@ -239,7 +238,8 @@ class SketchedRank(PerMessage):
     Raises
     ------
     MessageError
-        If messages of this kind carry no data, or a parameter is out of its range.
+        If messages of this kind carry no data, or are sketches of another k or another axis than `channels` says; or
+        if a parameter is out of its range.
 
     Notes
     -----
@@ -289,15 +289,10 @@ class SketchedRank(PerMessage):
         super().__init__(kind, (metric, *(f"{metric}{one}" for one in companions)), **where)
         self.k, self.seed, self.channels, self.positions = k, seed, channels, positions
         self.reduction = f"sketch:k={k}"
-        self._reductions: Reductions = {}
-
-    def know_reductions(self, reductions: Reductions) -> None:
-        """Be told which streams hold sketches; the layers of all others are projected."""
-        self._reductions = reductions
 
     def measure(self, message: Message) -> Iterable[float]:
         """The ranks of a message."""
-        data = taken(message, self._reductions, self.k, self.seed, self.channels, self.positions).data
+        data = taken(message, self.k, self.seed, self.channels, self.positions).data
         found = _measured(Kept.of(as_array(data), self.channels, self.positions), self.k)
         ends = (found.low, found.high, found.stable_low, found.stable_high)
         return (found.value, *ends, code(found.status))

@@ -308,10 +308,9 @@ def test_a_warning_here_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     with TraceWriter(path) as writer:
         for step in range(3):
-            message = ModuleMessage(
-                kind="weights", module="fc", data=torch.ones(6), global_step=step, train_step=step, epoch=0
-            )
-            writer.write(message, {"elements": {"count": 6, "of": 100, "seed": 0}})
+            sampling = {"elements": {"count": 6, "of": 100, "seed": 0}}
+            where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "sampling": sampling}
+            writer.write(ModuleMessage(kind="weights", module="fc", data=torch.ones(6), **where))
     with pytest.warns(RuntimeWarning, match="norm is about whole tensors"):
         warnings.simplefilter("error")
         results = batch(path, "norm", tmp_path / "out")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from analyze.registry import parse
 from tests.analyze.metrics.invariances import INVARIANCES
 from tests.analyze.metrics.layers import INF, NAN, SKETCHED, centred, message, said, value_of
 from tracer import Capture, MessageError
-from tracer.observing.sketches import projection
+from tracer.observing.sketches import Sketch, projection
 from tracer.replaying.plan import plan
 
 
@@ -322,15 +324,34 @@ def test_only_what_is_told_to_be_a_sketch_is_taken_for_one(shape: tuple[int, ...
     drawn = projection(16, 16, 0)
     made = [np.moveaxis(np.moveaxis(x, axis, -1) @ drawn, -1, axis) for x in whole]
 
-    def of(layers: list[Any], told: str | None) -> Any:
-        messages = [message(x, "ab"[place % 2], place // 2) for place, x in enumerate(layers)]
-        metric: Any = parse("sketched_cka:k=16" + more)
-        metric.know_reductions({("activations", module, "probe", ""): told for module in "ab"} if told else {})
-        return np.array([value_of(one) for one in said(metric, messages)])
+    def of(layers: list[Any], *, told: bool) -> Any:
+        sampling = {"reduce": "sketch:k=16", "sketch": Sketch(16).told(16, axis % len(shape))} if told else None
+        messages = [
+            replace(message(x, "ab"[place % 2], place // 2), sampling=sampling) for place, x in enumerate(layers)
+        ]
+        return np.array([value_of(one) for one in said(parse("sketched_cka:k=16" + more), messages)])
 
-    np.testing.assert_allclose(of(whole, None), of(made, "sketch:k=16"), atol=1e-9)
-    np.testing.assert_allclose(of(whole, None), of(whole, "sketch:k=32"), atol=0)
-    assert not np.allclose(of(whole, None), of(whole, "sketch:k=16"), atol=1e-4)
+    np.testing.assert_allclose(of(whole, told=False), of(made, told=True), atol=1e-9)
+    assert not np.allclose(of(whole, told=False), of(whole, told=True), atol=1e-4)
+
+
+@pytest.mark.parametrize("metric", ["sketched_cka", "sketched_svcca", "sketched_rank"])
+def test_other_sketches_than_those_asked_for_are_refused(metric: str) -> None:
+    """Of other columns or another axis, or that cannot be what they are said to be: a sentence, and no number."""
+    z = np.tanh(np.random.default_rng(0).standard_normal((40, 3, 64)))
+    told = {"k": 64, "of": 300, "axis": 2, "seed": 0, "projection": "gaussian"}
+    for options, sketch, why in (
+        ("", told, "are sketches of 64 columns, not of 256: say k=64"),
+        (":k=32", told, "are sketches of 64 columns, not of 32: say k=64"),
+        (":k=64,channels=first", told, "neurons are in axis 2 of 3, and with channels=first they are looked for in"),
+        (":k=64", told | {"axis": 1}, "cannot be what they are said to be"),
+        (":k=64", told | {"k": "64"}, "cannot be what they are said to be"),
+        (":k=64", told | {"axis": 3}, "cannot be what they are said to be"),
+        (":k=64", "gaussian", "cannot be what they are said to be"),
+    ):
+        one = replace(message(z, "fc"), sampling={"reduce": "sketch:k=64", "sketch": sketch})
+        with pytest.raises(MessageError, match=re.escape(why)):
+            list(parse(metric + options + (",tag=probe" if options else ":tag=probe")).receive(one))
 
 
 @pytest.mark.parametrize("data", [np.arange(40.0), np.float64(3), np.zeros((0, 40)), np.zeros((40, 0))], ids=str)
@@ -451,16 +472,60 @@ def test_live_and_replay_agree_to_the_bit(tmp_path: Path, reduce: str | None) ->
     assert ended[0] == ended[1]
 
 
+@pytest.mark.parametrize("reduces", [("sketch:k=16", None), (None, "sketch:k=16")], ids=str)
+def test_a_run_that_is_resumed_with_another_capture(tmp_path: Path, reduces: tuple[str | None, str | None]) -> None:
+    """Each message is what it says: live, on replay and in comparisons, layers of k neurons are no sketches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 40))
+    x = torch.randn(40, 5)
+    path, late, heard = tmp_path / "run.zarr", tracer.Collect("*_sketched_*"), []
+    for attempt, reduce in enumerate(reduces):
+        live = tracer.Collect("*_sketched_*")
+        capture = Capture(kinds=["activations"], tags=["probe"], reduce=reduce)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        receivers, first = [parse("sketched_rank:k=16,tag=probe"), live], 2 * attempt if attempt else None
+        options: dict[str, Any] = {"capture": capture, "receivers": receivers, "resume": True, "first_step": first}
+        with tracer.record(path, model, optimizer, **options) as run:
+            run.probe("probe", x, every=1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(8, 5)).square().mean().backward()
+                optimizer.step()
+        heard += [one for one in live if attempt or one.global_step < 2]
+    tracer.replay(path, parse("sketched_rank:k=16,tag=probe"), late)
+    ended = [[(one.kind, one.key, one.global_step, float(one.data)) for one in some] for some in (heard, late)]  # type: ignore[arg-type]
+    assert len(ended[1]) >= 4 * 3 * 6
+    assert sorted(ended[0]) == sorted(ended[1])
+    with_itself = analyze.compare(path, path, "sketched_cka:k=16,details=false")
+    assert len(with_itself) > 8
+    assert {round(row.value, 9) for row in with_itself} == {1.0}
+
+
+def test_measures_of_whole_layers_say_that_they_get_sketches(tmp_path: Path) -> None:
+    """All pairs, and the same layers of two runs, warn as a replay does."""
+    record(tmp_path / "run.zarr", "sketch:k=16")
+    for ask in (
+        lambda: analyze.pairs(tmp_path / "run.zarr", "cka"),
+        lambda: analyze.compare(*[tmp_path / "run.zarr"] * 2, "svcca"),
+    ):
+        with pytest.warns(RuntimeWarning, match="is about whole tensors, but the trace holds only the sketch:k=16"):
+            ask()
+    found = analyze.pairs(tmp_path / "run.zarr", "sketched_svcca:k=16")
+    assert found.lows is not None
+    assert found.highs is not None
+    assert ((found.lows <= found.values) & (found.values <= found.highs)).all()
+
+
 def test_traces_of_layers_of_as_many_neurons_as_columns(tmp_path: Path) -> None:
     """All pairs, and the same layers of two runs, are projected as by the function; sketches are taken as they are."""
     random = np.random.default_rng(0)
     layers = [np.tanh(random.standard_normal((60, 16))) for _ in range(4)]
-    drawn, sketch = projection(16, 16, 0), {"reduce": "sketch:k=16"}
+    drawn, sketch = projection(16, 16, 0), {"reduce": "sketch:k=16", "sketch": Sketch(16).told(16, 1)}
     for name, data, told in (("whole", layers, None), ("sketch", [x @ drawn for x in layers], sketch)):
         for half in range(2):
             with tracer.TraceWriter(tmp_path / f"{name}{half}.zarr") as writer:
                 for step in range(2):
-                    writer.write(message(data[2 * half + step], "fc", step), told)
+                    writer.write(replace(message(data[2 * half + step], "fc", step), sampling=told))
     expected = analyze.sketched_cka(layers[0], layers[1], k=16)
     for name in ("whole", "sketch"):
         paths = [tmp_path / f"{name}{half}.zarr" for half in range(2)]

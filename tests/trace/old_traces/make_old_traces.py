@@ -254,6 +254,14 @@ def of_shapes() -> Iterator[tracer.Message]:
         yield _network("batch_finished", None, step)
 
 
+def write_sampled(writer: Any, message: tracer.Message, sampling: dict[str, Any] | None) -> None:
+    """Write a message with its sampling, which was no part of it once."""
+    if hasattr(message, "sampling"):
+        writer.write(dataclasses.replace(message, sampling=sampling))
+    else:
+        writer.write(message, sampling)
+
+
 def write(path: Path, messages: Iterable[tracer.Message], **options: Any) -> None:
     """A trace of these messages, with a commit for each global step and a note."""
     with tracer.TraceWriter(path, header={**HEADER, "argv": ["old.py"], "extra": [1, None]}, **options) as writer:
@@ -262,8 +270,7 @@ def write(path: Path, messages: Iterable[tracer.Message], **options: Any) -> Non
             if message.global_step != step:
                 writer.commit()
                 step = message.global_step
-            sampling = {"rows": 2} if message.key == "ragged" else None
-            writer.write(message, sampling)
+            write_sampled(writer, message, {"rows": 2} if message.key == "ragged" else None)
         writer.note({"remark": "ä", "values": [1, 2.5, float("inf")]})
 
 

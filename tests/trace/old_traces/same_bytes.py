@@ -15,6 +15,7 @@ Ends with 0 if all are equal, else with 1. Needs zarr, h5py and numpy.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 import hashlib
 import json
@@ -54,6 +55,14 @@ def hold_still() -> None:
     os.getpid = lambda: 2**30  # there is no such process
     platform.node = lambda: "host"
     sys.argv = ["train.py"]
+
+
+def write_sampled(writer: Any, message: Any, sampling: dict[str, Any]) -> None:
+    """Write a message with its sampling, which was no part of it once."""
+    if hasattr(message, "sampling"):
+        writer.write(dataclasses.replace(message, sampling=sampling))
+    else:
+        writer.write(message, sampling)
 
 
 def record_all(folder: Path, pattern: str) -> None:
@@ -409,7 +418,7 @@ def writes(path: Path, **options: Any) -> None:
             large = torch.arange(40000).remainder(97 + step).float()
             writer.write(tracer.ModuleMessage(kind="weights", module="large", data=large.reshape(200, 200), **at))
             ragged = torch.full((3 - step, 9000), step / 8)
-            writer.write(tracer.ModuleMessage(kind="weights", module="ragged", data=ragged, **at), {"rows": 3})
+            write_sampled(writer, tracer.ModuleMessage(kind="weights", module="ragged", data=ragged, **at), {"rows": 3})
             for call in range(300):
                 data = torch.tensor(call / (step + 1))
                 writer.write(tracer.NetworkMessage(kind="loss", data=data, call=call, **at))
