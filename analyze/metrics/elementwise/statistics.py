@@ -19,6 +19,7 @@ from analyze.metrics.elementwise.norm import norm
 from analyze.metrics.elementwise.quantiles import quantiles, quantiles_of_tensors
 from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import PerMessage, Where
+from analyze.metrics.similarity.datapoints import neurons_last
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack
@@ -338,7 +339,7 @@ class Statistics(PerMessage):
 
     def measure(self, message: Message) -> list[Tensor]:
         """The statistics in the order of `which`."""
-        array = as_array(message.data)
+        array = as_array((neurons_last(message, self.channels) if self.per == "channel" else message).data)
         axis = channel_axis(message.kind, array.shape, self.channels)
         found = statistics(array, self.which, per=self.per, axis=axis, ddof=self.ddof, precision=self.precision)
         return [torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in found.values()]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, check_word
 from analyze.metrics.inputs import Array, as_array
+from tracer.messaging.messages import Message
 
 Channels = Literal["auto", "first", "last"]
 Positions = Literal["datapoints", "pooled", "fourier"]
@@ -42,6 +43,19 @@ def check_positions(positions: object, *, fourier: bool = True) -> None:
 def channels_first(shape: tuple[int, ...], channels: Channels) -> bool:
     """Whether the neurons are in axis 1 of an array of this shape, and not in the last."""
     return len(shape) > 2 and (channels == "first" or (channels == "auto" and len(shape) > 3))
+
+
+def neurons_last(message: Message, channels: object) -> Message:
+    """A message with its neurons in the last axis, where `channels` is ``"auto"`` and the number of axes misleads.
+
+    Of a convolution's positions, of which some were kept in one axis, the message says that they come after the
+    channels.
+    """
+    kept = None if message.sampling is None else message.sampling.get("positions")
+    come_last = isinstance(kept, Mapping) and kept.get("axis") == 2
+    if channels != "auto" or not come_last or message.data is None or message.data.ndim != 3:
+        return message
+    return replace(message, data=message.data.movedim(1, -1))
 
 
 def neurons(x: Array, channels: Channels = "auto", positions: Positions = "datapoints") -> NDArray[Any]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from analyze.metrics.checks import check, is_whole
 from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.similarity.bases import Status, centred
-from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, channels_first
+from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, channels_first, neurons_last
 from analyze.metrics.similarity.similarity import Kept
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
@@ -99,6 +99,8 @@ def taken(message: Message, k: int, seed: int, channels: Channels, positions: Po
     data = as_array(message.data)
     axis = _axis_of_sketch(message, data.shape, k)
     if axis is None:
+        message = neurons_last(message, channels)
+        data = as_array(message.data)
         found = projected(data, k, seed, channels, positions)
         return message if found is data else replace(message, data=torch.from_numpy(found))
     expected = 1 if channels_first(data.shape, channels) else data.ndim - 1

@@ -28,6 +28,7 @@ from analyze.metrics.similarity.datapoints import (
     check_channels,
     check_positions,
     comparable,
+    neurons_last,
 )
 from analyze.metrics.similarity.gathering import Gathering, Layers
 from tracer.messaging.messages import Message, message_of
@@ -194,8 +195,8 @@ class Similarity(Metric):
         self._gathered: dict[tuple[str, int], _Step] = {}
 
     def taken(self, message: Message) -> Message:
-        """A message with what `represent` is to get of its data: by default, all of it."""
-        return message
+        """A message with what `represent` is to get of its data: by default all, with the neurons where it looks."""
+        return neurons_last(message, self.channels)
 
     @abstractmethod
     def represent(self, data: Array) -> Any:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from analyze.metrics.checks import check, check_word, is_number
 from analyze.metrics.inputs import Array, answer, as_array
 from analyze.metrics.metric import Metric, Where
-from analyze.metrics.similarity.datapoints import Channels, check_channels
+from analyze.metrics.similarity.datapoints import Channels, check_channels, neurons_last
 from analyze.metrics.spectra.spectra import Scatter, Spectrum, Status, code, once, real_neurons, spread
 from analyze.metrics.streams import Series, packed_series, restored, series_of, stored, unpacked_series
 from tracer.errors import MessageError
@@ -259,8 +259,9 @@ class Saturation(Metric):
 
     def compute(self, message: Message) -> Iterator[Message]:
         """Answer one message with its saturation, or take it in and answer for the epoch that it shows to be over."""
+        data = neurons_last(message, self.channels).data
         if self.window == "message":
-            yield from self._answers(message, _measured(message.data, self.threshold, self.channels, self.positions))
+            yield from self._answers(message, _measured(data, self.threshold, self.channels, self.positions))
             return
         key = series_of(message)
         there = self._open.get(key)
@@ -269,7 +270,7 @@ class Saturation(Metric):
             there = None
         if there is None:
             there = self._open[key] = _Epoch(message, None, "ok")
-        there.take(message, arranged(as_array(message.data), self.channels, self.positions))
+        there.take(message, arranged(as_array(data), self.channels, self.positions))
 
     def conclude(self) -> Iterator[Message]:
         """Answer for the epochs that are still open."""

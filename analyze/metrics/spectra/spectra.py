@@ -22,7 +22,7 @@ from torch import Tensor
 from analyze.metrics.checks import check
 from analyze.metrics.inputs import Array, as_array, as_float64
 from analyze.metrics.metric import PerMessage, Where
-from analyze.metrics.similarity.datapoints import Channels, check_channels, neurons
+from analyze.metrics.similarity.datapoints import Channels, check_channels, neurons, neurons_last
 from tracer.errors import MessageError
 from tracer.messaging.messages import KINDS, Message
 
@@ -330,5 +330,6 @@ class OfSpectrum(PerMessage):
 
     def measure(self, message: Message) -> tuple[float, float]:
         """The number, and the code of its status."""
-        number, status = self.number(of_data(message.data, self.centre, self.channels))
+        data = neurons_last(message, self.channels).data
+        number, status = self.number(of_data(data, self.centre, self.channels))
         return number, code(status)

@@ -445,3 +445,37 @@ def test_states_of_bases() -> None:
         assert np.array_equal(again.u_nk, made.u_nk)
     assert null_baseline(100, 3, 0) != null_baseline(100, 3, 0)
     assert float(compare(basis(x), basis(y))) == pytest.approx(float(analyze.svcca(x, y)), abs=1e-13)
+
+
+def test_kept_positions_of_convolutions_are_no_neurons(tmp_path: Path) -> None:
+    """Of images of which some positions were kept, in one axis, the channels are the neurons, whoever is asked."""
+    path = tmp_path / "run.zarr"
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 12, 3), torch.nn.ReLU())
+    capture = Capture(kinds=["activations"], tags=["probe"], positions=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tracer.record(path, model, optimizer, capture=capture) as run:
+        run.probe("probe", torch.randn(20, 1, 8, 8), every=1)
+        model(torch.randn(4, 1, 8, 8)).square().mean().backward()
+        optimizer.step()
+    told = {}
+    for spec in (
+        "svcca:against=layers",
+        "cka:against=layers",
+        "sketched_cka:k=16,against=layers",
+        "saturation:tag=probe",
+        "effective_rank:kind=activations,tag=probe",
+        "statistics:kind=activations,per=channel,which=mean,tag=probe",
+    ):
+        auto, first, last = (
+            [np.asarray(row.value) for row in analyze.analyze(path, f"{spec},channels={word}")]
+            for word in ("auto", "first", "last")
+        )
+        assert len(auto) == len(first) > 0
+        for one, other in zip(auto, first, strict=True):
+            np.testing.assert_array_equal(one, other)
+        told[spec] = any(
+            one.shape != other.shape or (one != other).any() for one, other in zip(auto, last, strict=True)
+        )
+    assert all(told.values()), told
+    (one, other) = (analyze.pairs(path, f"cka:channels={word}").values for word in ("auto", "first"))
+    np.testing.assert_array_equal(one, other)
