@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 import tracer
-from tracer.errors import TraceCorruptError, TraceExistsError, UnknownNameError
+from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceUnreadableError, UnknownNameError
 from tracereel import options
 from tracereel.checks import RESULT_SUFFIXES, check_apart, check_installed, check_new
 from tracereel.command import Command, conclude
@@ -150,14 +150,18 @@ def replay(
                 conclude(WRONG_USAGE)
             return
         results = Results()
-        damage: TraceCorruptError | None = None
+        damage: TraceError | None = None
         for question in questions:
             damage = question.follow(results, as_json) if follow else question.ask(results)
             if damage is not None:
                 break
-        if follow:
-            _note_status(reader)
-        times = times_of(reader)
+        times = None
+        try:
+            if follow and not isinstance(damage, TraceUnreadableError):
+                _note_status(reader)
+            times = times_of(reader)
+        except TraceError as error:  # what was gathered is written nevertheless
+            damage = damage or error
     outputs.write(results, target, {} if times is None else {trace: times})
     if not follow:  # what was followed is printed already
         if as_json:
@@ -165,7 +169,7 @@ def replay(
         elif outputs.out is None and outputs.tensorboard is None and len(results):
             show(results.to_table())
     if damage is not None:
-        raise Failure(f"{damage}; the answers are to what comes before that", DAMAGED)
+        raise Failure(f"{damage}; the answers are to what comes before that", Failure.of(damage).exit_code)
     _note_silent(results, [subscriber for question in questions for subscriber in question.subscribers])
 
 
@@ -186,14 +190,19 @@ class _Question(NamedTuple):
             counters = [counter] if is_terminal(sys.stderr) else []
             return self._replay(results.sink(self.subscribers, self.trace), *counters)
 
-    def follow(self, results: Results, as_json: bool) -> TraceCorruptError | None:
-        """Gather the answers and print each when it comes, until the run ends or the user has seen enough."""
+    def follow(self, results: Results, as_json: bool) -> TraceError | None:
+        """Gather the answers and print each when it comes, until the run ends or the user has seen enough.
+
+        Returns what ended them early: damage, or that the trace is gone and nothing can be asked of it again.
+        """
         sink = results.sink(self.subscribers, self.trace)
         try:
             return self._replay(sink, _Printer(sink, as_json), follow=True)
         except KeyboardInterrupt:
             say("stopped by you; the run goes on")
-            return None
+        except TraceUnreadableError as error:
+            return error
+        return None
 
     def _replay(self, *listeners: Receiver, follow: bool = False) -> TraceCorruptError | None:
         try:

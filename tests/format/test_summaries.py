@@ -6,6 +6,7 @@ import itertools
 import json
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,9 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tracer.errors import TraceError
-from tracer.format.checksum import crc32c
-from tracer.format.journal import NONE, Column
-from tracer.format.summaries import NOTHING, Fact, Summarizing, Summary, summarized, united
+from tracer.format.journal import NONE, Column, row_checksums
+from tracer.format.summaries import NOTHING, Fact, RowsChecksum, Summarizing, Summary, summarized, united
 
 
 def rows_of(seed: int, count: int) -> NDArray[np.int64]:
@@ -42,6 +42,12 @@ def told(rows: NDArray[np.int64]) -> tuple[list[list[int]], dict[int, list[int]]
     return facts, shapes
 
 
+def checksum_of(rows: NDArray[np.int64]) -> int:
+    """The CRC-32C of the bytes of the rows and, behind them, those of their own checksums, by another library."""
+    checks = b"".join(int(row[-1]).to_bytes(8, "little") for row in rows)
+    return int(google_crc32c.value(rows.astype("<i8").tobytes() + checks))
+
+
 @given(st.integers(0, 1000), st.integers(1, 60), st.lists(st.integers(1, 59), max_size=4))
 def test_a_summary_says_what_the_rows_say(seed: int, count: int, cuts: list[int]) -> None:
     """Of all rows at once, and of summaries of their parts put together; and it survives JSON."""
@@ -49,7 +55,7 @@ def test_a_summary_says_what_the_rows_say(seed: int, count: int, cuts: list[int]
     whole = summarized(rows, 7)
     assert (whole.facts.tolist(), whole.shapes) == told(rows)
     assert (whole.start, whole.stop, whole.messages) == (7, 7 + count, count)
-    assert whole.crc32c == crc32c(rows.astype("<i8").tobytes())
+    assert whole.crc32c == checksum_of(rows)
     assert whole.steps == (rows[:, Column.GLOBAL_STEP].min(), rows[:, Column.GLOBAL_STEP].max())
     bounds = sorted({0, count, *(cut for cut in cuts if cut < count)})
     parts = [summarized(rows[low:high], 7 + low) for low, high in itertools.pairwise(bounds)]
@@ -59,6 +65,25 @@ def test_a_summary_says_what_the_rows_say(seed: int, count: int, cuts: list[int]
     assert again.says(whole, whole.crc32c)
     turned = summarized(rows[::-1], 7)
     assert not again.says(turned, turned.crc32c) or (rows == rows[::-1]).all()
+
+
+@given(st.integers(0, 1000), st.integers(0, 60), st.lists(st.integers(0, 60), max_size=4))
+def test_the_checksum_of_rows_in_pieces(seed: int, count: int, cuts: list[int]) -> None:
+    """It is that of all rows at once, also of pieces without rows."""
+    rows = rows_of(seed, count)
+    found = RowsChecksum()
+    for piece in np.split(rows, sorted(cuts)):
+        found.add(piece)
+    assert found.value == RowsChecksum.of(rows) == checksum_of(rows)
+
+
+def test_rows_that_are_right_have_different_checksums() -> None:
+    """Though each ends in its own checksum, after which that of their bytes is the same whatever they say."""
+    journals = [rows_of(seed, 50) for seed in range(20)]
+    for rows in journals:
+        rows[:, Column.CHECK] = row_checksums(rows, 7)
+    assert len({google_crc32c.value(rows.astype("<i8").tobytes()) for rows in journals}) == 1
+    assert len({summarized(rows, 7).crc32c for rows in journals}) == 20
 
 
 @given(st.integers(0, 1000), st.integers(1, 40))

@@ -142,6 +142,7 @@ def test_a_trace_tells_how_its_sketches_were_made(tmp_path: Path) -> None:
     [
         ({"reduce": "sketch"}, 'a sketch is written "sketch:k=256"'),
         ({"reduce": "sketch:k=many"}, "not 'sketch:k=many'"),
+        ({"reduce": "sketch:k=\N{ARABIC-INDIC DIGIT EIGHT}"}, "with the number of its columns, not"),
         ({"reduce": "sketch:k=3"}, "k of a sketch is an integer of at least 4, not 3"),
         ({"reduce": "sketch:k=8", "seed": -1}, "seed of a sketch is an integer of at least 0, not -1"),
         ({"reduce": "sketch:k=8", "elements": 9}, "not both: a sketch needs all neurons"),

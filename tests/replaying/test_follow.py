@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import tracer
 from tests import processes
@@ -33,6 +34,8 @@ from tracer import (
 from tracer.errors import CaptureError, TraceCorruptError
 from tracer.stores.hdf5 import opening
 from tracer.stores.zarr.reading import _ReadShard
+from tracereel.facts import message_line
+from tracereel.main import main
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -280,6 +283,30 @@ def test_the_command_line_prints_as_it_comes(tmp_path: Path, suffix: str) -> Non
             assert (ran.returncode, rest) == (0, ""), errors
     assert [json.loads(line) for line in out.read_text().splitlines()] == first
     assert [one["global_step"] for one in first] == [0, 0, 1, 1, 2, 2]
+
+
+@every_format
+def test_a_trace_that_is_moved_while_it_is_followed(tmp_path: Path, suffix: str) -> None:
+    """The command says so, once, after it has written what was answered before."""
+    path, out = tmp_path / f"run{suffix}", tmp_path / "answers.jsonl"
+    lines: list[str] = []
+
+    def move(facts: Any) -> str:
+        """Move the trace away when the last of four answers is printed."""
+        lines.append(message_line(facts))
+        if len(lines) == 4:
+            path.rename(tmp_path / f"moved{suffix}")
+        return lines[-1]
+
+    with writing(path) as other, pytest.MonkeyPatch.context() as patches:
+        other.write(2)
+        patches.setattr("tracereel.asking.message_line", move)
+        command = ["replay", str(path), "-s", "norm:kind=weights", "--follow", "--out", str(out)]
+        result = CliRunner().invoke(main, command, prog_name="trace")
+    said = f"{path} was removed, moved or overwritten while it was read; the answers are to what comes before that"
+    assert (result.exit_code, result.stdout.splitlines()) == (1, lines)
+    assert result.stderr.splitlines() == [f"4 rows written to {out}", f"Error: {said}"]
+    assert [json.loads(line)["global_step"] for line in out.read_text().splitlines()] == [0, 0, 1, 1]
 
 
 @every_format

@@ -560,11 +560,15 @@ def test_a_collector_alone_hears_what_was_recorded_and_no_more(tmp_path: Path) -
     assert {one.kind for one in heard_by_replay(tmp_path / "run.zarr")} == {"weights"}
 
 
+OF_ELEMENTS = ("mean", "aggregate", "ema", "message_mean", "loss")
+"""Metrics of the elements of a tensor, that say as much of some of them, and something else of a reduction."""
+
+
 @pytest.mark.parametrize(
     ("settings", "spoiled"),
     [
-        ({"elements": 5}, {"spectral_norm": "only some elements of weights", "norm": "only some elements of weights"}),
-        ({"reduce": "norm"}, {"spectral_norm": "only the norm of weights", "mean": "only the norm of weights"}),
+        ({"elements": 5}, dict.fromkeys(["spectral_norm", "norm"], "only some elements of weights")),
+        ({"reduce": "norm"}, dict.fromkeys(["spectral_norm", *OF_ELEMENTS], "only the norm of weights")),
         ({"dtype": "float16"}, {}),
     ],
 )
@@ -578,7 +582,7 @@ def test_parts_of_tensors_are_not_taken_for_tensors(
     with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=capture, strict=True):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    asked = [parse(name) for name in ("spectral_norm", "norm", "mean:kind=weights")]
+    asked = [parse(name) for name in ("spectral_norm", "norm", *(f"{name}:kind=weights" for name in OF_ELEMENTS))]
     planned = tracer.plan(tmp_path / "run.zarr", *asked)
     assert {sentence.partition(" is about")[0]: sentence for sentence in planned.partial}.keys() == spoiled.keys()
     for sentence in planned.partial:

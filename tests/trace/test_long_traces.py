@@ -18,7 +18,7 @@ import torch
 import tracer
 import tracer.trace.part
 from analyze.registry import parse
-from tests.trace.small_summaries import rows_looked_at, small_summaries
+from tests.trace.small_summaries import copy_journal, rows_looked_at, small_summaries
 from tests.trace.written_parts import every_format
 from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError, TraceCorruptError
@@ -608,18 +608,18 @@ def test_a_follow_of_parts_of_tensors(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [one.global_step for one in heard] == [0, 1, 2, 3, 4]
 
 
-def test_a_summary_of_other_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are right, but not those that their summary is of, are refused when they are read."""
-    from tracer.format.summaries import Summary
-
-    path = tmp_path / "run.zarr"
+@every_format
+def test_a_summary_of_other_rows_is_refused(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of another run, each of which is right, are refused when they are read."""
+    path, other = tmp_path / f"run{suffix}", tmp_path / f"other{suffix}"
     small_summaries(monkeypatch, rows=18)
-    declared = Summary.declared
-    with monkeypatch.context() as patches:
-        patches.setattr(Summary, "declared", lambda self: declared(self) | {"crc32c": self.crc32c ^ 1})
-        write_part(path, range(30))
-    with TraceReader(path) as reader, pytest.raises(TraceCorruptError, match="not those that their summary is of"):
-        list(reader.messages())
+    write_part(path, range(30))
+    write_part(other, range(90, 120))
+    copy_journal(other, path)
+    with TraceReader(path) as reader:
+        for read in (lambda: [*reader.messages()], lambda: [*reader.messages(steps=(3, 5))], lambda: reader.journal):
+            with pytest.raises(TraceCorruptError, match="not those that their summary is of"):
+                read()
 
 
 def test_few_chunks_of_a_long_hdf5_array_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests import processes
-from tests.trace.small_summaries import small_summaries
+from tests.trace.small_summaries import copy_journal, small_summaries
 from tracer.errors import TraceFormatError, TraceNotFoundError
 from tracer.format.declarations import declaration
 from tracer.format.summaries import Summary
@@ -301,6 +301,22 @@ def test_a_summary_that_is_not_of_its_rows(tmp_path: Path, what: str, monkeypatc
     assert {problem.check for problem in report.problems} == {"summary"}
     write_it(tmp_path / "right.zarr")
     assert verify(tmp_path / "right.zarr").intact
+
+
+@every_format
+def test_a_journal_of_another_run(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are right, and of the same streams and steps, but of another run than their summaries, are told."""
+    small_summaries(monkeypatch, rows=7)
+    paths = [tmp_path / f"{name}{suffix}" for name in ("one", "other")]
+    for path, value in zip(paths, (1.0, 2.0), strict=True):
+        with TraceWriter(path, commit_rows=3) as writer:
+            for step in range(60):
+                where = {"global_step": step, "train_step": step, "epoch": 0}
+                writer.write(NetworkMessage(kind="loss", data=torch.tensor(value), **where))
+    copy_journal(paths[1], paths[0])
+    told = [str(problem) for problem in verify(paths[0]).problems if problem.check == "summary"]
+    assert told
+    assert all(one.endswith("is not of them") for one in told)
 
 
 def test_many_summaries_of_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

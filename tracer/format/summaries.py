@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.format.checksum import crc32c
+from tracer.format.checksum import crc32c, joined
 from tracer.format.journal import NONE, Column
 
 SUMMARY_ROWS: Final = 1 << 16
@@ -49,7 +49,7 @@ class Summary:
     start, stop : int
         The rows: start inclusive, stop exclusive.
     crc32c : int
-        The CRC-32C of the bytes of these rows, little-endian; 0 where the rows do not follow each other.
+        The `RowsChecksum` of these rows; 0 where the rows do not follow each other.
     facts : numpy.ndarray of int64, (streams, FACTS)
         For each stream that has messages there, by its id: how many, their elements, its calls in a step at most, its
         lowest and highest global step, and its lowest and highest epoch.
@@ -135,12 +135,55 @@ class Summary:
             raise ValueError(f"the summary of rows {self.start} to {self.stop} contradicts itself")
 
     def says(self, other: Summary, checksum: int) -> bool:
-        """Whether it says the same as another, whose rows have this CRC-32C."""
+        """Whether it says the same as another, whose rows have this `RowsChecksum`."""
         return (
             (self.start, self.stop, self.crc32c) == (other.start, other.stop, checksum)
             and np.array_equal(self.facts, other.facts)
             and self.shapes == other.shapes
         )
+
+
+@final
+class RowsChecksum:
+    """The checksum of the rows of a summary, which may come in pieces, in their order.
+
+    It is the CRC-32C of the bytes of the rows, continued over the bytes of their column CHECK, all little-endian.
+
+    Examples
+    --------
+    >>> rows = np.arange(36).reshape(3, len(Column))
+    >>> found = RowsChecksum()
+    >>> found.add(rows[:1])
+    >>> found.add(rows[1:])
+    >>> found.value == RowsChecksum.of(rows) == crc32c(rows.tobytes() + rows[:, Column.CHECK].tobytes())
+    True
+    """
+
+    # The bytes of the rows alone do not tell which rows they are: each row ends in its own CRC-32C, and what a CRC
+    # becomes over data and the CRC of that data does not depend on the data. So all rows that are right have the same
+    # first part, which only shows whether one is damaged; their column CHECK tells them from those of another run.
+    __slots__ = ("_checks", "_count", "_rows")
+
+    def __init__(self) -> None:
+        self._rows = self._checks = self._count = 0
+
+    @classmethod
+    def of(cls, rows: NDArray[np.int64]) -> int:
+        """The checksum of all rows at once."""
+        found = cls()
+        found.add(rows)
+        return found.value
+
+    def add(self, rows: NDArray[np.int64]) -> None:
+        """Go on with rows that come after those so far."""
+        self._rows = crc32c(np.ascontiguousarray(rows, "<i8"), self._rows)
+        self._checks = crc32c(np.ascontiguousarray(rows[:, Column.CHECK], "<i8"), self._checks)
+        self._count += len(rows)
+
+    @property
+    def value(self) -> int:
+        """The checksum of the rows so far."""
+        return joined(self._rows, self._checks, 8 * self._count)
 
 
 NOTHING: Final = Summary(0, 0, 0, np.zeros((0, FACTS), np.int64), {})
@@ -180,7 +223,7 @@ def summarized(rows: NDArray[np.int64], start: int, *, checksum: bool = True) ->
         values = rows[order, column]
         facts[:, first] = np.minimum.reduceat(values, begins)
         facts[:, last] = np.maximum.reduceat(values, begins)
-    found = crc32c(np.ascontiguousarray(rows, "<i8")) if checksum else 0
+    found = RowsChecksum.of(rows) if checksum else 0
     return Summary(start, start + len(rows), found, facts, _shapes(streams, rows[order, Column.SHAPE]))
 
 

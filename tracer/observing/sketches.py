@@ -73,7 +73,7 @@ class Sketch:
         """
         if not re.match(r"sketch\b", text):
             return None
-        found = re.fullmatch(r"sketch:k=(\d{1,9})", text)
+        found = re.fullmatch(r"sketch:k=(\d{1,9})", text, re.ASCII)
         if found is None:
             raise CaptureError(f'a sketch is written "sketch:k=256", with the number of its columns, not {text!r}')
         return cls(int(found[1]), seed)

@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceUnreadableError
-from tracer.format.checksum import crc32c
 from tracer.format.journal import COLUMNS, Column, row_checksums
 from tracer.format.names import journal_name, rank_and_attempt
-from tracer.format.summaries import NOTHING, SUMMARY_ROWS, Summary, summarized, united
+from tracer.format.summaries import NOTHING, SUMMARY_ROWS, RowsChecksum, Summary, summarized, united
 from tracer.format.tables import Tables
 from tracer.stores.locations import Location
 from tracer.stores.protocols import ReadStore
@@ -230,12 +229,12 @@ class Rows:
 
     def _prove(self, summary: Summary) -> None:
         """Compare the rows of a summary with its checksum, some at a time."""
-        checksum = 0
+        checksum = RowsChecksum()
         begins = range(summary.start, summary.stop, PIECE_ROWS)
         for begin in begins:
             rows = self._store.read(journal_name(self._part), begin, min(begin + PIECE_ROWS, summary.stop))
-            checksum = crc32c(np.ascontiguousarray(rows, "<i8"), checksum)
-        if checksum != summary.crc32c:
+            checksum.add(rows)
+        if checksum.value != summary.crc32c:
             for begin in begins:
                 rows = self._store.read(journal_name(self._part), begin, min(begin + PIECE_ROWS, summary.stop))
                 self._check_rows(begin, rows)
@@ -255,7 +254,7 @@ class Rows:
             if done <= one.start and one.stop <= stop:
                 self._check_rows(done, rows[done - start : one.start - start])
                 block = rows[one.start - start : one.stop - start]
-                if crc32c(np.ascontiguousarray(block, "<i8")) != one.crc32c:
+                if RowsChecksum.of(block) != one.crc32c:
                     self._check_rows(one.start, block)
                     raise self._of_others(one)
                 self._refuse_contradictions(one.start, block)

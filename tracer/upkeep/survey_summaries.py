@@ -8,8 +8,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.format.checksum import crc32c
-from tracer.format.summaries import Summary, summarized, united
+from tracer.format.summaries import RowsChecksum, Summary, summarized, united
 
 
 @final
@@ -42,7 +41,7 @@ class SummaryCheck:
                 self.again.append(one)
         self._left.reverse()
         self._parts: list[Summary] = []
-        self._checksum = 0
+        self._checksum = RowsChecksum()
         self._is_certain = True
 
     def add(self, start: int, rows: NDArray[np.int64], certain: NDArray[np.bool_]) -> Iterator[Summary]:
@@ -62,15 +61,15 @@ class SummaryCheck:
             low, high = max(summary.start, start), min(summary.stop, stop)
             part = slice(low - start, high - start)
             self._parts.append(summarized(rows[part], low, checksum=False))
-            self._checksum = crc32c(np.ascontiguousarray(rows[part], "<i8"), self._checksum)
+            self._checksum.add(rows[part])
             self._is_certain &= bool(certain[part].all())
             if high < summary.stop:
                 return
-            if self._is_certain and not summary.says(united(self._parts), self._checksum):
+            if self._is_certain and not summary.says(united(self._parts), self._checksum.value):
                 yield summary
             self._left.pop()
             self._parts.clear()
-            self._checksum, self._is_certain = 0, True
+            self._checksum, self._is_certain = RowsChecksum(), True
 
     @property
     def beyond(self) -> Sequence[Summary]:

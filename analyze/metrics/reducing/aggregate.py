@@ -122,6 +122,7 @@ class Aggregate(Metric):
 
     name = "aggregate"
     scope = "stream"
+    spoiled_by = ("reduce",)
     version = 2
     mergeable = True
     invariances = ("order",)

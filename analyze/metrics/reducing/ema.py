@@ -156,6 +156,7 @@ class EMA(PerMessage):
 
     name = "ema"
     scope = "stream"
+    spoiled_by = ("reduce",)
     mergeable = True
 
     def __init__(

@@ -75,6 +75,7 @@ class Loss(OneNumber):
 
     name = "loss"
     takes_many = True
+    spoiled_by = ("reduce",)
 
     def __init__(self, kind: str = "loss", **where: Unpack[Where]) -> None:
         super().__init__(kind, f"{kind}_value", **where)

@@ -102,6 +102,7 @@ class MessageMean(OfSteps[_Step]):
     name = "message_mean"
     gathered = _Step
     scope = "step"
+    spoiled_by = ("reduce",)
     mergeable = True
 
     def __init__(

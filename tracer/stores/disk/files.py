@@ -18,6 +18,11 @@ NOT_COPIED = "open files cannot be copied or pickled; open the trace once more"
 """Why what holds open files refuses it."""
 
 
+def gone(path: Path) -> TraceUnreadableError:
+    """The error of a reader whose files are no longer at their path: what it has open is not all of a trace."""
+    return TraceUnreadableError(f"{path} was removed, moved or overwritten while it was read")
+
+
 def key_of(file: int) -> tuple[int, int]:
     """What no other file has as long as this one is open or mapped."""
     found = os.fstat(file)
@@ -155,15 +160,23 @@ class LocalFile:
 
     def is_current(self) -> bool:
         """Whether the open file is still what is at the path."""
-        return os.path.samestat(os.stat(self.path), os.fstat(self._file))
+        return os.path.samestat(self._stat(), os.fstat(self._file))
 
     def size(self) -> int:
         """Bytes of what is at the path."""
-        return os.stat(self.path).st_size
+        return self._stat().st_size
 
     def modified(self) -> float:
         """When what is at the path was last written."""
-        return os.stat(self.path).st_mtime
+        return self._stat().st_mtime
+
+    def _stat(self) -> os.stat_result:
+        try:
+            return os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise gone(self.path) from error
+        except OSError as error:
+            raise TraceUnreadableError(f"cannot read {self.path}: {error.strerror or error}") from error
 
     def readinto(self, target: memoryview, offset: int) -> int:
         """Read bytes from an offset on; how many there were."""

@@ -18,7 +18,7 @@ from tracer.format.names import PART
 from tracer.memory import new_memory
 from tracer.stores.chunks import RowChunks, check_name, walk
 from tracer.stores.codecs import OVERHEAD, Codec, decode, decoded_size
-from tracer.stores.disk.files import NOT_COPIED, UNREADABLE, Folder, disk_bytes, key_of, listed, open_file
+from tracer.stores.disk.files import NOT_COPIED, UNREADABLE, Folder, disk_bytes, gone, key_of, listed, open_file
 from tracer.stores.protocols import Place
 from tracer.stores.zarr.description import ArrayDescription
 from tracer.stores.zarr.documents import read_document
@@ -220,7 +220,7 @@ class ZarrReadStore(ZarrReader):
             yield
         finally:
             if folder is not None and not folder.is_there():
-                raise TraceUnreadableError(f"{self.path} was removed, moved or overwritten while it was read")
+                raise gone(self.path)
 
     def _forget(self, name: str) -> None:
         """Read the indexes of an array's shards anew: they know its rows as far as there were when they were read."""
