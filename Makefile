@@ -22,11 +22,11 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest $(FILE)
 else
 test: lint ## everything that must hold: lint, types, tests, doctests; FILE=tests/messaging/test_bus.py only that
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 endif
 
 check: lint ## the daily loop: lint, types, and the tests of the files that changed since the last commit
-	$(BIN)/python tests/changed.py | xargs -r $(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python tests/changed.py | xargs -r $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-slow: $(INSTALLED) ## what takes minutes: a hundred kills of each format, more damaged traces, random cases and models, the experiment
 	$(BIN)/python -m pytest -n $(JOBS) -m slow
