@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := $(VENV)/demo
 INSTALLED := $(VENV)/installed
+# the tests start hundreds of processes, for which the bytecode of each module is to be there, whatever a machine says
+export PYTHONDONTWRITEBYTECODE :=
 # the tests' models are tiny: more threads than processes only wait for each other
 export OMP_NUM_THREADS ?= 1
 # on two cores one process more than cores: some tests wait
@@ -70,10 +72,10 @@ clean: ## forget the environment and the caches
 $(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer, not " + sys.version'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[demo]'
 	touch $(DEMO)
 
 $(INSTALLED): $(DEMO)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	touch $(INSTALLED)

@@ -32,6 +32,7 @@ CASES = {
 }
 LONG = (
     "batch",
+    "compiled",
     "compression",
     "hooks",
     "overhead",

@@ -248,8 +248,9 @@ def assert_close(found: dict[Any, Tensor], expected: dict[Any, Tensor], backend:
 
 @pytest.mark.parametrize(
     ("make", "backend"),
-    [(Residual, "eager"), *((make, "aot_eager") for make in (Residual, Convolutions, Attention))]
+    [(Residual, "eager"), (Convolutions, "aot_eager")]
     + [pytest.param(make, "eager", marks=EAGER.marks) for make in (Convolutions, Attention)]
+    + [pytest.param(make, "aot_eager", marks=EAGER.marks) for make in (Residual, Attention)]
     # in each `make test`, `test_ways_to_train_a_compiled_model` records what inductor compiles
     + [
         pytest.param(make, "inductor", marks=(*INDUCTOR.marks, *EAGER.marks))
@@ -350,8 +351,9 @@ STRUCTURES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tup
 @pytest.mark.parametrize(
     ("backend", "structure"),
     [
-        *(("aot_eager", structure) for structure in STRUCTURES),
+        *(("aot_eager", structure) for structure in ("tuple", "dict")),
         ("eager", "tuple"),
+        *(pytest.param("aot_eager", structure, marks=pytest.mark.slow) for structure in ("list", "namedtuple")),
         *(pytest.param("eager", structure, marks=pytest.mark.slow) for structure in STRUCTURES if structure != "tuple"),
     ],
 )
@@ -729,7 +731,7 @@ def test_after_the_recording(backend: str) -> None:
     assert not [one for one in model.modules() if one._forward_hooks or one._forward_pre_hooks]
 
 
-@pytest.mark.parametrize("make", [Residual, lambda: nn.Sequential(Residual())])
+@pytest.mark.parametrize("make", [pytest.param(Residual, marks=pytest.mark.slow), lambda: nn.Sequential(Residual())])
 def test_hooks_that_come_too_late_are_reported(make: Callable[[], nn.Module]) -> None:
     """What was compiled before the recording calls no later hooks: a warning, a problem, and the advice that helps."""
 
@@ -859,7 +861,7 @@ def test_an_attention_is_not_taken_for_a_compiled_model() -> None:
     assert torch.equal(recorded.data["network_output", None, 0, "default", 0, "0"], recorded.returned[0])
 
 
-@pytest.mark.parametrize("kind", ["activations", "layer_gradients"])
+@pytest.mark.parametrize("kind", ["activations", pytest.param("layer_gradients", marks=pytest.mark.slow)])
 def test_what_fails_in_an_operator_stays_there(kind: str) -> None:
     """The stream is given up with a warning, and the training is the same; strict, the error reaches the loop."""
 

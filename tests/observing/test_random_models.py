@@ -789,9 +789,9 @@ def key_of(message: Message) -> Key:
     return message.kind, message.key, message.tag, message.call, message.leaf
 
 
-@pytest.mark.parametrize("part", [*range(4), *(pytest.param(part, marks=pytest.mark.slow) for part in range(4, 8))])
+@pytest.mark.parametrize("part", [*range(3), *(pytest.param(part, marks=pytest.mark.slow) for part in range(3, 8))])
 def test_random_models(part: int, tmp_path: Path) -> None:
-    """Two hundred networks, twenty-five at a time; a hundred in each `make test`."""
+    """Two hundred networks, twenty-five at a time; seventy-five in each `make test`."""
     for seed in range(25 * part, 25 * part + 25):
         check(seed, tmp_path)
 

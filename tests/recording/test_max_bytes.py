@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -160,7 +161,11 @@ def test_training_and_receivers_go_on_unhindered(tmp_path: Path) -> None:
         tracer.record(tmp_path / "third.zarr", model, optimizer, max_bytes=3_000_000) as run,
     ):
         steps(120)
+        deadline = time.monotonic() + 60
         with tracer.open(tmp_path / "third.zarr") as trace:  # complete before the training ends
+            while trace.status == "recording" and time.monotonic() < deadline:
+                time.sleep(0.01)
+                trace.refresh()
             assert trace.status == "finished"
         assert run.global_step == 120
 

@@ -841,7 +841,7 @@ def test_damaged_index(url: str, bucket: Any, name: str, place: int) -> None:
     assert [problem.check for problem in report.problems] == ["store"]
 
 
-@pytest.mark.parametrize("data", [None, b"{", b"[]"])
+@pytest.mark.parametrize("data", [None, b"{", pytest.param(b"[]", marks=pytest.mark.slow)])
 def test_a_damaged_root(url: str, bucket: Any, data: bytes | None) -> None:
     """What is there without the root is a damaged trace, of which all is saved."""
     write(url, SHORT)
@@ -954,7 +954,7 @@ def test_ranks_and_attempts(url: str) -> None:
     assert verify(url).complete
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_run_that_was_killed_as_it_began_is_resumed(url: str, killed: int) -> None:
     """Whether another attempt ended before it or not: the root tells only later that it is one of a trace."""
     found = location(url)
