@@ -90,7 +90,7 @@ class Stack:
     data : torch.Tensor or None, (n, ...)
         The data of each message; None for events. All receivers get the same tensor, as with a `Message`.
     samplings : sequence of mapping or None
-        Of each source, `Message.sampling` of its messages; None if no message has one. Answers have none.
+        Of each source, `Message.sampling` of its messages. None: no message has one, as of answers.
 
     Examples
     --------

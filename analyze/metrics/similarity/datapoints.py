@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, check_word
 from analyze.metrics.inputs import Array, as_array
-from tracer.messaging.messages import Message
+from tracer.messaging.messages import Message, with_data
 
 Channels = Literal["auto", "first", "last"]
 Positions = Literal["datapoints", "pooled", "fourier"]
@@ -55,7 +55,7 @@ def neurons_last(message: Message, channels: object) -> Message:
     come_last = isinstance(kept, Mapping) and kept.get("axis") == 2
     if channels != "auto" or not come_last or message.data is None or message.data.ndim != 3:
         return message
-    return replace(message, data=message.data.movedim(1, -1))
+    return with_data(message, message.data.movedim(1, -1))
 
 
 def neurons(x: Array, channels: Channels = "auto", positions: Positions = "datapoints") -> NDArray[Any]:

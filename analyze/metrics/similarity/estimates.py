@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from analyze.metrics.similarity.bases import Status, centred
 from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, channels_first, neurons_last
 from analyze.metrics.similarity.similarity import Kept
 from tracer.errors import MessageError
-from tracer.messaging.messages import Message
+from tracer.messaging.messages import Message, with_data
 from tracer.observing.sketches import Sketch
 
 LEAST = 16
@@ -96,13 +95,13 @@ def taken(message: Message, k: int, seed: int, channels: Channels, positions: Po
     MessageError
         If it is a sketch of another number of columns, or of another axis than `channels` names.
     """
-    data = as_array(message.data)
-    axis = _axis_of_sketch(message, data.shape, k)
+    axis = _axis_of_sketch(message, k)
     if axis is None:
         message = neurons_last(message, channels)
         data = as_array(message.data)
         found = projected(data, k, seed, channels, positions)
-        return message if found is data else replace(message, data=torch.from_numpy(found))
+        return message if found is data else with_data(message, torch.from_numpy(found))
+    data = as_array(message.data)
     expected = 1 if channels_first(data.shape, channels) else data.ndim - 1
     if axis == expected:
         return message
@@ -111,10 +110,10 @@ def taken(message: Message, k: int, seed: int, channels: Channels, positions: Po
             f"{_named(message)} are sketches whose neurons are in axis {axis} of {data.ndim}, and with "
             f"channels={channels} they are looked for in axis {expected}"
         )
-    return replace(message, data=torch.from_numpy(np.ascontiguousarray(np.moveaxis(data, axis, expected))))
+    return with_data(message, torch.from_numpy(np.ascontiguousarray(np.moveaxis(data, axis, expected))))
 
 
-def _axis_of_sketch(message: Message, shape: tuple[int, ...], k: int) -> int | None:
+def _axis_of_sketch(message: Message, k: int) -> int | None:
     """In which axis the columns of a sketch are, if the message says that it is one of k columns; None if it is none.
 
     Raises
@@ -125,6 +124,7 @@ def _axis_of_sketch(message: Message, shape: tuple[int, ...], k: int) -> int | N
     told = None if message.sampling is None else message.sampling.get("sketch")
     if told is None:
         return None
+    shape = () if message.data is None else tuple(message.data.shape)
     columns, axis = (told.get(name) if isinstance(told, Mapping) else None for name in ("k", "axis"))
     if type(columns) is not int or type(axis) is not int or not 0 < axis < len(shape) or shape[axis] != columns:
         raise MessageError(f"{_named(message)} of shape {shape} cannot be what they are said to be, a sketch {told}")
