@@ -173,10 +173,12 @@ def _publish(
                     del message
             del part
         return
-    guard = guard if guard is not None else contextlib.nullcontext()
     for message in messages(due.window, due.where, due.pairs, mapped):
-        with guard:
+        if guard is None:
             bus.publish(message)
+        else:
+            with guard:
+                bus.publish(message)
         del message  # before the next is read, so that it can reuse the memory, which is still in the cache
 
 

@@ -73,8 +73,8 @@ class Rhythms:
                 if mine_at is not None:
                     ticks, place = np.unique(journal[rows[mine_at], _clock(stream)], return_inverse=True)
                     asked = (stream.kind, stream.module, stream.tag)
-                    wanted = [any(one.wants(*asked, tick) for one in who) for tick in ticks.tolist()]
-                    found[mine_at] = np.array(wanted)[place]
+                    wanted = [[one.wants(*asked, tick) for tick in ticks.tolist()] for one in who]
+                    found[mine_at] = np.logical_or.reduce(np.array(wanted, np.bool_))[place]
         return found
 
 
