@@ -198,7 +198,7 @@ def following(folder: Path, suffix: str, messages: int, times: int, streams: int
 
 
 def _followed(path: Path, length: int, commits: int, steps: int, streams: int) -> tuple[list[float], list[float]]:
-    """A replay that follows a run of so many steps, which then commits some steps each time the replay would wait.
+    """A replay to a table follows a run of so many steps, which commits some steps each time the replay would wait.
 
     Returns the processor's seconds of each poll, with all that the replay does of what it finds, and of each commit.
     """
@@ -206,8 +206,9 @@ def _followed(path: Path, length: int, commits: int, steps: int, streams: int) -
 
     import tracer
     import tracer.replaying.replay as replaying
+    from analyze import Results
     from analyze.registry import parse
-    from tracer import Collect, ModuleMessage, TraceReader, TraceWriter
+    from tracer import ModuleMessage, TraceReader, TraceWriter
 
     values = torch.linspace(-1, 1, streams).unbind()
 
@@ -243,13 +244,13 @@ def _followed(path: Path, length: int, commits: int, steps: int, streams: int) -
         return goes_on
 
     norm = parse("norm:kind=biases")
-    heard = Collect(*norm.produces)
+    results = Results()
     waiting, replaying.wait = replaying.wait, wait
     try:
-        tracer.replay(path, norm, heard, steps=(length, None), follow=True)
+        tracer.replay(path, norm, results.sink([norm], str(path)), steps=(length, None), follow=True)
     finally:
         replaying.wait = waiting
-    assert len(heard) == commits * steps * streams, "everything is followed"
+    assert len(results) == commits * steps * streams, "everything is followed"
     return polls[1:], writes
 
 

@@ -12,9 +12,9 @@
   layers with several kinds of spectra. Beside it stands how many intervals say something: those of SVCCA may be all
   from 0 to 1, and then they are right, of course.
 
-Variants take turns; what is printed are medians of the rounds and of the rounds' ratios. It ends with the status 1
-where a bar is missed: a ratio of CKA above 1.0 (3 % are left for noise) or of PWCCA above 1.2, all pairs in more than
-600 s or 2 GB, intervals of which less than 99 of 100 have the exact value.
+Variants take turns in random order; what is printed are medians of the rounds and of the rounds' ratios. It ends with
+the status 1 where a bar is missed: a ratio of CKA above 1.0 (3 % are left for noise) or of PWCCA above 1.2, all pairs
+in more than 600 s or 2 GB, intervals of which less than 99 of 100 have the exact value.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -61,10 +62,12 @@ def turns(rounds: int, *variants: Callable[[], Any]) -> tuple[list[float], list[
     """The median CPU seconds of each variant, the median ratios of the first to each, and the values."""
     times: list[list[float]] = [[] for _ in variants]
     values = [0.0 for _ in variants]
+    order = random.Random(0)
     for _ in range(rounds):
-        for place, variant in enumerate(variants):
+        # a variant is quicker or slower by what came before: which memory is at hand, what the cache holds
+        for place in order.sample(range(len(variants)), len(variants)):
             began = time.process_time()
-            values[place] = float(variant())
+            values[place] = float(variants[place]())
             times[place].append(time.process_time() - began)
     ratios = [statistics.median(a / b for a, b in zip(times[0], one, strict=True)) for one in times]
     return [statistics.median(one) for one in times], ratios, values

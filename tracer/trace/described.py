@@ -14,6 +14,7 @@ from tracer.format.journal import Column
 from tracer.format.summaries import Fact, summarized
 from tracer.format.tables import Stream
 from tracer.format.version import FORMAT
+from tracer.memory import collector_waits
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.shown import table
 from tracer.stores.locations import Location
@@ -182,13 +183,17 @@ class Described:
         if self._whole is not None:
             return self._whole.streams
         if self._infos is None:
-            if self._tables.assembles:
-                read = self._rows().data.merged
-                streams, shapes, total = read.streams, read.shapes, summarized(read.journal, 0, checksum=False)
-            else:
-                streams, shapes, total = self._tables.streams, self._tables.shapes, self._tables.total(self._parts.only)
-            self._infos = described(streams, shapes, total, itemsizes(streams))
+            self._infos = self._described()
         return list(self._infos)
+
+    @collector_waits()
+    def _described(self) -> list[StreamInfo]:
+        if self._tables.assembles:
+            read = self._rows().data.merged
+            streams, shapes, total = read.streams, read.shapes, summarized(read.journal, 0, checksum=False)
+        else:
+            streams, shapes, total = self._tables.streams, self._tables.shapes, self._tables.total(self._parts.only)
+        return described(streams, shapes, total, itemsizes(streams))
 
     @property
     def info(self) -> dict[str, Any]:

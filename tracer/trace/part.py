@@ -20,6 +20,7 @@ from tracer.format.names import declarations_name, journal_name, rank_and_attemp
 from tracer.format.process import process_lives
 from tracer.format.tables import Stream, Tables
 from tracer.format.version import check_root
+from tracer.memory import collector_waits
 from tracer.stores.locations import Location
 from tracer.stores.protocols import ReadStore
 from tracer.trace.attempts import evaluated, first_step, tags_of
@@ -129,6 +130,7 @@ class Part:
         self.store.refresh()
         return self._read()
 
+    @collector_waits()
     def _read(self) -> bool:
         try:
             return self._read_all()
