@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from tracer.errors import TraceCorruptError, TraceError
@@ -70,6 +70,30 @@ def _object(body: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if end == len(text) and isinstance(value, dict) and len(value) == 1 else None
+
+
+def _objects(bodies: Sequence[bytes]) -> list[dict[str, Any]]:
+    """The object of each line, as `_object`.
+
+    Raises
+    ------
+    TraceCorruptError
+        If a line has none.
+    """
+    try:
+        # one call for all lines takes half of the time; no text goes on in the next line, as texts have no line ends
+        values, _ = _decode((b"[" + b"},\n".join(bodies) + b"}]").decode())
+    except (ValueError, RecursionError):
+        values = []
+    if len(values) == len(bodies) and all(isinstance(value, dict) and len(value) == 1 for value in values):
+        return list(values)
+    found = []
+    for number, body in enumerate(bodies):
+        value = _object(body)
+        if value is None:
+            raise TraceCorruptError(f"line {number} of the declarations is damaged")
+        found.append(value)
+    return found
 
 
 def unsealed(line: bytes, before: Collection[int]) -> tuple[dict[str, Any] | None, set[int]]:
@@ -146,13 +170,13 @@ def declarations(data: bytes, checksum: int = 0) -> tuple[list[tuple[str, Any]],
     TraceCorruptError
         If a line is not an object of one member and its checksum, or fails the checksum.
     """
-    found: list[tuple[str, Any]] = []
     written = data.rstrip(b"\0")
+    bodies = []
     for number, line in enumerate(written.splitlines(keepends=True)):
         body, _, tail = line.rpartition(_SEAL)
         checksum = crc32c(body, checksum)
-        value = _object(body) if tail == b"%d}\n" % checksum else None
-        if value is None:
+        if tail != b"%d}\n" % checksum:
             raise TraceCorruptError(f"line {number} of the declarations is damaged")
-        found += value.items()
+        bodies.append(body)
+    found = [member for value in _objects(bodies) for member in value.items()]
     return found, len(written), checksum
