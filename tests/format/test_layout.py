@@ -169,6 +169,15 @@ def test_any_change_of_the_declarations_is_found() -> None:
             declarations(other)
 
 
+@pytest.mark.parametrize("wrong", ["[1]", "3", "{}", '{"a":1,"b":2}', '{"a":1},{"b":2}', '{"a":[1}', "\xff"])
+def test_a_line_with_a_right_checksum_is_an_object_of_one_member(wrong: str) -> None:
+    """What another program sealed is refused where it is none, and the line is named."""
+    lines = [declaration(what, value) for what, value in LINES]
+    data, _ = sealed([lines[0], wrong.encode("latin-1"), lines[1]])
+    with pytest.raises(TraceCorruptError, match="line 1 of the declarations"):
+        declarations(data)
+
+
 def test_any_change_of_a_journal_row_changes_its_checksum() -> None:
     """The checksum of a row depends on every bit of it and on where it stands."""
     rows = np.random.default_rng(0).integers(-(2**63), 2**63, (3, COLUMNS))

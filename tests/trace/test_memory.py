@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import sys
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from tracer import memory
 from tracer.format.encodings import ENCODINGS
-from tracer.memory import SMALLEST, Memory
+from tracer.memory import SMALLEST, Memory, collector_waits
 from tracer.observing.pytorch.tensors import copied
 
 USES: dict[str, Callable[[NDArray[np.uint8]], Any]] = {
@@ -193,3 +194,19 @@ def test_where_users_cannot_be_told(monkeypatch: pytest.MonkeyPatch, count: Call
     """Then memory is new."""
     assert counted(monkeypatch, count, gil) is None
     assert Memory().take(SMALLEST) is None
+
+
+def test_the_collector_waits_and_goes_on_as_it_was() -> None:
+    """Also after an error, and within another wait; a program's own choice to have none stays."""
+    with collector_waits():
+        with pytest.raises(ValueError, match="as the test wants"), collector_waits():
+            raise ValueError("as the test wants")
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collector_waits():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
