@@ -522,7 +522,6 @@
     link.properties.told.change.connect(() => setTimeout(() => replace(JSON.parse(link.told)))); // after all that came with it
     link.properties.state.change.connect(() => tell(JSON.parse(link.state)));
     if (link.state) tell(JSON.parse(link.state));
-    if (link.told) replace(JSON.parse(link.told));
     doc.on_event("connection_lost", () => tell({ told: "The server has ended; this is what it showed last.", jobs: [] }));
   }
   function tell(state) {
@@ -612,10 +611,16 @@
     on("change", "#array-layer", drawArrays);
     window.addEventListener("resize", fit);
   }
+  function drawFirst() {
+    const link = model("link");
+    // the pictures may be newer than the page: then they belong to the data that came with them
+    if (link && link.told) replace(JSON.parse(link.told));
+    else each(drawn);
+  }
   function begin() {
     doc = window.Bokeh.documents[0];
     lookAround();
-    each([linkSteps, linkSelection, linkControls, linkSimilarity, ...drawn, linkServer]);
+    each([linkSteps, linkSelection, linkControls, linkSimilarity, drawFirst, linkServer]);
     root.dataset.ready = "yes";
   }
   linkTable();

@@ -36,12 +36,24 @@ class Opened:
         self.page.on("dialog", lambda one: (self.complaints.append(one.message), one.dismiss()))
         self.page.on("request", lambda one: self.requests.append(one.url))
         self.page.goto(address)
-        self.page.wait_for_function("document.documentElement.dataset.ready === 'yes'", timeout=60_000)
+        self.wait("document.documentElement.dataset.ready === 'yes'")
         self.settle()
+
+    def wait(self, expression: str) -> None:
+        """Wait until an expression of JavaScript is true, in a minute."""
+        # by default it is computed whenever the page is painted: many times a second, or never where nothing is painted
+        try:
+            self.page.wait_for_function(expression, polling=100, timeout=60_000)
+        except sync_api.TimeoutError:
+            state = self.page.evaluate("() => (document.getElementById('state') ?? document.body).textContent")
+            pytest.fail(f"not so in a minute: {expression}; the page says {state!r}, and complains: {self.complaints}")
 
     def settle(self) -> None:
         """Wait until what was changed is painted."""
-        self.page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        self.page.evaluate(
+            "() => new Promise(done => { setTimeout(done, 5000);"
+            " requestAnimationFrame(() => requestAnimationFrame(done)); })"
+        )
         self.page.wait_for_timeout(60)
 
     def run(self, script: str) -> Any:
@@ -50,7 +62,7 @@ class Opened:
 
     def until(self, script: str) -> None:
         """Wait until a script says yes, with `model` as in `run`, and it is painted."""
-        self.page.wait_for_function(f"() => {{ {_MODEL}; {script} }}", timeout=60_000)
+        self.wait(f"() => {{ {_MODEL}; {script} }}")
         self.settle()
 
     def painted(self, name: str) -> np.ndarray:

@@ -18,7 +18,6 @@ from tests.analyze.seeing.runs import HOSTILE, messages, write
 from tracer.trace.writer import TraceWriter
 
 pytest.importorskip("bokeh")
-WAIT = 60_000
 
 
 class Served:
@@ -69,7 +68,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def window(browser: Any, served: Served) -> Iterator[Opened]:
     """Its page in the window of a phone, in which one test comes after the other."""
     found = Opened(browser, served.address, 390, "dark")
-    found.page.wait_for_function("document.getElementById('state').textContent === ''", timeout=WAIT)
+    found.wait("document.getElementById('state').textContent === ''")
     found.settle()
     yield found
     found.context.close()
@@ -80,7 +79,7 @@ def opened(window: Opened, served: Served) -> Iterator[Opened]:
     """That window with all steps in it; nothing is asked but of its own server, and nothing in it fails."""
     yield window
     window.page.click("#all")
-    window.page.wait_for_function("document.getElementById('state').textContent === ''", timeout=WAIT)
+    window.wait("document.getElementById('state').textContent === ''")
     window.settle()
     assert window.complaints == []
     assert {urlparse(one).netloc for one in window.requests if not one.startswith(("data:", "blob:"))} == {
@@ -105,7 +104,7 @@ def test_the_page_is_that_of_a_report(opened: Opened) -> None:
 def test_the_page_is_that_of_a_report_on_a_screen(browser: Any, served: Served) -> None:
     """And on a screen, in the light."""
     page = Opened(browser, served.address, 1024, "light")
-    page.page.wait_for_function("document.getElementById('state').textContent === ''", timeout=WAIT)
+    page.wait("document.getElementById('state').textContent === ''")
     assert_reported(page, 1024)
     assert page.complaints == []
     page.context.close()
@@ -126,7 +125,7 @@ def test_steps_that_are_zoomed_into_are_shown_whole(opened: Opened) -> None:
     opened.page.fill("#from", "430")
     opened.page.fill("#to", "460")
     opened.page.keyboard.press("Enter")
-    opened.page.wait_for_function("document.getElementById('state').textContent.includes('all that was')", timeout=WAIT)
+    opened.wait("document.getElementById('state').textContent.includes('all that was')")
     wait_for_width(opened, 1)
     steps = opened.run("return [...model('curve-log-0').data.x]")
     assert steps == list(range(steps[0], steps[-1] + 1))
@@ -134,7 +133,7 @@ def test_steps_that_are_zoomed_into_are_shown_whole(opened: Opened) -> None:
     assert steps[-1] >= 460
     assert colours(opened.painted("heat")) > 3
     opened.page.click("#all")
-    opened.page.wait_for_function("document.getElementById('state').textContent === ''", timeout=WAIT)
+    opened.wait("document.getElementById('state').textContent === ''")
     wait_for_width(opened, 2)
 
 
@@ -144,23 +143,17 @@ def test_a_metric_is_computed_when_it_is_picked(opened: Opened) -> None:
     opened.page.select_option("#metric-name", "norm")
     opened.page.fill("#metric-options", "kind=weight_gradients")
     opened.page.click("#metric-ask")
-    opened.page.wait_for_function(
-        "document.getElementById('curve-measure').selectedOptions[0].text === 'weight_gradients_norm2'", timeout=WAIT
-    )
-    opened.page.wait_for_function("document.getElementById('jobs').textContent.includes('done')", timeout=WAIT)
+    opened.wait("document.getElementById('curve-measure').selectedOptions[0].text === 'weight_gradients_norm2'")
+    opened.wait("document.getElementById('jobs').textContent.includes('done')")
     assert colours(opened.painted("curves")) > 12
     opened.page.fill("#metric-options", "colour=red")
     opened.page.click("#metric-ask")
-    opened.page.wait_for_function("!document.getElementById('asking-trouble').hidden", timeout=WAIT)
+    opened.wait("!document.getElementById('asking-trouble').hidden")
     assert "colour" in opened.page.inner_text("#asking-trouble")
     opened.run("model('link').wish = JSON.stringify({number: 'x', compute: ['/tmp/mine.py:Metric', '']});")
-    opened.page.wait_for_function(
-        "document.getElementById('asking-trouble').textContent.includes('mine.py')", timeout=WAIT
-    )
+    opened.wait("document.getElementById('asking-trouble').textContent.includes('mine.py')")
     opened.run("model('link').wish = JSON.stringify({number: 'y', erase: 'all'});")
-    opened.page.wait_for_function(
-        "document.getElementById('asking-trouble').textContent.includes('wishes to compute')", timeout=WAIT
-    )
+    opened.wait("document.getElementById('asking-trouble').textContent.includes('wishes to compute')")
 
 
 def test_nobody_else_is_let_in(served: Served) -> None:
@@ -188,27 +181,23 @@ def test_a_run_is_followed(browser: Any, tmp_path: Path) -> None:
         writer.commit()
         served = Served(path)
         page = Opened(browser, served.address)
-        page.page.wait_for_function(
-            "document.getElementById('state').textContent.includes('Follows the run')", timeout=WAIT
-        )
-        page.page.wait_for_function("document.getElementById('to').value === '39'", timeout=WAIT)
+        page.wait("document.getElementById('state').textContent.includes('Follows the run')")
+        page.wait("document.getElementById('to').value === '39'")
         page.page.check('input[name="heat-mode"][value="value"]')
         page.page.click("#select-none")
         for message in made:
             if message.global_step >= 40:
                 writer.write(message)
         writer.commit()
-        page.page.wait_for_function("document.getElementById('to').value === '119'", timeout=WAIT)
-        page.page.wait_for_function("document.querySelector('h1').textContent.includes('at step 90')", timeout=WAIT)
+        page.wait("document.getElementById('to').value === '119'")
+        page.wait("document.querySelector('h1').textContent.includes('at step 90')")
         assert page.run("return model('heat-value').visible") is True
         assert page.page.locator("#layer-table input:checked").count() == 0
-    page.page.wait_for_function("document.getElementById('state').textContent === ''", timeout=WAIT)
-    page.page.wait_for_function("document.querySelector('header').textContent.includes('is finished')", timeout=WAIT)
+    page.wait("document.getElementById('state').textContent === ''")
+    page.wait("document.querySelector('header').textContent.includes('is finished')")
     assert colours(page.painted("heat")) > 6
     assert page.page.title() != "owned"
     assert page.complaints == []
     served.end()
-    page.page.wait_for_function(
-        "document.getElementById('state').textContent.includes('server has ended')", timeout=WAIT
-    )
+    page.wait("document.getElementById('state').textContent.includes('server has ended')")
     page.context.close()
