@@ -23,6 +23,7 @@ NOT_NAMES = {"utils", "helpers", "common", "base", "core", "misc", "manager", "f
 FLOORS: list[set[str]] = [
     {"tracer.secrets", "tracer.memory", "tracer.walking", "tracer.version", "tracer.shown"},
     {"tracer.errors"},
+    {"tracer.numbers"},
     {"tracer.messaging"},
     {"tracer.format"},
     {"tracer.stores"},

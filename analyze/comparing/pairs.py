@@ -22,7 +22,6 @@ from analyze.comparing.compare import aligned, observed
 from analyze.comparing.similarities import Item, Similarities
 from analyze.comparing.sketched_pairs import Sketches
 from analyze.metrics.checks import check_word
-from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import STATUSES, Basis, Status, basis, check_threshold
 from analyze.metrics.similarity.canonical import Average, null_baseline
 from analyze.metrics.similarity.cca import CCA, R2CCA
@@ -32,6 +31,7 @@ from analyze.metrics.similarity.sketched_cka import OfSketches, SketchedCKA
 from analyze.metrics.similarity.svcca import SVCCA
 from analyze.registry import instances
 from tracer.errors import CaptureError, MessageError
+from tracer.numbers.arrays import Array
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps

@@ -7,8 +7,8 @@ another machine to about 1e-15. (Linear algebra is the processor's BLAS: there t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +17,7 @@ from torch import Tensor
 
 from tracer.errors import MessageError
 from tracer.messaging.messages import KINDS
-
-Array: TypeAlias = Tensor | NDArray[Any] | Iterable[Any] | float
-"""What the pure functions take: a tensor (any device, any dtype), an array, nested lists or a number."""
+from tracer.numbers.arrays import Array, as_array
 
 BLOCK = 65536
 """Elements per block: 512 KiB of float64, which stays in a core's second-level cache."""
@@ -30,34 +28,6 @@ def carries_data(kind: str) -> None:
     if kind in KINDS and KINDS[kind].event:
         allowed = ", ".join(name for name, known in KINDS.items() if not known.event)
         raise MessageError(f"{kind} messages are events and carry no data; a metric can take {allowed}")
-
-
-def as_array(x: Array | None) -> NDArray[Any]:
-    """The same values as a NumPy array on the CPU, in a dtype that NumPy has and that holds them exactly.
-
-    Raises
-    ------
-    MessageError
-        If `x` is None (the data of an event) or is not numeric.
-    """
-    if x is None:
-        raise MessageError("a metric needs a message with data, but this one is an event and carries none")
-    if not isinstance(x, Tensor):
-        array = np.asarray(x)
-        if array.dtype.kind not in "biufc":
-            raise MessageError(f"a metric needs numbers, not an array of dtype {array.dtype}")
-        return array
-    tensor = x.detach()
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    tensor = tensor.cpu()
-    if tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64):
-        tensor = tensor.float()  # bfloat16 and the float8 types are subsets of float32
-    elif tensor.dtype is torch.complex32:
-        tensor = tensor.to(torch.complex64)
-    return tensor.resolve_conj().resolve_neg().numpy()
 
 
 def as_float64(x: Array | None) -> NDArray[Any]:

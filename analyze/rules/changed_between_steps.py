@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import as_array
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import as_array
 
 
 @final

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number, is_whole
-from analyze.metrics.inputs import as_array
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import as_array
 
 
 @final

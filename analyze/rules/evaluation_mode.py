@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_whole
 from analyze.metrics.elementwise.sharing import shared
-from analyze.metrics.inputs import as_array
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding
 from analyze.rules.header import modules_of
 from analyze.rules.rule import Place, Rule
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, Message
+from tracer.numbers.arrays import as_array
 
 _PASSES, _DROPOUT, _NORMALISATION = 0, 1, 2
 _OFFSET = 0.1

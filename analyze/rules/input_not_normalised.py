@@ -10,10 +10,10 @@ import numpy as np
 
 from analyze.metrics.checks import check, is_number
 from analyze.metrics.elementwise.sharing import shared
-from analyze.metrics.inputs import as_array
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import as_array
 
 _OFFSET, _SCALE, _FEATURES = 0, 1, 2
 

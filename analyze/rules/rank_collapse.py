@@ -8,10 +8,10 @@ from typing import Unpack, final
 import numpy as np
 
 from analyze.metrics.checks import check, is_number
-from analyze.metrics.inputs import as_array
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import as_array
 
 
 @final

@@ -8,12 +8,12 @@ from typing import Any, Unpack, final
 import numpy as np
 
 from analyze.metrics.checks import check, is_number
-from analyze.metrics.inputs import as_array
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.header import modules_of
 from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import as_array
 
 _TANH, _SIGMOID, _SOFTMAX = 0, 1, 2
 _CLASSES = {"Tanh": _TANH, "Sigmoid": _SIGMOID, "Softmax": _SOFTMAX}

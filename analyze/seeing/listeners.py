@@ -9,7 +9,6 @@ import numpy as np
 
 from analyze.metrics.elementwise.activation_rate import activation_rate
 from analyze.metrics.elementwise.sharing import shared
-from analyze.metrics.inputs import as_array
 from analyze.metrics.similarity.similarity import Similarity
 from analyze.seeing.course import Course
 from analyze.seeing.findings import Findings
@@ -30,6 +29,7 @@ from tracer.messaging.messages import DEFAULT_TAG, Message
 from tracer.messaging.receiver import Receiver, describe
 from tracer.messaging.subscriber import Subscriber
 from tracer.messaging.subscription import Subscription
+from tracer.numbers.arrays import as_array
 
 AROUND = 15
 """So many steps before and after a finding are kept as they are."""

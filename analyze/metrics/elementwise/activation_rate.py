@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, check_word, is_number, is_whole
-from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.streams import Stream, packed, stream_of, unpacked
 from tracer.messaging.messages import KINDS, Message
+from tracer.numbers.arrays import Array, as_array
 
 Units: TypeAlias = Literal["auto", "first", "second", "last"]
 

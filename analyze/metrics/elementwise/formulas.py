@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_whole
-from analyze.metrics.elementwise.moments import (
+from tracer.numbers.arrays import Array, as_array
+from tracer.numbers.moments import (
     ABSOLUTE,
     COUNT,
     EXPONENT,
@@ -29,7 +30,6 @@ from analyze.metrics.elementwise.moments import (
     Table,
     moments,
 )
-from analyze.metrics.inputs import Array, as_array
 
 
 class Formula(NamedTuple):

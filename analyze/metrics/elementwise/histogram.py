@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.checks import check, check_word, is_number, is_whole
-from analyze.metrics.elementwise.moments import BLOCK, extremes
 from analyze.metrics.elementwise.sketch import sketch
 from analyze.metrics.elementwise.statistics import statistics
-from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import PerMessage, Where
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import Array, as_array
+from tracer.numbers.moments import BLOCK, extremes
 
 
 class Counts(NamedTuple):

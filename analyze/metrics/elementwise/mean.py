@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from analyze.metrics.elementwise.formulas import statistic
 from analyze.metrics.elementwise.sharing import shared, shared_by_all
-from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import OneNumber, Where
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack
+from tracer.numbers.arrays import Array, as_array
 
 
 def mean(x: Array) -> float:

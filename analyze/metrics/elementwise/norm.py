@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from analyze.metrics.checks import check, is_number
 from analyze.metrics.elementwise.formulas import statistic
 from analyze.metrics.elementwise.sharing import shared, shared_by_all
-from analyze.metrics.inputs import Array, as_array, blocks
+from analyze.metrics.inputs import blocks
 from analyze.metrics.metric import OneNumber, Where
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack
+from tracer.numbers.arrays import Array, as_array
 
 
 def norm(x: Array, order: float = 2) -> float:

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.checks import check, is_number
-from analyze.metrics.elementwise.moments import BLOCK, buffer
-from analyze.metrics.inputs import Array, as_array, as_float64
+from analyze.metrics.inputs import as_float64
 from analyze.metrics.metric import PerMessage, Where
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack
+from tracer.numbers.arrays import Array, as_array
+from tracer.numbers.moments import BLOCK, buffer
 
 _SORTED = 2**18
 """So many elements and more are counted before they are sorted."""

@@ -7,9 +7,10 @@ from typing import NamedTuple, Unpack, final
 
 import numpy as np
 
-from analyze.metrics.inputs import Array, as_array, as_float64
+from analyze.metrics.inputs import as_float64
 from analyze.metrics.metric import PerMessage, Where
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import Array, as_array
 
 
 class SampleNorms(NamedTuple):

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.elementwise.formulas import FORMULAS, derive, derived_number, statistic
-from analyze.metrics.elementwise.moments import Moments, has, moments, moments_of_tensors
-from analyze.metrics.inputs import as_array
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack
+from tracer.numbers.arrays import as_array
+from tracer.numbers.moments import Moments, has, moments, moments_of_tensors
 
 
 class _Shared(threading.local):

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.elementwise.moments import BLOCK, buffer, extremes
-from analyze.metrics.inputs import Array, as_array
+from tracer.numbers.arrays import Array, as_array
+from tracer.numbers.moments import BLOCK, buffer, extremes
 
 _INFINITY, _SIGN = 0x7F80, 0x8000
 

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from analyze.metrics.checks import check_word
 from analyze.metrics.elementwise.formulas import FORMULAS, check_ddof, derive, needs_of
-from analyze.metrics.elementwise.moments import moments, moments_of_channels, moments_of_tensors
 from analyze.metrics.elementwise.norm import norm
 from analyze.metrics.elementwise.quantiles import quantiles, quantiles_of_tensors
-from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.similarity.datapoints import neurons_last
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack
+from tracer.numbers.arrays import Array, as_array
+from tracer.numbers.moments import moments, moments_of_channels, moments_of_tensors
 
 Per = Literal["tensor", "channel"]
 Channels = Literal["auto", "outputs", "first", "last"]

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from analyze.metrics.elementwise.formulas import statistic
 from analyze.metrics.elementwise.sharing import shared, shared_by_all
-from analyze.metrics.inputs import Array
 from analyze.metrics.metric import OneNumber, Where
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack
+from tracer.numbers.arrays import Array
 
 
 def sum(x: Array) -> float:  # noqa: A001 - the registry name; analyze.sum, as in numpy.sum

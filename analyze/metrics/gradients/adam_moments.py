@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number
 from analyze.metrics.elementwise.norm import norm
-from analyze.metrics.inputs import Array, as_array, as_float64
+from analyze.metrics.inputs import as_float64
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.streams import Stream, packed, stream_of, unpacked
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import Array, as_array
 
 
 class Moments(NamedTuple):

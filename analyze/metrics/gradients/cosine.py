@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, as_array, blocks
+from analyze.metrics.inputs import blocks
 from tracer.errors import MessageError
+from tracer.numbers.arrays import Array, as_array
 
 
 def cosine(a: Array, b: Array) -> float:

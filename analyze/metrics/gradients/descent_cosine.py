@@ -6,10 +6,11 @@ import math
 from typing import Unpack, final
 
 from analyze.metrics.gradients.cosine import cosine
-from analyze.metrics.inputs import Array, carries_data
+from analyze.metrics.inputs import carries_data
 from analyze.metrics.metric import OneNumber, Where
 from tracer.errors import MessageError
 from tracer.messaging.messages import MessageBundle
+from tracer.numbers.arrays import Array
 
 
 def descent_cosine(update: Array, gradient: Array) -> float:

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from analyze.metrics.elementwise.norm import norm
 from analyze.metrics.gradients.cosine import cosine
-from analyze.metrics.inputs import Array, answer, as_array
+from analyze.metrics.inputs import answer
 from analyze.metrics.metric import Metric, Where
 from analyze.metrics.streams import Stream, packed, stream_of, unpacked
 from tracer.messaging.messages import Message, derived
+from tracer.numbers.arrays import Array, as_array
 
 
 class Geometry(NamedTuple):

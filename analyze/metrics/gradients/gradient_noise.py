@@ -18,12 +18,13 @@ from torch import Tensor
 from analyze.metrics.checks import check, check_word, is_number, is_whole
 from analyze.metrics.gradients.layer_grams import Geometry, layer_grams
 from analyze.metrics.gradients.sample_gram import SampleGram, linear_gram  # noqa: F401 - for the example
-from analyze.metrics.inputs import as_array, as_float64
+from analyze.metrics.inputs import as_float64
 from analyze.metrics.metric import Where
 from analyze.metrics.steps import OfSteps
 from analyze.metrics.streams import At
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import as_array
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 

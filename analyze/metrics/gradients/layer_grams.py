@@ -21,8 +21,9 @@ from analyze.metrics.gradients.sample_gram import (
     output_size,
     scale_gram,
 )
-from analyze.metrics.inputs import as_array, as_float64
+from analyze.metrics.inputs import as_float64
 from tracer.errors import MessageError
+from tracer.numbers.arrays import as_array
 
 
 class Geometry(NamedTuple):

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Unpack, final
 
 from analyze.metrics.elementwise.norm import norm
-from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import OneNumber, Where
 from analyze.metrics.streams import Stream, packed, stream_of, unpacked
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import Array, as_array
 
 
 def path_length(updates: Iterable[Array]) -> float:

@@ -6,9 +6,10 @@ import math
 from typing import Unpack, final
 
 from analyze.metrics.elementwise.norm import check_order, norm, suffix
-from analyze.metrics.inputs import Array, as_array, carries_data
+from analyze.metrics.inputs import carries_data
 from analyze.metrics.metric import OneNumber, Where
 from tracer.messaging.messages import MessageBundle
+from tracer.numbers.arrays import Array, as_array
 
 
 def ratio(dividend: Array, divisor: Array, order: float = 2) -> float:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, as_array
 from tracer.errors import MessageError
+from tracer.numbers.arrays import Array, as_array
 
 _BLOCK = 1 << 22
 """Numbers of per-sample gradients that are held at a time: 32 MiB."""

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, as_array
 from tracer.errors import MessageError
+from tracer.numbers.arrays import Array, as_array
 
 IGNORED = -100
 """The label that is not counted, by the custom of ``torch.nn.CrossEntropyLoss``."""

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.steps import OfSteps
 from analyze.metrics.streams import At
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import Array, as_array
 
 
 def churn(one: Array, other: Array, *, class_axis: int = 1) -> float:

@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, check_word, is_whole
-from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import Metric
 from analyze.metrics.predictions.accuracy import IGNORED, class_axis, yes_no
 from analyze.metrics.streams import At, restored, stored
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, MessageBundle
+from tracer.numbers.arrays import Array, as_array
 
 Outputs: TypeAlias = Literal["logits", "probabilities"]
 Per: TypeAlias = Literal["pass", "epoch"]

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.predictions.accuracy import IGNORED
 from analyze.metrics.predictions.classification_report import Per, check_per, correctness
 from analyze.metrics.steps import OfSteps
 from analyze.metrics.streams import At, restored, stored
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, MessageBundle
+from tracer.numbers.arrays import Array, as_array
 
 
 class Forgotten(NamedTuple):

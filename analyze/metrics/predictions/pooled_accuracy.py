@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from analyze.metrics.inputs import Array
 from analyze.metrics.predictions.accuracy import IGNORED, counts
 from analyze.metrics.steps import OfSteps
 from analyze.metrics.streams import At
 from tracer.errors import MessageError
 from tracer.messaging.messages import MessageBundle
+from tracer.numbers.arrays import Array
 
 
 def test_accuracy(  # the registry name; no test

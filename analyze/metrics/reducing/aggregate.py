@@ -8,11 +8,12 @@ from typing import Any, Unpack, final
 
 from analyze.metrics.checks import check, is_whole
 from analyze.metrics.elementwise.statistics import StatisticsResult
-from analyze.metrics.inputs import Array, answer, real_numbers
+from analyze.metrics.inputs import answer, real_numbers
 from analyze.metrics.metric import Metric, Where
 from analyze.metrics.reducing.reducers import Reducer, check_reductions
 from analyze.metrics.streams import At, Series, packed_series, series_of, unpacked_series
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import Array
 
 BOX = "mean+std+min+q0.25+median+q0.75+max"
 """What is answered by default: mean and deviation, and what a box plot shows."""

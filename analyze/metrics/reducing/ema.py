@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.checks import check, is_number
-from analyze.metrics.inputs import Array, real_numbers
+from analyze.metrics.inputs import real_numbers
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.streams import Series, packed_series, restored, series_of, stored, unpacked_series
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import Array
 
 
 def ema(values: Array, decay: float = 0.9, bias_correction: bool = True) -> NDArray[np.float64]:

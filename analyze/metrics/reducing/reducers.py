@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.elementwise.formulas import FORMULAS, derive, derived_number, needs_of
-from analyze.metrics.elementwise.moments import Moments, moments
 from analyze.metrics.elementwise.quantiles import interpolated, quantiles
 from tracer.errors import MessageError
+from tracer.numbers.moments import Moments, moments
 
 KEPT = 4096
 """So many numbers are kept as they are; beyond, they are counted in bins 1/1024 of their numbers wide."""

@@ -16,10 +16,10 @@ import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number
-from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.covariance import Moments, Triangle, negligible, power_of_two
 from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, frequencies, lowest, multiplicity
 from analyze.metrics.streams import restored, stored
+from tracer.numbers.arrays import Array
 
 Status = Literal["ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch"]
 STATUSES: tuple[Status, ...] = ("ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch")

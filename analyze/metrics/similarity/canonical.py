@@ -14,7 +14,6 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import (
     EXACTLY,
     Basis,
@@ -40,6 +39,7 @@ from analyze.metrics.similarity.datapoints import (
 )
 from analyze.metrics.similarity.factors import all_directions
 from tracer.errors import MessageError
+from tracer.numbers.arrays import Array
 
 Average = Literal["mean", "square", "weighted"]
 """How correlations become one number: "mean" in SVCCA and CCA, "square" in R2_CCA, "weighted" in PWCCA."""

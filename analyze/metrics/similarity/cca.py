@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
-from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import EXACTLY, Basis, basis, no_basis
 from analyze.metrics.similarity.canonical import Average, CanonicalResult, canonical, compare
 from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, check_positions
 from analyze.metrics.similarity.gathering import ByMoments, ByTriangle, Gathering
 from analyze.metrics.similarity.similarity import Similarity, code
+from tracer.numbers.arrays import Array
 
 
 def cca(

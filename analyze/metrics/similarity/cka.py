@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, check_word, is_number, is_whole
-from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import Status, centred
 from analyze.metrics.similarity.canonical import refuse, sheets
 from analyze.metrics.similarity.datapoints import (
@@ -28,6 +27,7 @@ from analyze.metrics.similarity.datapoints import (
 from analyze.metrics.similarity.gathering import ByMoments, Gathering
 from analyze.metrics.similarity.joint import Joint
 from analyze.metrics.similarity.similarity import Compared, Kept, Similarity, code
+from tracer.numbers.arrays import Array
 
 Kernel = Literal["linear", "rbf"]
 Estimator = Literal["biased", "debiased", "minibatch"]

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, check_word
-from analyze.metrics.inputs import Array, as_array
 from tracer.messaging.messages import Message, with_data
+from tracer.numbers.arrays import Array, as_array
 
 Channels = Literal["auto", "first", "last"]
 Positions = Literal["datapoints", "pooled", "fourier"]

@@ -20,12 +20,12 @@ import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_whole
-from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.similarity.bases import Status, centred
 from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, channels_first, neurons_last
 from analyze.metrics.similarity.similarity import Kept
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, with_data
+from tracer.numbers.arrays import Array, as_array
 from tracer.observing.sketches import Sketch
 
 LEAST = 16

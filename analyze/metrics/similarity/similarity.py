@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, check_word, is_whole
-from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import Metric, Where, Within
 from analyze.metrics.similarity.bases import STATUSES, Basis, Status
 from analyze.metrics.similarity.datapoints import (
@@ -33,6 +32,7 @@ from analyze.metrics.similarity.datapoints import (
 from analyze.metrics.similarity.gathering import Gathering, Layers
 from tracer.messaging.messages import Message, message_of
 from tracer.messaging.receiver import Scope
+from tracer.numbers.arrays import Array, as_array
 
 Against = Literal["past", "final", "layers"]
 Calls = Literal["apart", "together"]

@@ -8,7 +8,6 @@ from typing import Unpack, final
 
 import numpy as np
 
-from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import Status
 from analyze.metrics.similarity.canonical import refuse, sheets
 from analyze.metrics.similarity.datapoints import Channels, Positions, check_positions
@@ -25,6 +24,7 @@ from analyze.metrics.similarity.estimates import (
 )
 from analyze.metrics.similarity.similarity import Compared, Kept, Similarity, code
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,13 +7,13 @@ from typing import Unpack, final
 
 import numpy as np
 
-from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import check_threshold, of_sheet
 from analyze.metrics.similarity.canonical import CanonicalResult, compare, refuse, sheets
 from analyze.metrics.similarity.datapoints import Channels, Positions, check_positions
 from analyze.metrics.similarity.estimates import SIZE, Columns, check_sketch, columns_of, of_rows, sheet_of
 from analyze.metrics.similarity.similarity import Compared, Kept
 from analyze.metrics.similarity.sketched_cka import OfSketches, SketchedResult, unlike
+from tracer.numbers.arrays import Array
 
 _REACH = 3
 """How many times the range of the values of all parts an interval reaches to either side."""

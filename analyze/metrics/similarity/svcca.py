@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Unpack, final
 
-from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import check_threshold
 from analyze.metrics.similarity.canonical import CanonicalResult, canonical
 from analyze.metrics.similarity.cca import ByCorrelations
 from analyze.metrics.similarity.datapoints import Channels, Positions
 from analyze.metrics.similarity.similarity import Against, Calls, Rows
+from tracer.numbers.arrays import Array
 
 
 def svcca(

@@ -13,9 +13,9 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.similarity.datapoints import Channels, check_channels
 from analyze.metrics.spectra.spectra import OfSpectrum, Spectrum, Status, of_data
+from tracer.numbers.arrays import Array, as_array
 
 
 def _shares(found: Spectrum) -> NDArray[np.float64] | None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check
-from analyze.metrics.inputs import Array, answer, as_array
+from analyze.metrics.inputs import answer
 from analyze.metrics.metric import Metric, Where
 from analyze.metrics.spectra.convolution import (
     MODES,
@@ -41,6 +41,7 @@ from analyze.metrics.spectra.spectral_norm import (
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, derived
 from tracer.messaging.subscription import Subscription
+from tracer.numbers.arrays import Array, as_array
 
 _SIZES = ("layer_inputs", "activations")
 _STEPS = 600

@@ -15,7 +15,6 @@ import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, check_word
-from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.spectra.lanczos import generator_of, seeded
 from analyze.metrics.spectra.spectra import (
@@ -30,6 +29,7 @@ from analyze.metrics.spectra.spectra import (
 )
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import Array, as_array
 
 Conv = Literal["slices", "reshape"]
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, check_word, is_number
-from analyze.metrics.inputs import Array, answer, as_array
+from analyze.metrics.inputs import answer
 from analyze.metrics.metric import Metric, Where
 from analyze.metrics.similarity.datapoints import Channels, check_channels, neurons_last
 from analyze.metrics.spectra.spectra import Scatter, Spectrum, Status, code, once, real_neurons, spread
@@ -23,6 +23,7 @@ from analyze.metrics.streams import Series, packed_series, restored, series_of, 
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, derived, message_of
 from tracer.messaging.receiver import Scope
+from tracer.numbers.arrays import Array, as_array
 
 Positions = Literal["datapoints", "mean", "max", "median", "flatten"]
 Window = Literal["message", "epoch"]

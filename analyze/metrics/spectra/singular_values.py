@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.checks import check, is_whole
-from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.spectra.spectra import OfSpectrum, Spectrum, Status, singular, tensor
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import Array, as_array
 
 
 def singular_values(w: Array) -> NDArray[np.float64]:

@@ -13,7 +13,6 @@ from typing import Unpack, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.similarity.bases import Status
 from analyze.metrics.similarity.datapoints import Channels, Positions, check_channels, check_positions
@@ -34,6 +33,7 @@ from analyze.metrics.similarity.estimates import (
 from analyze.metrics.similarity.similarity import Kept, code
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
+from tracer.numbers.arrays import Array, as_array
 
 
 @dataclass(frozen=True, slots=True, eq=False)

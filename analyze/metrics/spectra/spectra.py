@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.checks import check
-from analyze.metrics.inputs import Array, as_array, as_float64
+from analyze.metrics.inputs import as_float64
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.similarity.datapoints import Channels, check_channels, neurons, neurons_last
 from tracer.errors import MessageError
 from tracer.messaging.messages import KINDS, Message
+from tracer.numbers.arrays import Array, as_array
 
 Status = Literal[
     "ok", "few_samples", "ill_posed", "zero", "nonfinite", "mismatch", "empty", "rank_deficient", "too_few"

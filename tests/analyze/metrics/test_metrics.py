@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits, load_iris, load_linnerud
 
 import analyze
-from analyze.metrics.inputs import BLOCK, as_array
+from analyze.metrics.inputs import BLOCK
 from analyze.metrics.similarity.bases import basis
 from analyze.metrics.similarity.canonical import compare, null_baseline
 from analyze.metrics.similarity.datapoints import neurons
 from tests.examples import examples
 from tracer import MessageBundle, MessageBus, MessageError, ModuleMessage, NetworkMessage
 from tracer.messaging.receiver import Collect
+from tracer.numbers.arrays import as_array
 
 INF, NAN = float("inf"), float("nan")
 

@@ -20,14 +20,14 @@ import analyze
 from analyze.metrics.elementwise import moments as moments_module
 from analyze.metrics.elementwise import sharing
 from analyze.metrics.elementwise.formulas import FORMULAS, derive, needs_of
-from analyze.metrics.elementwise.moments import BLOCK, ROW, Moments, Need, has, moments, moments_of_channels
 from analyze.metrics.elementwise.sketch import sketch
 from analyze.metrics.elementwise.statistics import channel_axis
-from analyze.metrics.inputs import as_array
 from analyze.metrics.reducing import reducers
 from tests.analyze.metrics.invariances import ELEMENTWISE, INVARIANCES, SUMS
 from tests.examples import examples
 from tracer import Collect, MessageBus, MessageError, ModuleMessage
+from tracer.numbers.arrays import as_array
+from tracer.numbers.moments import BLOCK, ROW, Moments, Need, has, moments, moments_of_channels
 
 INF, NAN = float("inf"), float("nan")
 NEEDS = {name: formula.need for name, formula in FORMULAS.items()}

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, as_array
 from tracer.errors import MessageError
+from tracer.numbers.arrays import Array, as_array
 
 ROW = 2048
 BLOCK = 64 * ROW
