@@ -48,7 +48,7 @@ class Calls(Part):
         tag = running.tag
         copies: list[tuple[str, Tensor]] = []
         inputs = leaves(arguments_of(args, kwargs))
-        if self.demand.wanted("layer_inputs", path, tag) is not None:
+        if self.demand.wanted("layer_inputs", path, tag):
             for leaf, tensor in inputs:  # copied now, because the module may overwrite its input in place
                 if self.publisher.can_record("layer_inputs", path, tensor):
                     copies.append((leaf, copied(tensor.detach(), self.publisher.memory)))
@@ -86,12 +86,12 @@ class Calls(Part):
         if running.inputs:
             self._inputs_seen(path, tag, call, now)
         observed = leaves(output)
-        capture = self.demand.wanted("activations", path, tag, now)
-        if capture is not None:
+        captures = self.demand.wanted("activations", path, tag, now)
+        if captures:
             try:
                 for leaf, tensor in observed:
                     stream = StreamKey("activations", path, tag, leaf)
-                    self.publisher.deliver(capture, stream, tensor, call, now, owned=False)
+                    self.publisher.deliver(captures, stream, tensor, call, now, owned=False)
                 if not observed and opaque(output):
                     why = f"the output is a {type(output).__name__}, which is not looked into"
                     self.problems.note(f"activations of {path!r}", why)
@@ -221,7 +221,7 @@ class ComputedWeights(Part):
             self.parameters.computed(parameter, value)
         if is_grad_enabled() and value.requires_grad and not value.is_leaf:
             last, wanted = self._watched.get(path), self.parameters.wanted(parameter, parameter.gradients)
-            if (last is None or last[0]() is not value) and wanted is not None:
+            if wanted and (last is None or last[0]() is not value):
                 self._watched[path] = weakref.ref(value), on_gradient(value, Told(self.gradient_came, path))
 
     def gradient_came(self, path: str, gradient: Tensor) -> None:

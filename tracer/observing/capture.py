@@ -17,11 +17,18 @@ from tracer import walking
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message
 from tracer.messaging.subscription import matches_tag
+from tracer.numbers.statistics import ENTRIES, statistics_of
+from tracer.observing.hashes import PIECE, hash_of
 from tracer.observing.reductions import DTYPES, REDUCTIONS, nothing
 from tracer.observing.sketches import Sketch
 from tracer.shown import table
 
 _LOSSES = ("loss", "loss_terms")
+BESIDE: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "hash": lambda x: torch.tensor(hash_of(x)),
+    "statistics": statistics_of,
+}
+"""Reductions whose messages have a kind of their own, such as ``weights_hash``, beside that of the data."""
 DEFAULT_KINDS: tuple[str, ...] = tuple(kind for kind in KINDS if kind not in ("layer_inputs", "input_gradients"))
 """The kinds of a capture that names none: all but two, whose data mostly repeats a neighbouring layer's."""
 
@@ -40,7 +47,8 @@ _CHANNELS_FIRST_3D = (
 class Capture:
     """What to observe of a training run.
 
-    Wherever one capture may be given, several may. The first that matches a stream (kind, module, tag) decides on it.
+    Wherever one capture may be given, several may. The first that matches a stream (kind, module, tag) decides on it;
+    on its hashes the first that keeps hashes, and on its statistics the first that keeps these.
 
     Parameters
     ----------
@@ -80,6 +88,12 @@ class Capture:
         generators of the training. Or ``"sketch:k=256"``, of kinds with datapoints and neurons: a fixed random
         projection of the neurons to k columns, of which `analyze` estimates similarities and spectra of wide layers;
         layers of fewer than k neurons are kept as they are.
+
+        ``"hash"`` and ``"statistics"`` are kept beside the data, if another capture keeps that: as messages of kinds of
+        their own, such as ``weights_hash`` and ``weights_statistics``. A hash, 8 bytes, tells whether two tensors are
+        the same to the bit (`tracer.observing.hashes`). Statistics are the mean, deviation, norm, least and greatest,
+        the counts of NaN, infinities and zeros, and sums (`tracer.numbers.statistics`), which metrics take in place of
+        the data. Losses are kept as they are.
     seed : int
         Seed of the fixed random choices and of sketches, which have generators of their own.
 
@@ -156,8 +170,11 @@ class Capture:
                     )
             if self.elements is not None:
                 raise CaptureError("a capture keeps elements or a sketch, not both: a sketch needs all neurons")
-        elif isinstance(self.reduce, str) and self.reduce not in REDUCTIONS:
-            raise UnknownNameError.of("reduction", self.reduce, (*REDUCTIONS, "sketch:k=256"))
+        elif isinstance(self.reduce, str) and self.reduce not in REDUCTIONS and self.reduce not in BESIDE:
+            raise UnknownNameError.of("reduction", self.reduce, (*REDUCTIONS, *BESIDE, "sketch:k=256"))
+        for name in ("dtype", "positions", "elements", "condition"):
+            if self.reduce in BESIDE and getattr(self, name) is not None:
+                raise CaptureError(f'reduce="{self.reduce}" is of whole tensors as they are: leave out {name}')
         for name in ("condition", "reduce"):
             value = getattr(self, name)
             named = name == "reduce" and isinstance(value, str)
@@ -250,6 +267,24 @@ class Capture:
         first += -first % self.every
         return first if self.stop is None or first < self.stop else None
 
+    def beside(self, kind: str) -> str | None:
+        """``"hash"`` or ``"statistics"`` if that is what it keeps of messages of a kind; None if it keeps data."""
+        if self.reduce not in BESIDE or kind in _LOSSES or KINDS[kind].event:
+            return None
+        return str(self.reduce)
+
+    def published(self, kind: str) -> str:
+        """The kind of the messages of what it keeps of a kind.
+
+        Examples
+        --------
+        >>> some = Capture(reduce="hash")
+        >>> some.published("weights"), some.published("loss")
+        ('weights_hash', 'loss')
+        """
+        name = self.beside(kind)
+        return kind if name is None else f"{kind}_{name}"
+
     # -- how much -------------------------------------------------------------------------------------------
 
     def select(self, kind: str, data: Tensor, module: nn.Module | None = None) -> Tensor:
@@ -292,7 +327,10 @@ class Capture:
         neurons : int, optional
             The axis of the neurons, for a sketch; see `axis_of_neurons`.
         """
-        if self.reduce is not None and not _is_target(kind):
+        name = self.beside(kind)
+        if name is not None:
+            data = BESIDE[name](data)
+        elif self.reduce is not None and self.reduce not in BESIDE and not _is_target(kind):
             if self.sketch is not None:
                 data = self.sketch.of(data, axis_of_neurons(data.ndim) if neurons is None else neurons)
             elif isinstance(self.reduce, str):
@@ -364,10 +402,14 @@ class Capture:
                 axis = axis_of_neurons(len(shape), module)
                 if len(shape) > 1 and self.sketch.projects(shape[axis]):
                     told["reduce"], told["sketch"] = str(self.sketch), self.sketch.told(shape[axis], axis)
-            elif self.reduce is not None:
+            elif self.reduce is not None and self.reduce not in BESIDE:
                 told["reduce"] = self.reduce if isinstance(self.reduce, str) else _name_of(self.reduce)
         if self.dtype is not None and kind not in _LOSSES and floating:
             told["dtype"] = self.dtype
+        if self.beside(kind) == "hash":
+            told |= {"reduce": "hash", "hash": {"name": "xxh3_64", "piece": PIECE}}
+        elif self.beside(kind) == "statistics":
+            told |= {"reduce": "statistics", "entries": list(ENTRIES)}
         if "positions" in told or "elements" in told:
             told = {"shape": list(shape), **told}
         return told or None
@@ -400,6 +442,18 @@ def _result_of(result: object) -> Tensor:
     if not isinstance(result, Tensor):
         raise CaptureError(f"reduce of a capture returns a tensor, not {type(result).__name__}")
     return result.detach().clone()
+
+
+def observed(kind: str) -> str:
+    """The kind of which messages of a kind are: of hashes and statistics that of the data, else itself.
+
+    Examples
+    --------
+    >>> observed("weights_hash"), observed("weights"), observed("my_hash")
+    ('weights', 'weights', 'my_hash')
+    """
+    base, _, name = kind.rpartition("_")
+    return base if name in BESIDE and base in KINDS else kind
 
 
 def choice(of: int, count: int, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -10,12 +10,12 @@ from typing import TypeAlias
 from torch import nn
 
 from tracer.errors import CaptureError
-from tracer.messaging.bus import MessageBus
+from tracer.messaging.bus import MessageBus, Topic
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.messaging.receiver import Receiver
 from tracer.messaging.subscriber import unmet
 from tracer.messaging.subscription import matches_tag
-from tracer.observing.capture import Capture
+from tracer.observing.capture import Capture, observed
 from tracer.observing.clock import At, Clock
 from tracer.observing.parameter_table import PARAMETER_KINDS, ParameterTable
 from tracer.observing.problems import Problems
@@ -26,7 +26,16 @@ EVERYTHING = Capture(kinds=KINDS)
 
 
 class Stream:
-    """Who asks for the messages of a kind about one module or parameter, and by which capture it is observed.
+    """Who asks for the messages of a kind about one module or parameter, and by which captures it is observed.
+
+    Parameters
+    ----------
+    kind, path, tag
+        Of the stream.
+    captures : sequence of Capture
+        What is kept of it: hashes, statistics and data, each by one capture.
+    receivers : iterable of Receiver
+        Who is asked.
 
     Attributes
     ----------
@@ -36,31 +45,37 @@ class Stream:
         Whether its clock is that of epochs.
     """
 
-    __slots__ = ("_answer", "_asking", "_capture", "_clock", "_dated", "_name", "asked", "by_epoch")
+    __slots__ = ("_answer", "_asking", "_clock", "_dated", "asked", "by_epoch")
 
-    def __init__(self, kind: str, path: str | None, tag: str, capture: Capture | None, asking: list[Receiver]) -> None:
-        self._name = kind, path, tag
-        self._capture = capture
-        self._asking = asking
+    def __init__(
+        self, kind: str, path: str | None, tag: str, captures: Iterable[Capture], receivers: Iterable[Receiver]
+    ) -> None:
+        self._asking = []
+        for capture in captures:
+            name = capture.published(kind) if kind in KINDS else kind, path, tag
+            asking = [one for one in receivers if one.wants(*name, None)]
+            if asking:
+                self._asking.append((capture, name, asking))
         self._dated = kind in KINDS and KINDS[kind].clock == "global_step" and tag == DEFAULT_TAG
         self._clock = -1  # the last step (or epoch) for which it was asked whether it is wanted
-        self._answer: Capture | None = None
-        self.asked = capture is not None and bool(asking)
+        self._answer: Captures = ()
+        self.asked = bool(self._asking)
         self.by_epoch = kind in _BY_EPOCH
 
-    def wanted(self, clock: int) -> Capture | None:
-        """The capture by which to observe it in this step (or epoch); None if nobody wants it."""
+    def wanted(self, clock: int) -> Captures:
+        """The captures by which to observe it in this step (or epoch), that of the data last; none if nobody does."""
         if clock != self._clock:  # asked several times in each step
-            answer, capture = None, self._capture
-            if capture is not None and not (self._dated and capture.next_step(clock) != clock):
-                for one in self._asking:
-                    if one.wants(*self._name, clock):
-                        answer = capture
-                        break
+            answer = tuple(
+                capture
+                for capture, name, asking in self._asking
+                if not (self._dated and capture.next_step(clock) != clock)
+                and any(one.wants(*name, clock) for one in asking)
+            )
             self._clock, self._answer = clock, answer  # together, because the question may be interrupted
         return self._answer
 
 
+Captures: TypeAlias = "tuple[Capture, ...]"
 OfParameters: TypeAlias = "dict[str, tuple[Stream | None, Stream | None, Stream | None]]"
 
 
@@ -102,6 +117,11 @@ class Demand:
         self._of_parameters: OfParameters | None = None
         self._heard_tags: dict[str, bool] = {}
         self._given_up: set[tuple[str, str | None]] = set()
+        for capture in self.captures:
+            for kind in capture.kinds or ():
+                if capture.published(kind) not in self.bus.topics:
+                    topic: Topic = "network" if KINDS[kind].network else "module"
+                    self.bus.register_topic(capture.published(kind), topic)
 
     def take(self, candidates: Iterable[tuple[str, nn.Module]]) -> None:
         """Observe those of some modules that a capture takes."""
@@ -119,35 +139,48 @@ class Demand:
         receivers = self.bus.receivers
         self.asking = tuple(one for one in receivers if not one.passive) or receivers
 
-    def capture_of(self, kind: str, path: str | None, tag: str | None) -> Capture | None:
-        """The first capture that takes a stream, of any tag if that is None; None if none does."""
+    def captures_of(self, kind: str, path: str | None, tag: str | None) -> Captures:
+        """The captures that decide on a stream, of any tag if that is None: that of the data last.
+
+        For hashes, statistics and data each the first that takes the stream.
+        """
+        found: dict[str, Capture] = {}
         for capture in self.captures:
-            if capture.takes(kind, tag):
-                if path is None:
-                    return capture
-                if kind in PARAMETER_KINDS:
-                    if self.table.taken(capture, kind, path):
-                        return capture
-                elif path in self.modules and capture.takes_module(path, self.modules[path]):
-                    return capture
-        return None
+            if capture.takes(kind, tag) and self._takes_place(capture, kind, path):
+                found.setdefault(capture.published(kind), capture)
+        return tuple(sorted(found.values(), key=lambda one: one.beside(kind) is None))
+
+    def capture_of(self, kind: str, path: str | None, tag: str | None) -> Capture | None:
+        """The capture that decides on messages of a kind, which may be that of hashes or statistics."""
+        found = self.captures_of(observed(kind), path, tag) if observed(kind) in KINDS else ()
+        return next((one for one in found if one.published(observed(kind)) == kind), None)
+
+    def _takes_place(self, capture: Capture, kind: str, path: str | None) -> bool:
+        if path is None:
+            return True
+        if kind in PARAMETER_KINDS:
+            return self.table.taken(capture, kind, path)
+        return path in self.modules and capture.takes_module(path, self.modules[path])
 
     def paths_of(self, kind: str) -> list[str]:
         """The modules or parameters of which messages of a kind can be observed."""
         paths = self.table.streams(kind) if kind in PARAMETER_KINDS else self.modules
-        return [path for path in paths if self.capture_of(kind, path, None) is not None]
+        return [path for path in paths if self.captures_of(kind, path, None)]
+
+    def published(self, kind: str, path: str | None) -> set[str]:
+        """The kinds of the messages that can be observed of a stream: its own, of its hashes, of its statistics."""
+        return {capture.published(kind) for capture in self.captures_of(kind, path, None)}
 
     def asked(self, kind: str, path: str | None) -> bool:
         """Whether some receiver asks for a stream in some pass, and a capture allows it."""
-        return self.capture_of(kind, path, None) is not None and any(
-            one.wants(kind, path, None, None) for one in self.asking
-        )
+        return any(one.wants(name, path, None, None) for name in self.published(kind, path) for one in self.asking)
 
     def named(self, kind: str, path: str | None, tag: str) -> bool:
-        """Whether somebody wants a stream in passes of this tag, and the capture that takes it names the tag."""
-        capture = self.capture_of(kind, path, tag)
-        names = capture is not None and any(
-            not pattern.startswith("!") and matches_tag(pattern, tag) for pattern in capture.tags or ()
+        """Whether somebody wants a stream in passes of this tag, and a capture that takes it names the tag."""
+        names = any(
+            not pattern.startswith("!") and matches_tag(pattern, tag)
+            for capture in self.captures_of(kind, path, tag)
+            for pattern in capture.tags or ()
         )
         return names and self.stream(kind, path, tag).asked
 
@@ -155,11 +188,10 @@ class Demand:
         """Who wants a stream; good until `ask_anew` or `give_up` is called."""
         known = self._streams.get((kind, path, tag))
         if known is None:
-            capture = self.capture_of(kind, path, tag) if kind in KINDS else EVERYTHING
+            captures = self.captures_of(kind, path, tag) if kind in KINDS else (EVERYTHING,)
             if (kind, path) in self._given_up:
-                capture = None
-            asking = [one for one in self.asking if one.wants(kind, path, tag, None)]
-            known = self._streams[kind, path, tag] = Stream(kind, path, tag, capture, asking)
+                captures = ()
+            known = self._streams[kind, path, tag] = Stream(kind, path, tag, captures, self.asking)
         return known
 
     def of_parameters(self) -> OfParameters:
@@ -195,11 +227,15 @@ class Demand:
             With a sentence that names what is missing and what can be had; or if a capture matches no module at all.
         """
         offered: list[tuple[str, str | None, str | None]] = [
-            (kind, None, None) for kind, entry in KINDS.items() if entry.network and self.capture_of(kind, None, None)
+            (name, None, None)
+            for kind, entry in KINDS.items()
+            if entry.network
+            for name in sorted(self.published(kind, None))
         ]
         for kind, entry in KINDS.items():
             if not entry.network:
-                offered += [(kind, path, None) for path in self.paths_of(kind)]
+                for path in self.paths_of(kind):
+                    offered += [(name, path, None) for name in sorted(self.published(kind, path))]
         offered += [(kind, None, None) for kind in logged]
         for capture in self.captures:
             if any(not KINDS[kind].network for kind in capture.kinds or ()) and not (
@@ -218,11 +254,11 @@ class Demand:
 
     # -- and when -------------------------------------------------------------------------------------------
 
-    def wanted(self, kind: str, path: str | None, tag: str, at: At | None = None) -> Capture | None:
-        """The capture by which to observe a stream at these counters, or now; None if nobody wants it."""
+    def wanted(self, kind: str, path: str | None, tag: str, at: At | None = None) -> Captures:
+        """The captures by which to observe a stream at these counters, or now; none if nobody wants it."""
         stream = self._streams.get((kind, path, tag)) or self.stream(kind, path, tag)
         if not stream.asked:
-            return None
+            return ()
         step, _, epoch = at if at is not None else self.clock.now()
         return stream.wanted(epoch if stream.by_epoch else step)
 
@@ -230,10 +266,15 @@ class Demand:
         """Whether anybody wants anything of the passes of this tag."""
         known = self._heard_tags.get(tag)
         if known is None:
-            streams = [(kind, path) for kind in KINDS for path in ([None] if KINDS[kind].network else self.modules)]
-            known = any(capture.takes_tag(tag) for capture in self.captures) and any(
-                one.wants(kind, path, tag, None) for one in self.asking for kind, path in streams
-            )
+            taken = {
+                (capture.published(kind), entry.network)
+                for capture in self.captures
+                if capture.takes_tag(tag)
+                for kind, entry in KINDS.items()
+                if capture.takes(kind, tag)
+            }
+            streams = [(name, path) for name, network in taken for path in ([None] if network else self.modules)]
+            known = any(one.wants(name, path, tag, None) for one in self.asking for name, path in streams)
             self._heard_tags[tag] = known
         return known
 

@@ -46,7 +46,7 @@ class Gradients(Part):
         """
         hooks: list[GradientHook] = []
         now = self.clock.now()
-        if self.demand.wanted(kind, path, tag, now) is not None:
+        if self.demand.wanted(kind, path, tag, now):
             scale = self.scale
             for leaf, tensor in found:
                 if tensor.requires_grad:
@@ -74,8 +74,8 @@ class Gradients(Part):
     def came(self, hook: GradientHook, gradient: Tensor) -> None:
         """Publish a gradient that a backward has brought to a tensor."""
         kind, path, tag, leaf = hook.stream
-        capture = self.demand.wanted(kind, path, tag, hook.at)
-        if capture is None:
+        captures = self.demand.wanted(kind, path, tag, hook.at)
+        if not captures:
             return
         if hook.at.global_step != self.clock.now().global_step:
             why = "a backward went through the forward of an earlier step, whose messages are complete"
@@ -90,7 +90,7 @@ class Gradients(Part):
             stream = StreamKey(kind, path, tag, f"{leaf}.backward.{before}".lstrip("."))
         else:
             stream = hook.stream
-        self.publisher.deliver(capture, stream, gradient, hook.call, hook.at, owned=False, scale=self.scale)
+        self.publisher.deliver(captures, stream, gradient, hook.call, hook.at, owned=False, scale=self.scale)
 
     def failed(self, stream: StreamKey, error: Exception) -> None:
         """Publish no more gradients of a stream."""

@@ -72,10 +72,10 @@ class Terms(Part):
     def publish(self, name: str, value: Tensor, tag: str) -> None:
         """Publish the result of a loss function or module of this name, and remember it."""
         self.note(name, value)
-        capture = self.demand.wanted("loss_terms", None, tag)
-        if capture is not None:
+        captures = self.demand.wanted("loss_terms", None, tag)
+        if captures:
             stream = StreamKey("loss_terms", None, tag, name)
-            self.publisher.deliver(capture, stream, value, None, self.clock.now(), owned=False)
+            self.publisher.deliver(captures, stream, value, None, self.clock.now(), owned=False)
 
     def note(self, name: str, value: Tensor) -> None:
         """Remember the node of a result in the graph, but not the result itself."""
@@ -116,7 +116,7 @@ class Terms(Part):
         passes_are_seen : bool
             Whether `settle` is called when the next pass begins. If not, each call of a function is another pass.
         """
-        if tag in self._logged or unobservable(value) is not None or self.demand.wanted("loss", None, tag) is None:
+        if tag in self._logged or unobservable(value) is not None or not self.demand.wanted("loss", None, tag):
             return
         there = self._asides.get(threading.get_ident())
         if there is not None and there.tag == tag and (passes_are_seen or there.name != name):
@@ -132,7 +132,7 @@ class Terms(Part):
         A model has returned it as its loss, or ``backward`` was called on it in a pass that the user has tagged.
         """
         self._asides.pop(threading.get_ident(), None)
-        if tag not in self._logged and self.demand.wanted("loss", None, tag) is not None:
+        if tag not in self._logged and self.demand.wanted("loss", None, tag):
             call = self._number(tag, self.clock.now()[0])
             self.publisher.publish_leaves("loss", None, value, tag, call)
 
@@ -235,7 +235,7 @@ class Objectives(Part):
         self.terms.is_single(term is not None)
         self._by_hand = []
         at = self.clock.now()
-        if self._logged or self.demand.wanted("loss", None, DEFAULT_TAG, at) is None:
+        if self._logged or not self.demand.wanted("loss", None, DEFAULT_TAG, at):
             return
         asked = self._apart == "variable" or (self._looks > 0 and (self._naming or bool(self._seen)))
         variable = differentiated_name() if asked else ""
@@ -254,7 +254,7 @@ class Objectives(Part):
         at = self.clock.now()
         if self._seen or self._logged or (self._by_hand and self._derivable):
             return
-        if self.demand.wanted("loss", None, DEFAULT_TAG, at) is not None:
+        if self.demand.wanted("loss", None, DEFAULT_TAG, at):
             term = self.terms.only_term_of(loss)
             self._by_hand.append(_Objective(loss.detach().clone(), at, "", term or ""))
             self._derivable = derivable

@@ -7,7 +7,7 @@ computed when the weights have changed. All are published when the step ends, pa
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,31 @@ from tracer.format.placement import local
 from tracer.messaging.messages import DEFAULT_TAG, difference
 from tracer.observing.capture import Capture
 from tracer.observing.clock import At
+from tracer.observing.demand import Captures
 from tracer.observing.numbers import StreamKey
 from tracer.observing.parameter_table import Parameter
 from tracer.observing.part import Ground, Part
+from tracer.observing.publisher import has_statistics
 from tracer.observing.pytorch.tensors import copied, same_storage, space_for, unscaled
 from tracer.observing.ranks import Ranks
+
+
+class Kept(NamedTuple):
+    """What is kept of a tensor until the step ends.
+
+    Attributes
+    ----------
+    small : list of (Capture, Tensor)
+        Its hash and its statistics, which are made at once, so that they take no copy of it.
+    data : torch.Tensor or None
+        A copy of what the capture of the data chooses; of a tensor that is not final, of all that was wanted of it.
+    whole : bool
+        Whether the data is all of the tensor, from which captures choose when the step ends.
+    """
+
+    small: list[tuple[Capture, Tensor]]
+    data: Tensor | None
+    whole: bool = False
 
 
 class Parameters(Part):
@@ -36,17 +56,17 @@ class Parameters(Part):
     def __init__(self, ground: Ground, ranks: Ranks) -> None:
         super().__init__(ground)
         self.replicas = ranks.replicas
-        self._before: dict[str, tuple[Tensor | None, Tensor | None]] = {}
-        self._gradients: dict[str, Tensor] = {}
+        self._before: dict[str, tuple[Kept | None, Kept | None]] = {}
+        self._gradients: dict[str, Kept] = {}
         # of what is computed: the gradients since an optimizer stepped, the last backward that brought one, whether the
         # value is what it is to be, and whether an optimizer stepped before there was any
-        self._pending: dict[str, Tensor] = {}
+        self._pending: dict[str, Kept] = {}
         self._backwards: dict[str, int] = {}
         self._settled: set[str] = set()
         self._late: set[str] = set()
         # the parameters whose gradients were copied before the optimizer's step that goes on
         self._final: set[str] = set()
-        self._after: dict[str, Tensor] = {}
+        self._after: dict[str, Kept] = {}
         self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and kind
 
     def forget(self) -> None:
@@ -79,9 +99,9 @@ class Parameters(Part):
                 tensor, update_stream = parameter.in_place, None
             if tensor is None:
                 continue
-            value_capture = None if value_stream is None else value_stream.wanted(step)
-            update_capture = None if update_stream is None else update_stream.wanted(step)
-            if value_capture is None and update_capture is None:
+            value_captures = () if value_stream is None else value_stream.wanted(step)
+            update_captures = () if update_stream is None else update_stream.wanted(step)
+            if not (value_captures or update_captures):
                 continue
             if is_lazy(tensor):  # it has no values yet
                 continue
@@ -89,8 +109,10 @@ class Parameters(Part):
             try:
                 if not self.publisher.can_record(kind, parameter.stream, tensor):
                     continue
-                value = self._copy(value_capture, kind, tensor)
-                base = value if update_capture is value_capture else self._copy(update_capture, update_kind, tensor)
+                value = self._keep(value_captures, kind, tensor)
+                base = value
+                if update_captures != value_captures or (value is not None and value.small):
+                    base = self._keep(update_captures, update_kind, tensor, final=False)
             except Exception as error:  # noqa: BLE001 - under strict it is raised again
                 self.demand.give_up(kind, parameter.stream, error)
                 self.demand.give_up(update_kind, parameter.stream, error)
@@ -99,8 +121,8 @@ class Parameters(Part):
             self._places[parameter.path, kind] = self._places[parameter.path, update_kind] = place
             self._before[parameter.path] = (value, base)
 
-    def wanted(self, parameter: Parameter, kind: str) -> Capture | None:
-        """The capture by which messages of a kind about a parameter are wanted in this step; None if nobody does."""
+    def wanted(self, parameter: Parameter, kind: str) -> Captures:
+        """The captures by which messages of a kind about a parameter are wanted in this step; none if nobody does."""
         return self.demand.wanted(kind, parameter.stream, DEFAULT_TAG)
 
     def computed(self, parameter: Parameter, value: Tensor) -> None:
@@ -110,16 +132,16 @@ class Parameters(Part):
             return
         if path in self._late:
             self._settled.add(path)
-        capture = self.wanted(parameter, kind)
-        if capture is not None and self.publisher.can_record(kind, parameter.stream, value):
+        captures = self.wanted(parameter, kind)
+        if captures and self.publisher.can_record(kind, parameter.stream, value):
             self._places[path, kind] = self.publisher.place(value)
-            self._before[path] = (self._copy(capture, kind, value), None)
+            self._before[path] = (self._keep(captures, kind, value), None)
 
     def accumulated(self, parameter: Parameter, gradient: Tensor, scale: Tensor | None) -> None:
         """Keep a running sum of gradients, divided by the factor that a GradScaler put into the loss."""
-        capture = self.wanted(parameter, parameter.gradients)
-        if capture is not None:
-            self._keep_gradient(parameter, capture, gradient, scale)
+        captures = self.wanted(parameter, parameter.gradients)
+        if captures:
+            self._keep_gradient(parameter, captures, gradient, scale)
 
     def add_gradient(self, parameter: Parameter, gradient: Tensor, scale: Tensor | None, task: int) -> None:
         """Add a gradient of what was computed for a forward to those of this step, as torch adds up a parameter's.
@@ -134,8 +156,8 @@ class Parameters(Part):
             Tells a backward from others. Where the originals have no gradients when it begins, they were dropped, and
             so are those from before.
         """
-        path, capture = parameter.path, self.wanted(parameter, parameter.gradients)
-        if capture is None:
+        path, captures = parameter.path, self.wanted(parameter, parameter.gradients)
+        if not captures:
             return
         before = self._pending.pop(path, None)
         if self._backwards.get(path) != task:
@@ -143,9 +165,11 @@ class Parameters(Part):
             originals = parameter.originals
             if originals and all(one.grad is None for one in originals):
                 before = None
-        copy = self._gradient(parameter, capture, gradient, scale)
-        if copy is not None:
-            self._pending[path] = copy if before is None else copy.add_(before)
+        kept = self._gradient(parameter, captures, gradient, scale, final=False)
+        if kept is not None:
+            if before is not None and kept.data is not None and before.data is not None:
+                kept.data.add_(before.data)
+            self._pending[path] = kept
 
     def keep_gradients(self, parameters: Iterable[Parameter]) -> None:
         """Copy the wanted gradients before a step that may overwrite them."""
@@ -153,10 +177,10 @@ class Parameters(Part):
         for parameter in parameters:
             stream = asked[parameter.path][1]
             gradient = None if stream is None or parameter.tensor is None else parameter.tensor.grad
-            capture = None if stream is None or gradient is None else stream.wanted(step)
-            if capture is not None and gradient is not None:
+            captures = () if stream is None or gradient is None else stream.wanted(step)
+            if captures and gradient is not None:
                 try:
-                    self._keep_gradient(parameter, capture, gradient)
+                    self._keep_gradient(parameter, captures, gradient)
                     self._final.add(parameter.path)
                 except Exception as error:  # noqa: BLE001 - one parameter's; the others, and the clock, go on
                     self.demand.give_up(parameter.kinds[1], parameter.stream, error)
@@ -174,16 +198,16 @@ class Parameters(Part):
                     self._gradients[parameter.path] = pending
             if tensor is None or (gradients is None and updates is None):
                 continue
-            capture = None if updates is None else updates.wanted(step)
-            if capture is not None:
+            captures = () if updates is None else updates.wanted(step)
+            if captures:
                 try:
-                    self._keep_update(parameter, capture, tensor)
+                    self._keep_update(parameter, captures, tensor)
                 except Exception as error:  # noqa: BLE001 - one parameter's; the others, and the clock, go on
                     self.demand.give_up(parameter.kinds[2], parameter.stream, error)
-            capture = None if gradients is None else gradients.wanted(step)
-            if capture is not None and final and tensor.grad is not None and parameter.path not in self._final:
+            captures = () if gradients is None else gradients.wanted(step)
+            if captures and final and tensor.grad is not None and parameter.path not in self._final:
                 try:
-                    self._keep_gradient(parameter, capture, tensor.grad)
+                    self._keep_gradient(parameter, captures, tensor.grad)
                 except Exception as error:  # noqa: BLE001 - under strict it is raised again
                     self.demand.give_up(parameter.kinds[1], parameter.stream, error)
         self._final.clear()
@@ -197,43 +221,72 @@ class Parameters(Part):
             kept = self._before.get(path)
             stages = (None if kept is None else kept[0], self._gradients.get(path), self._after.get(path))
             for kind, data, stream in zip(parameter.kinds, stages, asked[path], strict=True):
-                capture = None if data is None or stream is None else stream.wanted(step)
-                if capture is not None and data is not None:
+                captures = () if data is None or stream is None else stream.wanted(step)
+                if captures and data is not None:
                     try:
-                        name = StreamKey(kind, parameter.stream, DEFAULT_TAG, "")
-                        tensor = parameter.tensor
-                        whole = data if tensor is None else local(tensor)
-                        place = self._places.get((path, kind))
-                        if place is None and not (parameter.computed and kind != parameter.values):
-                            place = self.replicas.get(path)
-                        self.publisher.release(capture, name, data, whole, 0, at, owned=True, placement=place)
+                        self._publish(parameter, kind, data, captures, at)
                     except Exception as error:  # noqa: BLE001 - under strict it is raised again
                         self.demand.give_up(kind, parameter.stream, error)
 
-    def _copy(self, capture: Capture | None, kind: str, tensor: Tensor) -> Tensor | None:
-        if capture is None:
+    def _publish(self, parameter: Parameter, kind: str, kept: Kept, captures: Captures, at: At) -> None:
+        """Publish what was kept of a parameter's tensor of a kind, as far as it is still wanted."""
+        stream = StreamKey(kind, parameter.stream, DEFAULT_TAG, "")
+        place = self._places.get((parameter.path, kind))
+        if place is None and not (parameter.computed and kind != parameter.values):
+            place = self.replicas.get(parameter.path)
+        tensor = parameter.tensor
+        small = {id(capture): made for capture, made in kept.small}
+        for capture in captures:
+            twice = capture is captures[-1] and has_statistics(captures, kind)
+            made, data = small.get(id(capture)), kept.data
+            if made is not None:
+                source = made if tensor is None else local(tensor)
+                self.publisher.tell(capture, stream, made, source, 0, at, place)
+            elif data is not None:
+                source = data if tensor is None else local(tensor)
+                chosen = capture.select(kind, data) if kept.whole else data
+                self.publisher.release(capture, stream, chosen, source, 0, at, owned=True, placement=place, twice=twice)
+
+    def _keep(self, captures: Captures, kind: str, tensor: Tensor, *, final: bool = True) -> Kept | None:
+        """What is to be kept of a tensor; None if that is nothing.
+
+        Hashes and statistics are made at once of one that is `final`. Of another one all is kept where it has such.
+        """
+        if not captures:
             return None
         source = _values(tensor)
-        chosen = capture.select(kind, source)
-        return copied(chosen, self.publisher.memory) if same_storage(chosen, source) else chosen
+        beside = [one for one in captures if one.beside(kind) is not None]
+        if beside and not final:
+            return Kept([], copied(source, self.publisher.memory), whole=True)
+        made = [(one, one.reduced(kind, source)) for one in beside]
+        if len(made) == len(captures):
+            return Kept(made, None)
+        chosen = captures[-1].select(kind, source)
+        return Kept(made, copied(chosen, self.publisher.memory) if same_storage(chosen, source) else chosen)
 
-    def _keep_update(self, parameter: Parameter, capture: Capture, tensor: Tensor) -> None:
+    def _keep_update(self, parameter: Parameter, captures: Captures, tensor: Tensor) -> None:
         _, base = self._before.get(parameter.path, (None, None))
-        if base is not None:
-            now = capture.select(parameter.updates, _values(tensor))
-            if now.shape == base.shape:
-                self._after[parameter.path] = difference(now, base, space_for(now, self.publisher.memory))
+        if base is None or base.data is None:
+            return
+        kind, now = parameter.updates, _values(tensor)
+        if not base.whole:
+            now = captures[-1].select(kind, now)
+        if now.shape != base.data.shape:
+            return
+        update = difference(now, base.data, space_for(now, self.publisher.memory))
+        made = [(one, one.reduced(kind, update)) for one in captures if one.beside(kind) is not None]
+        self._after[parameter.path] = Kept(made, update if len(made) < len(captures) else None, base.whole)
 
     def _keep_gradient(
-        self, parameter: Parameter, capture: Capture, gradient: Tensor, scale: Tensor | None = None
+        self, parameter: Parameter, captures: Captures, gradient: Tensor, scale: Tensor | None = None
     ) -> None:
-        copy = self._gradient(parameter, capture, gradient, scale)
-        if copy is not None:
-            self._gradients[parameter.path] = copy
+        kept = self._gradient(parameter, captures, gradient, scale)
+        if kept is not None:
+            self._gradients[parameter.path] = kept
 
     def _gradient(
-        self, parameter: Parameter, capture: Capture, gradient: Tensor, scale: Tensor | None
-    ) -> Tensor | None:
+        self, parameter: Parameter, captures: Captures, gradient: Tensor, scale: Tensor | None, *, final: bool = True
+    ) -> Kept | None:
         """What is to be kept of a gradient."""
         kind = parameter.gradients
         if not self.publisher.can_record(kind, parameter.stream, gradient):
@@ -242,7 +295,7 @@ class Parameters(Part):
         gradient = local(gradient).detach()
         if scale is not None:
             gradient = unscaled(gradient, scale)
-        return self._copy(capture, kind, gradient)
+        return self._keep(captures, kind, gradient, final=final)
 
 
 def _values(tensor: Tensor) -> Tensor:

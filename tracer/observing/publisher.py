@@ -18,7 +18,7 @@ from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import DEFAULT_TAG, Message, ModuleMessage, NetworkMessage, checked
 from tracer.observing.capture import Capture, axis_of_neurons
 from tracer.observing.clock import At, Clock
-from tracer.observing.demand import EVERYTHING, Demand, stream_name
+from tracer.observing.demand import EVERYTHING, Captures, Demand, stream_name
 from tracer.observing.numbers import Numbers, StreamKey
 from tracer.observing.problems import Problems
 from tracer.observing.pytorch.tensors import copied, leaves, ordinary, same_storage, unobservable, unscaled
@@ -148,6 +148,15 @@ def _meets(condition: Callable[[Message], bool], message: Message, memory: Memor
         put(shown, "about", (given, None, memory))
 
 
+def has_statistics(captures: Captures, kind: str) -> bool:
+    """Whether some captures keep both the data of messages of a kind and their statistics."""
+    return (
+        len(captures) > 1
+        and captures[-1].beside(kind) is None
+        and any(one.beside(kind) == "statistics" for one in captures)
+    )
+
+
 @dataclass(eq=False, repr=False)
 class Publisher:
     """Makes messages of the tensors that somebody wants, and publishes them on a bus.
@@ -206,7 +215,7 @@ class Publisher:
 
     def event(self, kind: str, at: At) -> None:
         """Publish a message without data, if it is wanted."""
-        if self.demand.wanted(kind, None, DEFAULT_TAG, at) is not None:
+        if self.demand.wanted(kind, None, DEFAULT_TAG, at):
             self.bus.publish(self._message(kind, None, None, DEFAULT_TAG, "", 0, at))
 
     def publish(
@@ -221,21 +230,21 @@ class Publisher:
     ) -> None:
         """Publish data that this exporter owns, if it is wanted."""
         at = at if at is not None else self.clock.now()
-        capture = self.demand.wanted(kind, path, tag, at)
-        if capture is not None:
-            self.deliver(capture, StreamKey(kind, path, tag, leaf), data, call, at, owned=True)
+        captures = self.demand.wanted(kind, path, tag, at)
+        if captures:
+            self.deliver(captures, StreamKey(kind, path, tag, leaf), data, call, at, owned=True)
 
     def publish_leaves(self, kind: str, path: str | None, value: Any, tag: str, call: int | None = None) -> None:
         """Publish copies of the tensors in a structure, if they are wanted."""
-        capture = self.demand.wanted(kind, path, tag)
-        if capture is None:
+        captures = self.demand.wanted(kind, path, tag)
+        if not captures:
             return
         for leaf, tensor in leaves(value):
-            self.deliver(capture, StreamKey(kind, path, tag, leaf), tensor, call, self.clock.now(), owned=False)
+            self.deliver(captures, StreamKey(kind, path, tag, leaf), tensor, call, self.clock.now(), owned=False)
 
     def deliver(
         self,
-        capture: Capture,
+        captures: Captures,
         stream: StreamKey,
         data: Tensor,
         call: int | None,
@@ -244,9 +253,13 @@ class Publisher:
         owned: bool,
         scale: Tensor | None = None,
     ) -> None:
-        """Select, condition, copy, reduce, cast and publish one tensor, divided by a loss scale if there is one."""
+        """Select, condition, copy, reduce, cast and publish one tensor, divided by a loss scale if there is one.
+
+        That for each of the captures, of which that of the data is the last.
+        """
         kind, path, tag, leaf = stream
-        if capture.everything and scale is None and self.collecting is None and ordinary(data):
+        plain = len(captures) == 1 and captures[0].everything
+        if plain and scale is None and self.collecting is None and ordinary(data):
             # what nearly all messages need: an ordinary tensor, as it is
             if data.requires_grad:
                 data = data.detach()
@@ -273,10 +286,16 @@ class Publisher:
             self.collecting.setdefault((kind, path, call or 0, leaf), []).append(held)
             return
         number = self.numbers.message(stream, call)
-        chosen = source if capture is EVERYTHING else capture.select(kind, source, self.demand.module_at(path))
-        if scale is not None:
-            chosen = unscaled(chosen, scale)
-        self.release(capture, stream, chosen, source, number, at, owned=owned, placement=placement)
+        if scale is not None and len(captures) > 1:
+            source, scale, owned = unscaled(source, scale), None, True
+        for capture in captures:
+            chosen = source if capture is EVERYTHING else capture.select(kind, source, self.demand.module_at(path))
+            if scale is not None:
+                chosen = unscaled(chosen, scale)
+            self.release(
+                capture, stream, chosen, source, number, at, owned=owned, placement=placement,
+                twice=capture is captures[-1] and has_statistics(captures, kind),
+            )  # fmt: skip
 
     def release(
         self,
@@ -289,8 +308,12 @@ class Publisher:
         *,
         owned: bool,
         placement: dict[str, Any] | None = None,
+        twice: bool = False,
     ) -> None:
-        """Condition, reduce, cast, copy and publish what was chosen of `source`, if it is not `owned` already."""
+        """Condition, reduce, cast, copy and publish what was chosen of `source`, if it is not `owned` already.
+
+        `twice` says that its statistics are published, too.
+        """
         kind, path, tag, leaf = stream
         final = chosen
         if capture.choices or capture.condition is not None:
@@ -307,15 +330,32 @@ class Publisher:
             final = capture.cast(kind, reduced)
             if final.dtype is not reduced.dtype:
                 self.overflows.count(stream, reduced, final)
-        sampling = None
-        if placement is not None or capture.choices:
-            sampling = self._tell(capture, stream, source, placement)
         if final.is_conj() or final.is_neg():
             final = final.resolve_conj().resolve_neg()
         if not owned and same_storage(final, source):
             final = copied(final, self.memory)
         if capture.runs:
             self._running[stream] = final.clone()  # the reduction may overwrite it
+        self.tell(capture, stream, final, source, call, at, placement, twice=twice)
+
+    def tell(
+        self,
+        capture: Capture,
+        stream: StreamKey,
+        final: Tensor,
+        source: Tensor,
+        call: int,
+        at: At,
+        placement: dict[str, Any] | None = None,
+        *,
+        twice: bool = False,
+    ) -> None:
+        """Publish what a capture has made of `source`, which is nobody else's."""
+        kind, path, tag, leaf = stream
+        sampling = None
+        if placement is not None or capture.choices or twice:
+            sampling = self._tell(capture, stream, source, placement, twice=twice)
+        kind = capture.published(kind) if capture.choices else kind
         self.bus.publish(self._message(kind, path, final, tag, leaf, call, at, sampling))
 
     def _message(
@@ -335,16 +375,20 @@ class Publisher:
     # -- what is said beside --------------------------------------------------------------------------------
 
     def _tell(
-        self, capture: Capture, stream: StreamKey, data: Tensor, placement: dict[str, Any] | None
+        self, capture: Capture, stream: StreamKey, data: Tensor, placement: dict[str, Any] | None, *, twice: bool
     ) -> dict[str, Any] | None:
         """`Capture.sampling` of a tensor, and where it is a part of what, worked out once for each shape."""
         kind, module = stream.kind, self.demand.module_at(stream.module)
-        key = (id(capture), kind, tuple(data.shape), data.is_floating_point(), type(module), id(placement))
+        key = (id(capture), kind, tuple(data.shape), data.is_floating_point(), type(module), id(placement), twice)
         if key not in self._told:
-            told = None
+            told: dict[str, Any] = {}
             if capture.choices:
-                told = capture.sampling(kind, tuple(data.shape), module, floating=data.is_floating_point())
-            self._told[key] = told if placement is None else {"placement": placement, **(told or {})}
+                told = capture.sampling(kind, tuple(data.shape), module, floating=data.is_floating_point()) or {}
+            if twice:
+                told = {**told, "beside": ["statistics"]}
+            if placement is not None:
+                told = {"placement": placement, **told}
+            self._told[key] = told or None
         return self._told[key]
 
     def place(self, tensor: Tensor) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tracer.errors import TracerError
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
-from tracer.observing.capture import Capture
+from tracer.observing.capture import Capture, observed
 from tracer.observing.optimizers import steps_within
 from tracer.observing.pytorch.loss_graph import behind
 from tracer.observing.pytorch.patches import Differentiating
@@ -126,11 +126,11 @@ class _OfScript(Rehearsal):
         with TraceReader(path) as trace:
             header = len(json.dumps(trace.header))
             for one in trace.streams:
-                taken = exporter.parts.demand.capture_of(one.kind, one.module, one.tag) if one.kind in KINDS else None
+                taken, kind = exporter.parts.demand.capture_of(one.kind, one.module, one.tag), observed(one.kind)
                 capture = by_capture[id(taken)] if taken is not None else Capture()
-                clock = KINDS[one.kind].clock if one.kind in KINDS else "global_step"
+                clock = KINDS[kind].clock if kind in KINDS else "global_step"
                 probed = one.tag == PROBE
-                thinned = one.tag == DEFAULT_TAG and one.kind in KINDS and clock == "global_step"
+                thinned = one.tag == DEFAULT_TAG and kind in KINDS and clock == "global_step"
                 streams.append(
                     {name: getattr(one, name) for name in ("kind", "module", "leaf", "tag", "dtype", "count", "bytes")}
                     | {"shapes": [list(shape) for shape in one.shapes]}

@@ -1,0 +1,105 @@
+"""The statistics of a tensor as one short vector, from which all that follows from its moments follows to the bit."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tracer.numbers.arrays import as_array
+from tracer.numbers.moments import (
+    ABSOLUTE,
+    CENTRE,
+    COUNT,
+    EXPONENT,
+    HIGH,
+    INF,
+    LOW,
+    M2,
+    NAN,
+    REST,
+    SQUARES,
+    TOTAL,
+    ZEROS,
+    Moments,
+    Need,
+    moments,
+)
+
+NEED: Final = Need.TOTAL | Need.SQUARES | Need.ABSOLUTE | Need.EXTREMES | Need.ZEROS | Need.NONFINITE | Need.SPREAD
+_ROWS: Final = {
+    "nan": NAN,
+    "inf": INF,
+    "zero": ZEROS,
+    "count": COUNT,
+    "total": TOTAL,
+    "squares": SQUARES,
+    "absolute": ABSOLUTE,
+    "m2": M2,
+    "exponent": EXPONENT,
+    "centre": CENTRE,
+    "rest": REST,
+}
+"""The entries that are rows of the table of moments, as they are."""
+ENTRIES: Final = ("mean", "std", "norm", "min", "max", *_ROWS)
+"""The names of the entries, in their order.
+
+The mean, the standard deviation (of a sample), the Euclidean norm, the least and the greatest; how many are NaN,
+infinite or zero, of how many. The others are `Moments`: sums of the numbers, of their squares and moduli and of squared
+deviations, divided by the power of two that ``exponent`` says; and the mean as ``centre + rest / count``.
+"""
+
+
+def statistics_of(tensor: Tensor) -> Tensor:
+    """The statistics of all elements of a tensor, float64 (16,); NaN but for the counts where it is complex.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Of any shape, dtype and device.
+
+    Examples
+    --------
+    >>> found = dict(zip(ENTRIES, statistics_of(torch.tensor([3.0, 0.0, -4.0, torch.nan])).tolist()))
+    >>> found["nan"], found["zero"], found["count"]
+    (1.0, 1.0, 4.0)
+    >>> dict(zip(ENTRIES, statistics_of(torch.tensor([3.0, -4.0])).tolist()))["norm"]
+    5.0
+    """
+    array = as_array(tensor)
+    if array.dtype.kind == "c":
+        found = np.full(len(ENTRIES), np.nan)
+        counts = np.isnan(array).sum(), np.isinf(array).sum(), (array == 0).sum(), array.size
+        found[5:9] = counts
+        return torch.from_numpy(found)
+    of = moments(array, NEED)
+    table = of.table[:, 0]
+    exponent = int(table[EXPONENT])
+    count = table[COUNT]
+    with np.errstate(all="ignore"):
+        spread = table[M2] / (count - 1) if count > 1 else np.nan
+        values = np.array(
+            [
+                table[TOTAL] / count,
+                np.sqrt(spread),
+                np.sqrt(table[SQUARES]),
+                table[LOW] if count else np.nan,
+                table[HIGH] if count else np.nan,
+            ]
+        )
+        return torch.from_numpy(np.concatenate([np.ldexp(values, exponent), table[list(_ROWS.values())]]))
+
+
+def moments_from(entries_tn: np.ndarray) -> Moments:  # type: ignore[type-arg]
+    """The moments of each of several tensors (tensors, 16) of which `statistics_of` gave the entries."""
+    found = Moments.empty(NEED, len(entries_tn))
+    by_name = dict(zip(ENTRIES, entries_tn.T, strict=True))
+    for name, row in _ROWS.items():
+        found.table[row] = by_name[name]
+    exponent = found.table[EXPONENT].astype(np.int64)
+    there = found.table[COUNT] > 0
+    found.table[LOW] = np.where(there, np.ldexp(by_name["min"], -exponent), np.inf)
+    found.table[HIGH] = np.where(there, np.ldexp(by_name["max"], -exponent), -np.inf)
+    return found
