@@ -56,6 +56,9 @@ class Metric(Subscriber):
         ``scope = "message"``; a new one leaves `version` at 1.
     bundled : bool
         Whether it takes messages of several kinds in complete bundles, or one by one.
+    takes_statistics : bool
+        Whether it takes the statistics of tensors (``weights_statistics``) in place of these, as what goes through
+        `shared` does.
 
     Raises
     ------
@@ -65,6 +68,7 @@ class Metric(Subscriber):
 
     name: ClassVar[str]
     bundled: ClassVar[bool] = True
+    takes_statistics = False
     __signature__: ClassVar[inspect.Signature]
 
     def __init_subclass__(cls) -> None:
@@ -81,12 +85,16 @@ class Metric(Subscriber):
         modules: str | Iterable[str] | None = None,
     ) -> None:
         if self.bundled and not isinstance(kinds, str):
-            super().__init__(SynchronizedSubscription(kinds, tag, subsample, modules, incomplete="drop"), produces)
+            together = SynchronizedSubscription(
+                kinds, tag, subsample, modules, incomplete="drop", statistics=self.takes_statistics
+            )
+            super().__init__(together, produces)
             return
         kinds = (kinds,) if isinstance(kinds, str) else kinds
         for kind in kinds:
             carries_data(kind)
-        super().__init__([Subscription(kind, tag, subsample, modules) for kind in kinds], produces)
+        each = (Subscription(kind, tag, subsample, modules, statistics=self.takes_statistics) for kind in kinds)
+        super().__init__(each, produces)
 
 
 def _spelled_out(cls: type[Metric]) -> inspect.Signature:

@@ -96,6 +96,9 @@ KINDS: Mapping[str, Kind] = {
 }
 """Every kind that an exporter observes, by name."""
 
+STATISTICS_SUFFIX: Final = "_statistics"
+"""What the kind of messages of statistics ends with, after the kind of the data; see `tracer.Capture.reduce`."""
+
 _BY_EPOCH = frozenset(name for name, kind in KINDS.items() if kind.clock == "epoch")
 
 
@@ -349,17 +352,24 @@ class MessageBundle:
         self.kinds: tuple[str, ...] = (kinds,) if isinstance(kinds, str) else tuple(kinds)
         self.messages: dict[str, Message] = {}
 
-    def add(self, message: Message) -> None:
+    def add(self, message: Message, kind: str | None = None) -> None:
         """Add one message.
+
+        Parameters
+        ----------
+        message : Message
+        kind : str, optional
+            For which it stands, if that is not its own: that of the data, of statistics.
 
         Raises
         ------
         MessageError
             If its kind is not expected or already there, or if it is of another key or step than the first.
         """
-        if message.kind not in self.kinds:
+        kind = message.kind if kind is None else kind
+        if kind not in self.kinds:
             raise MessageError(f"a bundle of {', '.join(self.kinds)} does not take a {message.kind} message")
-        if message.kind in self.messages:
+        if kind in self.messages:
             raise MessageError(
                 f"a bundle got two {message.kind} messages of {message.key!r} in global step {message.global_step}"
             )
@@ -372,7 +382,7 @@ class MessageBundle:
                         f"a bundle that began with {first.kind} at {field} {expected!r} cannot take "
                         f"{message.kind} at {field} {found!r}"
                     )
-        self.messages[message.kind] = message
+        self.messages[kind] = message
 
     def complete(self) -> bool:
         """Whether every expected kind is there."""

@@ -306,7 +306,8 @@ def unmet(
                 for kind in subscription.kinds
                 if kind not in answers
                 and not any(
-                    known == kind and subscription.wants(kind, module, tag, None) for known, module, tag in offered
+                    subscription.stands_for(known) == kind and subscription.wants(known, module, tag, None)
+                    for known, module, tag in offered
                 )
             ]
             needs_all = isinstance(subscription, SynchronizedSubscription)
@@ -330,7 +331,7 @@ def unmet(
                     {
                         (module, tag)
                         for known, module, tag in offered
-                        if known == kind and subscription.wants(kind, module, tag, None)
+                        if subscription.stands_for(known) == kind and subscription.wants(known, module, tag, None)
                     }
                     for kind in observed
                 ]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message, MessageBundle
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATISTICS_SUFFIX, Message, MessageBundle
 from tracer.messaging.stacks import Stack, has_own_methods
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ class Subscription:
         the global step.
     modules : str, iterable of str, or None
         Globs over dotted module paths; None means all. Network messages have no module and always pass.
+    statistics : bool
+        Whether statistics (``weights_statistics``) are taken in place of the data, where a capture has kept them. Of a
+        tensor of which both are there the statistics are taken.
 
     Raises
     ------
@@ -55,6 +58,8 @@ class Subscription:
         tag: str | None = DEFAULT_TAG,
         subsample: int = 1,
         modules: str | Iterable[str] | None = None,
+        *,
+        statistics: bool = False,
     ) -> None:
         self.kinds: tuple[str, ...] = (kinds,) if isinstance(kinds, str) else tuple(kinds)
         if not self.kinds or not all(isinstance(kind, str) and kind for kind in self.kinds):
@@ -66,12 +71,20 @@ class Subscription:
         self.tag = tag
         self.subsample = subsample
         self.modules = (modules,) if isinstance(modules, str) else None if modules is None else tuple(modules)
+        self.statistics = statistics
         self._module_matches: dict[str, bool] = {}
+
+    def stands_for(self, kind: str) -> str | None:
+        """The one of `kinds` for which messages of a kind are taken; None if they are not."""
+        if kind in self.kinds:
+            return kind
+        data = kind.removesuffix(STATISTICS_SUFFIX)
+        return data if self.statistics and data != kind and data in self.kinds else None
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         """Whether it takes such a message; a `tag` or `step` of None asks "in any"."""
         return (
-            kind in self.kinds
+            self.stands_for(kind) is not None
             and (step is None or step % self.subsample == 0)
             and (tag is None or matches_tag(self.tag, tag))
             and (module is None or self.modules is None or self._matches_module(module))
@@ -85,11 +98,21 @@ class Subscription:
     def takes(self, stack: Stack) -> NDArray[np.bool_]:
         """Which of many messages it takes: those of which `wants` says so."""
         taken = stack.of_sources(self.wants)
+        import numpy as np
+
+        if self.statistics and stack.samplings is not None and stack.kind in self.kinds:
+            doubled = np.array([_is_doubled(one) for one in stack.samplings], np.bool_)
+            taken = taken & ~doubled[stack.heads.source_ids]
         return taken if self.subsample == 1 else taken & (stack.steps % self.subsample == 0)
 
     def take(self, message: Message) -> Iterator[Message | MessageBundle]:
         """What the subscriber gets now that this message, which is wanted, is there."""
-        yield message
+        if not self._leaves(message):
+            yield message
+
+    def _leaves(self, message: Message) -> bool:
+        """Whether a message is left to its statistics, which come, too."""
+        return self.statistics and message.kind in self.kinds and _is_doubled(message.sampling)
 
     def finish(self) -> Iterator[Message | MessageBundle]:
         """What the subscriber still gets at the end."""
@@ -124,7 +147,7 @@ class SynchronizedSubscription(Subscription):
 
     Parameters
     ----------
-    kinds, tag, subsample, modules
+    kinds, tag, subsample, modules, statistics
         As in `Subscription`.
     incomplete : {"strict", "drop", "partial"}
         What happens to a bundle that is incomplete when its step is over: `MessageError`, nothing, or it is delivered
@@ -139,8 +162,9 @@ class SynchronizedSubscription(Subscription):
         modules: str | Iterable[str] | None = None,
         *,
         incomplete: Incomplete = "strict",
+        statistics: bool = False,
     ) -> None:
-        super().__init__(kinds, tag, subsample, modules)
+        super().__init__(kinds, tag, subsample, modules, statistics=statistics)
         if incomplete not in ("strict", "drop", "partial"):
             raise MessageError(f"incomplete is 'strict', 'drop' or 'partial', not {incomplete!r}")
         self.incomplete = incomplete
@@ -162,14 +186,17 @@ class SynchronizedSubscription(Subscription):
         if self._step is not None and message.global_step != self._step:
             yield from self.finish()
         self._step = message.global_step
+        kind = self.stands_for(message.kind)
+        if kind is None or self._leaves(message):
+            return
         group = self._rounds.setdefault((message.key, message.tag), _Round())
         call = (message.call, message.leaf)
-        slot = group.of_step if message.kind in self._shared else group.of_call.setdefault(call, {})
-        if message.kind in slot or (slot is not group.of_step and call in group.delivered):
+        slot = group.of_step if kind in self._shared else group.of_call.setdefault(call, {})
+        if kind in slot or (slot is not group.of_step and call in group.delivered):
             raise MessageError(
                 f"two {message.kind} messages of {message.key!r}, call {message.call}, in step {message.global_step}"
             )
-        slot[message.kind] = message
+        slot[kind] = message
         for ready in list(group.of_call) if slot is group.of_step else [call]:
             if len(group.of_step) + len(group.of_call[ready]) == len(self.kinds):
                 yield self._bundle(group, ready)
@@ -196,8 +223,14 @@ class SynchronizedSubscription(Subscription):
         bundle = MessageBundle(self.kinds)
         for kind in self.kinds:
             if kind in there:
-                bundle.add(there[kind])
+                bundle.add(there[kind], kind)
         return bundle
+
+
+def _is_doubled(sampling: Mapping[str, Any] | None) -> bool:
+    """Whether the sampling of a message says that its statistics are there, too."""
+    beside = None if sampling is None else sampling.get("beside")
+    return isinstance(beside, list) and "statistics" in beside
 
 
 def matches_tag(pattern: str | None, tag: str) -> bool:

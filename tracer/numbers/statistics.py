@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tracer.numbers.arrays import as_array
@@ -92,7 +94,12 @@ def statistics_of(tensor: Tensor) -> Tensor:
         return torch.from_numpy(np.concatenate([np.ldexp(values, exponent), table[list(_ROWS.values())]]))
 
 
-def moments_from(entries_tn: np.ndarray) -> Moments:  # type: ignore[type-arg]
+def are_statistics(sampling: Mapping[str, Any] | None) -> bool:
+    """Whether the sampling of messages says that they hold what `statistics_of` gives."""
+    return sampling is not None and sampling.get("reduce") == "statistics" and sampling.get("entries") == list(ENTRIES)
+
+
+def moments_from(entries_tn: NDArray[np.float64]) -> Moments:
     """The moments of each of several tensors (tensors, 16) of which `statistics_of` gave the entries."""
     found = Moments.empty(NEED, len(entries_tn))
     by_name = dict(zip(ENTRIES, entries_tn.T, strict=True))

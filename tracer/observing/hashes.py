@@ -1,9 +1,9 @@
 """The hash of a tensor: eight bytes that tell whether two tensors are the same to the bit.
 
-`hash_of` is XXH3-64 (https://xxhash.com, seed 0) of a line of text and of the hashes of the tensor's pieces. The text is
-the dtype as torch names it and the shape, ``float32 [2, 3]``, and a line end. A piece is `PIECE` bytes of the numbers in
-C order as they lie in the memory of a little-endian machine; the last one is shorter. Each piece gives the eight bytes
-of its XXH3-64, the highest first. Pieces can be hashed side by side.
+`hash_of` is XXH3-64 (https://xxhash.com, seed 0) of a line of text and of the hashes of the tensor's pieces. The text
+is the dtype as torch names it and the shape, ``float32 [2, 3]``, and a line end. A piece is `PIECE` bytes of the
+numbers in C order as they lie in the memory of a little-endian machine; the last one is shorter. Each piece gives the
+eight bytes of its XXH3-64, the highest first. Pieces can be hashed side by side.
 """
 
 from __future__ import annotations

@@ -74,7 +74,9 @@ class Audience:
         for receiver in self.receivers:
             kept: dict[str, list[str]] = {}
             for stream in streams:
-                if receiver.wants(stream.kind, stream.module, stream.tag, None):
+                if receiver.wants(stream.kind, stream.module, stream.tag, None) and not _for_data(
+                    receiver, stream.kind
+                ):
                     where = "the network" if stream.module is None else stream.module or "the root"
                     for how in sorted(set(stream.sampling or ()) & set(receiver.spoiled_by)):
                         reduction = (stream.sampling or {})[how] if how == "reduce" else None
@@ -88,6 +90,11 @@ class Audience:
                 for what, modules in kept.items()
             ]
         return sentences
+
+
+def _for_data(receiver: Receiver, kind: str) -> bool:
+    """Whether a receiver takes messages of a kind, of statistics, in place of the data."""
+    return any(one.stands_for(kind) not in (None, kind) for one in receiver.subscriptions)
 
 
 def _several(modules: list[str]) -> str:

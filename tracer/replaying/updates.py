@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracer.format.encodings import ENCODINGS
 from tracer.format.journal import Column
-from tracer.messaging.messages import Message, difference
+from tracer.messaging.messages import STATISTICS_SUFFIX, Message, difference
 from tracer.messaging.receiver import Receiver
 from tracer.replaying.filters import Filters
 from tracer.trace.reader import TraceReader
@@ -32,6 +33,7 @@ def derivable(streams: Sequence[StreamInfo], receivers: Sequence[Receiver], filt
     """The updates that receivers ask for and the trace lacks, but that may follow from weights in consecutive steps.
 
     Weights that were cast or reduced give no updates: a difference of rounded numbers is not the rounded difference.
+    Nor do others where the trace has statistics of updates, which would be told twice.
 
     Parameters
     ----------
@@ -47,10 +49,18 @@ def derivable(streams: Sequence[StreamInfo], receivers: Sequence[Receiver], filt
     """
     present = {stream.kind for stream in streams}
     return [
-        replace(stream, kind=kind, dtype=_dtype_of_difference(stream.dtype), count=0, bytes=0, steps=None)
+        replace(
+            stream,
+            kind=kind,
+            dtype=_dtype_of_difference(stream.dtype),
+            count=0,
+            bytes=0,
+            steps=None,
+            sampling=_without_statistics(stream.sampling),
+        )
         for stream in streams
         if (kind := _UPDATES.get(stream.kind)) is not None
-        and kind not in present
+        and not {kind, kind + STATISTICS_SUFFIX} & present
         and filters.let_through_as(kind, stream)
         and not {"dtype", "reduce"} & set(stream.sampling or ())
         and any(one.wants(kind, stream.module, stream.tag, None) for one in receivers)
@@ -98,6 +108,11 @@ def settled(window: TraceReader, derived: Sequence[StreamInfo], clock: int) -> i
     last = last[last >= 0]  # a stream is declared before it has messages
     waiting = last[clocks[last] >= over]
     return int(waiting.min(initial=len(streams)))
+
+
+def _without_statistics(sampling: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The sampling of updates that are made of weights with a sampling: the weights' statistics are not theirs."""
+    return {name: value for name, value in (sampling or {}).items() if name != "beside"} or None
 
 
 def _dtype_of_difference(dtype: str | None) -> str:
@@ -155,6 +170,7 @@ def messages(
             later = follower(follower_of[row])
             assert message.data is not None and later.data is not None  # noqa: PT018 - weights are never events
             update = difference(later.data, message.data)
-            held = replace(message, kind=_UPDATES[message.kind], data=update)
+            sampling = _without_statistics(message.sampling)
+            held = replace(message, kind=_UPDATES[message.kind], data=update, sampling=sampling)
     if held is not None:
         yield held

@@ -113,6 +113,12 @@ class Wanted:
     derived_rhythms: Rhythms
 
 
+def _stands_for_another(stream: StreamInfo, audience: Audience, filters: Filters) -> bool:
+    """Whether a stream holds statistics that a receiver takes in place of data of a kind that passes."""
+    kinds = {one.stands_for(stream.kind) for receiver in audience.asking for one in receiver.subscriptions}
+    return any(kind not in (None, stream.kind) and filters.let_through_as(kind, stream) for kind in kinds)
+
+
 def wanted_of(reader: TraceReader, audience: Audience, filters: Filters, rank: int, *, growing: bool = False) -> Wanted:
     """What receivers get of one rank; few rows of the journal are read for it.
 
@@ -128,7 +134,7 @@ def wanted_of(reader: TraceReader, audience: Audience, filters: Filters, rank: i
     streams = [stream for stream in reader.streams if stream.rank == rank]
     filters.check(reader)
     audience.check(reader, streams)
-    offered = [stream for stream in streams if filters.let_through(stream)]
+    offered = [one for one in streams if filters.let_through(one) or _stands_for_another(one, audience, filters)]
 
     def lacking(updates: Sequence[StreamInfo]) -> list[str]:
         there = [(one.kind, one.module, one.tag) for one in (*offered, *updates)]

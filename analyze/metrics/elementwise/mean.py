@@ -78,7 +78,7 @@ class Mean(OneNumber):
     """
 
     name = "mean"
-    takes_many = True
+    takes_many = takes_statistics = True
     spoiled_by = ("reduce",)
     version = 2
     invariances = ("order",)

@@ -50,8 +50,8 @@ def norm(x: Array, order: float = 2) -> float:
     array = as_array(x)
     if array.size == 0:
         return 0.0
-    if order in _SHARED and array.dtype.kind != "c":
-        return statistic(array, _SHARED[order])
+    if order in SHARED and array.dtype.kind != "c":
+        return statistic(array, SHARED[order])
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         if order == 1:
             return float(np.sum([np.abs(block).sum() for block in blocks(array)]))
@@ -68,7 +68,7 @@ def norm(x: Array, order: float = 2) -> float:
         return _root(_power_sum(array, order, scale), order) * scale
 
 
-_SHARED = {1: "norm1", 2: "norm2", math.inf: "norminf"}
+SHARED = {1: "norm1", 2: "norm2", math.inf: "norminf"}
 """The orders that need no power of each number; of real data they are had in one pass with other statistics."""
 
 
@@ -101,6 +101,13 @@ def _power_sum(x: Array, order: float, scale: float) -> float:
 
 def _root(total: float, order: float) -> float:
     return math.sqrt(total) if order == 2 else float(np.float64(total) ** (1 / order))
+
+
+def norm_of(message: Message, order: float) -> float:
+    """The norm of a message's data; of real data and the orders in `SHARED`, from a pass that others may share."""
+    if order in SHARED and message.data is not None and not message.data.is_complex():
+        return shared(message, SHARED[order])
+    return norm(as_array(message.data), order)
 
 
 @final
@@ -155,16 +162,15 @@ class Norm(OneNumber):
 
     def __init__(self, kind: str = "weights", *, order: float = 2, **where: Unpack[Where]) -> None:
         check_order(order)
+        self.takes_statistics = order in SHARED
         super().__init__(kind, f"{kind}_norm{suffix(order)}", **where)
         self.order = order
 
     def value(self, message: Message) -> float:
-        """The norm; of real data and these orders, from the pass over the data that other statistics share."""
-        if self.order in _SHARED and message.data is not None and not message.data.is_complex():
-            return shared(message, _SHARED[self.order])
-        return norm(as_array(message.data), self.order)
+        """The norm."""
+        return norm_of(message, self.order)
 
     def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
         """The norms of these orders, from a pass that other statistics share; others are had one by one."""
-        found = shared_by_all(stack, _SHARED[self.order]) if self.order in _SHARED else None
+        found = shared_by_all(stack, SHARED[self.order]) if self.order in SHARED else None
         return None if found is None else (found,)

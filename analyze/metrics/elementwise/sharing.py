@@ -16,6 +16,7 @@ from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack
 from tracer.numbers.arrays import as_array
 from tracer.numbers.moments import Moments, has, moments, moments_of_tensors
+from tracer.numbers.statistics import are_statistics, moments_from
 
 
 class _Shared(threading.local):
@@ -34,8 +35,13 @@ _shared = _Shared()
 
 
 def shared(message: Message, name: str, ddof: int = 1) -> float:
-    """A statistic of a message's data, in a pass that others may share; NaN for complex data."""
+    """A statistic of a message's data, in a pass that others may share; NaN for complex data.
+
+    A message of statistics (`tracer.numbers.statistics`) has it of the data that they are of.
+    """
     data = message.data
+    if data is not None and are_statistics(message.sampling):
+        return derived_number(moments_from(as_array(data).reshape(1, -1)), name, ddof)
     if data is not None and data.is_complex():
         return math.nan
     if data is None or data.layout != torch.strided:
@@ -48,6 +54,10 @@ def shared_by_all(stack: Stack, name: str, ddof: int = 1) -> NDArray[np.float64]
     data = stack.data
     if data is None or data.is_complex():
         return None
+    if stack.samplings is not None and any(are_statistics(one) for one in stack.samplings):
+        if not all(are_statistics(stack.samplings[one]) for one in stack.heads.present):
+            return None
+        return derive(moments_from(as_array(data)), (name,), ddof)[name]
     return derive(shared_moments(data, stack.kind, FORMULAS[name].need, each=True), (name,), ddof)[name]
 
 

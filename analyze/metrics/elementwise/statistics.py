@@ -16,13 +16,15 @@ from analyze.metrics.checks import check_word
 from analyze.metrics.elementwise.formulas import FORMULAS, check_ddof, derive, needs_of
 from analyze.metrics.elementwise.norm import norm
 from analyze.metrics.elementwise.quantiles import quantiles, quantiles_of_tensors
+from analyze.metrics.elementwise.sharing import shared, shared_by_all
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.similarity.datapoints import neurons_last
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack
 from tracer.numbers.arrays import Array, as_array
-from tracer.numbers.moments import moments, moments_of_channels, moments_of_tensors
+from tracer.numbers.moments import has, moments, moments_of_channels, moments_of_tensors
+from tracer.numbers.statistics import NEED, are_statistics
 
 Per = Literal["tensor", "channel"]
 Channels = Literal["auto", "outputs", "first", "last"]
@@ -334,11 +336,14 @@ class Statistics(PerMessage):
         names = check_names(which)
         _check(per, ddof, precision)
         check_word("channels", channels, get_args(Channels))
+        self.takes_statistics = per == "tensor" and has(NEED, needs_of(names)) and all(one in FORMULAS for one in names)
         super().__init__(kind, [f"{kind}_statistics_{name}" for name in names], **where)
         self.which, self.per, self.channels, self.ddof, self.precision = names, per, channels, ddof, precision
 
     def measure(self, message: Message) -> list[Tensor]:
         """The statistics in the order of `which`."""
+        if are_statistics(message.sampling):
+            return [torch.tensor(shared(message, name, self.ddof), dtype=torch.float64) for name in self.which]
         array = as_array((neurons_last(message, self.channels) if self.per == "channel" else message).data)
         axis = channel_axis(message.kind, array.shape, self.channels)
         found = statistics(array, self.which, per=self.per, axis=axis, ddof=self.ddof, precision=self.precision)
@@ -348,5 +353,8 @@ class Statistics(PerMessage):
         """The statistics of whole tensors all at once; those of channels, and of complex data, one by one."""
         if self.per != "tensor" or stack.data is None or stack.data.is_complex():
             return None
+        if stack.samplings is not None and any(map(are_statistics, stack.samplings)):
+            answers = [shared_by_all(stack, name, self.ddof) for name in self.which]
+            return None if any(one is None for one in answers) else answers
         found = statistics_of_tensors(stack.data, self.which, ddof=self.ddof, precision=self.precision)
         return list(found.values())

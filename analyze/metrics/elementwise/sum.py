@@ -75,7 +75,7 @@ class Sum(OneNumber):
     """
 
     name = "sum"
-    takes_many = True
+    takes_many = takes_statistics = True
     spoiled_by = ("elements", "reduce")
     version = 2
     invariances = ("order",)

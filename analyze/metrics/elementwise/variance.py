@@ -91,7 +91,7 @@ class Variance(OneNumber):
     """
 
     name = "variance"
-    takes_many = True
+    takes_many = takes_statistics = True
     spoiled_by = ("reduce",)
     version = 3
     invariances = ("order", "shift", "sign")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Unpack, final
 
-from analyze.metrics.elementwise.norm import check_order, norm, suffix
+from analyze.metrics.elementwise.norm import SHARED, check_order, norm, norm_of, suffix
 from analyze.metrics.inputs import carries_data
 from analyze.metrics.metric import OneNumber, Where
 from tracer.messaging.messages import MessageBundle
-from tracer.numbers.arrays import Array, as_array
+from tracer.numbers.arrays import Array
 
 
 def ratio(dividend: Array, divisor: Array, order: float = 2) -> float:
@@ -36,7 +36,10 @@ def ratio(dividend: Array, divisor: Array, order: float = 2) -> float:
     >>> ratio([0.003, 0.004], [[3.0], [4.0]]), ratio([1.0], [0.0]), ratio([0.0], [0.0])
     (0.001, inf, nan)
     """
-    above, below = norm(dividend, order), norm(divisor, order)
+    return _quotient(norm(dividend, order), norm(divisor, order))
+
+
+def _quotient(above: float, below: float) -> float:
     if below == 0:
         return math.nan if above == 0 or math.isnan(above) else math.inf
     return above / below
@@ -105,10 +108,12 @@ class Ratio(OneNumber):
         carries_data(dividend)
         carries_data(divisor)
         check_order(order)
+        self.takes_statistics = order in SHARED
         suffix_of_order = "" if order == 2 else suffix(order)
         super().__init__((dividend, divisor), f"{dividend}_{divisor}_ratio{suffix_of_order}", **where)
         self.dividend, self.divisor, self.order = dividend, divisor, order
 
     def value(self, bundle: MessageBundle) -> float:
         """The ratio of the two norms."""
-        return ratio(as_array(bundle[self.dividend]), as_array(bundle[self.divisor]), self.order)
+        above, below = (norm_of(bundle.messages[kind], self.order) for kind in (self.dividend, self.divisor))
+        return _quotient(above, below)
