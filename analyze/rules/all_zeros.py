@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Unpack, final
 
-from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
@@ -30,6 +30,7 @@ class AllZeros(Rule):
     """
 
     name = "all_zeros"
+    takes_statistics = True
     judges = "activations or gradients"
     advice = "look at whether the loss depends on this module, and at whether the layers before and after it are dead"
 
@@ -38,11 +39,11 @@ class AllZeros(Rule):
 
     def look(self, message: Message) -> Iterator[Message]:
         """Judge one message."""
-        data = message.data
+        extent = Extent.of(message)
         second = "backward." in message.leaf  # a gradient of a gradient may well be zero
-        if second or data is None or data.numel() < 2 or not data.is_floating_point():
+        if second or extent is None or extent.count < 2 or not extent.floating:
             return
-        yield from self.judge(message, shared(message, "zeros") == data.numel(), 1.0, 1.0)
+        yield from self.judge(message, shared(message, "zeros") == extent.count, 1.0, 1.0)
 
     def evidence(self, found: Finding) -> str:
         """What was seen."""

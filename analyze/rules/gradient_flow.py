@@ -44,6 +44,7 @@ class VanishingGradient(Rule):
     """
 
     name = "vanishing_gradient"
+    takes_statistics = True
     memory = ("now",)
     judges = "layer_gradients of several layers"
     numbers = ("largest", "smallest")
@@ -124,6 +125,7 @@ class ExplodingGradient(Rule):
     """
 
     name = "exploding_gradient"
+    takes_statistics = True
     memory = ("past", "start", "layers", "steps")
     numbers = ("usual", "of_past")
     advice = (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Unpack, final
 
 from analyze.metrics.checks import check, is_number
-from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Looking, Rule
@@ -36,6 +36,7 @@ class NormDrift(Rule):
     """
 
     name = "norm_drift"
+    takes_statistics = True
     memory = ("start",)
     judges = "weights of two axes or more"
     numbers = ("start",)
@@ -49,8 +50,8 @@ class NormDrift(Rule):
 
     def look(self, message: Message) -> Iterator[Message]:
         """Judge one weight."""
-        data = message.data
-        if data is None or data.ndim < 2:
+        extent = Extent.of(message)
+        if extent is None or extent.axes < 2:
             return
         norm = shared(message, "norm2")
         start = self.start.setdefault(series_of(message), norm)

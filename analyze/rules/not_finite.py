@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Place, Rule
 from tracer.messaging.messages import KINDS, Message
@@ -37,6 +37,7 @@ class NotFinite(Rule):
     """
 
     name = "not_finite"
+    takes_statistics = True
     memory = ("origin", "first", "last", "followed")
     severity = Severity.ERROR
     judges = "messages of floating-point numbers"
@@ -55,8 +56,8 @@ class NotFinite(Rule):
 
     def look(self, message: Message) -> Iterator[Message]:
         """Judge one message."""
-        data = message.data
-        if data is None or not data.is_floating_point() or data.layout != torch.strided:
+        extent = Extent.of(message)
+        if extent is None or not extent.floating or message.data is None or message.data.layout != torch.strided:
             return
         self.judged += 1
         nan, inf = shared(message, "nan"), shared(message, "inf")

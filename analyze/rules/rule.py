@@ -139,7 +139,8 @@ class Rule(Metric):
     ) -> None:
         check(is_whole(patience, 1), f"the patience of {self.name} is a positive integer", patience)
         wanted = [(one,) if isinstance(one, str) else tuple(one) for one in needs]
-        subscriptions = [Subscription(kinds, tag, every, modules) for kinds in wanted]
+        statistics = self.takes_statistics
+        subscriptions = [Subscription(kinds, tag, every, modules, statistics=statistics) for kinds in wanted]
         Subscriber.__init__(self, subscriptions, f"{self.name}_finding")
         self.kinds = tuple(kind for kinds in wanted for kind in kinds)
         self.patience = patience

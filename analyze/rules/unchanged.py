@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Unpack, final
 
-from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.header import entries
@@ -34,6 +34,7 @@ class Unchanged(Rule):
     """
 
     name = "unchanged"
+    takes_statistics = True
     memory = ("changed", "now")
     judges = "updates of weights"
     numbers = ("frozen",)
@@ -53,9 +54,9 @@ class Unchanged(Rule):
 
     def look(self, message: Message) -> Iterator[Message]:
         """Remember whether an update is zero."""
-        data = message.data
-        if data is not None and data.numel():
-            self.now[series_of(message)] = Place.of(message), shared(message, "zeros") == data.numel()
+        extent = Extent.of(message)
+        if extent is not None and extent.count:
+            self.now[series_of(message)] = Place.of(message), shared(message, "zeros") == extent.count
         yield from ()
 
     def look_back(self) -> Iterator[Message]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Unpack, final
 
 from analyze.metrics.checks import check, is_number, is_whole
-from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding
 from analyze.rules.past import Past, median
@@ -52,6 +52,7 @@ class UpdateRatio(Rule):
     """
 
     name = "update_ratio"
+    takes_statistics = True
     memory = ("weights", "past", "large", "now")
     numbers = ("usual", "alone")
     advice = "look at what changed in this step for this layer: its learning rate, its gradient, its optimizer's state"
@@ -81,8 +82,8 @@ class UpdateRatio(Rule):
 
     def look(self, message: Message) -> Iterator[Message]:
         """Remember the norm of a weight, or the ratio of an update."""
-        data = message.data
-        if data is None or data.ndim < 2:
+        extent = Extent.of(message)
+        if extent is None or extent.axes < 2:
             return
         if message.kind == "weights":
             self.weights[series_of(message)] = shared(message, "norm2")

@@ -289,6 +289,11 @@ def with_data(message: Message, data: Tensor | None) -> Message:
     return checked(message.kind, *_counters(message), data, message.sampling)
 
 
+def of_kind(message: Message, kind: str) -> Message:
+    """The same message as one of another kind."""
+    return checked(kind, *_counters(message), message.data, message.sampling)
+
+
 def difference(now: Tensor, before: Tensor, out: Tensor | None = None) -> Tensor:
     """What was added to a parameter: what messages of updates hold, observed or made from two weights.
 
@@ -352,24 +357,17 @@ class MessageBundle:
         self.kinds: tuple[str, ...] = (kinds,) if isinstance(kinds, str) else tuple(kinds)
         self.messages: dict[str, Message] = {}
 
-    def add(self, message: Message, kind: str | None = None) -> None:
+    def add(self, message: Message) -> None:
         """Add one message.
-
-        Parameters
-        ----------
-        message : Message
-        kind : str, optional
-            For which it stands, if that is not its own: that of the data, of statistics.
 
         Raises
         ------
         MessageError
             If its kind is not expected or already there, or if it is of another key or step than the first.
         """
-        kind = message.kind if kind is None else kind
-        if kind not in self.kinds:
+        if message.kind not in self.kinds:
             raise MessageError(f"a bundle of {', '.join(self.kinds)} does not take a {message.kind} message")
-        if kind in self.messages:
+        if message.kind in self.messages:
             raise MessageError(
                 f"a bundle got two {message.kind} messages of {message.key!r} in global step {message.global_step}"
             )
@@ -382,7 +380,7 @@ class MessageBundle:
                         f"a bundle that began with {first.kind} at {field} {expected!r} cannot take "
                         f"{message.kind} at {field} {found!r}"
                     )
-        self.messages[kind] = message
+        self.messages[message.kind] = message
 
     def complete(self) -> bool:
         """Whether every expected kind is there."""

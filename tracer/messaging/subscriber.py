@@ -204,6 +204,8 @@ class Subscriber(Receiver):
             for stack in stretch.stacks:
                 taken = stack.only(subscription.takes(stack))
                 if taken is not None:
+                    data_kind = subscription.stands_for(stack.kind) or stack.kind
+                    taken = taken if data_kind == stack.kind else replace(taken, kind=data_kind)
                     many = self.compute_many(taken) if late else gathered(taken, map(self.compute, taken))
                     for answers in many:
                         kind = self._labels.get(answers.kind, answers.kind)

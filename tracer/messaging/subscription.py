@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATISTICS_SUFFIX, Message, MessageBundle
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATISTICS_SUFFIX, Message, MessageBundle, of_kind
 from tracer.messaging.stacks import Stack, has_own_methods
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Subscription:
         Globs over dotted module paths; None means all. Network messages have no module and always pass.
     statistics : bool
         Whether statistics (``weights_statistics``) are taken in place of the data, where a capture has kept them. Of a
-        tensor of which both are there the statistics are taken.
+        tensor of which both are there the statistics are taken. They come as messages of the kind of the data.
 
     Raises
     ------
@@ -106,13 +106,20 @@ class Subscription:
         return taken if self.subsample == 1 else taken & (stack.steps % self.subsample == 0)
 
     def take(self, message: Message) -> Iterator[Message | MessageBundle]:
-        """What the subscriber gets now that this message, which is wanted, is there."""
-        if not self._leaves(message):
-            yield message
+        """What the subscriber gets now that this message, which is wanted, is there.
 
-    def _leaves(self, message: Message) -> bool:
-        """Whether a message is left to its statistics, which come, too."""
-        return self.statistics and message.kind in self.kinds and _is_doubled(message.sampling)
+        Statistics come as messages of the kind of the data that they stand for.
+        """
+        found = self._as_data(message) if self.statistics else message
+        if found is not None:
+            yield found
+
+    def _as_data(self, message: Message) -> Message | None:
+        """A message as one of `kinds`; None if its statistics come, too."""
+        if message.kind in self.kinds:
+            return None if _is_doubled(message.sampling) else message
+        kind = self.stands_for(message.kind)
+        return None if kind is None else of_kind(message, kind)
 
     def finish(self) -> Iterator[Message | MessageBundle]:
         """What the subscriber still gets at the end."""
@@ -186,9 +193,10 @@ class SynchronizedSubscription(Subscription):
         if self._step is not None and message.global_step != self._step:
             yield from self.finish()
         self._step = message.global_step
-        kind = self.stands_for(message.kind)
-        if kind is None or self._leaves(message):
+        found = self._as_data(message) if self.statistics else message
+        if found is None:
             return
+        message, kind = found, found.kind
         group = self._rounds.setdefault((message.key, message.tag), _Round())
         call = (message.call, message.leaf)
         slot = group.of_step if kind in self._shared else group.of_call.setdefault(call, {})
@@ -223,7 +231,7 @@ class SynchronizedSubscription(Subscription):
         bundle = MessageBundle(self.kinds)
         for kind in self.kinds:
             if kind in there:
-                bundle.add(there[kind], kind)
+                bundle.add(there[kind])
         return bundle
 
 

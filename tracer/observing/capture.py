@@ -409,7 +409,7 @@ class Capture:
         if self.beside(kind) == "hash":
             told |= {"reduce": "hash", "hash": {"name": "xxh3_64", "piece": PIECE}}
         elif self.beside(kind) == "statistics":
-            told |= {"reduce": "statistics", "entries": list(ENTRIES)}
+            told |= {"reduce": "statistics", "entries": list(ENTRIES), "axes": len(shape), "floating": floating}
         if "positions" in told or "elements" in told:
             told = {"shape": list(shape), **told}
         return told or None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +48,25 @@ def shared(message: Message, name: str, ddof: int = 1) -> float:
     if data is None or data.layout != torch.strided:
         return statistic(as_array(data), name, ddof)
     return derived_number(shared_moments(data, message.kind, FORMULAS[name].need), name, ddof)
+
+
+class Extent(NamedTuple):
+    """What is known of the tensor that a message holds, or of the one that its statistics are of."""
+
+    axes: int
+    count: int
+    floating: bool
+
+    @classmethod
+    def of(cls, message: Message) -> Extent | None:
+        """What a message says; None of an event."""
+        data, sampling = message.data, message.sampling
+        if data is None:
+            return None
+        if sampling is not None and are_statistics(sampling):
+            count = int(shared(message, "count"))
+            return cls(int(sampling.get("axes", 0)), count, bool(sampling.get("floating", True)))
+        return cls(data.ndim, data.numel(), data.is_floating_point())
 
 
 def shared_by_all(stack: Stack, name: str, ddof: int = 1) -> NDArray[np.float64] | None:

@@ -1,0 +1,250 @@
+"""Hashes and statistics that are kept beside the data, or in its place."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from torch import Tensor, nn
+
+import analyze
+import tracer
+from analyze.registry import parse
+from tracer import Capture, Collect, ModuleMessage
+from tracer.errors import CaptureError
+from tracer.numbers.statistics import ENTRIES, statistics_of
+from tracer.observing.hashes import PIECE, hash_of
+
+LAYOUTS = {
+    "as it is": lambda x: x,
+    "transposed": lambda x: x.t(),
+    "every second": lambda x: x[:, ::2],
+    "one number": lambda x: x[0, 0],
+    "empty": lambda x: x[:0],
+    "expanded": lambda x: x[:, :1].expand(-1, 300),
+}
+DTYPES = (
+    *("float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "complex64", "complex128"),
+    *("int8", "uint8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool"),
+)
+
+
+def numbers(dtype: str, rows: int = 70, columns: int = 600) -> Tensor:
+    """Numbers of a dtype, some of them zero, NaN or infinite."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(rows, columns, generator=generator, dtype=torch.float64) * 3
+    x[3], x[5, 7], x[6, 8], x[9, 9] = 0.0, torch.nan, torch.inf, -torch.inf
+    kind = getattr(torch, dtype)
+    if not (kind.is_floating_point or kind.is_complex):
+        x = x.nan_to_num(0, 1, 0).abs()
+    return x.to(kind)
+
+
+def in_c_order(x: Tensor) -> bytes:
+    """The bytes of a tensor, by way of nothing that `hash_of` uses."""
+    whole = torch.empty(x.shape, dtype=x.dtype).copy_(x)
+    return ctypes.string_at(whole.data_ptr(), whole.nbytes) if whole.nbytes else b""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_hash_is_what_its_definition_says(dtype: str, layout: str) -> None:
+    """XXH3-64 of dtype, shape and the hashes of pieces, as anybody computes it."""
+    x = LAYOUTS[layout](numbers(dtype, 300))
+    data = in_c_order(x)
+    digests = b"".join(xxhash.xxh3_64(data[at : at + PIECE]).digest() for at in range(0, len(data), PIECE))
+    expected = xxhash.xxh3_64(f"{dtype} {list(x.shape)}\n".encode() + digests).digest()
+    assert hash_of(x) == int.from_bytes(expected, "big", signed=True)
+
+
+def test_hashes_of_large_tensors_that_lie_elsewhere() -> None:
+    """Of tensors that are copied a few megabytes at a time, whatever their axes are; and of marked numbers."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 700, 1111, generator=generator)
+    for one in (x.permute(2, 0, 1), x.permute(1, 2, 0), x.transpose(0, 1), x[:, :, 3:-7], x.flatten()[1:]):
+        assert hash_of(one) == hash_of(one.contiguous())
+    marked = torch.view_as_complex(x[..., :1110].contiguous().reshape(3, 700, 555, 2)).conj()
+    assert hash_of(marked) == hash_of(marked.resolve_conj())
+    assert hash_of(marked) != hash_of(marked.conj())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [one for one in DTYPES if not one.startswith("complex")])
+@pytest.mark.parametrize("finite", [True, False])
+def test_statistics_are_those_of_numpy(dtype: str, layout: str, finite: bool) -> None:
+    """Mean, deviation, norm, extremes and counts, of whole tensors."""
+    x = numbers(dtype)
+    if finite and x.is_floating_point():
+        x = x.double().nan_to_num(0, 1, -1).to(x.dtype)
+    x = LAYOUTS[layout](x)
+    found = dict(zip(ENTRIES, statistics_of(x).tolist(), strict=True))
+    values = x.double().numpy().ravel()
+    counts = np.isnan(values).sum(), np.isinf(values).sum(), (values == 0).sum(), values.size
+    assert tuple(found[name] for name in ("nan", "inf", "zero", "count")) == counts
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        expected = {"norm": np.linalg.norm(values), "mean": values.mean(), "std": values.std(ddof=1)}
+        if values.size:
+            expected |= {"min": values.min(), "max": values.max()}
+    for name, value in expected.items():
+        if name == "std" and not np.isfinite(values).all():
+            assert np.isnan(found[name])
+        else:
+            np.testing.assert_allclose(found[name], value, rtol=1e-12, err_msg=name)
+
+
+def network() -> nn.Module:
+    """A network with two branches of the same part, dropout and normalisation."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.2), nn.Linear(5, 3))
+
+
+def train(path: Path, capture: Any, *receivers: Any, steps: int = 5, scaled: bool = False) -> list[Tensor]:
+    """Train and record; the weights at the end."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=8.0)
+    torch.manual_seed(2)
+    with tracer.record(path, model, optimizer, capture=capture, receivers=receivers, strict=True):
+        for step in range(steps):
+            for _ in range(2):  # accumulates
+                x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+                scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if step == 2:
+                model.eval()
+                with torch.no_grad():
+                    model(torch.randn(4, 6))
+                model.train()
+    return [one.detach().clone() for one in model.parameters()]
+
+
+ALL = tuple(tracer.KINDS)
+
+
+def told(path: Path) -> Iterator[tuple[tuple[Any, ...], tracer.Message]]:
+    """The messages of a trace, by what tells them apart."""
+    with tracer.open(path) as reader:
+        for one in reader.messages():
+            yield (one.kind, one.key, one.leaf, one.tag, one.global_step, one.call), one
+
+
+def is_data(name: str, kind: str, message: tracer.Message) -> bool:
+    """Whether messages of a kind are kept as they are: losses and events by captures of hashes, too."""
+    return name == "both" or message.data is None or kind in ("loss", "loss_terms")
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_they_are_those_of_the_data(tmp_path: Path, suffix: str, scaled: bool) -> None:
+    """Of every kind, at every step; and data that is kept at some steps is what it is without them."""
+    beside = [Capture(kinds=ALL, reduce="hash"), Capture(kinds=ALL, reduce="statistics")]
+    weights = [
+        train(tmp_path / f"{name}{suffix}", capture, scaled=scaled)
+        for name, capture in (
+            ("full", Capture(kinds=ALL)), ("alone", beside), ("both", [Capture(kinds=ALL, every=2), *beside])
+        )
+    ]  # fmt: skip
+    for one in weights[1:]:
+        assert all(map(torch.equal, one, weights[0]))
+    full = dict(told(tmp_path / f"full{suffix}"))
+    for name in ("alone", "both"):
+        found = dict(told(tmp_path / f"{name}{suffix}"))
+        for (kind, *rest), message in full.items():
+            if message.data is None or kind in ("loss", "loss_terms"):
+                continue
+            assert int(found[f"{kind}_hash", *rest].data) == hash_of(message.data), (name, kind, rest)
+            assert (
+                torch.equal(found[f"{kind}_statistics", *rest].data, statistics_of(message.data))
+                or message.data.isnan().any()
+            )
+        data = {key: one for key, one in found.items() if key[0] in ALL}
+        expected = {key: one for key, one in full.items() if is_data(name, key[0], one)}
+        if name == "both":  # the first capture decides, whatever it keeps
+            expected = {key: one for key, one in expected.items() if key[4] % 2 == 0 or key[3] != "default"}
+        assert data.keys() == expected.keys()
+        for key, one in data.items():
+            assert one.data is None or torch.equal(one.data, expected[key].data), key
+            doubled = one.data is not None and key[0] not in ("loss", "loss_terms")
+            assert (one.sampling or {}).get("beside") == (["statistics"] if doubled else None)
+
+
+SPECS = (
+    *("norm:kind=weights", "norm:kind=weight_gradients,order=1", "norm:kind=activations,order=inf", "mean", "sum"),
+    *("variance:kind=activations", "statistics:kind=activations", "ratio", "statistics:which=nan+inf+zeros+rms"),
+)
+
+
+@pytest.mark.parametrize("name", ["statistics", "both", "data"])
+def test_metrics_take_statistics(tmp_path: Path, name: str) -> None:
+    """Live and on replay they say, to the bit and once each, what they say of the data at every step."""
+    captures = {
+        "data": [Capture()],
+        "statistics": [Capture(reduce="statistics")],
+        "both": [Capture(every=2), Capture(reduce="statistics")],
+    }
+    live = [parse(spec) for spec in SPECS]
+    heard = Collect(*{kind for one in live for kind in one.produces})
+    train(tmp_path / "run.zarr", captures[name], *live, heard)
+    expected = Collect(*{kind for one in live for kind in one.produces})
+    train(tmp_path / "full.zarr", Capture())
+    tracer.replay(tmp_path / "full.zarr", *map(parse, SPECS), expected)
+    replayed = Collect(*{kind for one in live for kind in one.produces})
+    tracer.replay(tmp_path / "run.zarr", *map(parse, SPECS), replayed)
+    assert len(expected) > 100
+    for found in (heard, replayed):
+        assert rows(found) == rows(expected)
+
+
+def rows(found: Collect) -> list[tuple[Any, ...]]:
+    """What answers say, in an order of their own."""
+    return sorted(
+        (one.kind, one.key or "", one.tag, one.global_step, one.call, one.data.numpy().tobytes()) for one in found
+    )
+
+
+def test_a_filter_of_the_data_lets_its_statistics_pass(tmp_path: Path) -> None:
+    """Who asks for the weights alone gets the answers that follow from their statistics."""
+    train(tmp_path / "run.zarr", [Capture(every=2), Capture(reduce="statistics")])
+    found = analyze.analyze(tmp_path / "run.zarr", ["norm:kind=weights"], kinds="weights")
+    assert {row.global_step for row in found} == {0, 1, 2, 3, 4}
+    with pytest.raises(CaptureError, match="spectral_norm needs weights"):
+        train(tmp_path / "other.zarr", [Capture(reduce="statistics")], parse("spectral_norm"))
+
+
+@pytest.mark.parametrize("reduce", ["hash", "statistics"])
+@pytest.mark.parametrize("setting", [{"dtype": "float16"}, {"elements": 3}, {"positions": 2}, {"condition": bool}])
+def test_they_are_of_whole_tensors(reduce: str, setting: dict[str, Any]) -> None:
+    """What would make them of something else is refused, and named."""
+    with pytest.raises(CaptureError, match=f'reduce="{reduce}" is of whole tensors as they are: leave out'):
+        Capture(reduce=reduce, **setting)
+
+
+def test_updates_are_not_told_twice(tmp_path: Path) -> None:
+    """Where the trace has statistics of updates, none are made of consecutive weights."""
+    kinds = ["weights", "weight_updates"]
+    train(tmp_path / "run.zarr", [Capture(kinds=["weights"]), Capture(kinds=kinds, reduce="statistics")])
+    heard = Collect("weight_updates_norm2")
+    tracer.replay(tmp_path / "run.zarr", parse("norm:kind=weight_updates"), heard)
+    assert len(heard) == len({(one.key, one.global_step) for one in heard}) == 15
+
+
+def test_a_message_that_is_made_by_hand() -> None:
+    """Statistics stand for data wherever a subscription says so, and nowhere else."""
+    data = torch.tensor([3.0, -4.0])
+    where = {"module": "fc", "global_step": 0, "train_step": 0, "epoch": 0}
+    sampling = Capture(reduce="statistics").sampling("weights", data.shape)
+    message = ModuleMessage(kind="weights_statistics", data=statistics_of(data), sampling=sampling, **where)
+    norm = parse("norm:kind=weights")
+    assert norm.wants("weights_statistics", "fc", "default", 0)
+    assert [float(one.data) for one in norm.receive(message)] == [5.0]
+    assert not parse("norm:kind=weights,order=3").wants("weights_statistics", "fc", "default", 0)
