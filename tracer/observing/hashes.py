@@ -87,4 +87,5 @@ def _bytes(tensor: Tensor) -> memoryview:
     if sys.byteorder == "big" and tensor.itemsize > 1:
         size = tensor.itemsize // (2 if tensor.is_complex() else 1)
         array = array.reshape(-1, size)[:, ::-1].reshape(-1)
-    return memoryview(array.tobytes() if sys.byteorder == "big" else array)
+        return memoryview(array.tobytes())
+    return array.data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -50,7 +50,8 @@ def shared(message: Message, name: str, ddof: int = 1) -> float:
     return derived_number(shared_moments(data, message.kind, FORMULAS[name].need), name, ddof)
 
 
-class Extent(NamedTuple):
+@dataclass(frozen=True)
+class Extent:
     """What is known of the tensor that a message holds, or of the one that its statistics are of."""
 
     axes: int

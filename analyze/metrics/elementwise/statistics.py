@@ -355,6 +355,6 @@ class Statistics(PerMessage):
             return None
         if stack.samplings is not None and any(map(are_statistics, stack.samplings)):
             answers = [shared_by_all(stack, name, self.ddof) for name in self.which]
-            return None if any(one is None for one in answers) else answers
-        found = statistics_of_tensors(stack.data, self.which, ddof=self.ddof, precision=self.precision)
-        return list(found.values())
+            found = [one for one in answers if one is not None]
+            return found if len(found) == len(answers) else None
+        return list(statistics_of_tensors(stack.data, self.which, ddof=self.ddof, precision=self.precision).values())
