@@ -26,7 +26,7 @@ _OF_HOME = {
     "tracer.messaging.stacks": ("Stack", "Stretch"),
     "tracer.messaging.subscriber": ("CallbackSubscriber", "Subscriber"),
     "tracer.messaging.subscription": ("Subscription", "SynchronizedSubscription"),
-    "tracer.observing.capture": ("Capture",),
+    "tracer.observing.capture": ("KEYFRAME", "Capture"),
     "tracer.observing.exporter": ("Exporter",),
     "tracer.recording.certifying.certify": ("certify",),
     "tracer.recording.recorder": ("Recorder",),

@@ -60,6 +60,8 @@ class Kind:
         Whether the first axis of the data is the datapoints of a batch.
     clock : str
         The counter that `subsample` and `every` look at: ``"global_step"`` or ``"epoch"``.
+    state : bool
+        Whether it is of what a training goes on from, besides its parameters.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Kind:
     per_call: bool = False
     batched: bool = False
     clock: str = "global_step"
+    state: bool = False
 
 
 KINDS: Mapping[str, Kind] = {
@@ -92,9 +95,17 @@ KINDS: Mapping[str, Kind] = {
         Kind("bias_gradients", network=False),
         Kind("weight_updates", network=False),
         Kind("bias_updates", network=False),
+        Kind("buffers", network=False, state=True),
+        Kind("optimizer_state", network=False, state=True),
+        Kind("generators", network=True, per_call=True, state=True),
+        Kind("hyperparameters", network=True, per_call=True, state=True),
+        Kind("keyframe", network=True, event=True, state=True),
     )
 }
 """Every kind that an exporter observes, by name."""
+
+STATE_KINDS: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.state)
+"""The kinds of a training's state besides its parameters; `tracer.KEYFRAME` captures all of it."""
 
 STATISTICS_SUFFIX: Final = "_statistics"
 """What the kind of messages of statistics ends with, after the kind of the data; see `tracer.Capture.reduce`."""

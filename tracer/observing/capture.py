@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tracer import walking
 from tracer.errors import CaptureError, UnknownNameError
-from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS, Message
 from tracer.messaging.subscription import matches_tag
 from tracer.numbers.statistics import ENTRIES, statistics_of
 from tracer.observing.hashes import PIECE, hash_of
@@ -24,13 +24,16 @@ from tracer.observing.sketches import Sketch
 from tracer.shown import table
 
 _LOSSES = ("loss", "loss_terms")
+_AS_THEY_ARE = (*_LOSSES, "generators", "hyperparameters")
 BESIDE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "hash": lambda x: torch.tensor(hash_of(x)),
     "statistics": statistics_of,
 }
 """Reductions whose messages have a kind of their own, such as ``weights_hash``, beside that of the data."""
-DEFAULT_KINDS: tuple[str, ...] = tuple(kind for kind in KINDS if kind not in ("layer_inputs", "input_gradients"))
-"""The kinds of a capture that names none: all but two, whose data mostly repeats a neighbouring layer's."""
+DEFAULT_KINDS: tuple[str, ...] = tuple(
+    kind for kind in KINDS if kind not in ("layer_inputs", "input_gradients", *STATE_KINDS)
+)
+"""The kinds of a capture that names none: all but two, whose data mostly repeats a neighbouring layer's, and state."""
 
 SKETCHED: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.batched and not kind.network)
 """The kinds of which a sketch can be kept: those with datapoints and neurons."""
@@ -53,7 +56,9 @@ class Capture:
     Parameters
     ----------
     kinds : iterable of str, optional
-        Names of `tracer.KINDS`; by default `DEFAULT_KINDS`: all but ``layer_inputs`` and ``input_gradients``.
+        Names of `tracer.KINDS`; by default `DEFAULT_KINDS`: all but ``layer_inputs``, ``input_gradients``, and the
+        state besides the parameters (``buffers``, ``optimizer_state``, ``generators``, ``hyperparameters``,
+        ``keyframe``), which `rows`, `positions`, `elements` and `dtype` leave whole.
     modules : iterable of str, optional
         Globs over dotted module paths, such as ``"features.*"``. By default every module that has parameters of its
         own, and every leaf.
@@ -93,7 +98,7 @@ class Capture:
         their own, such as ``weights_hash`` and ``weights_statistics``. A hash, 8 bytes, tells whether two tensors are
         the same to the bit (`tracer.observing.hashes`). Statistics are the mean, deviation, norm, least and greatest,
         the counts of NaN, infinities and zeros, and sums (`tracer.numbers.statistics`), which metrics take in place of
-        the data. Losses are kept as they are.
+        the data. Losses, generators and hyperparameters are kept as they are.
     seed : int
         Seed of the fixed random choices and of sketches, which have generators of their own.
 
@@ -236,6 +241,11 @@ class Capture:
         """Whether one of its globs names this parameter by the parameter's own path."""
         return self.modules is not None and any(fnmatchcase(path, pattern) for pattern in self.modules)
 
+    def takes_state(self, path: str) -> bool:
+        """Whether it observes the buffer at this path, or the optimizer's state of the parameter there."""
+        owner = path.rpartition(".")[0]
+        return self.modules is None or any(fnmatchcase(one, glob) for one in (path, owner) for glob in self.modules)
+
     def due(self, kind: str, tag: str, step: int) -> bool:
         """Whether it observes such a message in this step, for a kind and tag that it takes."""
         if tag != DEFAULT_TAG or KINDS[kind].clock != "global_step":
@@ -269,7 +279,7 @@ class Capture:
 
     def beside(self, kind: str) -> str | None:
         """``"hash"`` or ``"statistics"`` if that is what it keeps of messages of a kind; None if it keeps data."""
-        if self.reduce not in BESIDE or kind in _LOSSES or KINDS[kind].event:
+        if self.reduce not in BESIDE or kind in _AS_THEY_ARE or KINDS[kind].event:
             return None
         return str(self.reduce)
 
@@ -300,6 +310,8 @@ class Capture:
             The module it belongs to, which tells sequences from one-dimensional space.
         """
         entry = KINDS[kind]
+        if entry.state:
+            return data
         if self.rows is not None and entry.batched and data.ndim > 0 and data.shape[0] > self.rows:
             data = data[: self.rows]
         if self.positions is not None and entry.batched and not _is_target(kind):
@@ -330,7 +342,7 @@ class Capture:
         name = self.beside(kind)
         if name is not None:
             data = BESIDE[name](data)
-        elif self.reduce is not None and self.reduce not in BESIDE and not _is_target(kind):
+        elif self.reduce is not None and self.reduce not in BESIDE and not _is_target(kind) and not KINDS[kind].state:
             if self.sketch is not None:
                 data = self.sketch.of(data, axis_of_neurons(data.ndim) if neurons is None else neurons)
             elif isinstance(self.reduce, str):
@@ -343,9 +355,17 @@ class Capture:
 
     def cast(self, kind: str, data: Tensor) -> Tensor:
         """The cast of what `reduced` gave."""
-        if self.dtype is not None and kind not in _LOSSES and data.is_floating_point():
+        if self.casts(kind) and data.is_floating_point():
             data = data.to(DTYPES[self.dtype])
         return data
+
+    def casts(self, kind: str) -> bool:
+        """Whether it casts the floating-point data of messages of a kind."""
+        return self.dtype is not None and kind not in _LOSSES and not KINDS[kind].state
+
+    def keeps_whole(self, kind: str) -> bool:
+        """Whether it keeps all of each tensor of a kind, as it is."""
+        return self.everything or (KINDS[kind].state and self.beside(kind) is None and self.condition is None)
 
     @cached_property
     def sketch(self) -> Sketch | None:
@@ -383,7 +403,7 @@ class Capture:
         it to place the indices, so that batches of different sizes can be one stream.
         """
         entry = KINDS[kind]
-        if not self.choices:
+        if not self.choices or (entry.state and self.beside(kind) is None):
             return None
         told: dict[str, Any] = {}
         numbers = list(shape)
@@ -404,7 +424,7 @@ class Capture:
                     told["reduce"], told["sketch"] = str(self.sketch), self.sketch.told(shape[axis], axis)
             elif self.reduce is not None and self.reduce not in BESIDE:
                 told["reduce"] = self.reduce if isinstance(self.reduce, str) else _name_of(self.reduce)
-        if self.dtype is not None and kind not in _LOSSES and floating:
+        if self.casts(kind) and floating:
             told["dtype"] = self.dtype
         if self.beside(kind) == "hash":
             told |= {"reduce": "hash", "hash": {"name": "xxh3_64", "piece": PIECE}}
@@ -435,6 +455,14 @@ class Capture:
             if value != default[name] or name == "kinds"
         ]
         return table(("setting", "value"), rows, "Capture; all other settings are as by default")
+
+
+KEYFRAME = Capture(kinds=("weights", "biases", *STATE_KINDS))
+"""All of the state that a step begins with; with `dataclasses.replace(KEYFRAME, every=50)` of every 50th step.
+
+A capture of ``generators`` and ``hyperparameters`` at every step stands before it, because the first that takes a
+stream decides.
+"""
 
 
 def _result_of(result: object) -> Tensor:

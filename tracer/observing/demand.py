@@ -11,7 +11,7 @@ from torch import nn
 
 from tracer.errors import CaptureError
 from tracer.messaging.bus import MessageBus, Topic
-from tracer.messaging.messages import DEFAULT_TAG, KINDS
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS
 from tracer.messaging.receiver import Receiver
 from tracer.messaging.subscriber import unmet
 from tracer.messaging.subscription import matches_tag
@@ -98,6 +98,8 @@ class Demand:
         The observed modules, by path.
     asking : tuple of Receiver
         Those that are asked what they want.
+    of_state : tuple of str
+        The kinds of state that somebody asks for.
     quiet_until : int
         A step before which nobody wants anything of the training passes, as far as `nothing_due` found out.
     """
@@ -111,6 +113,7 @@ class Demand:
     def __post_init__(self) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.asking: tuple[Receiver, ...] = ()
+        self.of_state: tuple[str, ...] = ()
         self.quiet_until = 0
         self._asked_at = -1  # the last step for which `nothing_due` asked
         self._streams: dict[tuple[str, str | None, str], Stream] = {}
@@ -138,6 +141,17 @@ class Demand:
         self._streams, self._heard_tags, self._of_parameters = {}, {}, None
         receivers = self.bus.receivers
         self.asking = tuple(one for one in receivers if not one.passive) or receivers
+        self.of_state = tuple(kind for kind in STATE_KINDS if self._asked_somewhere(kind))
+
+    def _asked_somewhere(self, kind: str) -> bool:
+        taking = [capture for capture in self.captures if capture.takes(kind, DEFAULT_TAG)]
+        paths = [None] if KINDS[kind].network else self.table.states(kind) if taking else []
+        return any(
+            one.wants(capture.published(kind), path, DEFAULT_TAG, None)
+            for capture in taking
+            for path in paths
+            for one in self.asking
+        )
 
     def captures_of(self, kind: str, path: str | None, tag: str | None) -> Captures:
         """The captures that decide on a stream, of any tag if that is None: that of the data last.
@@ -160,11 +174,16 @@ class Demand:
             return True
         if kind in PARAMETER_KINDS:
             return self.table.taken(capture, kind, path)
+        if KINDS[kind].state:
+            return capture.takes_state(path)
         return path in self.modules and capture.takes_module(path, self.modules[path])
 
     def paths_of(self, kind: str) -> list[str]:
         """The modules or parameters of which messages of a kind can be observed."""
-        paths = self.table.streams(kind) if kind in PARAMETER_KINDS else self.modules
+        if kind in PARAMETER_KINDS:
+            paths: Iterable[str] = self.table.streams(kind)
+        else:
+            paths = self.table.states(kind) if KINDS[kind].state else self.modules
         return [path for path in paths if self.captures_of(kind, path, None)]
 
     def published(self, kind: str, path: str | None) -> set[str]:
@@ -238,7 +257,8 @@ class Demand:
                     offered += [(name, path, None) for name in sorted(self.published(kind, path))]
         offered += [(kind, None, None) for kind in logged]
         for capture in self.captures:
-            if any(not KINDS[kind].network for kind in capture.kinds or ()) and not (
+            of_modules = (not (entry.network or entry.state) for entry in map(KINDS.__getitem__, capture.kinds or ()))
+            if any(of_modules) and not (
                 any(capture.takes_module(path, one) for path, one in candidates)
                 or any(capture.takes_parameter(parameter.path) for parameter in self.table.all)
             ):
@@ -271,7 +291,7 @@ class Demand:
                 for capture in self.captures
                 if capture.takes_tag(tag)
                 for kind, entry in KINDS.items()
-                if capture.takes(kind, tag)
+                if capture.takes(kind, tag) and not entry.state
             }
             streams = [(name, path) for name, network in taken for path in ([None] if network else self.modules)]
             known = any(one.wants(name, path, tag, None) for one in self.asking for name, path in streams)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from tracer.observing.losses import Differentiation
@@ -33,6 +35,7 @@ class OptimizerSteps(Part):
         self.steps = steps
         self.parameters = steps.parameters
         self.objectives = steps.objectives
+        self.state = steps.state
         self.differentiation = differentiation
         self.calls = 0
         self.skipped = 0
@@ -61,6 +64,8 @@ class OptimizerSteps(Part):
                 self.wiring.look()
             parameters = self.table.of(optimizer, self.optimizers.in_order)
             self.steps.snapshot(parameters)
+            if self.demand.of_state:
+                self.gate.guard("state", functools.partial(self.state.optimizer_steps, optimizer, parameters))
             if self._may_overwrite_gradients(optimizer, args, kwargs):
                 self.parameters.keep_gradients(parameters)
 
@@ -130,6 +135,10 @@ class OptimizerSteps(Part):
     def knows(self, optimizer: object) -> bool:
         """Whether an optimizer is one of those that were given."""
         return any(known is optimizer for known in self.optimizers.all)
+
+    def scales(self, scaler: GradScaler) -> None:
+        """See a GradScaler multiply losses."""
+        self.state.scaled(scaler)
 
     def scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
         """Take note of what a GradScaler has made of a loss."""

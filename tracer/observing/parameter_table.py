@@ -21,7 +21,9 @@ from tracer.observing.pytorch.wrappers import named_parts
 Asked: TypeAlias = "Callable[[str, str], bool]"
 """Whether somebody asks for messages of a kind about a parameter, given the kind and the stream."""
 
-PARAMETER_KINDS = frozenset(kind for kind, entry in KINDS.items() if not (entry.network or entry.per_call))
+PARAMETER_KINDS = frozenset(
+    kind for kind, entry in KINDS.items() if not (entry.network or entry.per_call or entry.state)
+)
 """The kinds of messages about parameters."""
 
 
@@ -104,10 +106,13 @@ class ParameterTable:
     all : list of Parameter
     by_path : dict
         The same, by path.
+    owners : list of (str, Module)
+        The modules and all below them, by path, of which each has its buffers.
     """
 
     def __init__(self) -> None:
         self.all: list[Parameter] = []
+        self.owners: list[tuple[str, nn.Module]] = []
         self.by_path: dict[str, Parameter] = {}
         self._by_stream: dict[tuple[str, str], Parameter] = {}
         # the modules and parameters at the time of `note`
@@ -116,10 +121,11 @@ class ParameterTable:
 
     def find(self, tops: Iterable[tuple[str, nn.Module]]) -> None:
         """Find the parameters of modules and all below these, each once and by its first name."""
-        self.all = []
+        self.all, self.owners = [], []
         seen: set[int] = set()
         for prefix, top in tops:
             for owner_path, owner in named_parts(top, prefix):
+                self.owners.append((owner_path, owner))
                 for name, tensor in owner._parameters.items():
                     if tensor is not None and id(tensor) not in seen:
                         seen.add(id(tensor))
@@ -133,6 +139,21 @@ class ParameterTable:
     def streams(self, kind: str) -> list[str]:
         """The streams of messages of one of `PARAMETER_KINDS`."""
         return [p.stream for p in self.all if kind in p.kinds and not (p.computed and kind == p.updates)]
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers as they are now, by path, each once and by its first name."""
+        seen: set[int] = set()
+        for owner_path, owner in self.owners:
+            for name, tensor in owner._buffers.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield f"{owner_path}.{name}".lstrip("."), tensor
+
+    def states(self, kind: str) -> list[str]:
+        """The paths of buffers, or of the parameters that an optimizer may have a state of."""
+        if kind == "buffers":
+            return [path for path, _ in self.buffers()]
+        return [one.path for one in self.all if not one.computed]
 
     def taken(self, capture: Capture, kind: str, stream: str) -> bool:
         """Whether a capture takes the parameter of a stream, by itself or with its module."""

@@ -43,6 +43,7 @@ class Passes(Part):
         self.steps = steps
         self.ranks = steps.ranks
         self.terms = steps.objectives.terms
+        self.state = steps.state
         self.user_tag: str | None = None
         self.tag_with_gradients = DEFAULT_TAG
         self.offered: Callable[[nn.Module, bool, tuple[Any, ...], Mapping[str, Any]], bool] | None = None
@@ -83,8 +84,11 @@ class Passes(Part):
         if is_grad_enabled() or checkpointing():
             self.tag_with_gradients = running.tag
         if running.tag == DEFAULT_TAG:
+            first = not self.clock.open
             self.steps.begin()
             running.listening = not self.clock.idle
+            if self.demand.of_state and running.listening and (first or module is self.models.root):
+                self.gate.guard("state", self.state.forward_begins)
             self.forwards.training += running.depth
             self.optimizers.note_forward(module)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -227,12 +227,37 @@ class Publisher:
         leaf: str = "",
         call: int | None = None,
         at: At | None = None,
+        *,
+        owned: bool = True,
     ) -> None:
-        """Publish data that this exporter owns, if it is wanted."""
+        """Publish data that this exporter owns, or else a copy of it, if it is wanted."""
         at = at if at is not None else self.clock.now()
         captures = self.demand.wanted(kind, path, tag, at)
         if captures:
-            self.deliver(captures, StreamKey(kind, path, tag, leaf), data, call, at, owned=True)
+            self.deliver(captures, StreamKey(kind, path, tag, leaf), data, call, at, owned=owned)
+
+    def publish_vector(
+        self, kind: str, data: Tensor, names: Sequence[str], leaf: str, call: int | None = None
+    ) -> None:
+        """Publish a vector of the network with a name for each of its entries, if it is wanted.
+
+        Parameters
+        ----------
+        kind : str
+            One that captures keep as it is.
+        data : torch.Tensor
+            Of shape (entries,).
+        names : sequence of str
+            They stand in `Message.sampling` as ``entries``.
+        leaf : str
+        call : int, optional
+        """
+        at = self.clock.now()
+        if self.demand.wanted(kind, None, DEFAULT_TAG, at):
+            number = self.numbers.message(StreamKey(kind, None, DEFAULT_TAG, leaf), call)
+            self.bus.publish(
+                self._message(kind, None, data, DEFAULT_TAG, leaf, number, at, {"entries": list(names)})
+            )
 
     def publish_leaves(self, kind: str, path: str | None, value: Any, tag: str, call: int | None = None) -> None:
         """Publish copies of the tensors in a structure, if they are wanted."""
@@ -258,7 +283,7 @@ class Publisher:
         That for each of the captures, of which that of the data is the last.
         """
         kind, path, tag, leaf = stream
-        plain = len(captures) == 1 and captures[0].everything
+        plain = len(captures) == 1 and captures[0].keeps_whole(kind)
         if plain and scale is None and self.collecting is None and ordinary(data):
             # what nearly all messages need: an ordinary tensor, as it is
             if data.requires_grad:

@@ -16,6 +16,7 @@ from tracer.observing.pytorch.autograd import recomputing
 from tracer.observing.pytorch.hooks import Role
 from tracer.observing.pytorch.loss_graph import next_of_thread
 from tracer.observing.ranks import Ranks
+from tracer.observing.state import State
 
 
 class Epochs:
@@ -53,6 +54,7 @@ class Steps(Part):
         self.ranks = Ranks(ground)
         self.parameters = Parameters(ground, self.ranks)
         self.objectives = Objectives(ground)
+        self.state = State(ground)
         self.over = False
         self.epochs = Epochs()
         self._between: weakref.WeakMethod[Callable[[], None]] | None = None
@@ -134,6 +136,7 @@ class Steps(Part):
                 if not self.optimizers:
                     self.parameters.compare(self.table.all, self.optimizers.by_hand)
                 self.parameters.publish(self.clock.began)
+                self.state.end()
                 self.publisher.event("batch_finished", self.clock.began)
         except BaseException as error:
             if not isinstance(error, Exception):
@@ -165,6 +168,7 @@ class Steps(Part):
         self.gradients.forget()
         if self.parameters.holding:
             self.parameters.forget()
+        self.state.forget()
         self.numbers.end_step()
         self.clock.end()
         self.forwards.end_step()
@@ -187,6 +191,7 @@ class Steps(Part):
         """Forget the open step."""
         self.gradients.forget()
         self.parameters.forget()
+        self.state.forget()
         self.numbers.end_step()
 
     def settle_losses(self) -> None:

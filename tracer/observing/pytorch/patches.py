@@ -49,6 +49,9 @@ class Scaling(Protocol):
     def knows(self, optimizer: object) -> bool:
         """Whether an optimizer is one of those that are observed."""
 
+    def scales(self, scaler: GradScaler) -> None:
+        """Take note that a GradScaler multiplies losses."""
+
     def scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
         """Take what a GradScaler has made of a loss, and by which factor."""
 
@@ -226,6 +229,8 @@ def _observed_scale(original: Callable[..., Any]) -> Callable[..., Any]:
         factor = scaler._scale if watching else None  # a scaler that is not enabled has none
         if factor is not None:
             factor = factor.detach().clone()  # which the scaler changes in place
+            for one in watching:
+                one.gate.guard("the state of a GradScaler", functools.partial(one.scales, scaler))
             for (_, tensor), (_, loss) in zip(leaves(result), leaves(outputs), strict=False):
                 if tensor.requires_grad:
                     for one in watching:

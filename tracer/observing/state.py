@@ -1,0 +1,132 @@
+"""What a training goes on from besides its parameters: buffers, optimizer states, generators, hyperparameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from tracer import walking
+from tracer.messaging.messages import DEFAULT_TAG
+from tracer.observing.parameter_table import Parameter
+from tracer.observing.part import Ground, Part
+from tracer.observing.pytorch import generators
+from tracer.observing.pytorch.optimizer_states import SCALE, flat, hyperparameters, scale_of
+
+SCALER = "scaler"
+"""The leaf of the hyperparameters of a GradScaler; those of an optimizer's group have ``optimizer.group``, such as
+``0.1``."""
+
+
+class State(Part):
+    """Publishes the state that a step begins with, as far as somebody asks for it.
+
+    Generators are those at the beginning of each training forward, buffers those at that of the first; optimizer states
+    and hyperparameters are those with which an optimizer steps. A step of which the whole state was published has a
+    ``keyframe`` at its end.
+    """
+
+    def __init__(self, ground: Ground) -> None:
+        super().__init__(ground)
+        self._forwards = 0  # training forwards of the open step
+        self._generators: dict[str, Tensor] = {}  # as they were published last
+        self._stepped: set[int] = set()  # ids of the parameters whose optimizer's state is published in this step
+        self._scaled = False
+
+    # -- in the order of a step -----------------------------------------------------------------------------
+
+    def forward_begins(self) -> None:
+        """Publish what a training forward begins with."""
+        if "generators" in self.demand.of_state and self.demand.wanted("generators", None, DEFAULT_TAG):
+            whole = not self._forwards and bool(self.demand.wanted("keyframe", None, DEFAULT_TAG))
+            for name, state in generators.states():
+                # torch's differs in nearly every step, and those of NumPy and Python in few
+                known = self._generators.get(name)
+                if whole or name == "torch" or known is None or not torch.equal(known, state):
+                    self._generators[name] = state
+                    self.publisher.publish("generators", None, state, DEFAULT_TAG, leaf=name, call=self._forwards)
+        if not self._forwards and "buffers" in self.demand.of_state:
+            for path, buffer in self.table.buffers():
+                self.publisher.publish_leaves("buffers", path, buffer, DEFAULT_TAG, call=0)
+        self._forwards += 1
+
+    def optimizer_steps(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> None:
+        """Publish the hyperparameters of an optimizer that is about to step, and its states of its parameters."""
+        if "hyperparameters" in self.demand.of_state:
+            place = next((number for number, one in enumerate(self.optimizers.all) if one is optimizer), 0)
+            for number, group in enumerate(optimizer.param_groups):
+                found = hyperparameters(group)
+                vector = torch.tensor(list(found.values()), dtype=torch.float64, device="cpu")
+                self.publisher.publish_vector("hyperparameters", vector, list(found), f"{place}.{number}")
+        if "optimizer_state" not in self.demand.of_state and "keyframe" not in self.demand.of_state:
+            return
+        trained = {id(one): one for one in walking.trained(optimizer)}
+        for parameter in parameters:
+            tensor = parameter.tensor
+            if tensor is None or id(tensor) not in trained or id(tensor) in self._stepped:
+                continue
+            self._stepped.add(id(tensor))
+            if self.demand.wanted("optimizer_state", parameter.path, DEFAULT_TAG):
+                for name, value in flat(optimizer.state.get(tensor, {})):
+                    self.publisher.publish(
+                        "optimizer_state", parameter.path, value, DEFAULT_TAG, leaf=name, call=0, owned=False
+                    )
+
+    def scaled(self, scaler: GradScaler) -> None:
+        """Publish the state of a GradScaler that multiplies the first loss of the step."""
+        if "hyperparameters" in self.demand.of_state and not self._scaled:
+            vector = scale_of(scaler)
+            if vector is not None:
+                self._scaled = True
+                self.publisher.publish_vector("hyperparameters", vector, SCALE, SCALER, call=0)
+
+    def end(self) -> None:
+        """Publish the keyframe, if all of the step's state was there to be published."""
+        at = self.clock.began
+        if "keyframe" not in self.demand.of_state or not self.demand.wanted("keyframe", None, DEFAULT_TAG, at):
+            return
+        missing = self._missing()
+        if missing is None:
+            self.publisher.event("keyframe", at)
+        else:
+            self.problems.note("a keyframe", missing)
+
+    def _missing(self) -> str | None:
+        """What of the state the open step was published without; None if nothing is missing."""
+        if not self._forwards:
+            return "no training forward of the model was seen in its step, so it has no buffers and generators"
+        for optimizer in self.optimizers.all:
+            unseen = [one for one in walking.trained(optimizer) if id(one) not in self._stepped and one.grad is not None]
+            if unseen:
+                shapes = ", ".join(str(tuple(one.shape)) for one in unseen[:3])
+                return (
+                    f"a {type(optimizer).__name__} trains {len(unseen)} parameters that are not part of what is "
+                    f"observed, or did not step (shapes {shapes})"
+                )
+        for kind, path in self._needed():
+            captures = self.demand.wanted(kind, path, DEFAULT_TAG, self.clock.began)
+            if not any(one.keeps_whole(kind) for one in captures):
+                return f"no capture takes the {kind}{'' if path is None else f' of {path!r}'} of its step whole"
+        return None
+
+    def _needed(self) -> Iterable[tuple[str, str | None]]:
+        """The streams that make up the state."""
+        yield "generators", None
+        for path, _ in self.table.buffers():
+            yield "buffers", path
+        for parameter in self.table.all:
+            if not parameter.computed:
+                yield parameter.values, parameter.stream
+                if id(parameter.tensor) in self._stepped:
+                    yield "optimizer_state", parameter.path
+        if self.optimizers.all:
+            yield "hyperparameters", None
+
+    def forget(self) -> None:
+        """Forget the step."""
+        self._forwards, self._scaled = 0, False
+        if self._stepped:
+            self._stepped = set()
