@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import io
+import json
 import pickle
 import random
 import sys
@@ -29,7 +30,7 @@ from analyze.batching.questions import questions
 from analyze.registry import parse, subscribers
 from analyze.tables.columns import Row
 from tracer import Capture, Collect, Message, ModuleMessage, NetworkMessage, Subscriber
-from tracer.messaging.messages import KINDS, MODULE_KINDS
+from tracer.messaging.messages import DATA_KINDS, KINDS, MODULE_KINDS
 from tracer.messaging.receiver import in_order
 
 FORMATS = ("zarr", "h5")
@@ -285,7 +286,10 @@ def test_messages_are_values(live: Live) -> None:
     for message in live.heard:
         for field in dataclasses.fields(message):
             value = getattr(message, field.name)
-            assert type(value) in (str, int, Tensor, type(None)), (message.kind, field.name, type(value))
+            if field.name == "sampling" and value is not None:
+                assert json.loads(json.dumps(value)) == value
+            else:
+                assert type(value) in (str, int, Tensor, type(None)), (message.kind, field.name, type(value))
         assert message.data is None or (message.data.grad_fn is None and not message.data.requires_grad)
         assert type(message) in (NetworkMessage, ModuleMessage)
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -296,7 +300,7 @@ def test_messages_are_values(live: Live) -> None:
 def test_no_two_messages_share_memory() -> None:
     """What a message holds is its own: neither another message's memory nor a parameter's, buffer's or gradient's."""
     training, heard = Training.new(), Collect("*")
-    exporter = tracer.Exporter(capture=Capture(kinds=KINDS))
+    exporter = tracer.Exporter(capture=Capture(kinds=DATA_KINDS))
     exporter.message_bus.register(heard)
     exporter.set_model(training.model)
     exporter.set_optimizer(training.optimizer)
@@ -414,7 +418,7 @@ def unwatched() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "capture",
     [
-        Capture(kinds=KINDS),
+        Capture(kinds=DATA_KINDS),
         Capture(every=2, elements=7, dtype="bfloat16"),
         (Capture(kinds=["activations"], rows=2, positions=3, reduce="norm"), Capture(kinds=["weights"], every=3)),
     ],
@@ -482,7 +486,7 @@ def test_models_copy_and_pickle_while_watched(optimizer: str, tmp_path: Path) ->
     """A copy of a watched model computes the same, publishes nothing, and its own hooks do nothing."""
     training, heard = Training.new(), Collect()
     known = training.optimizer if optimizer == "known" else None
-    capture = Capture(kinds=KINDS)
+    capture = Capture(kinds=DATA_KINDS)
     with tracer.record(
         tmp_path / "run.zarr", training.model, known, capture=capture, receivers=[heard], strict=True
     ) as run:
@@ -583,7 +587,7 @@ def test_steps_that_nobody_wants_touch_no_tensor(receiver: str, monkeypatch: pyt
     """With every=3, or subscribers that take every third step, nothing is selected or copied in the other steps."""
     training = Training.new()
     every = 3 if receiver == "capture" else 1
-    exporter = tracer.Exporter(capture=Capture(kinds=KINDS, tags=["default"], every=every))
+    exporter = tracer.Exporter(capture=Capture(kinds=DATA_KINDS, tags=["default"], every=every))
     exporter.set_model(training.model)
     exporter.set_optimizer(training.optimizer)
     exporter.set_loss(training.loss)
@@ -842,7 +846,7 @@ def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
         optimizer = torch.optim.Adam(model.parameters())
         inputs, labels = torch.randn(4, 8, 6), torch.randint(3, (8,))
         heard, later = Collect(), Collect()
-        capture = [Capture(kinds=["biases"], elements=3), Capture(kinds=KINDS)]
+        capture = [Capture(kinds=["biases"], elements=3), Capture(kinds=DATA_KINDS)]
         receivers = [*everyone().values(), heard]
         with (
             where,

@@ -33,15 +33,15 @@ def test_the_kinds_are_those_of_the_architecture() -> None:
     """The table names the kinds of the design, network and module apart, and its keys are its names."""
     assert set(NETWORK_KINDS) == {
         "batch_started", "batch_finished", "epoch_started", "epoch_finished", "input_data", "input_labels",
-        "network_output", "loss", "loss_terms",
+        "network_output", "loss", "loss_terms", "generators", "hyperparameters", "keyframe",
     }  # fmt: skip
     assert set(MODULE_KINDS) == {
         "activations", "layer_inputs", "layer_gradients", "input_gradients", "weights", "biases", "weight_gradients",
-        "bias_gradients", "weight_updates", "bias_updates",
+        "bias_gradients", "weight_updates", "bias_updates", "buffers", "optimizer_state",
     }  # fmt: skip
     assert all(kind.name == name for name, kind in KINDS.items())
     assert {name for name, kind in KINDS.items() if kind.event} == {
-        "batch_started", "batch_finished", "epoch_started", "epoch_finished",
+        "batch_started", "batch_finished", "epoch_started", "epoch_finished", "keyframe",
     }  # fmt: skip
 
 

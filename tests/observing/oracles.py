@@ -20,7 +20,7 @@ import tracer
 from tests.endings import alike, ended, optimizers_of, same
 from tests.observing.recorded import data_of, only, sgd, watch
 from tracer import Capture, Collect, Exporter
-from tracer.messaging.messages import KINDS
+from tracer.messaging.messages import DATA_KINDS
 
 GRADIENT_KINDS = ("layer_gradients", "input_gradients")
 OF_CALLS = ("layer_inputs", "activations", *GRADIENT_KINDS)
@@ -70,7 +70,7 @@ def unchanged(
             exporter.detach()
         else:
             strict, heard = settings.pop("strict", True), Collect("*")
-            capture = Capture(**{"kinds": KINDS, **settings})
+            capture = Capture(**{"kinds": DATA_KINDS, **settings})
             with tracer.record(
                 path, model, given(chosen), capture=capture, receivers=[heard], strict=strict
             ) as recording:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tracer import Capture, Collect, Exporter, Message, MessageBus
-from tracer.messaging.messages import KINDS
+from tracer.messaging.messages import DATA_KINDS
 
 
 def watch(
@@ -23,7 +23,7 @@ def watch(
     **settings: Any,
 ) -> tuple[Exporter, Collect]:
     """An exporter of all kinds (or of a capture with these settings) and what is heard of it."""
-    settings = {"kinds": KINDS, **settings}
+    settings = {"kinds": DATA_KINDS, **settings}
     exporter, heard = Exporter(message_bus=bus, capture=Capture(**settings), strict=strict), Collect("*")
     exporter.message_bus.register(heard)
     exporter.set_model(model)

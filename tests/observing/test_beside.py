@@ -19,6 +19,7 @@ import tracer
 from analyze.registry import parse
 from tracer import Capture, Collect, ModuleMessage
 from tracer.errors import CaptureError
+from tracer.messaging.messages import DATA_KINDS
 from tracer.numbers.statistics import ENTRIES, statistics_of
 from tracer.observing.hashes import PIECE, hash_of
 
@@ -128,7 +129,7 @@ def train(path: Path, capture: Any, *receivers: Any, steps: int = 5, scaled: boo
     return [one.detach().clone() for one in model.parameters()]
 
 
-ALL = tuple(tracer.KINDS)
+ALL = DATA_KINDS
 
 
 def told(path: Path) -> Iterator[tuple[tuple[Any, ...], tracer.Message]]:

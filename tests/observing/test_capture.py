@@ -24,7 +24,7 @@ from tests.endings import alike, ended
 from tests.examples import examples
 from tests.observing.recorded import mlp
 from tracer import Capture, CaptureError, Collect, Exporter, Message, UnknownNameError
-from tracer.messaging.messages import KINDS
+from tracer.messaging.messages import DATA_KINDS, KINDS
 from tracer.observing.capture import DEFAULT_KINDS, DTYPES, REDUCTIONS, choice
 from tracer.observing.publisher import Overflows
 from tracereel.main import main
@@ -90,9 +90,10 @@ def test_a_capture_is_a_frozen_value() -> None:
         one.every = 3  # type: ignore[misc]
 
 
-def test_the_default_kinds_are_all_but_two() -> None:
-    """Unless told otherwise, everything is observed but the two kinds that repeat a neighbour's."""
-    assert set(KINDS) - set(Capture().kinds) == {"layer_inputs", "input_gradients"}
+def test_the_default_kinds_are_all_but_two_and_state() -> None:
+    """Unless told otherwise, everything is observed but the two kinds that repeat a neighbour's, and state."""
+    assert set(DATA_KINDS) - set(Capture().kinds) == {"layer_inputs", "input_gradients"}
+    assert set(Capture().kinds) <= set(DATA_KINDS)
     assert Capture().kinds == DEFAULT_KINDS
 
 
@@ -346,7 +347,7 @@ def test_positions_pick_the_chosen_indices() -> None:
 
 def test_rows_keep_the_first_datapoints() -> None:
     """Of a batch the first rows stay, of everything that has datapoints, and of nothing else."""
-    heard = observe(mlp(), Capture(kinds=KINDS, rows=2), steps=1)
+    heard = observe(mlp(), Capture(kinds=DATA_KINDS, rows=2), steps=1)
     assert {one.data.shape[0] for one in heard if one.data is not None and KINDS[one.kind].batched} == {2}
     assert {tuple(one.data.shape) for one in heard.of("weights")} == {(4, 3), (2, 4)}
     data = torch.arange(12.0).reshape(6, 2)
@@ -750,10 +751,10 @@ def test_a_function_may_write_into_what_it_gets(vandal: str, with_optimizer: boo
             {"reduce": lambda x: x.reshape(-1)[0].clone(), "rows": 2},
         ),
     ):
-        end, messages = trained(Capture(kinds=KINDS, **spoiling), with_optimizer)
+        end, messages = trained(Capture(kinds=DATA_KINDS, **spoiling), with_optimizer)
         assert alike(end, plain)
-        _, meant = trained(Capture(kinds=KINDS, **honest), with_optimizer)
-        assert {one.kind for one in messages} >= set(KINDS) - {"epoch_finished"}
+        _, meant = trained(Capture(kinds=DATA_KINDS, **honest), with_optimizer)
+        assert {one.kind for one in messages} >= set(DATA_KINDS) - {"epoch_finished"}
         assert alike(fields_of(messages), fields_of(meant))
 
 

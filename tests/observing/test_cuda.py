@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import tracer
 from analyze.registry import parse, subscribers
 from tracer import Capture, Collect
-from tracer.messaging.messages import KINDS
+from tracer.messaging.messages import DATA_KINDS, KINDS
 from tracer.observing.capture import PIECE, REDUCTIONS
 from tracer.observing.pytorch import compiled
 
@@ -269,7 +269,7 @@ def test_backwards_run_in_other_threads() -> None:
     """Autograd calls hooks of a CUDA backward from its own thread: they know the step, the call and the tag."""
     model, optimizer = make()
     heard, threads = Collect("layer_gradients"), set[int]()
-    exporter = tracer.Exporter(capture=Capture(kinds=KINDS), strict=True)
+    exporter = tracer.Exporter(capture=Capture(kinds=DATA_KINDS), strict=True)
     exporter.message_bus.register(heard)
     exporter.set_model(model)
     exporter.set_optimizer(optimizer)
@@ -455,7 +455,7 @@ def test_a_graph_that_is_captured() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).to(DEVICE)
     x = torch.randn(3, 4, device=DEVICE)
     expected = model(x).detach().clone()
-    exporter, heard = tracer.Exporter(capture=Capture(kinds=KINDS)), Collect("*")
+    exporter, heard = tracer.Exporter(capture=Capture(kinds=DATA_KINDS)), Collect("*")
     exporter.message_bus.register(heard)
     exporter.set_model(model)
     exporter.set_optimizer(())
@@ -523,7 +523,7 @@ def test_a_model_that_was_made_a_graph() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).to(DEVICE)
         torch.cuda.make_graphed_callables(model, (x,))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        exporter, heard = tracer.Exporter(capture=Capture(kinds=KINDS), strict=True), Collect("*")
+        exporter, heard = tracer.Exporter(capture=Capture(kinds=DATA_KINDS), strict=True), Collect("*")
         if recorded:
             exporter.message_bus.register(heard)
             exporter.set_model(model)
@@ -668,7 +668,7 @@ def test_every_subscriber_hears_the_device(tmp_path: Path) -> None:
         tmp_path / "run.zarr",
         model,
         optimizer,
-        capture=Capture(kinds=KINDS),
+        capture=Capture(kinds=DATA_KINDS),
         receivers=[*(parse(name) for name in names), heard],
         loss=F.cross_entropy,
         strict=True,

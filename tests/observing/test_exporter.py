@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tracer
 from tests.observing.recorded import mlp, said, train, watch
 from tracer import Capture, CaptureError, Collect, Exporter
-from tracer.messaging.messages import KINDS
+from tracer.messaging.messages import DATA_KINDS
 
 # -- the order of messages ------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ def test_the_sequence_of_two_epochs_of_two_batches(suffix: str, tmp_path: Path) 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     path = tmp_path / f"run.{suffix}"
     with tracer.record(
-        path, model, optimizer, loss=loss, capture=Capture(kinds=KINDS), receivers=[heard], strict=True
+        path, model, optimizer, loss=loss, capture=Capture(kinds=DATA_KINDS), receivers=[heard], strict=True
     ) as run:
         for _ in range(2):
             for _ in range(2):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tracer
 from tests.observing.recorded import data_of, find, mlp, train, watch
 from tracer import Capture, Collect
-from tracer.messaging.messages import KINDS
+from tracer.messaging.messages import DATA_KINDS
 
 
 def test_a_sparse_gradient_is_told_dense() -> None:
@@ -38,7 +38,7 @@ def test_attention_is_watched_as_far_as_it_can_be(tmp_path: Path) -> None:
     """A transformer layer trains on; in_proj_weight is a stream; modules that torch bypasses are reported as silent."""
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1, enable_nested_tensor=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=Capture(kinds=KINDS), strict=True):
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=Capture(kinds=DATA_KINDS), strict=True):
         for _ in range(2):
             model(torch.randn(2, 3, 4)).sum().backward()
             optimizer.step()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from tracer import Capture, Collect, Exporter
-from tracer.messaging.messages import KINDS
+from tracer.messaging.messages import DATA_KINDS
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def trained(name: str, exporter: Exporter | None, *, padded: bool, fails: bool) 
 @pytest.mark.parametrize("name", MODELS)
 def test_watching_changes_no_evaluation(name: str, padded: bool, fails: bool) -> None:
     """Outputs, what global hooks of the user's see, and the training are those of nobody watching, to the bit."""
-    exporter, heard = Exporter(capture=Capture(kinds=KINDS), strict=True), Collect("*")
+    exporter, heard = Exporter(capture=Capture(kinds=DATA_KINDS), strict=True), Collect("*")
     exporter.message_bus.register(heard)
     watched = trained(name, exporter, padded=padded, fails=fails)
     assert watched == trained(name, None, padded=padded, fails=fails)
@@ -169,7 +169,7 @@ def test_a_layer_that_goes_the_other_way_is_seen_inside() -> None:
 def test_an_interrupted_forward_leaves_hooks_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-C in the fast path the next forward is seen, and nothing is left behind."""
     model = nn.TransformerEncoder(layer(), 1).eval()
-    exporter, heard = Exporter(capture=Capture(kinds=KINDS), strict=True), Collect("*")
+    exporter, heard = Exporter(capture=Capture(kinds=DATA_KINDS), strict=True), Collect("*")
     exporter.message_bus.register(heard)
     exporter.set_model(model)
     x = torch.randn(2, 3, 8)

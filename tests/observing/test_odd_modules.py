@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests import processes
 from tests.recording.launching.test_launch_programs import ENVIRONMENT, of, record, run, script, values
 from tracer import Capture, Collect, Exporter, Message, walking
-from tracer.messaging.messages import KINDS
+from tracer.messaging.messages import DATA_KINDS
 
 
 def refuses(*_: Any, **__: Any) -> Any:
@@ -109,7 +109,7 @@ def trained(methods: dict[str, Any], watch: Callable[[nn.Module, torch.optim.Opt
 
 def heard(methods: dict[str, Any]) -> tuple[list[Message], list[Tensor], Exporter]:
     """The same while everything is recorded."""
-    exporter, collect = Exporter(capture=Capture(kinds=KINDS), strict=True), Collect("*")
+    exporter, collect = Exporter(capture=Capture(kinds=DATA_KINDS), strict=True), Collect("*")
 
     def watch(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         exporter.message_bus.register(collect)

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tracer
 from tracer import Capture, Collect, Exporter, Message
-from tracer.messaging.messages import KINDS
+from tracer.messaging.messages import DATA_KINDS
 
 WIDTH = 4
 WORDS = 7
@@ -739,7 +739,7 @@ def stored(plan: Plan, path: Path) -> tuple[Network, list[Message]]:
 
 def capture(plan: Plan) -> Capture:
     """All kinds, of all modules, those that only contain others included."""
-    return Capture(kinds=KINDS, modules="*", every=plan.every)
+    return Capture(kinds=DATA_KINDS, modules="*", every=plan.every)
 
 
 def check(seed: int, folder: Path) -> None:

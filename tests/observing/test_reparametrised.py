@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import tracer
 from tests.endings import alike, ended, same
 from tracer import Capture, Collect, Exporter, Message
-from tracer.messaging.messages import KINDS
+from tracer.messaging.messages import DATA_KINDS, KINDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated", "ignore:.*RNN module weights")
 
@@ -213,7 +213,7 @@ def test_what_hooks_compute(what: str, loop: str, tmp_path: Path) -> None:
     """The weight that the module has after the step's last forward, and the gradient that torch retains of it."""
     make, places = MADE[what]
     end, seen, _ = trained(make, LOOPS[loop], places)
-    recorded_end, _, messages = trained(make, LOOPS[loop], places, Capture(kinds=KINDS), tmp_path / "run.zarr")
+    recorded_end, _, messages = trained(make, LOOPS[loop], places, Capture(kinds=DATA_KINDS), tmp_path / "run.zarr")
     assert alike(end, recorded_end)
     for module, attribute in places:
         key = module if attribute in ("weight", "bias") else f"{module}.{attribute}"
@@ -235,7 +235,7 @@ def test_what_hooks_compute(what: str, loop: str, tmp_path: Path) -> None:
 
 def test_what_the_originals_have(tmp_path: Path) -> None:
     """The originals stay beside it, with their gradients and updates; what is derived from them is what was used."""
-    _, _, messages = trained(MADE["prune"][0], once, [], Capture(kinds=KINDS), tmp_path / "run.zarr")
+    _, _, messages = trained(MADE["prune"][0], once, [], Capture(kinds=DATA_KINDS), tmp_path / "run.zarr")
     (layer,) = [pruned()]
     assert {name for name, _ in layer.named_parameters()} == {"weight_orig", "bias_orig"}
     for kind, key, original in (("weight", "0", "0.weight_orig"), ("bias", "0", "0.bias_orig")):
@@ -271,7 +271,7 @@ def test_in_a_checkpoint(what: str, reentrant: bool, tmp_path: Path) -> None:
     make, _ = MADE[what]
     loop = functools.partial(checkpointed, reentrant=reentrant)
     end, _, _ = trained(make, loop, [])
-    recorded_end, _, messages = trained(make, loop, [], Capture(kinds=KINDS), tmp_path / "run.zarr")
+    recorded_end, _, messages = trained(make, loop, [], Capture(kinds=DATA_KINDS), tmp_path / "run.zarr")
     assert alike(end, recorded_end)
 
     def plainly(model: Any, optimizer: Any, x: Tensor, look: Callable[[], None]) -> None:
@@ -279,7 +279,7 @@ def test_in_a_checkpoint(what: str, reentrant: bool, tmp_path: Path) -> None:
         model[2](model[1](model[0](x))).square().sum().backward()
         optimizer.step()
 
-    _, _, meant = trained(make, plainly, [], Capture(kinds=KINDS), tmp_path / "plain.zarr")
+    _, _, meant = trained(make, plainly, [], Capture(kinds=DATA_KINDS), tmp_path / "plain.zarr")
     for kind in ("weights", "weight_gradients"):
         assert len(of(meant, kind, "0")) == 3
         torch.testing.assert_close(of(messages, kind, "0"), of(meant, kind, "0"))
@@ -302,7 +302,7 @@ def test_parametrizations_are_told_alike(hooked: Any, parametrized: Any, tmp_pat
                 return made
 
             end, _, _ = trained(make, loop, [])
-            recorded_end, _, messages = trained(make, loop, [], Capture(kinds=KINDS), path)
+            recorded_end, _, messages = trained(make, loop, [], Capture(kinds=DATA_KINDS), path)
             assert alike(end, recorded_end)
             told.append(messages)
         for kind in ("weights", "weight_gradients"):
@@ -316,7 +316,7 @@ def test_closures_and_two_optimizers() -> None:
     torch.manual_seed(3)
     model = nn.Sequential(weight_norm(nn.Linear(3, 2)))
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    exporter, heard = Exporter(capture=Capture(kinds=KINDS), strict=True), Collect("*")
+    exporter, heard = Exporter(capture=Capture(kinds=DATA_KINDS), strict=True), Collect("*")
     exporter.message_bus.register(heard)
     exporter.set_model(model)
     exporter.set_optimizer(optimizer)
@@ -342,7 +342,7 @@ def test_closures_and_two_optimizers() -> None:
     critic, maker = spectral_norm(nn.Linear(3, 1)), nn.Linear(2, 3)
     pair = nn.ModuleDict({"critic": critic, "maker": maker})
     first, second = (torch.optim.SGD(one.parameters(), lr=0.5) for one in (critic, maker))
-    exporter, heard = Exporter(capture=Capture(kinds=KINDS), strict=True), Collect("*")
+    exporter, heard = Exporter(capture=Capture(kinds=DATA_KINDS), strict=True), Collect("*")
     exporter.message_bus.register(heard)
     exporter.set_model(pair)
     exporter.set_optimizer([first, second])

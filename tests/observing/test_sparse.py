@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tracer import Capture, Collect, Exporter, Message
-from tracer.messaging.messages import KINDS
+from tracer.messaging.messages import DATA_KINDS
 
 STEPS = 8
 EVERY = 3
@@ -183,7 +183,7 @@ def observed(train: Any, name: str, loss: Any, probed: bool, every: int) -> tupl
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     optimizers = OPTIMIZERS[name](model)
-    exporter, heard = Exporter(capture=Capture(kinds=KINDS, every=every), strict=True), Collect("*")
+    exporter, heard = Exporter(capture=Capture(kinds=DATA_KINDS, every=every), strict=True), Collect("*")
     exporter.message_bus.register(heard)
     exporter.set_model(model)
     exporter.set_optimizer(None if name == "untold" else optimizers)
@@ -267,7 +267,7 @@ def test_a_receiver_that_joins_in_the_middle_of_a_step_that_nobody_recorded(when
     """What is looked at for it in that step leaves nothing behind that the next could take for its own."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = Exporter(capture=Capture(kinds=KINDS), strict=True), Collect("*")
+    exporter, heard = Exporter(capture=Capture(kinds=DATA_KINDS), strict=True), Collect("*")
     exporter.message_bus.register(Rarely("weights"))
     exporter.set_model(model)
     exporter.set_optimizer(optimizer)

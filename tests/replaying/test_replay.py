@@ -29,7 +29,7 @@ from tracer import (
     TraceWriter,
     UnknownNameError,
 )
-from tracer.messaging.messages import KINDS
+from tracer.messaging.messages import DATA_KINDS
 from tracer.replaying import due
 from tracer.replaying.audience import Audience
 from tracer.replaying.due import due_windows
@@ -365,7 +365,7 @@ def test_a_collector_overhears_or_asks(trace: Path) -> None:
     assert {one.kind for one in heard_by_replay(trace)} == {*DEFAULT, "rate"}
 
 
-DEFAULT = set(KINDS) - {"layer_inputs", "input_gradients"}
+DEFAULT = set(DATA_KINDS) - {"layer_inputs", "input_gradients"}
 
 
 def test_producers_may_come_in_any_order(trace: Path) -> None:

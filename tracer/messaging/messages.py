@@ -104,6 +104,8 @@ KINDS: Mapping[str, Kind] = {
 }
 """Every kind that an exporter observes, by name."""
 
+DATA_KINDS: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if not kind.state)
+"""The kinds of what a training's passes and steps bring: all but its state."""
 STATE_KINDS: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.state)
 """The kinds of a training's state besides its parameters; `tracer.KEYFRAME` captures all of it."""
 

@@ -355,13 +355,12 @@ class Capture:
 
     def cast(self, kind: str, data: Tensor) -> Tensor:
         """The cast of what `reduced` gave."""
-        if self.casts(kind) and data.is_floating_point():
-            data = data.to(DTYPES[self.dtype])
-        return data
+        dtype = self.cast_to(kind)
+        return data.to(DTYPES[dtype]) if dtype is not None and data.is_floating_point() else data
 
-    def casts(self, kind: str) -> bool:
-        """Whether it casts the floating-point data of messages of a kind."""
-        return self.dtype is not None and kind not in _LOSSES and not KINDS[kind].state
+    def cast_to(self, kind: str) -> str | None:
+        """The dtype that it casts the floating-point data of messages of a kind to; None if it casts none."""
+        return None if kind in _LOSSES or KINDS[kind].state else self.dtype
 
     def keeps_whole(self, kind: str) -> bool:
         """Whether it keeps all of each tensor of a kind, as it is."""
@@ -424,7 +423,7 @@ class Capture:
                     told["reduce"], told["sketch"] = str(self.sketch), self.sketch.told(shape[axis], axis)
             elif self.reduce is not None and self.reduce not in BESIDE:
                 told["reduce"] = self.reduce if isinstance(self.reduce, str) else _name_of(self.reduce)
-        if self.casts(kind) and floating:
+        if floating and self.cast_to(kind) is not None:
             told["dtype"] = self.dtype
         if self.beside(kind) == "hash":
             told |= {"reduce": "hash", "hash": {"name": "xxh3_64", "piece": PIECE}}

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from tracer.errors import CaptureError
 from tracer.messaging.bus import MessageBus
-from tracer.messaging.messages import DEFAULT_TAG, KINDS
+from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG
 from tracer.messaging.receiver import Receiver
 from tracer.observing.capture import Capture
 from tracer.observing.optimizers import observable
@@ -43,8 +43,8 @@ class Exporter:
     message_bus : MessageBus, optional
         By default a new one of its own.
     capture : Capture or iterable of Capture, optional
-        What may be observed, for all receivers of the bus; by default all kinds of the modules given by `depth` and
-        `module_filter`, in full.
+        What may be observed, for all receivers of the bus; by default all kinds but those of state, of the modules
+        given by `depth` and `module_filter`, in full.
     strict : bool
         Whether an exception in a hook reaches the training loop. By default the stream is disabled with one warning.
 
@@ -71,7 +71,7 @@ class Exporter:
         strict: bool = False,
     ) -> None:
         if capture is None:
-            capture = Capture(kinds=KINDS, depth=depth, types=tuple(module_filter) if module_filter else None)
+            capture = Capture(kinds=DATA_KINDS, depth=depth, types=tuple(module_filter) if module_filter else None)
         elif depth is not None or module_filter is not None:
             raise CaptureError("give an exporter a capture, or depth and module_filter, not both")
         self.captures: tuple[Capture, ...] = (capture,) if isinstance(capture, Capture) else tuple(capture)

@@ -236,9 +236,7 @@ class Publisher:
         if captures:
             self.deliver(captures, StreamKey(kind, path, tag, leaf), data, call, at, owned=owned)
 
-    def publish_vector(
-        self, kind: str, data: Tensor, names: Sequence[str], leaf: str, call: int | None = None
-    ) -> None:
+    def publish_vector(self, kind: str, data: Tensor, names: Sequence[str], leaf: str, call: int | None = None) -> None:
         """Publish a vector of the network with a name for each of its entries, if it is wanted.
 
         Parameters
@@ -255,9 +253,7 @@ class Publisher:
         at = self.clock.now()
         if self.demand.wanted(kind, None, DEFAULT_TAG, at):
             number = self.numbers.message(StreamKey(kind, None, DEFAULT_TAG, leaf), call)
-            self.bus.publish(
-                self._message(kind, None, data, DEFAULT_TAG, leaf, number, at, {"entries": list(names)})
-            )
+            self.bus.publish(self._message(kind, None, data, DEFAULT_TAG, leaf, number, at, {"entries": list(names)}))
 
     def publish_leaves(self, kind: str, path: str | None, value: Any, tag: str, call: int | None = None) -> None:
         """Publish copies of the tensors in a structure, if they are wanted."""

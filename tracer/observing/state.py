@@ -99,7 +99,9 @@ class State(Part):
         if not self._forwards:
             return "no training forward of the model was seen in its step, so it has no buffers and generators"
         for optimizer in self.optimizers.all:
-            unseen = [one for one in walking.trained(optimizer) if id(one) not in self._stepped and one.grad is not None]
+            unseen = [
+                one for one in walking.trained(optimizer) if id(one) not in self._stepped and one.grad is not None
+            ]
             if unseen:
                 shapes = ", ".join(str(tuple(one.shape)) for one in unseen[:3])
                 return (

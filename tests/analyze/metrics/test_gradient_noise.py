@@ -23,6 +23,7 @@ import tracer
 from analyze.metrics.gradients.sample_gram import SampleGram, bias_gram, conv_gram, linear_gram
 from tests.examples import examples
 from tracer import Capture, Collect, Message, MessageError, ModuleMessage, NetworkMessage
+from tracer.messaging.messages import DATA_KINDS
 
 BOARD = (
     "norm_test",
@@ -309,7 +310,7 @@ def test_several_losses_of_one_pass(tmp_path: Path) -> None:
     x, y = torch.randn(8, 5).double(), torch.randint(3, (8,))
     expected = board(per_sample(model, x, y, lambda out, y: 1.5 * F.cross_entropy(out, y)), 1.0)
     loss, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=loss, capture=Capture(kinds=tracer.KINDS)):
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=loss, capture=Capture(kinds=DATA_KINDS)):
         output = model(x)
         (loss(output, y) + 0.5 * loss(output, y)).backward()
         optimizer.step()
@@ -403,7 +404,7 @@ def test_clipping_shows_in_the_residual_only(tmp_path: Path) -> None:
     model, (x, y) = nn.Linear(4, 3).double(), (torch.randn(8, 4).double(), torch.randint(3, (8,)))
     expected = board(per_sample(model, x, y), 1.0)
     optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=loss, capture=Capture(kinds=tracer.KINDS)):
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=loss, capture=Capture(kinds=DATA_KINDS)):
         loss(model(x), y).backward()
         total = float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
         optimizer.step()

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import analyze
-from analyze.metrics.elementwise import moments as moments_module
 from analyze.metrics.elementwise import sharing
 from analyze.metrics.elementwise.formulas import FORMULAS, derive, needs_of
 from analyze.metrics.elementwise.sketch import sketch
@@ -26,6 +25,7 @@ from analyze.metrics.reducing import reducers
 from tests.analyze.metrics.invariances import ELEMENTWISE, INVARIANCES, SUMS
 from tests.examples import examples
 from tracer import Collect, MessageBus, MessageError, ModuleMessage
+from tracer.numbers import moments as moments_module
 from tracer.numbers.arrays import as_array
 from tracer.numbers.moments import BLOCK, ROW, Moments, Need, has, moments, moments_of_channels
 

@@ -52,10 +52,16 @@ def restore(name: str, state: Tensor) -> None:
         If there is no such generator here, or the state is none of it.
     """
     place, _, number = name.partition(".")
-    known: dict[str, Callable[[Tensor], None]] = {"torch": torch.set_rng_state, "numpy": _set_numpy, "python": _set_python}
+    known: dict[str, Callable[[Tensor], None]] = {
+        "torch": torch.set_rng_state,
+        "numpy": _set_numpy,
+        "python": _set_python,
+    }
     if place == "cuda" and number.isdigit():
         if not torch.cuda.is_available() or int(number) >= torch.cuda.device_count():
-            raise CaptureError(f"the generator of CUDA device {number} cannot be put back: this machine has no such device")
+            raise CaptureError(
+                f"the generator of CUDA device {number} cannot be put back: this machine has no such device"
+            )
         torch.cuda.set_rng_state(state, int(number))
         return
     if name not in known:
@@ -68,7 +74,7 @@ def restore(name: str, state: Tensor) -> None:
 
 def _numpy() -> NDArray[np.int64] | None:
     """The state of NumPy's global generator; None if the program has replaced it by one of another sort."""
-    found = np.random.get_state(legacy=False)
+    found = np.random.get_state(legacy=False)  # noqa: NPY002 - what programs draw from
     if found["bit_generator"] != "MT19937":
         return None
     twister = found["state"]
@@ -77,7 +83,7 @@ def _numpy() -> NDArray[np.int64] | None:
 
 def _set_numpy(state: Tensor) -> None:
     words, position, normal = _unpacked(state)
-    np.random.set_state(("MT19937", words.astype(np.uint32), position, int(normal is not None), normal or 0.0))
+    np.random.set_state(("MT19937", words.astype(np.uint32), position, int(normal is not None), normal or 0.0))  # noqa: NPY002
 
 
 def _python() -> NDArray[np.int64]:
