@@ -43,6 +43,9 @@ class Losses(Part):
         The losses: modules, and names of functions.
     seen : int
         How often one was called.
+    fed : callable or None
+        Called with each function of ``torch.nn.functional`` that is a loss, and its arguments, before it runs. It may
+        change the tensors.
     """
 
     def __init__(self, ground: Ground, passes: Passes) -> None:
@@ -52,6 +55,7 @@ class Losses(Part):
         self.terms = passes.terms
         self.all: list[nn.Module | str] = []
         self.seen = 0
+        self.fed: Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], None] | None = None
         self._patched: dict[str, LossFunction] = {}
         weakref.finalize(self, unpatch, self._patched).atexit = False  # one that is dropped leaves no stand-ins
 

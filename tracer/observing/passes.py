@@ -36,6 +36,8 @@ class Passes(Part):
         whether it takes no more.
     given_to_losses : bool
         Whether losses are observed, which publish the output of the model that they get.
+    fed : callable or None
+        Called with the arguments of each training forward of the model, before it begins. It may change the tensors.
     """
 
     def __init__(self, ground: Ground, steps: Steps) -> None:
@@ -48,6 +50,7 @@ class Passes(Part):
         self.tag_with_gradients = DEFAULT_TAG
         self.offered: Callable[[nn.Module, bool, tuple[Any, ...], Mapping[str, Any]], bool] | None = None
         self.given_to_losses = False
+        self.fed: Callable[[tuple[Any, ...], Mapping[str, Any]], None] | None = None
 
     @property
     def now(self) -> Pass:
@@ -114,6 +117,8 @@ class Passes(Part):
         running = self.gate.passes.now
         if self.clock.step >= self.demand.quiet_until or running.depth or self.user_tag is not None:
             return False
+        if self.fed is not None:
+            return False
         if not (args[0].training and is_grad_enabled()) or recomputing() or traced():
             return False
         if self.optimizers.of_unknown_order or DistributedDataParallel._active_ddp_module is not None:
@@ -151,6 +156,8 @@ class Passes(Part):
             self.steps.settle()
         if self.clock.open and self.optimizers.forwards_end_steps and self.is_training(module):
             self.steps.end()  # without an optimizer, a step lasts until the next training pass
+        if self.fed is not None and self.is_training(module):
+            self.fed(args, kwargs)
         self.enter(module)
         if self.offered is not None and self.user_tag is None and not traced():
             self.gate.guard("the inputs of a probe", functools.partial(self._offer, module, args, kwargs))

@@ -64,6 +64,8 @@ class LossFunction:
             return self.__wrapped__(*args, **kwargs)
         gate.passes.now.in_loss = True  # some losses are made of others
         try:
+            if owner.fed is not None:
+                owner.fed(self.__wrapped__, args, kwargs)
             output = self.__wrapped__(*args, **kwargs)
         finally:
             gate.passes.now.in_loss = False

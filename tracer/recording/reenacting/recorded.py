@@ -1,0 +1,196 @@
+"""What a trace holds of a run that its steps can be run again from: keyframes, inputs, and values to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tracer.errors import CaptureError
+from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS, Message
+from tracer.observing.capture import observed
+from tracer.observing.clock import At
+from tracer.observing.hashes import hash_of
+from tracer.trace.reader import TraceReader
+
+_EXACT = ("loss", "loss_terms")
+"""Kinds that are compared as they are, because captures keep no hash of them."""
+
+
+class Place(NamedTuple):
+    """Where in a step a tensor was seen."""
+
+    kind: str
+    module: str | None
+    leaf: str
+    call: int
+
+    def __str__(self) -> str:
+        where = "" if self.module is None else f" of {self.module!r}"
+        leaf = f", {self.leaf}" if self.leaf else ""
+        return f"{self.kind}{where}{leaf}{f', call {self.call}' if self.call else ''}"
+
+
+@dataclass(frozen=True)
+class Keyframe:
+    """The state that a step began with.
+
+    Attributes
+    ----------
+    at : At
+        The counters of the step.
+    parameters : dict of (str, str) to Tensor
+        By kind (``weights`` or ``biases``) and stream.
+    buffers : dict of str to Tensor
+        By path.
+    optimizer_state : dict of str to dict of str to Tensor
+        By the path of the parameter, then by the names that `tracer.observing.pytorch.optimizer_states.flat` gives.
+    """
+
+    at: At
+    parameters: Mapping[tuple[str, str], Tensor]
+    buffers: Mapping[str, Tensor]
+    optimizer_state: Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass
+class RecordedStep:
+    """What a trace holds of the training in a step.
+
+    Attributes
+    ----------
+    inputs, labels : dict of int to dict of str to Tensor
+        What the model was given in each forward, and the losses in each of their calls: by call and leaf.
+    generators : dict of int to dict of str to Tensor
+        The random generators' states at the beginning of each forward, by name.
+    hyperparameters : dict of str to dict of str to float
+        Of each group of an optimizer (``optimizer.group``), and of a GradScaler (``scaler``).
+    in_part : set of str
+        Kinds of which only a part of each tensor was kept.
+    values : dict of Place to Tensor
+        What was kept whole of losses, to compare with.
+    hashes : dict of Place to int
+        Of all else that was kept whole, or as a hash.
+    """
+
+    inputs: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    labels: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    generators: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    hyperparameters: dict[str, dict[str, float]] = field(default_factory=dict)
+    in_part: set[str] = field(default_factory=set)
+    values: dict[Place, Tensor] = field(default_factory=dict)
+    hashes: dict[Place, int] = field(default_factory=dict)
+
+    def add(self, message: Message) -> None:
+        """Take one of its messages."""
+        data, kind = message.data, message.kind
+        if data is None:
+            return
+        if kind == "generators":
+            self.generators.setdefault(message.call, {})[message.leaf] = data
+        elif kind == "hyperparameters":
+            names = (message.sampling or {}).get("entries", [])
+            self.hyperparameters[message.leaf] = dict(zip(names, data.tolist(), strict=True))
+        elif observed(kind) in DATA_KINDS:
+            self._add_value(message, data)
+
+    def _add_value(self, message: Message, data: Tensor) -> None:
+        kind = observed(message.kind)
+        place = Place(kind, message.key, message.leaf, message.call)
+        if message.kind == f"{kind}_hash":
+            self.hashes[place] = int(data)
+        elif message.kind != kind:
+            return
+        elif _is_part(message.sampling):
+            self.in_part.add(kind)
+        elif kind in _EXACT:
+            self.values[place] = data
+        else:
+            self.hashes.setdefault(place, hash_of(data))
+            given = {"input_data": self.inputs, "input_labels": self.labels}.get(kind)
+            if given is not None:
+                given.setdefault(message.call, {})[message.leaf] = data
+
+
+def _is_part(sampling: Mapping[str, Any] | None) -> bool:
+    """Whether less than all of a tensor was kept, or other numbers."""
+    return sampling is not None and bool({*sampling} - {"beside"})
+
+
+class Recorded:
+    """A recorded run, read as a re-enactment needs it.
+
+    Parameters
+    ----------
+    trace : TraceReader
+    """
+
+    def __init__(self, trace: TraceReader) -> None:
+        self.trace = trace
+        self._step: tuple[int, RecordedStep] | None = None
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of the data of which something was kept, but for events."""
+        return [kind for kind in DATA_KINDS if not KINDS[kind].event and kind in self._observed]
+
+    @property
+    def modules(self) -> list[str]:
+        """The paths of the modules and parameters of which something was kept."""
+        return sorted({one.module for one in self.trace.streams if one.module is not None and one.tag == DEFAULT_TAG})
+
+    @property
+    def _observed(self) -> set[str]:
+        return {observed(one.kind) for one in self.trace.streams if one.tag == DEFAULT_TAG and one.count}
+
+    def keyframes(self) -> list[int]:
+        """The global steps that have a keyframe, ascending."""
+        return sorted({one.global_step for one in self.trace.messages("keyframe", tags=DEFAULT_TAG)})
+
+    def keyframe(self, step: int) -> Keyframe:
+        """The last keyframe that is not after a step.
+
+        Raises
+        ------
+        CaptureError
+            If there is none.
+        """
+        there = self.keyframes()
+        before = [one for one in there if one <= step]
+        if not before:
+            found = f"its first one is at step {there[0]:,}" if there else "it has none"
+            raise CaptureError(
+                f"{self.trace.path} has no keyframe at or before step {step:,}, from which that could be run again; "
+                f"{found}: tracer.KEYFRAME among the captures of a recording gives keyframes"
+            )
+        at: At | None = None
+        parameters: dict[tuple[str, str], Tensor] = {}
+        buffers: dict[str, Tensor] = {}
+        states: dict[str, dict[str, Tensor]] = {}
+        kinds = ("weights", "biases", "buffers", "optimizer_state", "keyframe")
+        for message in self.trace.messages(kinds, steps=(before[-1], before[-1] + 1), tags=DEFAULT_TAG):
+            data, key = message.data, message.key
+            if data is None or key is None:
+                at = At(message.global_step, message.train_step, message.epoch)
+            elif message.kind == "buffers":
+                buffers[key] = data
+            elif message.kind == "optimizer_state":
+                states.setdefault(key, {})[message.leaf] = data
+            elif not _is_part(message.sampling):
+                parameters[message.kind, key] = data
+        assert at is not None, "the step has a keyframe"
+        return Keyframe(at, parameters, buffers, states)
+
+    def step(self, number: int) -> RecordedStep:
+        """What was recorded of the training in a global step; the last one that was asked for is kept."""
+        if self._step is None or self._step[0] != number:
+            found = RecordedStep()
+            for message in self._messages(number):
+                found.add(message)
+            self._step = number, found
+        return self._step[1]
+
+    def _messages(self, number: int) -> Iterator[Message]:
+        return self.trace.messages(steps=(number, number + 1), tags=DEFAULT_TAG)
