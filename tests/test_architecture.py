@@ -31,7 +31,7 @@ FLOORS: list[set[str]] = [
     {"tracer.observing"},
     {"tracer.recording", "tracer.replaying", "tracer.upkeep"},
     {"tracer.recording.launching"},
-    {"tracer.recording.certifying"},
+    {"tracer.recording.certifying", "tracer.recording.reenacting"},
     {"tracer.integrations", "tracer.recorders"},
     {"tracer"},
     {"analyze.metrics"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, MappingXX
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch

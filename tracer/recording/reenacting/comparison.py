@@ -1,0 +1,183 @@
+"""Compares what a re-enactment gives with what was recorded, value by value, and says what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tracer.messaging.messages import DEFAULT_TAG, Message
+from tracer.messaging.receiver import Receiver
+from tracer.observing.capture import observed
+from tracer.recording.reenacting.recorded import Place, Recorded, RecordedStep
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The first value that a re-enactment gave otherwise than it was recorded.
+
+    Attributes
+    ----------
+    step : int
+    kind, module, leaf, call
+        Of the message.
+    missing : bool
+        Whether the re-enactment gave no such value at all.
+    by : float or None
+        The largest difference of two numbers, where both tensors are known.
+    """
+
+    step: int
+    kind: str
+    module: str | None
+    leaf: str
+    call: int
+    missing: bool = False
+    by: float | None = None
+
+    def __str__(self) -> str:
+        place = Place(self.kind, self.module, self.leaf, self.call)
+        if self.missing:
+            return f"{place} of step {self.step:,} did not come"
+        size = "" if self.by is None else f", by {self.by:.3g} at most"
+        return f"{place} of step {self.step:,} is different{size}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a re-enactment came to.
+
+    Attributes
+    ----------
+    keyframe : int
+        The step with whose state it began.
+    steps : (int, int)
+        The steps that were asked for; the second is not among them.
+    compared, equal : int
+        How many values were compared with recorded ones, and how many were the same to the bit.
+    complete : bool
+        Whether all steps were run.
+    first : Departure or None
+        What was different first.
+    """
+
+    keyframe: int
+    steps: tuple[int, int]
+    compared: int
+    equal: int
+    complete: bool
+    first: Departure | None = None
+
+    @property
+    def identical(self) -> bool:
+        """Whether all steps were run, and all that could be compared was equal."""
+        return self.complete and self.first is None
+
+    def __str__(self) -> str:
+        start, stop = self.steps
+        said = f"steps {start:,} to {stop - 1:,}, run again from the keyframe of step {self.keyframe:,}"
+        if self.first is not None:
+            return f"{said}: {self.equal:,} of {self.compared:,} values are equal to the bit; first, {self.first}"
+        if not self.complete:
+            return f"{said}: the script ended before step {stop - 1:,} was over"
+        if not self.compared:
+            return f"{said}: nothing was recorded of them that could be compared"
+        return f"{said}: all {self.compared:,} values that were recorded are equal to the bit"
+
+    def describe(self) -> dict[str, Any]:
+        """It as JSON, for a trace."""
+        return asdict(self) | {"steps": list(self.steps), "identical": self.identical}
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Verdict:
+        """The verdict that `describe` described."""
+        fields = {name: told[name] for name in ("keyframe", "compared", "equal", "complete")}
+        first = told.get("first")
+        return cls(**fields, steps=tuple(told["steps"]), first=None if first is None else Departure(**first))
+
+
+class Comparison(Receiver):
+    """Listens to a re-enactment, and compares what it gives with a recording.
+
+    Parameters
+    ----------
+    recorded : Recorded
+    keyframe : int
+        The step with which it begins.
+    steps : (int, int)
+        Those that were asked for.
+    step_over : callable
+        Called at the end of each step with what has come out so far.
+    """
+
+    name = "comparison"
+
+    def __init__(
+        self, recorded: Recorded, keyframe: int, steps: tuple[int, int], step_over: Callable[[Verdict], None]
+    ) -> None:
+        self._recorded = recorded
+        self._keyframe = keyframe
+        self._steps = steps
+        self._step_over = step_over
+        self._compared = self._equal = 0
+        self._seen: set[Place] = set()
+        self._first: Departure | None = None
+        self._last = -1
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Everything of the training."""
+        return tag in (None, DEFAULT_TAG)
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Compare a message, if something was recorded to compare it with."""
+        if message.kind == "batch_finished":
+            self._count_missing(message.global_step)
+            self._step_over(self.verdict)
+        elif message.data is not None:
+            self._compare(message, message.data, self._recorded.step(message.global_step))
+        return ()
+
+    def _compare(self, message: Message, data: Tensor, found: RecordedStep) -> None:
+        kind = observed(message.kind)
+        place = Place(kind, message.key, message.leaf, message.call)
+        if message.kind == f"{kind}_hash" and place in found.hashes:
+            same, by = int(data) == found.hashes[place], None
+        elif message.kind == kind and place in found.values:
+            old = found.values[place]
+            same = _same_bits(old, data)
+            by = None if same or old.shape != data.shape else float((old.double() - data.double()).abs().max())
+        else:
+            return
+        self._seen.add(place)
+        self._compared += 1
+        self._equal += same
+        if not same and self._first is None:
+            self._first = Departure(message.global_step, kind, message.key, message.leaf, message.call, by=by)
+
+    def _count_missing(self, step: int) -> None:
+        """Count what was recorded of a step, and did not come."""
+        found = self._recorded.step(step)
+        for place in [*found.values, *found.hashes]:
+            if place not in self._seen:
+                self._compared += 1
+                if self._first is None:
+                    self._first = Departure(step, place.kind, place.module, place.leaf, place.call, missing=True)
+        self._seen = set()
+        self._last = step
+
+    @property
+    def verdict(self) -> Verdict:
+        """What has come out so far."""
+        over = self._last >= self._steps[1] - 1
+        return Verdict(self._keyframe, self._steps, self._compared, self._equal, over, self._first)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors on the processor are the same to the bit."""
+    return (
+        one.dtype is other.dtype
+        and one.shape == other.shape
+        and one.contiguous().cpu().numpy().tobytes() == other.contiguous().cpu().numpy().tobytes()
+    )
