@@ -26,6 +26,7 @@ HEADINGS: Mapping[str, Sequence[str]] = {
         *("out", "log", "table", "tensorboard", "overwrite", "resume", "first_step", "max_bytes", "compression"),
         *("chunk_bytes", "queue_bytes", "on_full", "strict", "commit_steps", "commit_seconds", "durable"),
     ),
+    "What may differ": ("allow_different",),
     "Before it is done": ("only_plan", "dry_run", "certify_steps", "require_identical", "only_dry_run", "run_steps"),
     "What is printed": ("values", "markdown", "as_json"),
     "How it is served": ("port", "no_open"),

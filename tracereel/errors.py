@@ -13,7 +13,7 @@ from tracer.errors import CaptureError, MessageError, TraceCorruptError, TraceLo
 from tracer.secrets import masked_urls
 from tracer.shown import printable
 
-FAILED, WRONG_USAGE, DAMAGED, SOME_FAILED, FOUND, INTERRUPTED = 1, 2, 3, 4, 6, 130
+FAILED, WRONG_USAGE, DAMAGED, SOME_FAILED, DIFFERENT, FOUND, INTERRUPTED = 1, 2, 3, 4, 5, 6, 130
 """Exit codes; ``tracereel`` explains them."""
 _DEBUG = "debug"
 

@@ -23,6 +23,7 @@ HOMES: Mapping[str, str] = {
     "ls": "tracereel.showing:list_streams",
     "plot": "tracereel.asking:plot",
     "record": "tracereel.recording:record",
+    "reenact": "tracereel.reenacting:reenact",
     "recover": "tracereel.keeping:recover",
     "replay": "tracereel.asking:replay",
     "report": "tracereel.reporting:report",

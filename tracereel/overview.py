@@ -19,7 +19,7 @@ Line = tuple[str, str]
 
 _SHOWN_OTHERWISE = (
     *("argv", "process", "run_id", "created", "model", "models", "optimizers", "capture", "kinds"),
-    *("ranks", "launch", "attempt", "first_step", "certificate"),
+    *("ranks", "launch", "attempt", "first_step", "certificate", "reenacts"),
 )
 """Entries of a header that are not shown as they are."""
 
@@ -48,6 +48,8 @@ def overview(info: Mapping[str, Any]) -> Iterator[Line]:
     yield from _model_lines(header.get("model"))
     yield from _training_lines(header.get("models"), header.get("optimizers"))
     yield from _below("certified", _certificates(info["attempts"]))
+    if isinstance(header.get("reenacts"), Mapping):
+        yield "runs again", _reenacts(header["reenacts"])
     captures = header.get("capture") or ()
     yield from _below("capture", map(_capture, captures if isinstance(captures, list) else [captures]), "else")
     for name, value in header.items():
@@ -135,6 +137,13 @@ def _certificate(certificate: Mapping[str, Any]) -> str:
     return f"{certificate.get('verdict')}: {printable(str(certificate.get('reason')))}{cost}"
 
 
+def _reenacts(about: Mapping[str, Any]) -> str:
+    """Which steps of which run were run again."""
+    steps = about.get("steps")
+    which = f"{steps[0]} to {steps[1] - 1}" if isinstance(steps, list) and len(steps) == 2 else "some"
+    return f"steps {which} of {about.get('run')}, from the keyframe of step {about.get('keyframe')}"
+
+
 def _capture(settings: Any) -> str:
     """The settings of a capture, without those that restrict nothing."""
     if not isinstance(settings, Mapping):
@@ -201,9 +210,20 @@ def _unended(about: Mapping[str, Any]) -> str:
     )
 
 
+def _reenacted(about: Mapping[str, Any]) -> str:
+    """What came out when steps that were run again were compared with the recorded ones."""
+    equal, compared, first = about.get("equal"), about.get("compared"), about.get("first")
+    said = f"{equal} of {compared} values are equal to the bit"
+    if not isinstance(first, Mapping):
+        return said
+    module = "" if first.get("module") is None else f" of {first['module']!r}"
+    return f"{said}; the first other one is {first.get('kind')}{module} in step {first.get('step')}"
+
+
 _NOTES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "problem": _problem,
     "overflowed": _overflowed,
     "stopped": _stopped,
     "unended": _unended,
+    "reenacted": _reenacted,
 }

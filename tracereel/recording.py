@@ -17,9 +17,9 @@ from analyze.tables.escapes import printable
 from tracer.errors import CaptureError, UnknownNameError
 from tracereel import options
 from tracereel.checks import TRACE_SUFFIXES, check_new
-from tracereel.command import Command
 from tracereel.errors import FOUND, WRONG_USAGE, Failure, debugging, wrong_usage
 from tracereel.printing import few_shapes, path_in_model, print_json, print_table, say, size
+from tracereel.programs import OPTIONS, ProgramCommand, program_of, title_of
 
 if TYPE_CHECKING:
     from analyze.seeing.watch import Watch
@@ -29,11 +29,8 @@ if TYPE_CHECKING:
     from tracer.trace.certificate import Certificate
 
 
-class RecordCommand(Command):
-    """Passes all that follows the script's name, or ``--module NAME``, to the program as it is.
-
-    Every option has an environment variable: ``TRACE_RECORD_`` and its long name.
-    """
+class RecordCommand(ProgramCommand):
+    """A `ProgramCommand` of whose options every one has an environment variable: ``TRACE_RECORD_`` and its long name."""
 
     other_heading = "What is read"
 
@@ -45,21 +42,7 @@ class RecordCommand(Command):
                 option.envvar = f"TRACE_RECORD_{long.lstrip('-').replace('-', '_').upper()}"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Put a ``--`` where the program's own arguments begin, if it is after ``--module NAME``."""
-        takes_value = {
-            name: isinstance(option, click.Option) and not option.is_flag
-            for option in self.params
-            for name in (*option.opts, *option.secondary_opts)
-        }
-        position = 0
-        while position < len(args) and args[position].startswith("-") and args[position] not in ("-", "--"):
-            name, equals, _ = args[position].partition("=")
-            after = position + (2 if takes_value.get(args[position]) and not equals else 1)
-            if name == "--module":
-                args = [*args[:after], "--", *args[after:]]
-                break
-            ctx.meta[_OPTIONS] = args[:after]
-            position = after
+        """Name the variable, if that gave what is no value."""
         try:
             return super().parse_args(ctx, args)
         except click.BadParameter as error:
@@ -67,10 +50,6 @@ class RecordCommand(Command):
             if variable is not None:
                 error.param_hint = f"the environment variable {variable}"
             raise
-
-
-_OPTIONS = "options"
-"""Where a context keeps the options before the program, as they were written, for the processes of a launcher."""
 
 
 def _variable(ctx: click.Context, parameter: click.Parameter) -> str | None:
@@ -109,26 +88,6 @@ class Rehearsals(NamedTuple):
 
 _CAPTURE = ("kinds", "modules", "every", "start", "stop", "rows", "positions", "elements", "dtype")
 """The options that are settings of `tracer.Capture`."""
-
-
-def program_of(words: tuple[str, ...], module: str | None) -> Program:
-    """The script that a command line begins with; where a module is named, the words are its arguments."""
-    from tracer.recording.launching.launchers import PYTHON, hint_for
-    from tracer.recording.launching.program import Program
-
-    if module is not None:
-        return Program(script=module, arguments=words, module=True)
-    name = words[0]
-    if not Path(name).is_file():
-        raise Failure(f"{name} is not a file, so there is no script to run{hint_for(name)}")
-    if PYTHON.fullmatch(Path(name).name):
-        raise Failure(f"{name} is no script{hint_for(name)}")
-    return Program(script=name, arguments=words[1:])
-
-
-def title_of(program: Program) -> str:
-    """What the trace of a program is called by default."""
-    return program.script.rpartition(".")[2] if program.module else Path(program.script).stem
 
 
 # -- the command --------------------------------------------------------------------------------------------------
@@ -370,7 +329,7 @@ def _become_launcher(program: tuple[str, ...], module: str | None, rehearsals: R
         return
     if rehearsals.only_dry_run:
         raise click.UsageError(f"--dry-run runs a script of one process: give it without {launcher.name}")
-    before = click.get_current_context().meta.get(_OPTIONS, [])
+    before = click.get_current_context().meta.get(OPTIONS, [])
     launchers.become(launcher, before, program=str(Path(__file__).absolute().with_name("__main__.py")))
 
 

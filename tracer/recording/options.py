@@ -34,6 +34,8 @@ class Options:
         Steps between two of these passes.
     disabled : bool
         Whether steps are only counted and nothing is recorded (``TRACE_DISABLE``).
+    reenacts : mapping, optional
+        For the header: which steps of which run a training runs again.
 
     Raises
     ------
@@ -63,6 +65,7 @@ class Options:
     probe: int | None = None
     probe_every: int = PROBE_EVERY
     disabled: bool = False
+    reenacts: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not self.resume and (self.first_step is not None or self.first_epoch is not None):

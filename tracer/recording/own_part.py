@@ -44,6 +44,7 @@ def header(exporter: Exporter, options: Options) -> dict[str, Any]:
             versions[package] = version(package)
     return {
         "versions": versions,
+        "threads": torch.get_num_threads(),
         **({"argv": list(sys.argv)} if options.command else {}),
         "seeds": dict(options.seeds) if options.seeds is not None else {"torch": torch.initial_seed()},
         "capture": [capture.describe() for capture in exporter.captures],
@@ -286,6 +287,8 @@ class OwnPart:
         }
         if run_id is not None:
             told["run_id"] = run_id
+        if self._options.reenacts is not None:
+            told["reenacts"] = dict(self._options.reenacts)
         if self._options.certificate is not None:
             told["certificate"] = self._options.certificate.describe()
         return told

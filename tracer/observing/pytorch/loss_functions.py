@@ -59,7 +59,8 @@ class LossFunction:
         return pkgutil.resolve_name, (f"torch.nn.functional:{name}",)  # pickle refuses the name of something else
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        owner, gate = self._owner(), self._gate
+        owner: Any = self._owner()
+        gate = self._gate
         if owner is None or gate.passes.now.in_loss or traced():
             return self.__wrapped__(*args, **kwargs)
         gate.passes.now.in_loss = True  # some losses are made of others

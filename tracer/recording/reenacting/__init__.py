@@ -1,1 +1,1 @@
-"""Steps of a recorded run, run again from a keyframe by the script that trained, and compared with what was recorded."""
+"""Steps of a recorded run, run again from a keyframe by the script that trained, and compared with the recording."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tracer import walking
 from tracer.errors import CaptureError
@@ -45,8 +46,10 @@ class Feed:
 
     Attributes
     ----------
+    over : bool
+        Whether the script is to be ended before it goes on with the training.
     refusal : CaptureError or None
-        Why the script was ended.
+        Why the script was ended, if it could not be fed.
     """
 
     def __init__(self, recorded: Recorded, keyframe: Keyframe, exporter: Exporter) -> None:
@@ -58,6 +61,7 @@ class Feed:
         self._forwards = self._losses = 0
         self._scaled_at = -1  # the last step whose GradScaler has got its state
         self._given: set[int] = set()  # ids of the optimizers that have the states of the keyframe
+        self.over = False
         self.refusal: CaptureError | None = None
 
     @contextlib.contextmanager
@@ -68,12 +72,15 @@ class Feed:
         parts.passes.fed = functools.partial(self._guarded, self._inputs)
         parts.losses.fed = functools.partial(self._guarded, self._labels)
         steps = before_any_step(functools.partial(self._guarded, self._optimizer_steps))
+        # called after the hooks of an optimizer's own, among which the exporter's ends the step
+        stepped = register_optimizer_step_post_hook(self._optimizer_stepped)
         setattr(GradScaler, "scale", self._scaling(scale))  # noqa: B010 - mypy forbids to assign it
         try:
             yield
         finally:
             parts.passes.fed = parts.losses.fed = None
             steps.remove()
+            stepped.remove()
             setattr(GradScaler, "scale", scale)  # noqa: B010
 
     def _guarded(self, work: Callable[..., None], *args: Any) -> None:
@@ -98,11 +105,14 @@ class Feed:
 
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Give a training forward the state of the keyframe, if it is the first, its generators, and its inputs."""
+        self._end_if_over()
         step = self._begin()
         if not self._restored:
             self._restored = True
             restore(self._keyframe, self._exporter)
         found, call = self._recorded.step(step), self._forwards
+        if found.at is not None and not call:
+            self._exporter.parts.clock.next_is(found.at.train_step, found.at.epoch)
         self._forwards += 1
         for name, state in found.generators.get(call, {}).items():
             generators.restore(name, state)
@@ -146,6 +156,13 @@ class Feed:
         for number, group in enumerate(optimizer.param_groups):
             set_hyperparameters(group, found.hyperparameters.get(f"{place}.{number}", {}))
 
+    def _optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        if self.over:
+            raise Ended(0)
+
     def _scaling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def scale(scaler: GradScaler, outputs: Any) -> Any:
@@ -167,7 +184,9 @@ class Feed:
 def _give(what: str, tensor: Tensor, given: Tensor | None, step: int) -> None:
     """Put recorded numbers into a tensor of the script, which may have another shape."""
     if given is None:
-        raise CaptureError(f"{what} in step {step:,} is not among what was recorded: the script gives another structure")
+        raise CaptureError(
+            f"{what} in step {step:,} is not among what was recorded: the script gives another structure"
+        )
     if given.dtype is not tensor.dtype or given.ndim != tensor.ndim:
         raise CaptureError(
             f"{what} in step {step:,} is {_said(tensor)}, and was {_said(given)} when the run was recorded: another "

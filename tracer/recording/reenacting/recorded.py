@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tracer.errors import CaptureError
-from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS, Message
+from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS, Message, clock_of
 from tracer.observing.capture import observed
 from tracer.observing.clock import At
 from tracer.observing.hashes import hash_of
@@ -61,6 +61,8 @@ class RecordedStep:
 
     Attributes
     ----------
+    at : At or None
+        Its counters; None if nothing of it was recorded.
     inputs, labels : dict of int to dict of str to Tensor
         What the model was given in each forward, and the losses in each of their calls: by call and leaf.
     generators : dict of int to dict of str to Tensor
@@ -75,6 +77,7 @@ class RecordedStep:
         Of all else that was kept whole, or as a hash.
     """
 
+    at: At | None = None
     inputs: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     labels: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     generators: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -86,6 +89,8 @@ class RecordedStep:
     def add(self, message: Message) -> None:
         """Take one of its messages."""
         data, kind = message.data, message.kind
+        if self.at is None and clock_of(kind) == "global_step":
+            self.at = At(message.global_step, message.train_step, message.epoch)
         if data is None:
             return
         if kind == "generators":

@@ -18,7 +18,7 @@ from tracer.recording.launching.program import Program
 from tracer.recording.launching.script import run
 from tracer.recording.options import Options
 from tracer.recording.reenacting.comparison import Comparison, Verdict
-from tracer.recording.reenacting.feed import Ended, Feed
+from tracer.recording.reenacting.feed import Feed
 from tracer.recording.reenacting.recorded import Keyframe, Recorded
 from tracer.recording.run import Run
 from tracer.stores.locations import Anywhere, location
@@ -171,21 +171,21 @@ def reenact_script(
         plan = plan_of(trace, steps, allow_different=allow_different)
         asked = captures or (Capture(kinds=[kind for kind in Capture().kinds or () if kind in OF_STEPS]),)
         running: list[Run] = []
+        feeds: list[Feed] = []
 
         def step_over(verdict: Verdict) -> None:
+            if feeds[0].over:
+                return
             if verdict.complete or (verdict.first is not None and not allow_different):
                 recorder = running[0].recorder
                 if recorder is not None:
                     recorder.note({"reenacted": verdict.describe()})
-                raise Ended(0)
+                feeds[0].over = True
 
         comparison = Comparison(plan.recorded, plan.keyframe.at.global_step, steps, step_over)
-        feeds: list[Feed] = []
 
         def began(recording: Run) -> None:
             running.append(recording)
-            if recording.recorder is not None:
-                recording.recorder.note({"reenacts": plan.describe()})
             feeds.append(Feed(plan.recorded, plan.keyframe, recording.exporter))
             stack.enter_context(feeds[0].feeding())
 
@@ -194,7 +194,7 @@ def reenact_script(
             program,
             out=out,
             captures=captures_for(plan, asked),
-            options=options,
+            options=replace(options or Options(), reenacts=plan.describe()),
             receivers=(*receivers, comparison),
             began=began,
             ended=ended,

@@ -1,0 +1,64 @@
+"""What commands that run a training script have in common: where their own options end, and what the script is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tracereel.command import Command
+from tracereel.errors import Failure
+
+if TYPE_CHECKING:
+    from tracer.recording.launching.program import Program
+
+OPTIONS = "options"
+"""Where a context keeps the options before the program, as they were written, for the processes of a launcher."""
+
+
+class ProgramCommand(Command):
+    """Passes all that follows the script's name, or ``--module NAME``, to the program as it is."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put a ``--`` where the program's own arguments begin, if it is after ``--module NAME``."""
+        options, end = self.own_words(args)
+        ctx.meta[OPTIONS] = args[:options]
+        return super().parse_args(ctx, args if options == end else [*args[:end], "--", *args[end:]])
+
+    def own_words(self, args: Sequence[str]) -> tuple[int, int]:
+        """How many words are options of the command, without and with ``--module NAME``, which is the last of them."""
+        takes_value = {
+            name: isinstance(option, click.Option) and not option.is_flag
+            for option in self.params
+            for name in (*option.opts, *option.secondary_opts)
+        }
+        position = 0
+        while position < len(args) and args[position].startswith("-") and args[position] not in ("-", "--"):
+            name, equals, _ = args[position].partition("=")
+            after = position + (2 if takes_value.get(args[position]) and not equals else 1)
+            if name == "--module":
+                return position, after
+            position = after
+        return position, position
+
+
+def program_of(words: tuple[str, ...], module: str | None) -> Program:
+    """The script that a command line begins with; where a module is named, the words are its arguments."""
+    from tracer.recording.launching.launchers import PYTHON, hint_for
+    from tracer.recording.launching.program import Program
+
+    if module is not None:
+        return Program(script=module, arguments=words, module=True)
+    name = words[0]
+    if not Path(name).is_file():
+        raise Failure(f"{name} is not a file, so there is no script to run{hint_for(name)}")
+    if PYTHON.fullmatch(Path(name).name):
+        raise Failure(f"{name} is no script{hint_for(name)}")
+    return Program(script=name, arguments=words[1:])
+
+
+def title_of(program: Program) -> str:
+    """What the trace of a program is called by default."""
+    return program.script.rpartition(".")[2] if program.module else Path(program.script).stem
