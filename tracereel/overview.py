@@ -140,7 +140,7 @@ def _certificate(certificate: Mapping[str, Any]) -> str:
 def _reenacts(about: Mapping[str, Any]) -> str:
     """Which steps of which run were run again."""
     steps = about.get("steps")
-    which = f"{steps[0]} to {steps[1] - 1}" if isinstance(steps, list) and len(steps) == 2 else "some"
+    which = ":".join(map(str, steps)) if isinstance(steps, list) else "some"
     return f"steps {which} of {about.get('run')}, from the keyframe of step {about.get('keyframe')}"
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class RecordCommand(ProgramCommand):
-    """A `ProgramCommand` of whose options every one has an environment variable: ``TRACE_RECORD_`` and its long name."""
+    """A `ProgramCommand` whose options have environment variables: ``TRACE_RECORD_`` and the long name of each."""
 
     other_heading = "What is read"
 

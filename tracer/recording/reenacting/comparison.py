@@ -14,6 +14,18 @@ from tracer.observing.capture import observed
 from tracer.recording.reenacting.recorded import Place, Recorded, RecordedStep
 
 
+def steps_named(steps: tuple[int, int]) -> str:
+    """A range of steps, in a sentence.
+
+    Examples
+    --------
+    >>> steps_named((5, 6)), steps_named((5, 8))
+    ('step 5', 'steps 5 to 7')
+    """
+    start, stop = steps
+    return f"step {start:,}" if stop == start + 1 else f"steps {start:,} to {stop - 1:,}"
+
+
 @dataclass(frozen=True)
 class Departure:
     """The first value that a re-enactment gave otherwise than it was recorded.
@@ -76,12 +88,11 @@ class Verdict:
         return self.complete and self.first is None
 
     def __str__(self) -> str:
-        start, stop = self.steps
-        said = f"steps {start:,} to {stop - 1:,}, run again from the keyframe of step {self.keyframe:,}"
+        said = f"{steps_named(self.steps)}, run again from the keyframe of step {self.keyframe:,}"
         if self.first is not None:
             return f"{said}: {self.equal:,} of {self.compared:,} values are equal to the bit; first, {self.first}"
         if not self.complete:
-            return f"{said}: the script ended before step {stop - 1:,} was over"
+            return f"{said}: the script ended before the last of them was over"
         if not self.compared:
             return f"{said}: nothing was recorded of them that could be compared"
         return f"{said}: all {self.compared:,} values that were recorded are equal to the bit"

@@ -17,7 +17,7 @@ from tracer.recording.environment import REHEARSAL
 from tracer.recording.launching.program import Program
 from tracer.recording.launching.script import run
 from tracer.recording.options import Options
-from tracer.recording.reenacting.comparison import Comparison, Verdict
+from tracer.recording.reenacting.comparison import Comparison, Verdict, steps_named
 from tracer.recording.reenacting.feed import Feed
 from tracer.recording.reenacting.recorded import Keyframe, Recorded
 from tracer.recording.run import Run
@@ -80,17 +80,19 @@ def plan_of(trace: TraceReader, steps: tuple[int, int], *, allow_different: bool
     was, now = trace.header.get("versions", {}).get("torch"), torch.__version__
     if was != now and not allow_different:
         raise CaptureError(
-            f"{trace.path} was recorded with torch {was}, and this is torch {now}, whose numbers may differ in the last "
-            "bits: install that version, or allow differences"
+            f"{trace.path} was recorded with torch {was}, and this is torch {now}, whose numbers may differ in the "
+            "last bits: install that version, or allow differences"
         )
     for step in range(keyframe.at.global_step, stop):
         found = recorded.step(step)
+        if found.at is None:
+            raise CaptureError(f"{trace.path} has nothing of step {step:,}, so it cannot be run again")
         for kind, kept in (("generators", found.generators), ("input_data", found.inputs)):
             if not kept:
                 part = ", but only a part of each tensor" if kind in found.in_part else ""
                 raise CaptureError(
-                    f"{trace.path} has no {kind} of step {step:,}{part}, so steps {start:,} to {stop - 1:,} cannot be run "
-                    f"again from the keyframe of step {keyframe.at.global_step:,}: record generators, hyperparameters, "
+                    f"{trace.path} has no {kind} of step {step:,}{part}, so {steps_named(steps)} cannot be run again "
+                    f"from the keyframe of step {keyframe.at.global_step:,}: record generators, hyperparameters, "
                     "input_data and input_labels at every step"
                 )
     return Plan(recorded, keyframe, steps)
