@@ -59,10 +59,6 @@ class Clock:
         self.first_step = self.step = global_step
         self.train_step, self.epoch = train_step, epoch
 
-    def next_is(self, train_step: int, epoch: int) -> None:
-        """Let the next step have these counters, beside its global step."""
-        self.train_step, self.epoch = train_step, epoch
-
     def now(self) -> At:
         """The counters of the open step; else those that the next step would have."""
         if self.starting is not None:

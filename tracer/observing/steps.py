@@ -71,6 +71,11 @@ class Steps(Part):
         self.demand.look_ahead_anew()
         self.epochs.open = train_step > 0
 
+    def go_on_in_epoch(self, train_step: int, epoch: int) -> None:
+        """Let the next step have these counters, whether or not the data of the program has come to an end."""
+        self.clock.train_step, self.clock.epoch = train_step, epoch
+        self.epochs.open, self.epochs.over = True, False
+
     def begin(self) -> None:
         """Begin a step, if none is open."""
         if self.over:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tracer.messaging.messages import DEFAULT_TAG, Message
 from tracer.messaging.receiver import Receiver
 from tracer.observing.capture import observed
+from tracer.observing.hashes import hash_of
 from tracer.recording.reenacting.recorded import Place, Recorded, RecordedStep
 
 
@@ -157,7 +158,7 @@ class Comparison(Receiver):
             same, by = int(data) == found.hashes[place], None
         elif message.kind == kind and place in found.values:
             old = found.values[place]
-            same = _same_bits(old, data)
+            same = hash_of(old) == hash_of(data)
             by = None if same or old.shape != data.shape else float((old.double() - data.double()).abs().max())
         else:
             return
@@ -183,12 +184,3 @@ class Comparison(Receiver):
         """What has come out so far."""
         over = self._last >= self._steps[1] - 1
         return Verdict(self._keyframe, self._steps, self._compared, self._equal, over, self._first)
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors on the processor are the same to the bit."""
-    return (
-        one.dtype is other.dtype
-        and one.shape == other.shape
-        and one.contiguous().cpu().numpy().tobytes() == other.contiguous().cpu().numpy().tobytes()
-    )

@@ -99,20 +99,25 @@ class Feed:
         step = clock.began.global_step if clock.open else clock.step
         if step != self._step:
             self._step, self._forwards, self._losses = step, 0, 0
+            at = self._recorded.step(step).at
+            if at is not None and not clock.open:
+                self._exporter.parts.steps.go_on_in_epoch(at.train_step, at.epoch)
         return step
+
+    def _restore(self) -> None:
+        """Give the model the state of the keyframe, if it has not got it yet."""
+        if not self._restored:
+            self._restored = True
+            restore(self._keyframe, self._exporter)
 
     # -- what is fed ------------------------------------------------------------------------------------------
 
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Give a training forward the state of the keyframe, if it is the first, its generators, and its inputs."""
         self._end_if_over()
+        self._restore()
         step = self._begin()
-        if not self._restored:
-            self._restored = True
-            restore(self._keyframe, self._exporter)
         found, call = self._recorded.step(step), self._forwards
-        if found.at is not None and not call:
-            self._exporter.parts.clock.next_is(found.at.train_step, found.at.epoch)
         self._forwards += 1
         for name, state in found.generators.get(call, {}).items():
             generators.restore(name, state)
@@ -147,8 +152,9 @@ class Feed:
         """Give an optimizer that steps its hyperparameters, and at first its states."""
         every = self._exporter.parts.optimizers.all
         place = next((number for number, one in enumerate(every) if one is optimizer), None)
-        if place is None or not self._restored:
+        if place is None:
             return
+        self._restore()  # an optimizer with a closure steps before the first forward
         if id(optimizer) not in self._given:
             self._given.add(id(optimizer))
             _restore_states(self._keyframe, self._exporter, optimizer)

@@ -192,18 +192,20 @@ def reenact_script(
             stack.enter_context(feeds[0].feeding())
 
         stack.enter_context(_telling_the_script())
-        status = run(
-            program,
-            out=out,
-            captures=captures_for(plan, asked),
-            options=replace(options or Options(), reenacts=plan.describe()),
-            receivers=(*receivers, comparison),
-            began=began,
-            ended=ended,
-            required=True,
-        )
-        if feeds and feeds[0].refusal is not None:
-            raise feeds[0].refusal
+        try:
+            status = run(
+                program,
+                out=out,
+                captures=captures_for(plan, asked),
+                options=replace(options or Options(), reenacts=plan.describe()),
+                receivers=(*receivers, comparison),
+                began=began,
+                ended=ended,
+                required=True,
+            )
+        finally:
+            if feeds and feeds[0].refusal is not None:
+                raise feeds[0].refusal
         return comparison.verdict, status
 
 

@@ -1,0 +1,250 @@
+"""Steps of recorded runs, run again by the scripts that trained."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tracer
+from tests import processes
+from tests.recording.reenacting.scripts import HEAD, SCRIPTS
+from tracer.messaging.messages import STATE_KINDS
+from tracer.observing.capture import DEFAULT_KINDS
+from tracer.observing.hashes import hash_of
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+KEYFRAMES = [
+    {"kinds": ["generators", "hyperparameters", "input_data", "input_labels"], "tags": ["default"]},
+    {"kinds": ["weights", "biases", *STATE_KINDS], "every": 10, "tags": ["default"]},
+    {"reduce": "hash", "tags": ["default"]},
+]
+
+
+def trace(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own."""
+    command = [sys.executable, "-m", "tracereel", *words]
+    return processes.run(
+        command,
+        cwd=folder,
+        env={**ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def values(path: Path, steps: tuple[int, int]) -> dict[tuple[Any, ...], torch.Tensor]:
+    """What a trace holds of the training in some steps, but for hashes and state."""
+    with tracer.open(path) as reader:
+        return {
+            (one.kind, one.key, one.leaf, one.global_step, one.train_step, one.epoch, one.call): one.data
+            for one in reader.messages(kinds=DEFAULT_KINDS, steps=steps, tags="default")
+            if one.data is not None
+        }
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Records a script once with keyframes and once in full, and gives the folder."""
+
+    @functools.cache
+    def record(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "train.py").write_text(HEAD + SCRIPTS[name])
+        (folder / "keyframes.json").write_text(json.dumps(KEYFRAMES))
+        done = trace(folder, "record", "--config", "keyframes.json", "--out", "run.zarr", "train.py")
+        assert done.returncode == 0, done.stderr
+        full = trace(folder, "record", "--out", "full.h5", "train.py")
+        assert full.returncode == 0, full.stderr
+        return folder
+
+    return record
+
+
+def again(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run steps of the recorded run again."""
+    return trace(folder, "reenact", "run.zarr", "--overwrite", *words, **environment)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("steps", [(13, 23), (20, 21)])
+def test_steps_come_back_bit_for_bit(name: str, steps: tuple[int, int], recorded: Any) -> None:
+    """Every activation, gradient, weight and update is that of a full recording of the same run."""
+    folder = recorded(name)
+    start, stop = steps
+    done = again(folder, "--steps", f"{start}:{stop}", "--out", f"{start}.zarr", "--json", "train.py")
+    assert done.returncode == 0, done.stderr
+    verdict = json.loads(done.stdout)
+    assert verdict["identical"]
+    assert verdict["compared"] == verdict["equal"] > 20 * (stop - verdict["keyframe"])
+    assert verdict["keyframe"] == start // 10 * 10
+    expected, found = values(folder / "full.h5", steps), values(folder / f"{start}.zarr", steps)
+    assert found.keys() == expected.keys()
+    for place, tensor in found.items():
+        assert hash_of(tensor) == hash_of(expected[place]), place
+
+
+def test_another_seed_changes_nothing_that_was_recorded(recorded: Any) -> None:
+    """State, inputs and generators are those of the run, whatever the script draws before its first step."""
+    assert again(recorded("cnn"), "--steps", "13:16", "train.py", "5").returncode == 0
+
+
+def test_a_changed_line_is_found(recorded: Any) -> None:
+    """Another bound of the norm of gradients shows at the first step, in the gradients; exit code 5."""
+    folder = recorded("cnn")
+    done = again(folder, "--steps", "13:16", "--out", "other.zarr", "train.py", "0", "0.5")
+    assert done.returncode == 5
+    assert "weight_gradients of '0' of step 10 is different" in done.stdout
+    with tracer.open(folder / "other.zarr") as reader:
+        (verdict,) = (note["reenacted"] for note in reader.info["notes"] if "reenacted" in note)
+        assert reader.header["reenacts"] == {"run": str(folder / "run.zarr"), "keyframe": 10, "steps": [13, 16]}
+        assert reader.info["status"] == "finished"
+    assert verdict["first"]["step"] == 10
+    assert not verdict["identical"]
+    assert verdict["compared"] > verdict["equal"] > 0
+    shown = trace(folder, "info", "other.zarr").stdout
+    assert "run.zarr, from the keyframe of step 10" in " ".join(shown.split())
+    assert "the first other one is weight_gradients of '0' in step 10" in shown
+    on = again(folder, "--steps", "13:16", "--out", "other.zarr", "--allow-different", "train.py", "0", "0.5")
+    assert on.returncode == 5
+    assert "first, weight_gradients of '0' of step 10" in on.stdout
+    assert {place[3] for place in values(folder / "other.zarr", (0, 99)) if place[0] == "weights"} == {13, 14, 15}
+
+
+def test_another_number_of_threads_is_found_or_changes_nothing(recorded: Any) -> None:
+    """The header tells with how many threads the run was recorded."""
+    with tracer.open(recorded("cnn") / "run.zarr") as reader:
+        assert reader.header["threads"] == 1
+
+
+def test_the_script_can_tell(recorded: Any) -> None:
+    """While it runs again, its environment says so; and it ends before what comes after the last step."""
+    folder = recorded("lbfgs")
+    (folder / "telling.py").write_text(
+        (folder / "train.py").read_text() + "\nprint('came to the end')\n"
+        "import os; print(os.environ.get('TRACE_REHEARSAL'))\n"
+    )
+    ended = again(folder, "--steps", "12", "telling.py")
+    assert ended.returncode == 0
+    assert "came to the end" not in ended.stdout
+    last = again(folder, "--steps", "29", "telling.py")
+    assert last.returncode == 0
+    assert "came to the end" not in last.stdout
+    (folder / "asking.py").write_text("import os; print(os.environ.get('TRACE_REHEARSAL'))\n")
+    assert "reenact" in again(folder, "--steps", "12", "asking.py").stdout
+
+
+def test_only_what_is_asked_is_recorded(recorded: Any) -> None:
+    """A kind and a module may be asked for that the run was not recorded with."""
+    folder = recorded("transformer")
+    words = ("-k", "input_gradients", "-m", "encoder.layers.1.linear1", "--out", "some.h5", "train.py")
+    done = again(folder, "--steps", "21:23", *words)
+    assert done.returncode == 0, done.stderr
+    with tracer.open(folder / "some.h5") as reader:
+        found = [one for one in reader.messages() if one.kind == "input_gradients"]
+    assert {(one.key, one.global_step, one.call) for one in found} == {
+        ("encoder.layers.1.linear1", step, call) for step in (21, 22) for call in (0, 1)
+    }
+
+
+def recorded_with(folder: Path, captures: list[Mapping[str, Any]]) -> None:
+    """A recording with other captures."""
+    (folder / "train.py").write_text(HEAD + SCRIPTS["noisy"])
+    (folder / "captures.json").write_text(json.dumps(captures))
+    done = trace(folder, "record", "--config", "captures.json", "--out", "run.zarr", "train.py")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("captures", "sentence"),
+    [
+        ([KEYFRAMES[0], KEYFRAMES[2]], "has no keyframe at or before step 5, .*; it has none"),
+        (
+            [KEYFRAMES[0], {**KEYFRAMES[1], "start": 8}],
+            "has no keyframe at or before step 5, .* first one is at step 10",
+        ),
+        ([KEYFRAMES[1]], "has no input_data of step 0|has no generators of step 1"),
+        (
+            [{"kinds": ["generators", "hyperparameters"]}, {"kinds": ["input_data"], "rows": 2}, KEYFRAMES[1]],
+            "has no input_data of step 0, but only a part of each tensor",
+        ),
+    ],
+)
+def test_what_is_not_there_is_a_sentence(captures: Any, sentence: str, tmp_path: Path) -> None:
+    """Before the script begins."""
+    recorded_with(tmp_path, captures)
+    (tmp_path / "train.py").write_text("print('it began')")
+    done = again(tmp_path, "--steps", "5", "train.py")
+    assert done.returncode == 2
+    assert "it began" not in done.stdout
+    assert re.search(sentence, done.stderr), done.stderr
+    assert not (tmp_path / "run.steps-5-6.zarr").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("nn.Linear(144, 4)", "nn.Linear(144, 5)", "another model"),
+        ("nn.BatchNorm2d(4)", "nn.GroupNorm(2, 4)", None),
+        (
+            "nn.Flatten(), nn.Dropout(0.3)",
+            "nn.Flatten(), nn.Identity(), nn.Dropout(0.3)",
+            "that the keyframe .* has not",
+        ),
+        ("torch.randn(45, 1, 8, 8)", "torch.randn(45, 1, 8, 8, dtype=torch.float64)", "another script"),
+        (
+            "torch.optim.AdamW(model.parameters(), lr=0.01)",
+            "torch.optim.SGD(model.parameters(), 0.01)",
+            "'betas.0'|betas",
+        ),
+    ],
+)
+def test_another_script_is_a_sentence(old: str, new: str, sentence: str | None, recorded: Any, tmp_path: Path) -> None:
+    """One that has another model, other data or another optimizer than the run had; else it is found different."""
+    folder = recorded("cnn")
+    text = (folder / "train.py").read_text()
+    assert old in text
+    (folder / "other.py").write_text(text.replace(old, new))
+    done = again(folder, "--steps", "13:16", "--out", str(tmp_path / "other.zarr"), "other.py")
+    if sentence is None:
+        assert done.returncode == 5, done.stderr
+    else:
+        assert done.returncode == 2, done.stdout
+        assert re.search(sentence, done.stderr), done.stderr
+
+
+def test_steps_that_are_not_there(recorded: Any) -> None:
+    """Past the end of the run; no range; a stride."""
+    folder = recorded("lbfgs")
+    assert "has nothing of step 30" in again(folder, "--steps", "25:33", "train.py").stderr
+    assert again(folder, "--steps", "5:", "train.py").returncode == 2
+    assert again(folder, "--steps", "5:9:2", "train.py").returncode == 2
+    assert "there is no script" in again(folder, "--steps", "5").stderr
+    assert "epoch_finished" in again(folder, "--steps", "5", "-k", "epoch_finished", "train.py").stderr
+
+
+def test_a_script_that_fails(recorded: Any) -> None:
+    """Its traceback and its exit status are its own; that the steps were not run is said."""
+    folder = recorded("lbfgs")
+    text = (
+        (folder / "train.py")
+        .read_text()
+        .replace("optimizer.step(closure)", "optimizer.step(closure); step < 1 or 1 / 0")
+    )
+    (folder / "failing.py").write_text(text)
+    done = again(folder, "--steps", "15", "failing.py")
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+    assert "the script ended before the last of them was over" in done.stdout
