@@ -28,6 +28,7 @@ _OF_HOME = {
     "tracer.messaging.subscription": ("Subscription", "SynchronizedSubscription"),
     "tracer.observing.capture": ("KEYFRAME", "Capture"),
     "tracer.observing.exporter": ("Exporter",),
+    "tracer.observing.profiles": ("profile",),
     "tracer.recording.certifying.certify": ("certify",),
     "tracer.recording.recorder": ("Recorder",),
     "tracer.recording.recording": ("record",),

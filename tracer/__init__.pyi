@@ -21,8 +21,9 @@ from tracer.messaging.receiver import Collect, Receiver
 from tracer.messaging.stacks import Stack, Stretch
 from tracer.messaging.subscriber import CallbackSubscriber, Subscriber
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription
-from tracer.observing.capture import Capture
+from tracer.observing.capture import KEYFRAME, Capture
 from tracer.observing.exporter import Exporter
+from tracer.observing.profiles import profile
 from tracer.recording.certifying.certify import certify
 from tracer.recording.recorder import Recorder
 from tracer.recording.recording import record
@@ -41,6 +42,7 @@ __version__: str
 ALIASES: dict[str, str]
 HOMES: dict[str, str]
 __all__ = [
+    "KEYFRAME",
     "KINDS",
     "Actor",
     "CallbackSubscriber",
@@ -81,6 +83,7 @@ __all__ = [
     "get_default_bus",
     "open",
     "plan",
+    "profile",
     "record",
     "recover",
     "replay",

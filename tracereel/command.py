@@ -17,9 +17,10 @@ HEADINGS: Mapping[str, Sequence[str]] = {
     "What is asked": ("specs", "pairs", "rules", "fail_on", "stop_on", "step", "most"),
     "What counts as different": ("rtol", "atol", "noise", "rename", "align", "quick", "complete"),
     "What is recorded": (
-        *("kinds", "modules", "every", "start", "stop", "rows", "positions", "elements", "dtype", "config"),
+        *("kinds", "modules", "every", "start", "stop", "rows", "positions", "elements", "dtype", "profile", "config"),
         *("replicated", "probe", "probe_every", "no_command"),
     ),
+    "What is run again": ("steps_again",),
     "What is read": ("kinds", "modules", "steps", "tags", "ranks", "rank", "follow", "no_verify", "limit"),
     "Where it is computed": ("workers", "scheduler", "slurm", "part", "memory", "part_bytes", "force"),
     "What is written": (

@@ -121,6 +121,12 @@ _CAPTURE = ("kinds", "modules", "every", "start", "stop", "rows", "positions", "
 @options.number("--positions", help="Keep N spatial or sequence positions.")
 @options.number("--elements", help="Keep N elements of each tensor.")
 @click.option("--dtype", metavar="T", help="Cast to float16, bfloat16, float32 or float64.")
+@click.option(
+    "--profile",
+    type=click.Choice(["light", "standard", "full"]),
+    help="What to record, by a name: losses; or of every tensor statistics and a hash, and keyframes, from which trace "
+    "reenact brings back the rest; or everything.",
+)
 @click.option("--config", metavar="FILE", help="Settings of tracer.Capture as TOML or JSON; options here win.")
 @options.size(
     "--queue-bytes", default="256MiB", show_default=True, help="How much data may wait for the thread that writes."
@@ -214,6 +220,7 @@ def record(
     module: str | None,
     out: str | None,
     rehearsals: Rehearsals,
+    profile: str | None,
     config: str | None,
     no_command: bool,
     stop_on: str | None,
@@ -250,7 +257,7 @@ def record(
     called = out or f"{title_of(script)}.zarr"
     target = _target(called, may_exist=given["overwrite"] or given["resume"] or rehearsals.only_dry_run)
     chosen_here = {name: given[name] for name in _CAPTURE if given[name] not in (None, ())}
-    settings = [{**described, **chosen_here} for described in (_read_config(config) if config is not None else [{}])]
+    settings = _settings(profile, config, chosen_here)
     with _wrong_settings():
         from tracer.recording.launching.script import captures_of
         from tracer.recording.options import Options
@@ -341,6 +348,21 @@ def _run_unwatched(program: Program) -> NoReturn:
     click.get_current_context().exit(unwatched(program))
 
 
+def _settings(profile: str | None, config: str | None, chosen: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The settings of the captures: those of a profile, or of a file within what is chosen on the command line."""
+    if profile is None:
+        return [{**described, **chosen} for described in (_read_config(config) if config is not None else [{}])]
+    others = ["--config"] if config is not None else [f"--{name}".removesuffix("s") for name in chosen]
+    if others:
+        raise click.UsageError(
+            f"--profile {profile} says what is recorded, and {others[0]} does, too: give one of them; --dry-run prints "
+            "the profile as a file for --config, which can be changed"
+        )
+    from tracer.observing.profiles import settings_of
+
+    return settings_of(profile)
+
+
 def _read_config(path: str) -> list[dict[str, Any]]:
     """The captures that a file describes: its top level, or each entry of its ``capture``."""
     import tomllib
@@ -387,6 +409,16 @@ def _dry_run(program: Program, settings: Sequence[Mapping[str, Any]], chosen: Op
         print_json(facts)
     else:
         _print_dry_run(facts)
+        _print_settings(settings)
+
+
+def _print_settings(settings: Sequence[Mapping[str, Any]]) -> None:
+    """The captures as a file that --config takes. What JSON makes of texts, numbers and lists is TOML, too."""
+    click.echo("\nas a file for --config:")
+    for one in settings:
+        click.echo("\n[[capture]]")
+        for name, value in one.items():
+            click.echo(f"{name} = {json.dumps(value)}")
 
 
 _CLOCKS = {"epoch": "every epoch", "aside": "as in the first steps"}

@@ -44,6 +44,7 @@ class ReenactCommand(ProgramCommand):
 )
 @click.option(
     "--steps",
+    "steps_again",
     type=Steps(),
     required=True,
     help="The global steps to run again: start inclusive, stop exclusive, or one.",
@@ -66,7 +67,7 @@ def reenact(
     run: str,
     program: tuple[str, ...],
     module: str | None,
-    steps: tuple[int, int | None, int],
+    steps_again: tuple[int, int | None, int],
     out: str | None,
     kinds: tuple[str, ...],
     modules: tuple[str, ...],
@@ -84,7 +85,7 @@ def reenact(
     Every value that RUN holds of these steps, or the hash of it, is compared with what comes out. The exit code is 5 if
     one is different. trace info shows the verdict in the new trace.
     """
-    start, stop, stride = steps
+    start, stop, stride = steps_again
     if stop is None or stride != 1:
         raise click.BadParameter("it is START:STOP, without a stride, or one step", param_hint="--steps")
     if module is None and not program:

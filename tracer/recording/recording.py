@@ -16,6 +16,7 @@ from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.messaging.receiver import Receiver, in_order
 from tracer.observing.capture import Capture
 from tracer.observing.exporter import Exporter
+from tracer.observing.profiles import profile
 from tracer.recording import environment, termination
 from tracer.recording.family import Member
 from tracer.recording.options import COMMIT_SECONDS, QUEUE_BYTES, Options
@@ -47,8 +48,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         ``network_output`` and ``input_labels``, what it returned as ``loss_terms``, and the ``loss`` of evaluations.
         The ``loss`` of the training is what ``backward`` is called on, whether or not this is given; where you log
         another with ``run.log("loss", value)``, it is that.
-    capture : Capture or iterable of Capture
-        What to observe; also the bound of what `receivers` can get.
+    capture : Capture, iterable of Capture or str
+        What to observe; also the bound of what `receivers` can get. A name is that of a `tracer.profile`.
     receivers : iterable of Receiver
         Subscribers that listen live, on the same bus, to the same messages that are recorded.
     logs : iterable of str
@@ -131,7 +132,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         optimizer: Optimizer | Iterable[Optimizer] | None = None,
         *,
         loss: nn.Module | Callable[..., Any] | None = None,
-        capture: Capture | Iterable[Capture] | None = None,
+        capture: Capture | Iterable[Capture] | str | None = None,
         receivers: Iterable[Receiver] = (),
         logs: Iterable[str] = (),
         overwrite: bool = False,
@@ -159,7 +160,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
-        captures = Capture() if capture is None else capture
+        captures = Capture() if capture is None else profile(capture) if isinstance(capture, str) else capture
         self._captures = tuple(captures) if isinstance(captures, Iterable) else (captures,)
         if not self._captures or not all(isinstance(one, Capture) for one in self._captures):
             raise CaptureError(f"capture is a tracer.Capture or several of them, not {capture!r}")
