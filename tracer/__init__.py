@@ -29,6 +29,7 @@ _OF_HOME = {
     "tracer.observing.capture": ("Capture",),
     "tracer.observing.exporter": ("Exporter",),
     "tracer.recording.certifying.certify": ("certify",),
+    "tracer.recording.flight": ("Flight",),
     "tracer.recording.recorder": ("Recorder",),
     "tracer.recording.recording": ("record",),
     "tracer.recording.run": ("Run",),

@@ -16,7 +16,7 @@ from analyze.metrics.elementwise.sharing import shared
 from analyze.metrics.gradients.layer_grams import Geometry, layer_grams
 from analyze.metrics.inputs import as_float64
 from analyze.metrics.streams import Series, series_of
-from analyze.rules.past import NORMAL, Past
+from tracer.numbers.past import NORMAL, Past
 from analyze.seeing.check import check
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
