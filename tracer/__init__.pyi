@@ -24,6 +24,7 @@ from tracer.messaging.subscription import Subscription, SynchronizedSubscription
 from tracer.observing.capture import Capture
 from tracer.observing.exporter import Exporter
 from tracer.recording.certifying.certify import certify
+from tracer.recording.flight import Flight
 from tracer.recording.recorder import Recorder
 from tracer.recording.recording import record
 from tracer.recording.run import Run
@@ -49,6 +50,7 @@ __all__ = [
     "Certificate",
     "Collect",
     "Exporter",
+    "Flight",
     "Message",
     "MessageBundle",
     "MessageBus",

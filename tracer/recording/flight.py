@@ -96,8 +96,8 @@ class Flight:
             raise CaptureError(f"capture of a flight recorder is a tracer.Capture or several, not {self.capture!r}")
         if any(one.runs for one in captures):
             raise CaptureError("a flight recorder holds no running reductions: of what it drops they would not know")
-        for name, value in (("when", when), ("bytes", held)):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "when", when)
+        object.__setattr__(self, "bytes", held)
 
     @property
     def captures(self) -> tuple[Capture, ...]:

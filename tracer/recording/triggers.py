@@ -199,7 +199,8 @@ def _mean(values: list[float]) -> float:
 
 
 def _norm(data: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(data.float() if data.itemsize < 4 else data)
+    found: Tensor = torch.linalg.vector_norm(data.float() if data.itemsize < 4 else data)
+    return found
 
 
 def _of_loss() -> Trigger:
