@@ -63,6 +63,11 @@ class FlightRecorder(Receiver):
         if SIGNAL in flight.names:
             user_signal.listen(self._signal)
 
+    @property
+    def nbytes(self) -> int:
+        """What is held takes so many bytes."""
+        return self._ring.nbytes
+
     def keep(self, why: str) -> None:
         """Have the steps written that are held now, and those that follow; in the middle of a step, when it is over."""
         with self._exporter.parts.gate.lock:
