@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 import tracer
 from tests import processes
 from tracer import Capture, CaptureError, Collect, Flight, Message, Receiver, UnknownNameError
-from tracer.messaging.messages import NetworkMessage, checked
+from tracer.errors import StopTraining
+from tracer.messaging.messages import NetworkMessage, checked, with_data
 from tracer.recording.flight import PER_MESSAGE, Ring, size_of
 from tracer.recording.run import Run
+from tracer.recording.transfers import ELSEWHERE, Copy
 
 ROOT = Path(__file__).parents[2]
 FORMATS = ("zarr", "h5")
@@ -205,6 +208,26 @@ def test_a_step_above_the_bound_is_not_held() -> None:
     assert (ring.nbytes, ring.too_large) == (4000 + PER_MESSAGE, 0)
 
 
+def test_data_on_its_way() -> None:
+    """It counts from the beginning, is there when it is waited for, and is left out if somebody changed it."""
+    ring = Ring(10_000)
+    copies = [Copy.made(torch.full((100,), float(number))) for number in range(4)]
+    for number, copy in enumerate(copies):
+        ring.hold(with_data(message(number, 1), ELSEWHERE), copy)
+        ring.hold(message(number, 2))
+    assert ring.nbytes == 4 * (400 + 8 + 2 * PER_MESSAGE)
+    ring.drop_before(1)
+    ring.settle(lambda copy: None if copy is copies[2] else copy.host)
+    assert ring.nbytes == 3 * (8 + PER_MESSAGE) + 2 * (400 + PER_MESSAGE)
+    data = [one.data for one in ring.emptied()]
+    assert [None if one is None else (len(one), float(one[0])) for one in data] == [
+        *((100, 1.0), (2, 0.0)),
+        *((2, 0.0),),
+        *((100, 3.0), (2, 0.0)),
+    ]
+    assert ring.nbytes == 0
+
+
 def test_a_view_counts_as_what_it_keeps_alive() -> None:
     """The memory behind the data is held, not only the data."""
     part = checked("loss", None, 0, 0, 0, "default", 0, "", 0, torch.zeros(1000)[:2])
@@ -281,9 +304,7 @@ def test_keep_in_the_middle_of_a_step(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with tracer.record(
-        tmp_path / "run.zarr", model, optimizer, capture=LIGHT, flight=Flight(before=1, after=0)
-    ) as run:
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=LIGHT, flight=Flight(before=1, after=0)) as run:
         for step in range(10):
             optimizer.zero_grad()
             loss = model(torch.randn(8, 6)).square().mean()
@@ -638,6 +659,72 @@ def test_what_else_may_be_held(tmp_path: Path) -> None:
         assert {one.global_step for one in trace if one.kind == "weights"} == {6, 8, 10}
 
 
+def test_a_stop_while_it_writes_loses_nothing(tmp_path: Path) -> None:
+    """A receiver that hears what is written stops the training: all of it is in the trace, and nothing twice."""
+
+    class Stopping(Collect):
+        def receive(self, message: Message) -> list[Message]:
+            if message.kind == "weights":
+                raise StopTraining("enough")
+            return []
+
+    capture = Capture(kinds=["loss", "batch_finished"])
+    train(tmp_path / "whole.zarr", bad=8, capture=ALL)
+    with pytest.raises(StopTraining):
+        train(
+            tmp_path / "run.zarr",
+            bad=8,
+            capture=capture,
+            flight=Flight(before=2, when="non_finite"),
+            receivers=[Stopping()],
+        )
+    is_full(tmp_path / "run.zarr", tmp_path / "whole.zarr", range(6, 9), replace(capture, stop=9))
+
+
+def test_another_rank_records_weights(tmp_path: Path) -> None:
+    """What another rank has alike is not held here."""
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=LIGHT, flight=Flight(before=0)) as run:
+        assert run.recorder is not None
+        run.recorder._elsewhere = {("weights", "0")}
+        run.exporter.parts.rewire()
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 6)).square().mean().backward()
+            optimizer.step()
+        run.keep("look")
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert {one.key for one in trace if one.kind == "weights"} == {"1", "4"}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bad", [None, 12])
+def test_on_a_device(bad: int | None, tmp_path: Path) -> None:
+    """What is held is copied from the device, and is what a full recording has."""
+
+    def go(name: str, **options: Any) -> None:
+        torch.manual_seed(0)
+        model = network().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with tracer.record(tmp_path / name, model, optimizer, **options) as run:
+            for step in range(20):
+                inputs = torch.randn(8, 6, device="cuda")
+                if step == bad:
+                    inputs[0, 0] = float("nan")
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+            if bad is None and run.flight is not None:
+                run.keep("the last")
+
+    go("whole.zarr", capture=ALL)
+    go("run.zarr", capture=Capture(kinds=["loss"]), flight=Flight(before=3, after=2))
+    steps = range(16, 20) if bad is None else range(9, 15)
+    is_full(tmp_path / "run.zarr", tmp_path / "whole.zarr", steps, Capture(kinds=["loss"]))
+
+
 def test_keep_needs_a_flight_recorder(tmp_path: Path) -> None:
     """Or there is nothing to keep."""
     with pytest.raises(CaptureError, match=r"flight=tracer.Flight\(\)"):
@@ -666,5 +753,5 @@ def test_what_is_no_flight_recorder(given: dict[str, Any], error: type[Exception
 
 def test_a_recording_is_given_a_flight(tmp_path: Path) -> None:
     """And nothing else."""
-    with pytest.raises(CaptureError, match="flight is a tracer.Flight, not True"):
+    with pytest.raises(CaptureError, match=r"flight is a tracer\.Flight, not True"):
         train(tmp_path / "run.zarr", flight=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
-from tracer.errors import raised_by_signal, summary
+from tracer.errors import StopTraining, raised_by_signal, summary
 from tracer.messaging.messages import DEFAULT_TAG, Message, with_data
 from tracer.messaging.receiver import Receiver
 from tracer.observing.demand import Apart
@@ -49,7 +50,7 @@ class FlightRecorder(Receiver):
         self._step = -1  # the last one of which something was heard
         self._published_until = -1  # the last step that is published as it comes
         self._reasons: list[tuple[str, str]] = []  # why the running step is to be written: triggers and sentences
-        self._own: set[Message] = set()  # what it published and did not hear yet
+        self._own: dict[int, Message] = {}  # what it published and did not hear yet, by id
         self._signalled = False
         self._holds = True
 
@@ -83,13 +84,21 @@ class FlightRecorder(Receiver):
         error : BaseException, optional
             Why the recording ends.
         """
-        if self._holds:
-            if error is not None and EXCEPTION in self._flight.names:
-                self._reasons.append((EXCEPTION, summary(error)))
-            try:
-                self._step_over()
-            finally:
-                self._stop()
+        if not self._holds:
+            return
+        # of what was on its way when a receiver stopped the training, all but the first was lost
+        lost, self._own = [*self._own.values()][1:], {}
+        try:
+            is_due = self._has_reason(error if EXCEPTION in self._flight.names else None)
+            for message in (*lost, *self._ring.emptied()):
+                if is_due or message.global_step <= self._published_until:
+                    with contextlib.suppress(StopTraining):  # the training is over
+                        self._publish(message)
+        finally:
+            self._stop()
+
+    def let_go(self) -> None:
+        """Refer to nothing that was observed, once the hooks are off."""
         self._exporter.message_bus.unwatch(self._receivers_changed)
         self._exporter.set_apart(None)
 
@@ -106,9 +115,7 @@ class FlightRecorder(Receiver):
 
     def receive(self, message: Message) -> Iterable[Message]:
         """Overhear what is recorded anyway."""
-        if message in self._own:
-            self._own.remove(message)
-        elif self._holds:
+        if self._own.pop(id(message), None) is None and self._holds:
             self._hear(message, lambda: None)
         return ()
 
@@ -146,13 +153,21 @@ class FlightRecorder(Receiver):
 
     def _step_over(self) -> None:
         """Publish what is held, if there is a reason."""
+        if self._has_reason():
+            for message in self._ring.emptied():
+                self._publish(message)
+
+    def _has_reason(self, error: BaseException | None = None) -> bool:
+        """Whether what is held is to be written; if so, the trace gets the notes that say why."""
         self._ring.settle(self._transfers.wait)
         self._each_trigger(lambda trigger: trigger.judge())
         if self._signalled:
             self._signalled = False
             self._reasons.append((SIGNAL, "SIGUSR1 arrived"))
+        if error is not None:
+            self._reasons.append((EXCEPTION, summary(error)))
         if not self._reasons:
-            return
+            return False
         reasons, self._reasons = self._reasons, []
         step = self._step if self._step >= 0 else self._exporter.parts.clock.step - 1
         self._published_until = step + self._flight.after
@@ -160,11 +175,10 @@ class FlightRecorder(Receiver):
         for trigger, why in reasons:
             told = {"trigger": trigger, "why": why, "global_step": step, "first_step": first}
             self._recorder.note({"flight": {**told, "last_step": self._published_until}})
-        for message in self._ring.emptied():
-            self._publish(message)
+        return True
 
     def _publish(self, message: Message) -> None:
-        self._own.add(message)
+        self._own[id(message)] = message
         self._exporter.message_bus.publish(message)
 
     def _each_trigger(self, ask: Callable[[Trigger], str | None]) -> None:

@@ -332,6 +332,8 @@ def end(run: Run, error: BaseException | None = None, *, wait: bool = True) -> N
     exporter.detach()
     cause = error if error is not None else failure
     _finish(run.flight, cause)
+    if run.flight is not None:
+        run.flight.let_go()
     for note in notes(exporter):
         recorder.note(note)
     status = "finished" if cause is None else f"failed: {summary(cause)}"
