@@ -91,13 +91,14 @@ class Flight:
                 f"a flight recorder of {held:,} bytes does not fit into the memory of this machine, which has {there:,}"
             )
         given = Capture(tags=[DEFAULT_TAG]) if self.capture is None else self.capture
-        captures = tuple(given) if isinstance(given, Iterable) else (given,)
+        captures = (given,) if isinstance(given, Capture) else tuple(given) if isinstance(given, Iterable) else ()
         if not captures or not all(isinstance(one, Capture) for one in captures):
             raise CaptureError(f"capture of a flight recorder is a tracer.Capture or several, not {self.capture!r}")
         if any(one.runs for one in captures):
             raise CaptureError("a flight recorder holds no running reductions: of what it drops they would not know")
         object.__setattr__(self, "when", when)
         object.__setattr__(self, "bytes", held)
+        object.__setattr__(self, "capture", None if self.capture is None else captures)
 
     @property
     def captures(self) -> tuple[Capture, ...]:
@@ -122,10 +123,10 @@ class Flight:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Flight:
-        """The one that `dataclasses.asdict` made settings of."""
-        capture = settings.get("capture")
-        captures = None if capture is None else Capture.from_mapping(capture)
-        return cls(**{**settings, "capture": captures})
+        """The one of which `dataclasses.asdict` made these settings."""
+        given = settings.get("capture")
+        several = [given] if isinstance(given, Mapping) else given
+        return cls(**{**settings, "capture": None if several is None else [Capture(**one) for one in several]})
 
     def describe(self) -> dict[str, Any]:
         """Its settings as JSON, for the header of a trace."""
