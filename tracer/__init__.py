@@ -30,6 +30,7 @@ _OF_HOME = {
     "tracer.observing.exporter": ("Exporter",),
     "tracer.observing.profiles": ("profile",),
     "tracer.recording.certifying.certify": ("certify",),
+    "tracer.recording.flight": ("Flight",),
     "tracer.recording.recorder": ("Recorder",),
     "tracer.recording.recording": ("record",),
     "tracer.recording.run": ("Run",),

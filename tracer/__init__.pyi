@@ -25,6 +25,7 @@ from tracer.observing.capture import KEYFRAME, Capture
 from tracer.observing.exporter import Exporter
 from tracer.observing.profiles import profile
 from tracer.recording.certifying.certify import certify
+from tracer.recording.flight import Flight
 from tracer.recording.recorder import Recorder
 from tracer.recording.recording import record
 from tracer.recording.run import Run
@@ -51,6 +52,7 @@ __all__ = [
     "Certificate",
     "Collect",
     "Exporter",
+    "Flight",
     "Message",
     "MessageBundle",
     "MessageBus",

@@ -145,6 +145,11 @@ class Memory:
         self._next = 0
         self._lock = threading.Lock()
 
+    def allow(self, nbytes: int) -> None:
+        """Have so many bytes more in blocks, for somebody who keeps what is made of them."""
+        with self._lock:
+            self._left += nbytes
+
     def take(self, nbytes: int) -> NDArray[np.uint8] | None:
         """A block of at least `nbytes` that nobody refers to, for this caller; None where new memory is as good."""
         if nbytes < SMALLEST or _UNUSED is None:

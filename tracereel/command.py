@@ -19,6 +19,7 @@ HEADINGS: Mapping[str, Sequence[str]] = {
     "What is recorded": (
         *("kinds", "modules", "every", "start", "stop", "rows", "positions", "elements", "dtype", "profile", "config"),
         *("replicated", "probe", "probe_every", "no_command"),
+        *("with_flight", "flight_before", "flight_after", "flight_bytes", "flight_when"),
     ),
     "What is run again": ("steps_again",),
     "What is read": ("kinds", "modules", "steps", "tags", "ranks", "rank", "follow", "no_verify", "limit"),

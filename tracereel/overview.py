@@ -19,7 +19,7 @@ Line = tuple[str, str]
 
 _SHOWN_OTHERWISE = (
     *("argv", "process", "run_id", "created", "model", "models", "optimizers", "capture", "kinds"),
-    *("ranks", "launch", "attempt", "first_step", "certificate", "reenacts"),
+    *("ranks", "launch", "attempt", "first_step", "certificate", "flight", "reenacts"),
 )
 """Entries of a header that are not shown as they are."""
 
@@ -52,6 +52,7 @@ def overview(info: Mapping[str, Any]) -> Iterator[Line]:
         yield "runs again", _reenacts(header["reenacts"])
     captures = header.get("capture") or ()
     yield from _below("capture", map(_capture, captures if isinstance(captures, list) else [captures]), "else")
+    yield from _flight_lines(header.get("flight"))
     for name, value in header.items():
         if name not in _SHOWN_OTHERWISE and value not in (None, "", [], {}):
             yield name, _in_short(value)
@@ -155,6 +156,21 @@ def _capture(settings: Any) -> str:
     return "; ".join(words) or "everything"
 
 
+def _flight_lines(flight: Any) -> Iterator[Line]:
+    """What a flight recorder holds, and when it writes that."""
+    if not isinstance(flight, Mapping):
+        yield from [("flight", _in_short(flight))] if flight else []
+        return
+    when, held = flight.get("when"), flight.get("bytes")
+    reasons = ", ".join(map(str, when)) if isinstance(when, list) else str(when)
+    most = size(held) if isinstance(held, int) else str(held)
+    yield (
+        "flight",
+        f"{flight.get('before')} steps before and {flight.get('after')} after, in at most {most}; "
+        f"when: {reasons or 'only by hand'}",
+    )
+
+
 def _in_short(value: Any) -> str:
     """A JSON value on a line. What is nested is counted; ``--json`` shows it."""
     if isinstance(value, Mapping):
@@ -220,10 +236,19 @@ def _reenacted(about: Mapping[str, Any]) -> str:
     return f"{said}; the first other one is {first.get('kind')}{module} in step {first.get('step')}"
 
 
+def _flight(about: Mapping[str, Any]) -> str:
+    """Why a flight recorder has written what it held."""
+    return (
+        f"{about.get('trigger')} at step {about.get('global_step')}: {about.get('why')}; steps "
+        f"{about.get('first_step')} to {about.get('last_step')} are there in full, as far as the run went"
+    )
+
+
 _NOTES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "problem": _problem,
     "overflowed": _overflowed,
     "stopped": _stopped,
     "unended": _unended,
     "reenacted": _reenacted,
+    "flight": _flight,
 }

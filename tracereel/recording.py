@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import click
+from click.core import ParameterSource
 
 import tracer
 from analyze.tables.escapes import printable
@@ -23,6 +24,8 @@ from tracereel.programs import OPTIONS, ProgramCommand, program_of, title_of
 
 if TYPE_CHECKING:
     from analyze.seeing.watch import Watch
+    from tracer.messaging.receiver import Receiver
+    from tracer.recording.flight import Flight
     from tracer.recording.launching.program import Program
     from tracer.recording.options import Options
     from tracer.stores.locations import Location
@@ -54,8 +57,6 @@ class RecordCommand(ProgramCommand):
 
 def _variable(ctx: click.Context, parameter: click.Parameter) -> str | None:
     """The environment variable that gave a parameter its value, if one did."""
-    from click.core import ParameterSource
-
     given = parameter.name is not None and ctx.get_parameter_source(parameter.name) is ParameterSource.ENVIRONMENT
     return parameter.envvar if given and isinstance(parameter.envvar, str) else None
 
@@ -74,6 +75,41 @@ def _wrong_settings() -> Iterator[None]:
 
 
 # -- options as values --------------------------------------------------------------------------------------------
+
+
+class FlightOptions(NamedTuple):
+    """The flight recorder that a command line asks for."""
+
+    with_flight: bool
+    flight_before: int
+    flight_after: int
+    flight_bytes: int
+    flight_when: tuple[str, ...]
+
+    def flight(self) -> Flight | None:
+        """The flight recorder; None without ``--flight``."""
+        if not self.with_flight:
+            ctx = click.get_current_context()
+            given = [name for name in self._fields[1:] if ctx.get_parameter_source(name) in _GIVEN]
+            if given:
+                option = f"--{given[0].replace('_', '-')}"
+                raise click.UsageError(f"{option} is about the flight recorder: give --flight with it")
+            return None
+        from tracer.recording.flight import NAMES, WHEN, Flight
+
+        rules = [one for one in self.flight_when if one not in NAMES]
+        names = [one for one in self.flight_when if one in NAMES]
+        when: list[str | Receiver] = [*(names if self.flight_when else WHEN)]
+        if rules:
+            from analyze.seeing.check import rules_of
+
+            with wrong_usage():
+                when += rules_of(rules)
+        with _wrong_settings():
+            return Flight(before=self.flight_before, after=self.flight_after, when=when, bytes=self.flight_bytes)
+
+
+_GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
 class Rehearsals(NamedTuple):
@@ -179,6 +215,28 @@ _CAPTURE = ("kinds", "modules", "every", "start", "stop", "rows", "positions", "
     help="Bound of the trace, such as 500MB or 2GiB, before compression, all ranks and attempts together: the first "
     "step that does not fit as a whole ends the recording; the script goes on.",
 )
+@options.flag(
+    "--flight",
+    "with_flight",
+    help="Also hold the last steps in full in memory, and write them when something happens.",
+)
+@options.number(
+    "--flight-before", least=0, default=8, show_default=True, help="With --flight: steps before that one to write."
+)
+@options.number(
+    "--flight-after", least=0, default=4, show_default=True, help="With --flight: steps after that one to write."
+)
+@options.size(
+    "--flight-bytes",
+    default="1GiB",
+    show_default=True,
+    help="With --flight: how much may be held. The oldest steps leave first.",
+)
+@options.several(
+    "--flight-when", metavar="NAME",
+    help="With --flight: write when this happens: non_finite, loss, norm, exception, signal (SIGUSR1), or a rule finds "
+    "something, NAME[:key=value,...]; repeatable.  [default: all but norm and rules]",
+)  # fmt: skip
 @options.number(
     "--certify",
     "certify_steps",
@@ -214,13 +272,14 @@ _CAPTURE = ("kinds", "modules", "every", "start", "stop", "rows", "positions", "
 )
 @options.as_json
 @click.argument("program", metavar="SCRIPT.py [ARGS]...", nargs=-1, type=click.UNPROCESSED)
-@options.gather(rehearsals=Rehearsals)
+@options.gather(rehearsals=Rehearsals, recorder=FlightOptions)
 def record(
     program: tuple[str, ...],
     module: str | None,
     out: str | None,
     rehearsals: Rehearsals,
     profile: str | None,
+    recorder: FlightOptions,
     config: str | None,
     no_command: bool,
     stop_on: str | None,
@@ -247,6 +306,7 @@ def record(
         raise click.UsageError("there is no script to run: trace record [OPTIONS] SCRIPT.py [ARGS]...")
     _refuse_contradictions(given, rehearsals)
     watch = _watch(stop_on, rules, rehearsals)
+    given["flight"] = recorder.flight()
     _become_launcher(program, module, rehearsals)
     script = program_of(program, module)
     from tracer.recording.environment import bound_or, disabled

@@ -10,9 +10,9 @@ from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.elementwise.sharing import shared
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding
-from analyze.rules.past import Past
 from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
+from tracer.numbers.past import Past
 
 _BEYOND_START = 10.0
 """A gradient that explodes is so many times as large as any at the start of the run."""

@@ -10,9 +10,9 @@ from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.inputs import single_number
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding
-from analyze.rules.past import Past
 from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
+from tracer.numbers.past import Past
 
 
 @final

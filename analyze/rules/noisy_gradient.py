@@ -10,9 +10,9 @@ from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.gradients.gradient_noise import GradientNoise
 from analyze.metrics.inputs import single_number
 from analyze.rules.finding import Finding, Severity
-from analyze.rules.past import median
 from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
+from tracer.numbers.past import median
 
 
 @final

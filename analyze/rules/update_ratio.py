@@ -10,9 +10,9 @@ from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding
-from analyze.rules.past import Past, median
 from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
+from tracer.numbers.past import Past, median
 
 _FEW = 3
 """Of so many layers on, what they have in common is taken off."""

@@ -16,12 +16,12 @@ from analyze.metrics.elementwise.sharing import shared
 from analyze.metrics.gradients.layer_grams import Geometry, layer_grams
 from analyze.metrics.inputs import as_float64
 from analyze.metrics.streams import Series, series_of
-from analyze.rules.past import NORMAL, Past
 from analyze.seeing.check import check
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.numbers.arrays import as_array
+from tracer.numbers.past import NORMAL, Past
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 

@@ -11,7 +11,7 @@ import click
 import pytest
 
 import tracer
-from tracer import CaptureError
+from tracer import Capture, CaptureError, Flight
 from tracer.recording.options import Options
 from tracereel.main import main
 
@@ -38,7 +38,8 @@ def test_the_command_has_the_same_defaults() -> None:
 
 def test_options_are_json() -> None:
     """A rehearsal is told of them in a file."""
-    options = Options(compression={"loss": "zstd"}, max_bytes=1000, commit_steps=3, probe=8)
+    flight = Flight(before=3, when=["loss"], bytes="1MB", capture=Capture(every=2))
+    options = Options(compression={"loss": "zstd"}, max_bytes=1000, commit_steps=3, probe=8, flight=flight)
     assert Options(**json.loads(json.dumps(asdict(options)))) == options
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from tracer.errors import CaptureError
 from tracer.messaging.bus import MessageBus, Topic
-from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS, Message
 from tracer.messaging.receiver import Receiver
 from tracer.messaging.subscriber import unmet
 from tracer.messaging.subscription import matches_tag
@@ -25,6 +25,25 @@ EVERYTHING = Capture(kinds=KINDS)
 """The capture of what users log, which no other capture leaves out."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Apart:
+    """What one listener gets besides the receivers of the bus: of each step what no other capture takes of it.
+
+    Attributes
+    ----------
+    captures : tuple of Capture
+        What is observed for it alone. The first that takes a stream decides on it.
+    wants : callable
+        ``wants(kind, module, tag, step) -> bool``, as `Receiver.wants`.
+    take : callable
+        ``take(message)`` is called with each of its messages, which nobody else gets.
+    """
+
+    captures: tuple[Capture, ...]
+    wants: Callable[[str, str | None, str | None, int | None], bool]
+    take: Callable[[Message], None]
+
+
 class Stream:
     """Who asks for the messages of a kind about one module or parameter, and by which captures it is observed.
 
@@ -36,6 +55,8 @@ class Stream:
         What is kept of it: hashes, statistics and data, each by one capture.
     receivers : iterable of Receiver
         Who is asked.
+    apart : sequence of Capture
+        By which it is observed for one listener alone, in steps in which it is not by the others.
 
     Attributes
     ----------
@@ -45,11 +66,19 @@ class Stream:
         Whether its clock is that of epochs.
     """
 
-    __slots__ = ("_answer", "_asking", "_clock", "_dated", "asked", "by_epoch")
+    __slots__ = ("_answer", "_apart", "_asking", "_clock", "_dated", "_kind", "asked", "by_epoch")
 
     def __init__(
-        self, kind: str, path: str | None, tag: str, captures: Iterable[Capture], receivers: Iterable[Receiver]
+        self,
+        kind: str,
+        path: str | None,
+        tag: str,
+        captures: Iterable[Capture],
+        receivers: Iterable[Receiver],
+        apart: Sequence[Capture] = (),
     ) -> None:
+        self._kind = kind
+        self._apart = apart
         self._asking = []
         for capture in captures:
             name = capture.published(kind) if kind in KINDS else kind, path, tag
@@ -59,7 +88,7 @@ class Stream:
         self._dated = kind in KINDS and KINDS[kind].clock == "global_step" and tag == DEFAULT_TAG
         self._clock = -1  # the last step (or epoch) for which it was asked whether it is wanted
         self._answer: Captures = ()
-        self.asked = bool(self._asking)
+        self.asked = bool(self._asking or apart)
         self.by_epoch = kind in _BY_EPOCH
 
     def wanted(self, clock: int) -> Captures:
@@ -71,12 +100,29 @@ class Stream:
                 if not (self._dated and capture.next_step(clock) != clock)
                 and any(one.wants(*name, clock) for one in asking)
             )
+            if self._apart:
+                answer = self._with_apart(answer, clock)
             self._clock, self._answer = clock, answer  # together, because the question may be interrupted
         return self._answer
+
+    def _with_apart(self, answer: Captures, clock: int) -> Captures:
+        """The captures of a step, and those that observe for one listener what these do not."""
+        kind = self._kind
+        taken = {capture.published(kind) for capture in answer}
+        more = tuple(
+            capture
+            for capture in self._apart
+            if capture.published(kind) not in taken and not (self._dated and capture.next_step(clock) != clock)
+        )
+        return _data_last(kind, (*answer, *more)) if more else answer
 
 
 Captures: TypeAlias = "tuple[Capture, ...]"
 OfParameters: TypeAlias = "dict[str, tuple[Stream | None, Stream | None, Stream | None]]"
+
+
+def _data_last(kind: str, captures: Iterable[Capture]) -> Captures:
+    return tuple(sorted(captures, key=lambda one: one.beside(kind) is None))
 
 
 @dataclass(eq=False, repr=False)
@@ -100,6 +146,8 @@ class Demand:
         Those that are asked what they want.
     of_state : tuple of str
         The kinds of state that somebody asks for.
+    apart : Apart or None
+        Who gets what the captures do not take; see `set_apart`.
     quiet_until : int
         A step before which nobody wants anything of the training passes, as far as `nothing_due` found out.
     """
@@ -114,21 +162,40 @@ class Demand:
         self.modules: dict[str, nn.Module] = {}
         self.asking: tuple[Receiver, ...] = ()
         self.of_state: tuple[str, ...] = ()
+        self.apart: Apart | None = None
         self.quiet_until = 0
         self._asked_at = -1  # the last step for which `nothing_due` asked
         self._streams: dict[tuple[str, str | None, str], Stream] = {}
         self._of_parameters: OfParameters | None = None
         self._heard_tags: dict[str, bool] = {}
         self._given_up: set[tuple[str, str | None]] = set()
-        for capture in self.captures:
+        self._register_topics(self.captures)
+
+    def set_apart(self, apart: Apart | None) -> None:
+        """Observe for one listener alone what the captures do not take, or for none any more; heard when all ask anew.
+
+        What the captures take of a step is not observed twice. So if the listener publishes what it got, each message
+        is on the bus once.
+        """
+        self.apart = apart
+        if apart is not None:
+            self._register_topics(apart.captures)
+
+    def _register_topics(self, captures: Iterable[Capture]) -> None:
+        for capture in captures:
             for kind in capture.kinds or ():
                 if capture.published(kind) not in self.bus.topics:
                     topic: Topic = "network" if KINDS[kind].network else "module"
                     self.bus.register_topic(capture.published(kind), topic)
 
+    @property
+    def _all_captures(self) -> Captures:
+        return self.captures if self.apart is None else (*self.captures, *self.apart.captures)
+
     def take(self, candidates: Iterable[tuple[str, nn.Module]]) -> None:
         """Observe those of some modules that a capture takes."""
-        self.modules = {path: one for path, one in candidates if any(c.takes_module(path, one) for c in self.captures)}
+        captures = self._all_captures
+        self.modules = {path: one for path, one in candidates if any(c.takes_module(path, one) for c in captures)}
 
     def module_at(self, path: str | None) -> nn.Module | None:
         """The observed module at a path; None for the network, and for parameters."""
@@ -158,11 +225,22 @@ class Demand:
 
         For hashes, statistics and data each the first that takes the stream.
         """
+        return self._deciding(self.captures, kind, path, tag)
+
+    def _deciding(self, captures: Iterable[Capture], kind: str, path: str | None, tag: str | None) -> Captures:
         found: dict[str, Capture] = {}
-        for capture in self.captures:
+        for capture in captures:
             if capture.takes(kind, tag) and self._takes_place(capture, kind, path):
                 found.setdefault(capture.published(kind), capture)
-        return tuple(sorted(found.values(), key=lambda one: one.beside(kind) is None))
+        return _data_last(kind, found.values())
+
+    def _captures_apart(self, kind: str, path: str | None, tag: str | None) -> Captures:
+        """The captures that decide on a stream for the one listener who gets what the others do not take."""
+        apart = self.apart
+        if apart is None or kind not in KINDS:
+            return ()
+        found = self._deciding(apart.captures, kind, path, tag)
+        return tuple(one for one in found if apart.wants(one.published(kind), path, tag, None))
 
     def capture_of(self, kind: str, path: str | None, tag: str | None) -> Capture | None:
         """The capture that decides on messages of a kind, which may be that of hashes or statistics."""
@@ -192,7 +270,8 @@ class Demand:
 
     def asked(self, kind: str, path: str | None) -> bool:
         """Whether some receiver asks for a stream in some pass, and a capture allows it."""
-        return any(one.wants(name, path, None, None) for name in self.published(kind, path) for one in self.asking)
+        asked = any(one.wants(name, path, None, None) for name in self.published(kind, path) for one in self.asking)
+        return asked or bool(self._captures_apart(kind, path, None))
 
     def named(self, kind: str, path: str | None, tag: str) -> bool:
         """Whether somebody wants a stream in passes of this tag, and a capture that takes it names the tag."""
@@ -208,9 +287,10 @@ class Demand:
         known = self._streams.get((kind, path, tag))
         if known is None:
             captures = self.captures_of(kind, path, tag) if kind in KINDS else (EVERYTHING,)
+            apart = self._captures_apart(kind, path, tag)
             if (kind, path) in self._given_up:
-                captures = ()
-            known = self._streams[kind, path, tag] = Stream(kind, path, tag, captures, self.asking)
+                captures = apart = ()
+            known = self._streams[kind, path, tag] = Stream(kind, path, tag, captures, self.asking, apart)
         return known
 
     def of_parameters(self) -> OfParameters:
@@ -295,6 +375,7 @@ class Demand:
             }
             streams = [(name, path) for name, network in taken for path in ([None] if network else self.modules)]
             known = any(one.wants(name, path, tag, None) for one in self.asking for name, path in streams)
+            known |= self.apart is not None and any(one.takes_tag(tag) for one in self.apart.captures)
             self._heard_tags[tag] = known
         return known
 
@@ -306,7 +387,7 @@ class Demand:
         """Whether nobody wants anything of the training passes of this global step."""
         step = self.clock.step
         if self.quiet_until <= step != self._asked_at:  # asked several times in each step
-            due = [one.next_step(step) for one in self.captures]
+            due = [one.next_step(step) for one in self._all_captures]
             first = min((one for one in due if one is not None), default=sys.maxsize)
             self.quiet_until = first if first > step or any(one.awake(step) for one in self.asking) else step + 1
             self._asked_at = step

@@ -19,6 +19,7 @@ from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG
 from tracer.messaging.receiver import Receiver
 from tracer.observing.capture import Capture
+from tracer.observing.demand import Apart
 from tracer.observing.optimizers import observable
 from tracer.observing.part import Ground
 from tracer.observing.parts import Parts
@@ -369,6 +370,11 @@ class Exporter:
         parts = self.parts
         path = None if module is None else parts.models.path_of(module, parts.demand.modules)
         parts.publisher.publish_leaves(kind, path, value, parts.passes.now.tag)
+
+    def set_apart(self, apart: Apart | None) -> None:
+        """Observe for one listener alone what no capture takes, in each step; None: no longer. See `Apart`."""
+        self.parts.demand.set_apart(apart)
+        self.parts.rewire()
 
     # -- assembly -------------------------------------------------------------------------------------------
 

@@ -215,8 +215,9 @@ class Publisher:
 
     def event(self, kind: str, at: At) -> None:
         """Publish a message without data, if it is wanted."""
-        if self.demand.wanted(kind, None, DEFAULT_TAG, at):
-            self.bus.publish(self._message(kind, None, None, DEFAULT_TAG, "", 0, at))
+        captures = self.demand.wanted(kind, None, DEFAULT_TAG, at)
+        if captures:
+            self._send(captures[-1], self._message(kind, None, None, DEFAULT_TAG, "", 0, at))
 
     def publish(
         self,
@@ -290,7 +291,7 @@ class Publisher:
                 data = data.clone()
             step, train_step, epoch = at
             number = self.numbers.message(stream, call)
-            self.bus.publish(checked(kind, path, step, train_step, epoch, tag, number, leaf, self.rank, data))
+            self._send(captures[0], checked(kind, path, step, train_step, epoch, tag, number, leaf, self.rank, data))
             return
         if not self.can_record(kind, path, data):
             return
@@ -377,7 +378,15 @@ class Publisher:
         if placement is not None or capture.choices or twice:
             sampling = self._tell(capture, stream, source, placement, twice=twice)
         kind = capture.published(kind) if capture.choices else kind
-        self.bus.publish(self._message(kind, path, final, tag, leaf, call, at, sampling))
+        self._send(capture, self._message(kind, path, final, tag, leaf, call, at, sampling))
+
+    def _send(self, capture: Capture, message: Message) -> None:
+        """Give a message that a capture made to all who listen, or to the one listener for whom alone it observes."""
+        apart = self.demand.apart
+        if apart is None or all(one is not capture for one in apart.captures):
+            self.bus.publish(message)
+        else:
+            apart.take(message)
 
     def _message(
         self,

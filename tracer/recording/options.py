@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 
 from tracer.errors import CaptureError
 from tracer.recording import environment
+from tracer.recording.flight import Flight
 from tracer.trace.certificate import Certificate
 from tracer.trace.compression import Compression
 
@@ -60,6 +61,7 @@ class Options:
     replicated: Literal["once", "every"] = "once"
     compression: str | Mapping[str, str] = "auto"
     max_bytes: int | None = None
+    flight: Flight | None = None
     certificate: Certificate | None = None
     command: bool = True
     probe: int | None = None
@@ -80,6 +82,8 @@ class Options:
             raise CaptureError(f"commit_seconds is a number from 0, not {self.commit_seconds!r}")
         if self.resume and self.overwrite:
             raise CaptureError("resume goes on with a trace, and overwrite removes it; give one of them")
+        if self.flight is not None and not isinstance(self.flight, Flight | Mapping):
+            raise CaptureError(f"flight is a tracer.Flight, not {self.flight!r}")
         if self.replicated not in ("once", "every"):
             raise CaptureError(f"replicated is 'once' or 'every', not {self.replicated!r}")
         # what may be given in several forms is held in one
@@ -87,6 +91,7 @@ class Options:
             "max_bytes": None if self.max_bytes is None else environment.size_of(self.max_bytes),
             "ranks": None if self.ranks is None else tuple(self.ranks),
             "compression": dict(Compression(self.compression).choice),
+            "flight": Flight.of(self.flight) if isinstance(self.flight, Mapping) else self.flight,
         }
         for name, one in held.items():
             object.__setattr__(self, name, one)

@@ -48,6 +48,7 @@ def header(exporter: Exporter, options: Options) -> dict[str, Any]:
         **({"argv": list(sys.argv)} if options.command else {}),
         "seeds": dict(options.seeds) if options.seeds is not None else {"torch": torch.initial_seed()},
         "capture": [capture.describe() for capture in exporter.captures],
+        **({"flight": options.flight.describe()} if options.flight is not None else {}),
         "kinds": sorted(KINDS),
         "model": models.structure(),
         "models": models.summaries(optimizers),

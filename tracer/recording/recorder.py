@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
-import torch
-
 from tracer.errors import MessageError, TraceError, TraceNotFoundError, summary, warn_only
 from tracer.format.encodings import encoding_of
 from tracer.messaging.bus import version_of
@@ -18,14 +16,12 @@ from tracer.messaging.receiver import Receiver
 from tracer.recording import termination
 from tracer.recording.budget import Budget, Held
 from tracer.recording.options import QUEUE_BYTES, check_queue
-from tracer.recording.transfers import Copy, Transfers
+from tracer.recording.transfers import ELSEWHERE, Copy, Transfers
 from tracer.recording.writer_thread import MessageQueue, WriterThread
 from tracer.trace.writer import TraceWriter
 
 _PER_MESSAGE = 512
 """Bytes that a waiting message takes besides its data, so that a million empty ones are bounded too."""
-_ELSEWHERE = torch.empty(0, device="cpu")
-"""Stands in a message for data that is still on a device."""
 
 
 class Recorder(Receiver):
@@ -139,7 +135,7 @@ class Recorder(Receiver):
         version: int | Copy = 0 if data is None or data.is_inference() else data._version
         if data is not None and not data.is_cpu:
             version = self._transfers.start(data)
-            message = with_data(message, _ELSEWHERE)  # so that it can be given back as soon as it is copied
+            message = with_data(message, ELSEWHERE)  # so that it can be given back as soon as it is copied
         queue.put(message, size, version)
         return ()
 

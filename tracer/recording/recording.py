@@ -19,6 +19,8 @@ from tracer.observing.exporter import Exporter
 from tracer.observing.profiles import profile
 from tracer.recording import environment, termination
 from tracer.recording.family import Member
+from tracer.recording.flight import Flight
+from tracer.recording.flight_recorder import FlightRecorder
 from tracer.recording.options import COMMIT_SECONDS, QUEUE_BYTES, Options
 from tracer.recording.own_part import OwnPart, notes
 from tracer.recording.recorder import Recorder
@@ -93,6 +95,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         recording: the trace is closed, complete up to there, and says so; the training, and `receivers`, go on. To know
         that, a step's messages are held in memory until it is over. A trace takes some 150 kB before its first message,
         whatever the bound is.
+    flight : Flight, optional
+        Also hold the last steps in full in memory, and write them when something happens, such as a NaN.
     certificate : Certificate, optional
         What `tracer.certify` said of this training; it is kept in the trace.
     command : bool
@@ -150,6 +154,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         replicated: Literal["once", "every"] = "once",
         compression: str | Mapping[str, str] = "auto",
         max_bytes: int | str | None = None,
+        flight: Flight | None = None,
         certificate: Certificate | None = None,
         command: bool = True,
     ) -> None:
@@ -273,7 +278,11 @@ def start(
     except BaseException as error:
         recorder.close(f"failed: {summary(error)}")
         raise
-    return Run(path, exporter, recorder)
+    if options.flight is None:
+        return Run(path, exporter, recorder)
+    flight = FlightRecorder(options.flight, exporter, recorder)
+    flight.begin()
+    return Run(path, exporter, recorder, flight)
 
 
 def _try_to_register(bus: MessageBus, receivers: Iterable[Receiver]) -> None:
@@ -294,6 +303,16 @@ def _doubt_kinds(compression: Compression, known: set[str]) -> None:
             warn_only(said, stacklevel=3)
 
 
+def _finish(flight: FlightRecorder | None, error: BaseException | None) -> None:
+    """Have a flight recorder write what is due at the end; where it fails, what it holds is lost."""
+    if flight is not None:
+        try:
+            flight.finish_with(error)
+        except Exception as raised:
+            told = f"what the flight recorder holds is lost: {type(raised).__name__}: {raised}"
+            warn_only(told, stacklevel=4)
+
+
 def end(run: Run, error: BaseException | None = None, *, wait: bool = True) -> None:
     """Finish what is open, take the hooks off, and close the trace; a failure to write is a warning unless strict.
 
@@ -307,13 +326,17 @@ def end(run: Run, error: BaseException | None = None, *, wait: bool = True) -> N
     try:
         if error is None:
             exporter.finish()
+            _finish(run.flight, None)
             run.bus.finish()
     except BaseException as raised:  # an interrupt, or under strict what else is noted; it is raised below
         failure = raised
     exporter.detach()
+    cause = error if error is not None else failure
+    _finish(run.flight, cause)
+    if run.flight is not None:
+        run.flight.let_go()
     for note in notes(exporter):
         recorder.note(note)
-    cause = error if error is not None else failure
     status = "finished" if cause is None else f"failed: {summary(cause)}"
     try:
         # what is dropped may be dropped where the thread cannot go on before this returns

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from tracer.errors import CaptureError
 from tracer.messaging.receiver import Receiver
 from tracer.observing.exporter import Exporter
+from tracer.recording.flight_recorder import FlightRecorder
 from tracer.recording.recorder import Recorder
 from tracer.stores.locations import Location
 
@@ -15,9 +17,16 @@ from tracer.stores.locations import Location
 class Run:
     """A recording in progress: what `record` gives inside its ``with`` block."""
 
-    def __init__(self, path: Location, exporter: Exporter, recorder: Recorder | None) -> None:
+    def __init__(
+        self,
+        path: Location,
+        exporter: Exporter,
+        recorder: Recorder | None,
+        flight: FlightRecorder | None = None,
+    ) -> None:
         self.exporter = exporter
         self.recorder = recorder
+        self.flight = flight
         self.bus = exporter.message_bus
         self.path = path
         self.bus.watch(self._know_answers)
@@ -45,6 +54,21 @@ class Run:
     ) -> None:
         """Observe the model on fixed inputs, as `Exporter.probe`."""
         self.exporter.probe(name, inputs, labels, every=every, batch_size=batch_size)
+
+    def keep(self, why: str) -> None:
+        """Write the last steps that the flight recorder holds, and those that follow; `why` stands in the trace.
+
+        In the middle of a step, they are written when it is over. Where nothing is recorded this does nothing.
+
+        Raises
+        ------
+        CaptureError
+            If there is no flight recorder.
+        """
+        if self.flight is not None:
+            self.flight.keep(why)
+        elif self.recorder is not None:
+            raise CaptureError("nothing is held that could be kept: give the recording flight=tracer.Flight()")
 
     def epoch_finished(self) -> None:
         """End the epoch, as `Exporter.epoch_finished`."""

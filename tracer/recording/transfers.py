@@ -15,6 +15,8 @@ TOGETHER_BYTES: Final = 64 << 10
 """Tensors of up to so many bytes are joined on the device and copied as one, because each copy has a fixed cost."""
 MOST_BYTES: Final = 16 << 20
 """If more bytes wait on the device, the thread that asks for copies begins them itself."""
+ELSEWHERE: Final = torch.empty(0, device="cpu")
+"""Stands in a message for data that is still on a device."""
 _ALIKE: Final = 16
 """So many tensors of one shape are stacked, which takes less time here than joining them end to end."""
 _PUT_TOGETHER: Final = frozenset(

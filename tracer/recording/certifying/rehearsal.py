@@ -165,10 +165,13 @@ def rehearse(
 
 
 def _anew(options: Options) -> Options:
-    """The options of a rehearsal: it begins at the first step, and goes on where something cannot be observed."""
-    return replace(
-        options, overwrite=False, strict=False, resume=False, first_step=None, first_epoch=None, certificate=None
-    )
+    """The options of a rehearsal: it begins at the first step, and goes on where something cannot be observed.
+
+    Receivers that make a flight recorder write cannot go to another process.
+    """
+    flight = None if options.flight is None else replace(options.flight, when=options.flight.names)
+    anew = replace(options, overwrite=False, strict=False, resume=False, certificate=None, flight=flight)
+    return replace(anew, first_step=None, first_epoch=None)
 
 
 def _wait(process: subprocess.Popen[bytes], report: Path, in_vain: Callable[[], bool]) -> None:

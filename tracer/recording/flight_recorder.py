@@ -1,0 +1,218 @@
+"""`FlightRecorder`: holds the last steps in full, and puts them into the trace when something happens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, final
+
+from tracer.errors import StopTraining, raised_by_signal, summary
+from tracer.messaging.messages import DEFAULT_TAG, Message, with_data
+from tracer.messaging.receiver import Receiver
+from tracer.observing.demand import Apart
+from tracer.observing.exporter import Exporter
+from tracer.recording import user_signal
+from tracer.recording.flight import EXCEPTION, SIGNAL, Flight, Ring
+from tracer.recording.recorder import Recorder
+from tracer.recording.transfers import ELSEWHERE, Transfers
+from tracer.recording.triggers import BY_NAME, Answer, Trigger
+
+
+@final
+class FlightRecorder(Receiver):
+    """Holds of the last steps what is not recorded of them, and publishes it when something happens.
+
+    It overhears the bus, and gets what is observed for it alone. What it publishes goes to the recorder and to all who
+    listen live, as all that is recorded does: so they hear what a replay of the trace will say, in its order. Steps
+    after one in which something happened are published as they come.
+
+    Parameters
+    ----------
+    flight : Flight
+    exporter : Exporter
+    recorder : Recorder
+        To whose bus it belongs. Once that one has gone, nothing is held any more.
+    """
+
+    name = "flight recorder"
+    passive = True
+
+    def __init__(self, flight: Flight, exporter: Exporter, recorder: Recorder) -> None:
+        self._flight = flight
+        self._exporter = exporter
+        self._recorder = recorder
+        self._ring = Ring(flight.nbytes)
+        self._transfers = Transfers()
+        self._triggers: list[tuple[str, Trigger]] = [
+            *((name, BY_NAME[name]()) for name in flight.names if name in BY_NAME),
+            *((one.name or type(one).__name__, Answer(one)) for one in flight.receivers),
+        ]
+        self._step = -1  # the last one of which something was heard
+        self._published_until = -1  # the last step that is published as it comes
+        self._reasons: list[tuple[str, str]] = []  # why the running step is to be written: triggers and sentences
+        self._own: dict[int, Message] = {}  # what it published and did not hear yet, by id
+        self._signalled = False
+        self._holds = True
+
+    def begin(self) -> None:
+        """Observe, hold and listen from now on."""
+        exporter, flight = self._exporter, self._flight
+        exporter.parts.publisher.memory.allow(flight.nbytes)
+        exporter.message_bus.register(self)
+        exporter.message_bus.watch(self._receivers_changed)
+        exporter.set_apart(Apart(flight.captures, self.wants, self.hold))
+        if SIGNAL in flight.names:
+            user_signal.listen(self._signal)
+
+    @property
+    def nbytes(self) -> int:
+        """What is held takes so many bytes."""
+        return self._ring.nbytes
+
+    def keep(self, why: str) -> None:
+        """Have the steps written that are held now, and those that follow; in the middle of a step, when it is over."""
+        with self._exporter.parts.gate.lock:
+            self._reasons.append(("keep", why))
+            if not self._exporter.parts.clock.open:
+                self._step_over()
+
+    def finish_with(self, error: BaseException | None) -> None:
+        """Publish what is due at the end of the recording, and hold nothing any more.
+
+        Parameters
+        ----------
+        error : BaseException, optional
+            Why the recording ends.
+        """
+        if not self._holds:
+            return
+        # of what was on its way when a receiver stopped the training, all but the first was lost
+        lost, self._own = [*self._own.values()][1:], {}
+        try:
+            is_due = self._has_reason(error if EXCEPTION in self._flight.names else None)
+            for message in (*lost, *self._ring.emptied()):
+                if is_due or message.global_step <= self._published_until:
+                    with contextlib.suppress(StopTraining):  # the training is over
+                        self._publish(message)
+        finally:
+            self._stop()
+
+    def let_go(self) -> None:
+        """Refer to nothing that was observed, once the hooks are off."""
+        self._exporter.message_bus.unwatch(self._receivers_changed)
+        self._exporter.set_apart(None)
+
+    # -- what it hears --------------------------------------------------------------------------------------
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """All that is recorded."""
+        return self._holds and self._recorder.wants(kind, module, tag, step)
+
+    def know_model(self, model: Mapping[str, Any]) -> None:
+        """Tell the receivers that may give an answer of the model."""
+        for one in self._flight.receivers:
+            one.know_model(model)
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Overhear what is recorded anyway."""
+        if self._own.pop(id(message), None) is None and self._holds:
+            self._hear(message, lambda: None)
+        return ()
+
+    def hold(self, message: Message) -> None:
+        """Take what is observed for it alone: hold it, or publish it if its step is to be in the trace."""
+        if self._holds:
+            self._hear(message, lambda: self._put(message))
+
+    def _hear(self, message: Message, put: Callable[[], None]) -> None:
+        step = message.global_step
+        if step > self._step:
+            self._step_over()
+            self._step = step
+            self._ring.drop_before(step - self._flight.before)
+        put()
+        if message.tag == DEFAULT_TAG:
+            self._each_trigger(lambda trigger: trigger.hear(message))
+        if message.kind == "batch_finished":
+            self._step_over()
+
+    def _put(self, message: Message) -> None:
+        if message.global_step <= self._published_until:
+            self._publish(message)
+            return
+        data, copy = message.data, None
+        if data is not None and not data.is_cpu:
+            copy = self._transfers.start(data)
+            message = with_data(message, ELSEWHERE)
+        self._ring.hold(message, copy)
+        if self._ring.too_large == message.global_step:
+            why = f"a step has more than the {self._flight.nbytes:,} bytes that may be held, so nothing of it is held"
+            self._exporter.parts.problems.note("a step in the flight recorder", why)
+
+    # -- what it says ---------------------------------------------------------------------------------------
+
+    def _step_over(self) -> None:
+        """Publish what is held, if there is a reason."""
+        if self._has_reason():
+            for message in self._ring.emptied():
+                self._publish(message)
+
+    def _has_reason(self, error: BaseException | None = None) -> bool:
+        """Whether what is held is to be written; if so, the trace gets the notes that say why."""
+        self._ring.settle(self._transfers.wait)
+        self._each_trigger(lambda trigger: trigger.judge())
+        if self._signalled:
+            self._signalled = False
+            self._reasons.append((SIGNAL, "SIGUSR1 arrived"))
+        if error is not None:
+            self._reasons.append((EXCEPTION, summary(error)))
+        if not self._reasons:
+            return False
+        reasons, self._reasons = self._reasons, []
+        step = self._step if self._step >= 0 else self._exporter.parts.clock.step - 1
+        self._published_until = step + self._flight.after
+        first = max(self._ring.whole_from, step - self._flight.before, self._exporter.parts.clock.first_step)
+        for trigger, why in reasons:
+            told = {"trigger": trigger, "why": why, "global_step": step, "first_step": first}
+            self._recorder.note({"flight": {**told, "last_step": self._published_until}})
+        return True
+
+    def _publish(self, message: Message) -> None:
+        self._own[id(message)] = message
+        self._exporter.message_bus.publish(message)
+
+    def _each_trigger(self, ask: Callable[[Trigger], str | None]) -> None:
+        """Ask all triggers, and go on without one that fails."""
+        for known in tuple(self._triggers):
+            name, trigger = known
+            try:
+                why = ask(trigger)
+            except Exception as error:
+                if self._exporter.strict or raised_by_signal(error):
+                    raise
+                self._triggers.remove(known)
+                self._exporter.parts.problems.note(
+                    f"the trigger {name} of the flight recorder", f"{type(error).__name__}: {error}"
+                )
+            else:
+                if why is not None:
+                    self._reasons.append((name, why))
+
+    def _signal(self) -> None:
+        self._signalled = True
+
+    # -- how it ends ----------------------------------------------------------------------------------------
+
+    def _receivers_changed(self) -> None:
+        """Hold nothing any more, once nobody records or this one does not listen any more."""
+        receivers = self._exporter.message_bus.receivers
+        if self._holds and not (self._recorder in receivers and self in receivers):
+            self._stop()
+            self._exporter.parts.rewire()
+
+    def _stop(self) -> None:
+        self._holds = False
+        user_signal.ignore(self._signal)
+        self._ring.clear()
+        self._transfers.forget()
+        self._own.clear()

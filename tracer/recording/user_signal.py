@@ -1,0 +1,58 @@
+"""SIGUSR1, which asks a flight recorder to write; whoever handled the signal before is called, too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+_NUMBER: Final = getattr(signal, "SIGUSR1", None)
+"""The signal; None on systems that have none."""
+_asked: list[Callable[[], None]] = []
+"""One function for each recording that waits for the signal."""
+_before: Any = signal.SIG_DFL
+"""Who handled the signal before this module did."""
+_pid = 0
+"""The process in which this module handles it."""
+
+
+def listen(ask: Callable[[], None]) -> bool:
+    """Call a function when the signal arrives, until `ignore`; False if that cannot be.
+
+    It can in the main thread only, and not where the handler is one that Python knows nothing of, such as that of
+    ``faulthandler``. The function may be called between any two instructions, so it should do nothing but take note.
+    """
+    global _before, _pid
+    if _NUMBER is None or threading.current_thread() is not threading.main_thread():
+        return False
+    there = signal.getsignal(_NUMBER)
+    if there is None:
+        return False
+    if there is not _handle:
+        _before, _pid = there, os.getpid()
+        signal.signal(_NUMBER, _handle)
+    _asked.append(ask)
+    return True
+
+
+def ignore(ask: Callable[[], None]) -> None:
+    """Undo `listen`; after the last one, the signal is handled as before, if nobody else has begun to handle it."""
+    if ask in _asked:
+        _asked.remove(ask)
+    here = threading.current_thread() is threading.main_thread()
+    if not _asked and here and _NUMBER is not None and signal.getsignal(_NUMBER) is _handle:
+        signal.signal(_NUMBER, _before)
+
+
+def _handle(number: int, frame: Any) -> None:
+    mine = os.getpid() == _pid  # a child that was forked records nothing
+    if mine:
+        for ask in tuple(_asked):
+            ask()
+    if callable(_before):
+        _before(number, frame)
+    elif _before is signal.SIG_DFL and not (mine and _asked):  # as if this module had never been there
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
