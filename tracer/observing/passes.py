@@ -37,7 +37,8 @@ class Passes(Part):
     given_to_losses : bool
         Whether losses are observed, which publish the output of the model that they get.
     fed : callable or None
-        Called with the arguments of each training forward of the model, before it begins. It may change the tensors.
+        Called with the name and the arguments of each training forward of the model, or of one of several, before it
+        begins. It may change the tensors.
     """
 
     def __init__(self, ground: Ground, steps: Steps) -> None:
@@ -50,7 +51,7 @@ class Passes(Part):
         self.tag_with_gradients = DEFAULT_TAG
         self.offered: Callable[[nn.Module, bool, tuple[Any, ...], Mapping[str, Any]], bool] | None = None
         self.given_to_losses = False
-        self.fed: Callable[[tuple[Any, ...], Mapping[str, Any]], None] | None = None
+        self.fed: Callable[[str, tuple[Any, ...], Mapping[str, Any]], None] | None = None
 
     @property
     def now(self) -> Pass:
@@ -73,8 +74,11 @@ class Passes(Part):
         """Whether a pass through a module that begins now is one of the training."""
         return module.training and self.user_tag is None and (is_grad_enabled() or checkpointing())
 
-    def enter(self, module: nn.Module) -> None:
-        """Decide whether a forward that begins is a training pass, which may begin a step, or a pass aside."""
+    def enter(self, module: nn.Module, *, whole: bool = False) -> None:
+        """Decide whether a forward that begins is a training pass, which may begin a step, or a pass aside.
+
+        `whole`: of a model, not of a layer that is called outside of one.
+        """
         if self.steps.over:
             self.steps.settle()
         if self.terms.undecided:
@@ -90,7 +94,7 @@ class Passes(Part):
             first = not self.clock.open
             self.steps.begin()
             running.listening = not self.clock.idle
-            if self.demand.of_state and running.listening and (first or module is self.models.root):
+            if self.demand.of_state and running.listening and (first or whole):
                 self.gate.guard("state", self.state.forward_begins)
             self.forwards.training += running.depth
             self.optimizers.note_forward(module)
@@ -105,6 +109,17 @@ class Passes(Part):
         if running.depth == 0:
             self.enter(self.models.top_of(path, module))
         return running
+
+    def before_top(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """See a forward of one of several models begin."""
+        running = self.gate.passes.now
+        if recomputing() or running.depth or traced():
+            return
+        if self.fed is not None and self.is_training(module):
+            self.fed(name, args, kwargs)
+        self.enter(module, whole=True)
+        if running.listening:
+            self.publisher.publish_leaves("input_data", None, {name: arguments_of(args, kwargs)}, running.tag)
 
     # -- hooks of the model ---------------------------------------------------------------------------------
 
@@ -157,8 +172,8 @@ class Passes(Part):
         if self.clock.open and self.optimizers.forwards_end_steps and self.is_training(module):
             self.steps.end()  # without an optimizer, a step lasts until the next training pass
         if self.fed is not None and self.is_training(module):
-            self.fed(args, kwargs)
-        self.enter(module)
+            self.fed("", args, kwargs)
+        self.enter(module, whole=True)
         if self.offered is not None and self.user_tag is None and not traced():
             self.gate.guard("the inputs of a probe", functools.partial(self._offer, module, args, kwargs))
         if running.listening:

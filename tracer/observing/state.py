@@ -21,18 +21,24 @@ SCALER = "scaler"
 ``0.1``."""
 
 
+LEFT = ".left"
+"""Ends the leaf of a generator's state in which the step before left it, where something was drawn in between."""
+
+
 class State(Part):
     """Publishes the state that a step begins with, as far as somebody asks for it.
 
-    Generators are those at the beginning of each training forward, buffers those at that of the first; optimizer states
-    and hyperparameters are those with which an optimizer steps. A step of which the whole state was published has a
-    ``keyframe`` at its end.
+    Generators are those at the beginning of each training forward; and before the first, also as the step before left
+    them, where something was drawn in between. Buffers are those at the beginning of the first forward. Optimizer
+    states and hyperparameters are those with which an optimizer steps. A step of which the whole state was published
+    has a ``keyframe`` at its end.
     """
 
     def __init__(self, ground: Ground) -> None:
         super().__init__(ground)
         self._forwards = 0  # training forwards of the open step
         self._generators: dict[str, Tensor] = {}  # as they were published last
+        self._left: dict[str, Tensor] = {}  # as the step before left them
         self._stepped: set[int] = set()  # ids of the parameters whose optimizer's state is published in this step
         self._scaled = False
 
@@ -41,17 +47,23 @@ class State(Part):
     def forward_begins(self) -> None:
         """Publish what a training forward begins with."""
         if "generators" in self.demand.of_state and self.demand.wanted("generators", None, DEFAULT_TAG):
-            whole = not self._forwards and bool(self.demand.wanted("keyframe", None, DEFAULT_TAG))
-            for name, state in generators.states():
-                # torch's differs in nearly every step, and those of NumPy and Python in few
-                known = self._generators.get(name)
-                if whole or name == "torch" or known is None or not torch.equal(known, state):
-                    self._generators[name] = state
-                    self.publisher.publish("generators", None, state, DEFAULT_TAG, leaf=name, call=self._forwards)
+            self._publish_generators()
         if not self._forwards and "buffers" in self.demand.of_state:
             for path, buffer in self.table.buffers():
                 self.publisher.publish_leaves("buffers", path, buffer, DEFAULT_TAG, call=0)
         self._forwards += 1
+
+    def _publish_generators(self) -> None:
+        whole = not self._forwards and bool(self.demand.wanted("keyframe", None, DEFAULT_TAG))
+        publish, left, self._left = self.publisher.publish, self._left, {}
+        for name, state in generators.states():
+            # torch's differs in nearly every step, and those of NumPy and Python in few
+            known = self._generators.get(name)
+            if whole or name == "torch" or known is None or not torch.equal(known, state):
+                self._generators[name] = state
+                publish("generators", None, state, DEFAULT_TAG, leaf=name, call=self._forwards, owned=False)
+            if name in left and not torch.equal(left[name], state):
+                publish("generators", None, left[name], DEFAULT_TAG, leaf=f"{name}{LEFT}", call=0)
 
     def optimizer_steps(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> None:
         """Publish the hyperparameters of an optimizer that is about to step, and its states of its parameters."""
@@ -86,6 +98,8 @@ class State(Part):
     def end(self) -> None:
         """Publish the keyframe, if all of the step's state was there to be published."""
         at = self.clock.began
+        if "generators" in self.demand.of_state:
+            self._left = dict(generators.states())
         if "keyframe" not in self.demand.of_state or not self.demand.wanted("keyframe", None, DEFAULT_TAG, at):
             return
         missing = self._missing()

@@ -24,6 +24,7 @@ class Role(enum.Enum):
 
     BEFORE_ROOT = "before root"
     AFTER_ROOT = "after root"
+    BEFORE_TOP = "before top"
     BEFORE_FORWARD = "before forward"
     AFTER_FORWARD = "after forward"
     BEFORE_LAYER = "before layer"
@@ -120,7 +121,7 @@ class Hook:
         self._inner = site.role in _INNER
         self.of_optimizer = site.role in _OF_OPTIMIZER
         self.of_root = site.role in _OF_ROOT
-        self.sees_inputs = site.role in (Role.BEFORE_ROOT, Role.BEFORE_FORWARD)
+        self.sees_inputs = site.role in (Role.BEFORE_ROOT, Role.BEFORE_TOP, Role.BEFORE_FORWARD)
         self.role = site.role
         self.name = site.name
         self.gradients = site.gradients

@@ -24,8 +24,8 @@ from tracer.observing.pytorch.leaves import arguments_of
 from tracer.observing.pytorch.loss_functions import output_and_labels
 from tracer.observing.pytorch.optimizer_states import SCALE, put_state, set_hyperparameters, set_scale
 from tracer.observing.pytorch.tensors import leaves
-from tracer.observing.state import SCALER
-from tracer.recording.reenacting.recorded import Keyframe, Recorded
+from tracer.observing.state import LEFT, SCALER
+from tracer.recording.reenacting.recorded import Keyframe, Recorded, RecordedStep
 
 
 class Ended(SystemExit):
@@ -35,7 +35,9 @@ class Ended(SystemExit):
 class Feed:
     """Lets a training that an exporter observes go through steps of a recorded run.
 
-    The tensors that the script gives its model and its losses keep their identity and get the recorded numbers.
+    The script first takes a step or two of its own, which are not recorded, so that what comes before a forward is done
+    with the generators that the run had there. Then the model gets the state of the keyframe. The tensors that the
+    script gives its model and its losses keep their identity and get the recorded numbers.
 
     Parameters
     ----------
@@ -57,10 +59,7 @@ class Feed:
         self._keyframe = keyframe
         self._exporter = exporter
         self._restored = False
-        self._step = -1  # the step that the counts below are of
-        self._forwards = self._losses = 0
-        self._scaled_at = -1  # the last step whose GradScaler has got its state
-        self._given: set[int] = set()  # ids of the optimizers that have the states of the keyframe
+        self._counts = Counts()
         self.over = False
         self.refusal: CaptureError | None = None
 
@@ -68,12 +67,15 @@ class Feed:
     def feeding(self) -> Iterator[None]:
         """Feed the training meanwhile."""
         parts, scale = self._exporter.parts, GradScaler.scale
-        self._exporter.start_at(*self._keyframe.at)
+        # the order of several optimizers is known after the first of their steps
+        own_steps = 2 if self._recorded.optimizers > 1 else 1
+        first = self._keyframe.at.global_step
+        self._exporter.start_at(max(0, first - own_steps), 0, 0)
         parts.passes.fed = functools.partial(self._guarded, self._inputs)
         parts.losses.fed = functools.partial(self._guarded, self._labels)
         steps = before_any_step(functools.partial(self._guarded, self._optimizer_steps))
         # called after the hooks of an optimizer's own, among which the exporter's ends the step
-        stepped = register_optimizer_step_post_hook(self._optimizer_stepped)
+        stepped = register_optimizer_step_post_hook(functools.partial(self._guarded, self._optimizer_stepped))
         setattr(GradScaler, "scale", self._scaling(scale))  # noqa: B010 - mypy forbids to assign it
         try:
             yield
@@ -93,81 +95,84 @@ class Feed:
             self.refusal = error
             raise Ended(0) from error
 
-    def _begin(self) -> int:
-        """The step that something is fed to; begins its counts."""
+    def _is_fed(self) -> bool:
+        """Whether the open step, or the next one, is one of the run. Before the first one, the state is put back."""
         clock = self._exporter.parts.clock
-        step = clock.began.global_step if clock.open else clock.step
-        if step != self._step:
-            self._step, self._forwards, self._losses = step, 0, 0
-            at = self._recorded.step(step).at
-            if at is not None and not clock.open:
-                self._exporter.parts.steps.go_on_in_epoch(at.train_step, at.epoch)
-        return step
-
-    def _restore(self) -> None:
-        """Give the model the state of the keyframe, if it has not got it yet."""
+        if self.over:
+            raise Ended(0)
+        if clock.step < self._keyframe.at.global_step:
+            return False
         if not self._restored:
             self._restored = True
             restore(self._keyframe, self._exporter)
+        step = clock.began.global_step if clock.open else clock.step
+        if step != self._counts.step:
+            self._counts = Counts(step)
+            at = self._recorded.step(step).at
+            if at is not None and not clock.open:
+                self._exporter.parts.steps.go_on_in_epoch(at.train_step, at.epoch)
+        return True
+
+    @property
+    def _now(self) -> RecordedStep:
+        """What was recorded of the step that is fed."""
+        return self._recorded.step(self._counts.step)
 
     # -- what is fed ------------------------------------------------------------------------------------------
 
-    def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Give a training forward the state of the keyframe, if it is the first, its generators, and its inputs."""
-        self._end_if_over()
-        self._restore()
-        step = self._begin()
-        found, call = self._recorded.step(step), self._forwards
-        self._forwards += 1
-        for name, state in found.generators.get(call, {}).items():
-            generators.restore(name, state)
-        if not found.generators.get(call):
+    def _inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Give a training forward the generators and the inputs that it had."""
+        if not self._is_fed():
+            return
+        step, found = self._counts.step, self._now
+        call, own_call = self._counts.forward(name)
+        states = {leaf: state for leaf, state in found.generators.get(call, {}).items() if not leaf.endswith(LEFT)}
+        if not states:
             raise CaptureError(
                 f"the random generators of forward {call} of step {step:,} were not recorded, so it cannot be run again"
             )
-        there = [(leaf, one) for leaf, one in leaves(arguments_of(args, kwargs)) if not one.requires_grad]
-        given = found.inputs.get(call)
-        if there and given is None:
+        for leaf, state in states.items():
+            generators.restore(leaf, state)
+        arguments = arguments_of(args, kwargs)
+        there = [(leaf, one) for leaf, one in leaves({name: arguments} if name else arguments) if not one.requires_grad]
+        given = found.inputs.get(own_call, {})
+        if there and not given:
             part = " (only a part of each was)" if "input_data" in found.in_part else ""
             raise CaptureError(
-                f"what the model was given in forward {call} of step {step:,} was not recorded{part}, so the step "
+                f"what the model was given in forward {own_call} of step {step:,} was not recorded{part}, so the step "
                 "cannot be run again; a capture of input_data at every step keeps it"
             )
         for leaf, tensor in there:
-            _give(f"input {leaf or 'of the model'}", tensor, (given or {}).get(leaf), step)
+            _give(f"input {leaf or 'of the model'}", tensor, given.get(leaf), step)
 
     def _labels(self, loss: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Give a loss of the training its labels."""
         output, labels = output_and_labels(loss, args, kwargs)
-        if not self._restored or output is None or not output.requires_grad or labels is None or labels.requires_grad:
+        if output is None or not output.requires_grad or labels is None or labels.requires_grad:
             return
-        step = self._begin()
-        found, call = self._recorded.step(step), self._losses
-        self._losses += 1
-        if call in found.labels:  # else they are among the inputs, or differ if they matter
+        if self._restored and self._is_fed():
+            given = self._now.labels.get(self._counts.loss(), {})
             for leaf, tensor in leaves(labels):
-                _give("labels of a loss", tensor, found.labels[call].get(leaf), step)
+                if leaf in given:  # else they are among the inputs, or show as a difference if they matter
+                    _give("labels of a loss", tensor, given[leaf], self._counts.step)
 
     def _optimizer_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Give an optimizer that steps its hyperparameters, and at first its states."""
+        """Give an optimizer that steps its hyperparameters."""
         every = self._exporter.parts.optimizers.all
         place = next((number for number, one in enumerate(every) if one is optimizer), None)
-        if place is None:
-            return
-        self._restore()  # an optimizer with a closure steps before the first forward
-        if id(optimizer) not in self._given:
-            self._given.add(id(optimizer))
-            _restore_states(self._keyframe, self._exporter, optimizer)
-        found = self._recorded.step(self._begin())
-        for number, group in enumerate(optimizer.param_groups):
-            set_hyperparameters(group, found.hyperparameters.get(f"{place}.{number}", {}))
+        # one with a closure steps before the first forward
+        if place is not None and self._is_fed():
+            for number, group in enumerate(optimizer.param_groups):
+                set_hyperparameters(group, self._now.hyperparameters.get(f"{place}.{number}", {}))
 
     def _optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._end_if_over()
-
-    def _end_if_over(self) -> None:
-        if self.over:
-            raise Ended(0)
+        """When a step is over, put the generators back, so that what is drawn before the next is what was drawn."""
+        clock = self._exporter.parts.clock
+        if not clock.open and self._is_fed():
+            states = self._now.generators.get(0, {})
+            for name, state in states.items():
+                if not name.endswith(LEFT):
+                    generators.restore(name, states.get(f"{name}{LEFT}", state))
 
     def _scaling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -180,11 +185,32 @@ class Feed:
 
     def _scale(self, scaler: GradScaler) -> None:
         """Give a GradScaler that multiplies the first loss of a step its state."""
-        step = self._begin()
-        numbers = self._recorded.step(step).hyperparameters.get(SCALER)
-        if numbers is not None and step != self._scaled_at:
-            self._scaled_at = step
-            set_scale(scaler, [numbers[name] for name in SCALE])
+        if self._is_fed() and not self._counts.scaled:
+            self._counts.scaled = True
+            numbers = self._now.hyperparameters.get(SCALER)
+            if numbers is not None:
+                set_scale(scaler, [numbers[name] for name in SCALE])
+
+
+class Counts:
+    """What was fed to a step so far."""
+
+    def __init__(self, step: int = -1) -> None:
+        self.step = step
+        self.scaled = False
+        self._forwards: dict[str, int] = {}
+        self._losses = 0
+
+    def forward(self, name: str) -> tuple[int, int]:
+        """Count a forward of a model: its number in the step, and among those of that model."""
+        call, own = sum(self._forwards.values()), self._forwards.get(name, 0)
+        self._forwards[name] = own + 1
+        return call, own
+
+    def loss(self) -> int:
+        """Count a call of a loss: its number in the step."""
+        self._losses += 1
+        return self._losses - 1
 
 
 def _give(what: str, tensor: Tensor, given: Tensor | None, step: int) -> None:
@@ -213,7 +239,7 @@ def _said(tensor: Tensor) -> str:
 
 
 def restore(keyframe: Keyframe, exporter: Exporter) -> None:
-    """Put the parameters and buffers of a keyframe into the model that an exporter observes.
+    """Put the state of a keyframe into the models and optimizers that an exporter observes.
 
     Raises
     ------
@@ -224,6 +250,8 @@ def restore(keyframe: Keyframe, exporter: Exporter) -> None:
     own = {(one.values, one.stream): one.tensor for one in table.all if not one.computed}
     _copy("parameter", keyframe.parameters, own, str(keyframe.at.global_step))
     _copy("buffer", keyframe.buffers, dict(table.buffers()), str(keyframe.at.global_step))
+    for optimizer in exporter.parts.optimizers.all:
+        _restore_states(keyframe, exporter, optimizer)
 
 
 def _copy(what: str, given: Mapping[Any, Tensor], own: Mapping[Any, Tensor | None], step: str) -> None:

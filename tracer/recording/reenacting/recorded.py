@@ -150,6 +150,11 @@ class Recorded:
     def _observed(self) -> set[str]:
         return {observed(one.kind) for one in self.trace.streams if one.tag == DEFAULT_TAG and one.count}
 
+    @property
+    def optimizers(self) -> int:
+        """How many optimizers the run had."""
+        return len(self.trace.header.get("optimizers") or ())
+
     def keyframes(self) -> list[int]:
         """The global steps that have a keyframe, ascending."""
         return sorted({one.global_step for one in self.trace.messages("keyframe", tags=DEFAULT_TAG)})

@@ -102,13 +102,15 @@ def captures_for(plan: Plan, asked: Sequence[Capture]) -> tuple[Capture, ...]:
     """The captures of a re-enactment: what is asked of its steps, and hashes of what was recorded of all."""
     start, stop = plan.steps
     wanted = tuple(replace(one, start=max(one.start, start), stop=min(one.stop or stop, stop)) for one in asked)
-    events = Capture(kinds=("batch_started", "batch_finished", "loss", "loss_terms"), tags=(DEFAULT_TAG,))
+    first = plan.keyframe.at.global_step
+    events = Capture(kinds=("batch_started", "batch_finished", "loss", "loss_terms"), tags=(DEFAULT_TAG,), start=first)
     kinds, modules = plan.recorded.kinds, plan.recorded.modules
     compared = Capture(
         kinds=[kind for kind in kinds if kind not in ("loss", "loss_terms")] or ["input_data"],
         modules=[_escaped(path) for path in modules] or None,
         tags=(DEFAULT_TAG,),
         reduce="hash",
+        start=first,
     )
     return (events, *wanted, compared)
 
