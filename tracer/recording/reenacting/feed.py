@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.amp.grad_scaler import GradScaler
 from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
@@ -24,6 +25,7 @@ from tracer.observing.pytorch.leaves import arguments_of
 from tracer.observing.pytorch.loss_functions import output_and_labels
 from tracer.observing.pytorch.optimizer_states import SCALE, put_state, set_hyperparameters, set_scale
 from tracer.observing.pytorch.tensors import leaves
+from tracer.observing.pytorch.wrappers import unwrap
 from tracer.observing.state import LEFT, SCALER
 from tracer.recording.reenacting.recorded import Keyframe, Recorded, RecordedStep
 
@@ -60,6 +62,7 @@ class Feed:
         self._exporter = exporter
         self._restored = False
         self._counts = Counts()
+        self._ahead = False  # whether the inputs of the next forward are fed already
         self.over = False
         self.refusal: CaptureError | None = None
 
@@ -78,7 +81,8 @@ class Feed:
         stepped = register_optimizer_step_post_hook(functools.partial(self._guarded, self._optimizer_stepped))
         setattr(GradScaler, "scale", self._scaling(scale))  # noqa: B010 - mypy forbids to assign it
         try:
-            yield
+            with feeding_compiled(self._compiled_called):
+                yield
         finally:
             parts.passes.fed = parts.losses.fed = None
             steps.remove()
@@ -122,7 +126,8 @@ class Feed:
 
     def _inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Give a training forward the generators and the inputs that it had."""
-        if not self._is_fed():
+        ahead, self._ahead = self._ahead, False
+        if ahead or not self._is_fed():
             return
         step, found = self._counts.step, self._now
         call, own_call = self._counts.forward(name)
@@ -144,6 +149,14 @@ class Feed:
             )
         for leaf, tensor in there:
             _give(f"input {leaf or 'of the model'}", tensor, given.get(leaf), step)
+
+    def _compiled_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Feed a model before its compiled graph begins, in which it is too late."""
+        parts = self._exporter.parts
+        name = next((name for name, top in parts.models.tops if top is unwrap(module)), None)
+        if name is not None and not parts.passes.now.depth and parts.passes.is_training(unwrap(module)):
+            self._guarded(self._inputs, name, args, kwargs)
+            self._ahead = True
 
     def _labels(self, loss: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Give a loss of the training its labels."""
@@ -190,6 +203,36 @@ class Feed:
             numbers = self._now.hyperparameters.get(SCALER)
             if numbers is not None:
                 set_scale(scaler, [numbers[name] for name in SCALE])
+
+
+@contextlib.contextmanager
+def feeding_compiled(feed: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]) -> Iterator[None]:
+    """Call a function with each compiled module and its arguments, before it is called."""
+    compile_ = nn.Module.compile
+
+    def fed(called: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not is_dynamo_compiling():
+                feed(module, args, kwargs)
+            return called(*args, **kwargs)
+
+        return call
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return fed(functools.partial(nn.Module.__call__, module), module)(*args, **kwargs)
+
+    @functools.wraps(compile_)
+    def compiled(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        compile_(module, *args, **kwargs)
+        vars(module)["_compiled_call_impl"] = fed(vars(module)["_compiled_call_impl"], module)
+
+    setattr(OptimizedModule, "__call__", call)  # noqa: B010 - as above
+    setattr(nn.Module, "compile", compiled)  # noqa: B010
+    try:
+        yield
+    finally:
+        delattr(OptimizedModule, "__call__")
+        setattr(nn.Module, "compile", compile_)  # noqa: B010
 
 
 class Counts:
