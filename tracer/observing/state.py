@@ -38,9 +38,10 @@ class State(Part):
         super().__init__(ground)
         self._forwards = 0  # training forwards of the open step
         self._generators: dict[str, Tensor] = {}  # as they were published last
-        self._left: dict[str, Tensor] = {}  # as the step before left them
+        self._left: tuple[int, dict[str, Tensor]] = -1, {}  # the step before, and how that left them
         self._stepped: set[int] = set()  # ids of the parameters whose optimizer's state is published in this step
         self._scaled = False
+        self._waiting: tuple[Optimizer, Iterable[Parameter]] | None = None  # what steps before its forward
 
     # -- in the order of a step -----------------------------------------------------------------------------
 
@@ -52,10 +53,15 @@ class State(Part):
             for path, buffer in self.table.buffers():
                 self.publisher.publish_leaves("buffers", path, buffer, DEFAULT_TAG, call=0)
         self._forwards += 1
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self.optimizer_steps(*waiting)
 
     def _publish_generators(self) -> None:
         whole = not self._forwards and bool(self.demand.wanted("keyframe", None, DEFAULT_TAG))
-        publish, left, self._left = self.publisher.publish, self._left, {}
+        publish, (before, left) = self.publisher.publish, self._left
+        if before != self.clock.step - 1 or self._forwards:
+            left = {}
         for name, state in generators.states():
             # torch's differs in nearly every step, and those of NumPy and Python in few
             known = self._generators.get(name)
@@ -66,7 +72,13 @@ class State(Part):
                 publish("generators", None, left[name], DEFAULT_TAG, leaf=f"{name}{LEFT}", call=0)
 
     def optimizer_steps(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> None:
-        """Publish the hyperparameters of an optimizer that is about to step, and its states of its parameters."""
+        """Publish the hyperparameters of an optimizer that is about to step, and its states of its parameters.
+
+        One that computes the forward in its step has changed neither when the forward begins, and the step with it.
+        """
+        if not self.clock.open:
+            self._waiting = optimizer, parameters
+            return
         if "hyperparameters" in self.demand.of_state:
             place = next((number for number, one in enumerate(self.optimizers.all) if one is optimizer), 0)
             for number, group in enumerate(optimizer.param_groups):
@@ -99,7 +111,7 @@ class State(Part):
         """Publish the keyframe, if all of the step's state was there to be published."""
         at = self.clock.began
         if "generators" in self.demand.of_state:
-            self._left = dict(generators.states())
+            self._left = at.global_step, dict(generators.states())
         if "keyframe" not in self.demand.of_state or not self.demand.wanted("keyframe", None, DEFAULT_TAG, at):
             return
         missing = self._missing()
@@ -143,6 +155,6 @@ class State(Part):
 
     def forget(self) -> None:
         """Forget the step."""
-        self._forwards, self._scaled = 0, False
+        self._forwards, self._scaled, self._waiting = 0, False, None
         if self._stepped:
             self._stepped = set()

@@ -87,4 +87,80 @@ def closure():
 for step in range(30):
     optimizer.step(closure)
 """
-SCRIPTS = {"cnn": CNN, "transformer": TRANSFORMER, "noisy": NOISY, "lbfgs": LBFGS}
+GAN = """
+data = torch.randn(45, 6)
+generator = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
+critic = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+makes = torch.optim.Adam(generator.parameters(), lr=0.01, betas=(0.5, 0.9))
+judges = torch.optim.Adam(critic.parameters(), lr=0.02)
+criterion = nn.BCEWithLogitsLoss()
+for epoch in range(5):
+    for (real,) in DataLoader(TensorDataset(data), 8, shuffle=True):
+        judges.zero_grad()
+        criterion(critic(real), torch.ones(len(real), 1)).backward()
+        fake = generator(torch.randn(len(real), 3))
+        criterion(critic(fake.detach()), torch.zeros(len(real), 1)).backward()
+        judges.step()
+        makes.zero_grad()
+        criterion(critic(fake), torch.ones(len(real), 1)).backward()
+        makes.step()
+"""
+OWN_LOSS = """
+x, y = torch.randn(64, 6), torch.randn(64, 3)
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for step in range(30):
+    rows = torch.randint(0, 64, (8,))
+    optimizer.zero_grad()
+    ((model(x[rows]) - y[rows]) ** 2).mean().backward()
+    optimizer.step()
+"""
+COMPILED = """
+x, y = torch.randn(61, 6), torch.randint(0, 3, (61,))
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+compiled = torch.compile(model, backend="aot_eager")
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for epoch in range(4):
+    for a, b in DataLoader(TensorDataset(x, y), 8, shuffle=True):
+        optimizer.zero_grad()
+        F.cross_entropy(compiled(a), b).backward()
+        optimizer.step()
+"""
+LIGHTNING = """
+import logging, warnings
+import lightning
+warnings.simplefilter("ignore")
+lightning.seed_everything(0)
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3))
+    def forward(self, x):
+        return self.net(x)
+    def training_step(self, batch, number):
+        return F.cross_entropy(self(batch[0]), batch[1])
+    def validation_step(self, batch, number):
+        F.cross_entropy(self(batch[0]), batch[1])
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+data = TensorDataset(torch.randn(45, 6), torch.randint(0, 3, (45,)))
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = lightning.Trainer(max_epochs=6, accelerator="cpu", gradient_clip_val=1.0, **quiet)
+trainer.fit(Net(), DataLoader(data, 8, shuffle=True), DataLoader(data, 8))
+"""
+TRAINER = """
+import warnings
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+warnings.simplefilter("ignore")
+sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+model = BertForSequenceClassification(BertConfig(vocab_size=30, max_position_embeddings=16, num_labels=3, **sizes))
+data = [{"input_ids": torch.randint(0, 30, (7,)), "labels": torch.randint(0, 3, ()).item()} for _ in range(45)]
+quiet = dict(report_to=[], logging_strategy="no", save_strategy="no", disable_tqdm=True, use_cpu=True)
+arguments = TrainingArguments("out", num_train_epochs=5, per_device_train_batch_size=8, seed=0, **quiet)
+Trainer(model, arguments, train_dataset=data).train()
+"""
+SCRIPTS = {
+    "cnn": CNN, "transformer": TRANSFORMER, "noisy": NOISY, "lbfgs": LBFGS, "gan": GAN, "own loss": OWN_LOSS,
+    "compiled": COMPILED, "lightning": LIGHTNING, "transformers": TRAINER,
+}  # fmt: skip

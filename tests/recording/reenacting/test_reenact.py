@@ -82,13 +82,15 @@ def again(folder: Path, *words: str, **environment: str) -> subprocess.Completed
 @pytest.mark.parametrize("steps", [(13, 23), (20, 21)])
 def test_steps_come_back_bit_for_bit(name: str, steps: tuple[int, int], recorded: Any) -> None:
     """Every activation, gradient, weight and update is that of a full recording of the same run."""
+    if name in ("lightning", "transformers"):
+        pytest.importorskip(name)
     folder = recorded(name)
     start, stop = steps
     done = again(folder, "--steps", f"{start}:{stop}", "--out", f"{start}.zarr", "--json", "train.py")
     assert done.returncode == 0, done.stderr
     verdict = json.loads(done.stdout)
     assert verdict["identical"]
-    assert verdict["compared"] == verdict["equal"] > 20 * (stop - verdict["keyframe"])
+    assert verdict["compared"] == verdict["equal"] >= 20 * (stop - verdict["keyframe"])
     assert verdict["keyframe"] == start // 10 * 10
     expected, found = values(folder / "full.h5", steps), values(folder / f"{start}.zarr", steps)
     assert found.keys() == expected.keys()
@@ -203,7 +205,6 @@ def test_what_is_not_there_is_a_sentence(captures: Any, sentence: str, tmp_path:
             "nn.Flatten(), nn.Identity(), nn.Dropout(0.3)",
             "that the keyframe .* has not",
         ),
-        ("torch.randn(45, 1, 8, 8)", "torch.randn(45, 1, 8, 8, dtype=torch.float64)", "another script"),
         (
             "torch.optim.AdamW(model.parameters(), lr=0.01)",
             "torch.optim.SGD(model.parameters(), 0.01)",
@@ -223,6 +224,16 @@ def test_another_script_is_a_sentence(old: str, new: str, sentence: str | None, 
     else:
         assert done.returncode == 2, done.stdout
         assert re.search(sentence, done.stderr), done.stderr
+
+
+def test_other_inputs_are_a_sentence(recorded: Any) -> None:
+    """A script whose model gets numbers of another dtype than the run's is not the script of the run."""
+    folder = recorded("transformer")
+    text = (folder / "train.py").read_text()
+    (folder / "other.py").write_text(text.replace("model(tokens)", "model(tokens.int())"))
+    done = again(folder, "--steps", "13", "other.py")
+    assert done.returncode == 2, done.stdout
+    assert "is int32 of shape (5, 6), and was int64 of shape (5, 6)" in done.stderr
 
 
 def test_steps_that_are_not_there(recorded: Any) -> None:

@@ -112,9 +112,9 @@ class Feed:
         step = clock.began.global_step if clock.open else clock.step
         if step != self._counts.step:
             self._counts = Counts(step)
-            at = self._recorded.step(step).at
-            if at is not None and not clock.open:
-                self._exporter.parts.steps.go_on_in_epoch(at.train_step, at.epoch)
+        at = self._now.at
+        if at is not None and not clock.open:
+            self._exporter.parts.steps.go_on_in_epoch(at.train_step, at.epoch)
         return True
 
     @property
