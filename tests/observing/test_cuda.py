@@ -661,7 +661,7 @@ def test_a_certificate() -> None:
 def test_every_subscriber_hears_the_device(tmp_path: Path) -> None:
     """What a subscriber says of the device's tensors while it trains, it says, to the bit, of the trace."""
     model, optimizer = make()
-    names = subscribers()
+    names = [name for name in subscribers() if not parse(name).needs_model]
     heard = Collect("*")
     given = batches(4)
     with tracer.record(

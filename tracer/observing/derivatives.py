@@ -134,7 +134,7 @@ class Derivatives:
         return found
 
     def _of_rows(self, output: Rows, gradient: Tensor, weights_n: NDArray[np.float64]) -> NDArray[np.float64]:
-        weights = torch.as_tensor(weights_n).to(gradient).reshape(-1, *[1] * (gradient.ndim - 1))
+        weights = torch.as_tensor(weights_n, device="cpu").to(gradient).reshape(-1, *[1] * (gradient.ndim - 1))
         return self._joined(self._pulled_back((output.edge,), (gradient * weights,)))
 
     @property
