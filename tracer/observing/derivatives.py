@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from tracer import walking
@@ -27,10 +28,13 @@ from tracer.messaging.messages import DEFAULT_TAG
 from tracer.messaging.receiver import Receiver
 from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.patches import BACKWARD
+from tracer.observing.ranks import Ranks
 from tracer.observing.restoring import restored
 
 Aside: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 """Makes a context in which what is differentiated is not observed, and changes nothing."""
+
+_WITH_SECOND = "; attention within torch.nn.attention.sdpa_kernel(SDPBackend.MATH) can be"
 
 
 class Rows:
@@ -62,12 +66,20 @@ class Derivatives:
         See `Aside`.
     step : int
         The global step, for sentences.
+    hindrance : str
+        Why it cannot be differentiated; empty if nothing is known that hinders it.
     """
 
     def __init__(
-        self, loss: Tensor, parameters: Mapping[str, Tensor], outputs: Sequence[Rows], aside: Aside, step: int
+        self,
+        loss: Tensor,
+        parameters: Mapping[str, Tensor],
+        outputs: Sequence[Rows],
+        aside: Aside,
+        step: int,
+        hindrance: str = "",
     ) -> None:
-        self.step = step
+        self.step, self.hindrance = step, hindrance
         self.parameters = {path: one.numel() for path, one in parameters.items()}
         self._loss: Tensor | None = loss
         self._tensors = [*parameters.values()]
@@ -149,16 +161,14 @@ class Derivatives:
     def _differentiating(self, how: str) -> Iterator[None]:
         """Differentiate aside; what autograd refuses becomes a sentence."""
         _ = self._graph
+        if self.hindrance:
+            raise CaptureError(f"the loss of step {self.step} cannot be differentiated: {self.hindrance}")
         try:
             with self._aside(), without_hooks(self._tensors):
                 yield
         except (RuntimeError, NotImplementedError) as error:
             reason = " ".join(str(error).partition("\n")[0].split()).rstrip(".")
-            hint = ""
-            if "scaled_dot_product" in reason:
-                hint = (
-                    "; torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the forward takes attention that has it"
-                )
+            hint = _WITH_SECOND if "scaled_dot_product" in reason else ""
             raise CaptureError(
                 f"the loss of step {self.step} cannot be differentiated {how}: {reason}{hint}"
             ) from error
@@ -206,8 +216,9 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
 class Differentiable(Part):
     """Tells subscribers that need the model what can be asked of each loss, before its message comes."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: Ground, ranks: Ranks) -> None:
         super().__init__(ground)
+        self.ranks = ranks
         self._outputs: list[Rows] = []  # what loss functions got since the last backward
         self._of_step = -1  # the step of these
 
@@ -256,26 +267,17 @@ class Differentiable(Part):
         finally:
             for one in asking:
                 one.know_objective(None)
-            if objective is not None:
-                objective.close()
+            objective.close()
 
     def _objective(
         self, tensors: Sequence[Tensor], scales: Sequence[Tensor | None], outputs: Sequence[Rows]
-    ) -> Derivatives | None:
+    ) -> Derivatives:
         trained = {
             path: one
             for name, top in self.models.tops
             for path, one in walking.named_parameters(top, name)
             if one.requires_grad and not is_lazy(one)
         }
-        why = ""
-        if self.models.is_sharded:
-            why = "the model's parameters are distributed, so a backward of one rank waits for all others"
-        elif any(one.is_complex() for one in trained.values()):
-            why = "the model has complex parameters"
-        if why:
-            self.problems.note("derivatives of the loss", why)
-            return None
         with torch.enable_grad():
             parts = [
                 one.reshape(()) if by is None else one.reshape(()) / by.to(one.device)
@@ -284,7 +286,19 @@ class Differentiable(Part):
             whole = parts[0]
             for one in parts[1:]:
                 whole = whole + one.to(whole.device)
-        return Derivatives(whole, trained, outputs, self._aside, self.clock.now().global_step)
+        step = self.clock.now().global_step
+        return Derivatives(whole, trained, outputs, self._aside, step, self._hindrance(trained.values()))
+
+    def _hindrance(self, trained: Iterable[Tensor]) -> str:
+        """Why the loss cannot be differentiated beside the training's own backward; empty if it can."""
+        inside = (one for _, top in self.models.tops for one in walking.modules(top))
+        if self.models.is_sharded or any("_is_fsdp_managed_module" in vars(one) for one in inside):
+            return "the model is sharded, so a backward of one rank waits for all others"
+        if any(isinstance(one, DistributedDataParallel) and one.static_graph for one in self.ranks.around):
+            return "DistributedDataParallel with static_graph=True takes each backward for the training's"
+        if any(one.is_complex() for one in trained):
+            return "the model has complex parameters"
+        return ""
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:

@@ -39,7 +39,7 @@ class Parts(Part):
         # what hooks call
         self.calls = Calls(ground, self.passes)
         self.computed = ComputedWeights(ground, self.passes)
-        self.differentiable = Differentiable(ground)
+        self.differentiable = Differentiable(ground, self.steps.ranks)
         self.losses = Losses(ground, self.passes, self.differentiable)
         self.differentiation = Differentiation(ground, self.passes, self.differentiable)
         self.optimizer_steps = OptimizerSteps(ground, self.steps, self.differentiation)

@@ -54,7 +54,7 @@ def restored(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for one, name, buffer, content, version in buffers:
                 if buffer._version != version or not _same_bytes(buffer, content):
-                    buffer.copy_(content)
+                    buffer.data.copy_(content)  # a graph that keeps the buffer for its backward takes no notice
                 if one._buffers.get(name) is not buffer:
                     one._buffers[name] = buffer
 

@@ -64,7 +64,7 @@ class OfLoss(PerMessage):
             raise CaptureError(
                 f"{self.name} cannot differentiate the loss of step {message.global_step}: only one on which backward "
                 "is called next, not what is logged, and not those of several optimizers, which are told apart when "
-                "the step ends; nor that of a model with distributed or complex parameters"
+                "the step ends"
             )
         return self.of(Block(self._objective, self.modules), generator_of(message))
 
