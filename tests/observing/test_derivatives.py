@@ -436,8 +436,24 @@ def test_rows_need_one_loss_function(tmp_path: Path) -> None:
     def twice() -> Tensor:
         return F.cross_entropy(model(x), y) + F.cross_entropy(-model(x), y)
 
-    assert "here none was called" in failure(model, unnamed, tmp_path / "a.zarr", rows=True)
-    assert "here 2 calls of loss functions were" in failure(model, twice, tmp_path / "b.zarr", rows=True)
+    assert "here they got none" in failure(model, unnamed, tmp_path / "a.zarr", rows=True)
+    assert "here they got 2" in failure(model, twice, tmp_path / "b.zarr", rows=True)
+
+
+def test_other_calls_of_loss_functions_are_no_datapoints() -> None:
+    """One output may go to several terms, and a loss that is only looked at is none of this backward's."""
+    model, asking, alone = perceptron(), Asking(rows=True), Asking(rows=True)
+    x, y = data()
+
+    def loss() -> Tensor:
+        F.cross_entropy(model(x + 1), y)
+        output = model(x)
+        return (F.cross_entropy(output, y) + F.cross_entropy(output, y, label_smoothing=0.0)) / 2
+
+    once(model, loss, asking)
+    model = perceptron()
+    once(model, entropy(model), alone)
+    assert close(asking.told[0].rows, alone.told[0].rows)  # type: ignore[arg-type]
 
 
 def test_what_is_kept_for_later_is_of_no_use() -> None:

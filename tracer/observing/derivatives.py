@@ -27,6 +27,7 @@ from tracer.errors import CaptureError
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.messaging.receiver import Receiver
 from tracer.observing.part import Ground, Part
+from tracer.observing.pytorch.loss_graph import behind
 from tracer.observing.pytorch.patches import BACKWARD
 from tracer.observing.ranks import Ranks
 from tracer.observing.restoring import restored
@@ -124,11 +125,16 @@ class Derivatives:
     # -- how it is had --------------------------------------------------------------------------------------
 
     def _only_output(self) -> Rows:
+        """The one output that loss functions got which this loss is made of."""
+        if len(self._outputs) > 1:
+            nodes = {*behind(self._graph)}
+            by_place = {(one.edge.node, one.edge.output_nr): one for one in self._outputs if one.edge.node in nodes}
+            self._outputs = [*by_place.values()]
         if len(self._outputs) != 1:
-            there = "none was called" if not self._outputs else f"{len(self._outputs)} calls of loss functions were"
             raise CaptureError(
-                f"the loss of step {self.step} has no datapoints of its own: they are the rows of what one call of a "
-                f"loss function that is named to the recording (loss=...) gets, and here {there}"
+                f"the loss of step {self.step} has no datapoints of its own: they are the rows of the one output that "
+                "loss functions get which are named to the recording (loss=...), and here they got "
+                f"{len(self._outputs) or 'none'}"
             )
         return self._outputs[0]
 
