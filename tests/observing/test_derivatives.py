@@ -437,6 +437,14 @@ def test_rows_need_one_loss_function(tmp_path: Path) -> None:
         return F.cross_entropy(model(x), y) + F.cross_entropy(-model(x), y)
 
     assert "here they got none" in failure(model, unnamed, tmp_path / "a.zarr", rows=True)
+    model = perceptron()
+
+    def another() -> Tensor:
+        F.cross_entropy(model(x), y)
+        return model(x).logsumexp(1).mean()
+
+    assert "here they got none" in failure(model, another, tmp_path / "c.zarr", rows=True)
+    model = perceptron()
     assert "here they got 2" in failure(model, twice, tmp_path / "b.zarr", rows=True)
 
 

@@ -85,6 +85,7 @@ class Derivatives:
         self._loss: Tensor | None = loss
         self._tensors = [*parameters.values()]
         self._outputs = [*outputs]
+        self._looked = False  # whether these are all of this loss
         self._aside = aside
         self._gradients: list[Tensor] | None = None  # with their graph
         self._of_output: Tensor | None = None  # the gradient of the loss by the output
@@ -126,10 +127,10 @@ class Derivatives:
 
     def _only_output(self) -> Rows:
         """The one output that loss functions got which this loss is made of."""
-        if len(self._outputs) > 1:
-            nodes = {*behind(self._graph)}
+        if not self._looked:
+            nodes = {*behind(self._graph)} if self._outputs else set()
             by_place = {(one.edge.node, one.edge.output_nr): one for one in self._outputs if one.edge.node in nodes}
-            self._outputs = [*by_place.values()]
+            self._outputs, self._looked = [*by_place.values()], True
         if len(self._outputs) != 1:
             raise CaptureError(
                 f"the loss of step {self.step} has no datapoints of its own: they are the rows of the one output that "
@@ -144,7 +145,7 @@ class Derivatives:
         whole = self._joined(self._pulled_back((self._graph,), (torch.ones_like(self._graph),)))
         through = self._of_rows(output, found, np.ones(output.shape[0]))
         distance, length = float(np.linalg.norm(whole - through)), float(np.linalg.norm(whole))
-        if not distance <= math.sqrt(torch.finfo(found.dtype).eps) * length:
+        if distance > math.sqrt(torch.finfo(found.dtype).eps) * length:  # which is false of NaN
             raise CaptureError(
                 f"the loss of step {self.step} is made of more than the output that its loss function got (a penalty "
                 "on weights, or another output), so datapoints have no gradients that add up to its own"

@@ -235,6 +235,23 @@ def test_what_is_not_finite_is_answered() -> None:
     assert np.isnan(analyze.ticdiag([[np.nan, 1.0]], [1.0, 1.0]))
 
 
+def test_a_loss_that_is_not_finite_is_answered(tmp_path: Path) -> None:
+    """Live, a training that diverges gets NaN of each metric, and none of them ends."""
+    net, heard = nn.Linear(4, 3), Collect("loss_*")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    receivers = [*map(parse, ("hessian_eigen", "hessian_trace", "ticdiag", "tictrace")), heard]
+    with tracer.record(tmp_path / "run.zarr", net, optimizer, loss=F.cross_entropy, receivers=receivers, strict=True):
+        for step in range(2):
+            x = torch.full((5, 4), torch.nan if step else 1.0)
+            F.cross_entropy(net(x), torch.arange(5) % 3).backward()
+            optimizer.step()
+    for message in heard:
+        assert message.data is not None
+        if message.kind != "loss_terms":
+            assert bool(message.data.isnan().all()) == (message.global_step == 1), message.kind
+    assert len(heard.of("loss_ticdiag")) == 2
+
+
 def test_one_hessian_serves_all() -> None:
     """The metrics that are asked of one loss share its products; of the next loss they are taken anew."""
     loss = Quadratic()
