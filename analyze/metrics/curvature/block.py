@@ -20,7 +20,10 @@ Products: TypeAlias = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """Takes k vectors (k, P), each a row, to the products of a symmetric matrix (P, P) with each."""
 
 AT_ONCE = 64
-"""So many vectors are multiplied in one call."""
+"""So many vectors are multiplied in one call, at most."""
+
+BYTES = 1 << 28
+"""So many bytes of vectors are held for that, at most, but one vector at least."""
 
 _found: weakref.WeakKeyDictionary[Objective, dict[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()
 """What metrics have found out of a loss, for the others: a loss lives no longer than its message is delivered."""
@@ -61,13 +64,16 @@ class Block:
 
     def products(self, vectors_kp: NDArray[np.float64]) -> NDArray[np.float64]:
         """The products of the Hessian, of these parameters only, with k vectors."""
+        if self._mask_p.all():
+            return self.objective.hessian_products(vectors_kp)
         whole = np.zeros((len(vectors_kp), len(self._mask_p)))
         whole[:, self._mask_p] = vectors_kp
         return self.objective.hessian_products(whole)[:, self._mask_p]
 
     def row_gradients(self, weights_kn: NDArray[np.float64]) -> NDArray[np.float64]:
         """Weighted sums of the rows' parts in the gradient by these parameters."""
-        return self.objective.row_gradients(weights_kn)[:, self._mask_p]
+        found = self.objective.row_gradients(weights_kn)
+        return found if self._mask_p.all() else found[:, self._mask_p]
 
     # -- shared ---------------------------------------------------------------------------------------------
 
@@ -89,7 +95,7 @@ class Block:
 
         def second_moments() -> NDArray[np.float64]:
             found = np.zeros(self.size)
-            for rows_kp in by_unit_vectors(self.row_gradients, self.rows):
+            for rows_kp in by_unit_vectors(self.row_gradients, self.rows, at_once(self.size)):
                 found += np.square(rows_kp).sum(0)
             return self.rows * found
 
@@ -106,10 +112,16 @@ class Block:
         return found
 
 
-def by_unit_vectors(products: Products, size: int) -> Iterator[NDArray[np.float64]]:
-    """The products with all unit vectors, some at a time: the rows of the matrix."""
-    for first in range(0, size, AT_ONCE):
-        yield products(np.eye(min(AT_ONCE, size - first), size, first))
+def at_once(size: int) -> int:
+    """How many vectors of so many elements are multiplied in one call."""
+    return max(1, min(AT_ONCE, BYTES // (8 * size)))
+
+
+def by_unit_vectors(products: Products, size: int, count: int = 0) -> Iterator[NDArray[np.float64]]:
+    """The products with all unit vectors, `count` at a time: the rows of the matrix."""
+    count = count or at_once(size)
+    for first in range(0, size, count):
+        yield products(np.eye(min(count, size - first), size, first))
 
 
 def diagonal_of(products: Products, size: int) -> NDArray[np.float64]:

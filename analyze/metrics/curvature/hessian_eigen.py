@@ -21,6 +21,9 @@ from analyze.metrics.spectra.lanczos import seeded
 _FIRST, _NEXT = 8, 1.2
 """After so many products it is first looked whether they are enough, and then after so many times as many."""
 
+_BYTES, _LEAST_HELD = 1 << 30, 8
+"""So many bytes of vectors are held, but so many vectors at least. Then no more products are taken."""
+
 
 class Extremes(NamedTuple):
     """What `hessian_eigen` finds.
@@ -69,7 +72,8 @@ def hessian_eigen(
     tolerance : float
         Beyond, the residual to stop at, relative to the largest magnitude.
     steps : int
-        And the most products; after these the residual says how good the numbers are.
+        And the most products; after these the residual says how good the numbers are. There are no more than 1 GiB
+        of vectors, but 8 at least.
     random : numpy.random.Generator, optional
         What the first vector is drawn from; by default the same for each call.
 
@@ -126,7 +130,7 @@ def _nothing(k: int, products: int) -> Extremes:
 def _lanczos(
     products: Products, size: int, k: int, tolerance: float, steps: int, random: np.random.Generator
 ) -> Extremes:
-    basis = np.empty((min(steps, size), size))
+    basis = np.empty((min(steps, size, max(_LEAST_HELD, _BYTES // (8 * size))), size))
     diagonal: list[float] = []
     beside: list[float] = []
     vector_p = random.standard_normal(size)
@@ -183,7 +187,8 @@ class HessianEigen(OfLoss):
     tolerance : float
         Beyond, the residual to stop at, relative to the largest magnitude.
     steps : int
-        And the most Hessian-vector products; so many vectors are held in float64.
+        And the most Hessian-vector products. For each a vector is held in float64, so there are no more than 1 GiB
+        holds, but 8 at least.
     subsample : int
         As in `tracer.Subscription`.
     modules : str, iterable of str, or None

@@ -10,7 +10,7 @@ import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_whole
-from analyze.metrics.curvature.block import Block, Products, diagonal_of
+from analyze.metrics.curvature.block import BYTES, Block, Products, at_once, diagonal_of
 from analyze.metrics.curvature.of_loss import OfLoss, check_exact
 from analyze.metrics.metric import Within
 from analyze.metrics.spectra.lanczos import seeded
@@ -92,16 +92,19 @@ def check_probes(probes: object) -> None:
 
 
 def _estimated(products: Products, size: int, probes: int, random: np.random.Generator) -> Estimated:
-    """By Hutch++."""
-    k = min(probes // 3, size)
-    image_kp = products(signs(random, k, size))
+    """By Hutch++, with a basis of as many vectors as `BYTES` hold."""
+    k = min(probes // 3, size, BYTES // (8 * size))
+    image_kp = products(signs(random, k, size)) if k else np.zeros((0, size))
     if not np.isfinite(image_kp).all():
         return Estimated(math.nan, math.nan, math.nan)
-    basis_pk = np.linalg.qr(image_kp.T)[0]
-    known = float(np.einsum("pk,kp->", basis_pk, products(np.ascontiguousarray(basis_pk.T))))
-    rest_kp = signs(random, probes - 2 * k, size)
-    rest_kp = rest_kp - (rest_kp @ basis_pk) @ basis_pk.T
-    found = mean_of(np.einsum("kp,kp->k", rest_kp, products(rest_kp)))
+    basis_kp = np.ascontiguousarray(np.linalg.qr(image_kp.T)[0].T)
+    known = float(np.einsum("kp,kp->", basis_kp, products(basis_kp))) if k else 0.0
+    drawn: list[float] = []
+    while len(drawn) < probes - 2 * k:
+        rest_kp = signs(random, min(at_once(size), probes - 2 * k - len(drawn)), size)
+        rest_kp -= (rest_kp @ basis_kp.T) @ basis_kp
+        drawn += np.einsum("kp,kp->k", rest_kp, products(rest_kp)).tolist()
+    found = mean_of(np.array(drawn))
     return Estimated(known + found.value, known + found.low, known + found.high)
 
 
@@ -157,7 +160,7 @@ class HessianTrace(OfLoss):
     -----
     *Formula*: :math:`\sum_j e_j' H e_j`; beyond `exact` parameters Hutch++: with a third of the products an orthonormal
     basis Q of the image of random signs, with a third :math:`\mathrm{tr}\,Q'HQ`, with the rest the mean of
-    :math:`g'(I-QQ')H(I-QQ')g` over vectors g of random signs.
+    :math:`g'(I-QQ')H(I-QQ')g` over vectors g of random signs. Q has as many vectors as 256 MiB hold.
     *Needs*: the model: it runs live (``receivers=[...]``) and in re-enactments, and a replay refuses it.
     *Cost*: each Hessian-vector product is about two backwards of the step; an exact diagonal is shared with the other
     metrics of curvature of the same loss.
