@@ -10,6 +10,10 @@ from analyze.comparing.over_time import statistics_over_time
 from analyze.comparing.pairs import pairs
 from analyze.metrics.advice.freeze import Freeze, freeze
 from analyze.metrics.advice.learning_rate_from_ratio import LearningRateFromRatio, learning_rate_from_ratio
+from analyze.metrics.curvature.hessian_eigen import HessianEigen, hessian_eigen
+from analyze.metrics.curvature.hessian_trace import HessianTrace, hessian_trace
+from analyze.metrics.curvature.ticdiag import TICDiag, ticdiag
+from analyze.metrics.curvature.tictrace import TICTrace, tictrace
 from analyze.metrics.elementwise.activation_rate import ActivationRate, activation_rate
 from analyze.metrics.elementwise.distance import Distance, distance
 from analyze.metrics.elementwise.histogram import Histogram, histogram
@@ -94,6 +98,8 @@ __all__ = [
     "Freeze",
     "GradientGeometry",
     "GradientNoise",
+    "HessianEigen",
+    "HessianTrace",
     "Histogram",
     "LearningRateFromRatio",
     "Loss",
@@ -118,6 +124,8 @@ __all__ = [
     "StableRank",
     "Statistics",
     "Sum",
+    "TICDiag",
+    "TICTrace",
     "TestAccuracy",
     "TrainAccuracy",
     "TrainingStopped",
@@ -150,6 +158,8 @@ __all__ = [
     "freeze",
     "gradient_geometry",
     "gradient_noise",
+    "hessian_eigen",
+    "hessian_trace",
     "histogram",
     "learning_rate_from_ratio",
     "loss",
@@ -183,6 +193,8 @@ __all__ = [
     "sum",
     "svcca",
     "test_accuracy",
+    "ticdiag",
+    "tictrace",
     "train_accuracy",
     "variance",
     "view",

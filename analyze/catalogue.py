@@ -126,7 +126,7 @@ FORMER: tuple[Former, ...] = (
     Former("ikkuna", "SVCCASubscriber", "svcca", "truncated, as published; ikkuna's is a mean CCA"),
     Former("ikkuna", "BatchedSVCCASubscriber", "svcca", "of a probe in batches: `run.probe(..., batch_size=)`"),
     Former("ikkuna", "SVCCASubscriber(freeze_at=)", "freeze", "with `tracer.Actor` it freezes; ikkuna's did not"),
-    Former("ikkuna", "HessianEigenSubscriber", "", "curvature needs the model and its data, which no trace holds"),
+    Former("ikkuna", "HessianEigenSubscriber", "hessian_eigen", "ikkuna's did not converge"),
     Former("ikkuna", "CallbackSubscriber", "", "`tracer.CallbackSubscriber`"),
     Former("ikkuna", "PlotSubscriber", "", "`trace replay --tensorboard DIR`, `Results.to_tensorboard`"),
     Former("ikkuna's experiments", "RatioLRSubscriber", "learning_rate_from_ratio"),
@@ -157,7 +157,10 @@ FORMER: tuple[Former, ...] = (
     Former("cockpit", "CABS", "gradient_noise"),
     Former("cockpit", "EarlyStopping", "gradient_noise"),
     Former("cockpit", "Alpha", "alpha", "from the slopes alone, which need no variances"),
-    Former("cockpit", "HessMaxEV, HessTrace, TICDiag, TICTrace", "", "curvature needs the model and its data"),
+    Former("cockpit", "HessMaxEV", "hessian_eigen"),
+    Former("cockpit", "HessTrace", "hessian_trace", "`hessian_trace:modules=fc` for a layer"),
+    Former("cockpit", "TICDiag", "ticdiag"),
+    Former("cockpit", "TICTrace", "tictrace"),
 )
 """Every subscriber of ikkuna, every preprocessor of monitorch, the quantities of cockpit; with what asks the same."""
 
@@ -299,6 +302,8 @@ that speak of these words.
 *Remembers* says what a metric has to have heard: one that remembers nothing gives the same values when only some steps
 or modules are replayed; the others measure from where the replay begins, unless they are given a saved state.
 *Mergeable*: what two of them remember of different messages can be put together.
+Those that take *the model* ask for derivatives of the loss: they answer live and when steps are run again
+(`trace reenact`), and a replay refuses them.
 
 | name | says | takes | remembers |
 |---|---|---|---|"""
@@ -330,7 +335,7 @@ def _page() -> Iterator[str]:
     yield _INTRODUCTION
     for metric in metrics:
         name, says = metric["name"], _plain(metric["summary"]).replace("|", "\\|")
-        yield f"| [`{name}`](#{name}) | {says} | {_kinds(metric['needs'])} | {_REMEMBERS[metric['scope']]} |"
+        yield f"| [`{name}`](#{name}) | {says} | {_takes(metric)} | {_REMEMBERS[metric['scope']]} |"
     for metric in metrics:
         yield ""
         yield from _metric(metric)
@@ -350,7 +355,7 @@ def _metric(metric: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield _markup(metric["summary"])
     yield ""
-    yield f"- **Takes** {_kinds(metric['needs'])}; **answers** {_kinds(metric['produces'])}"
+    yield f"- **Takes** {_takes(metric)}; **answers** {_kinds(metric['produces'])}"
     options = ", ".join(f"`{parameter['name']}={_value(parameter['default'])}`" for parameter in metric["parameters"])
     yield f"- **Parameters** {options}"
     for heading in HEADINGS:
@@ -375,6 +380,10 @@ def _sections(docstring: str) -> dict[str, str]:
     """The sections of a numpydoc docstring, by title; the text before the first has the title ''."""
     pieces = re.split(r"(?m)^([A-Z]\w+)\n-{3,}\n", inspect.cleandoc(docstring))
     return {"": pieces[0], **dict(zip(pieces[1::2], pieces[2::2], strict=True))}
+
+
+def _takes(metric: dict[str, Any]) -> str:
+    return _kinds(metric["needs"]) + (" and the model" if metric["needs_model"] else "")
 
 
 def _kinds(kinds: list[str]) -> str:

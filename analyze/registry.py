@@ -174,7 +174,7 @@ def describe(name: str) -> dict[str, Any]:
         ``name``, ``class`` (its dotted path), ``summary`` (the first sentence of the docstring), ``parameters`` (each
         with ``name``, ``default``, ``required`` and ``type``), ``needs`` and ``produces`` (lists of kinds, with the
         default parameters; empty if one has no default), ``scope``, ``mergeable``, ``version`` and ``invariances`` (as
-        of `tracer.Subscriber`), ``docstring``.
+        of `tracer.Subscriber`), ``needs_model``, ``docstring``.
 
     Examples
     --------
@@ -222,6 +222,7 @@ def describe_class(name: str) -> dict[str, Any]:
         "mergeable": cls.mergeable,
         "version": cls.version,
         "invariances": list(cls.invariances),
+        "needs_model": cls.needs_model,
         "docstring": docstring,
     }
 

@@ -11,6 +11,7 @@ import io
 import json
 import pickle
 import random
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -27,14 +28,15 @@ import tracer
 from analyze.asking import analyze
 from analyze.batching.batch import batch as run_batch
 from analyze.batching.questions import questions
-from analyze.registry import parse, subscribers
+from analyze.registry import describe, parse, subscribers
 from analyze.tables.columns import Row
 from tracer import Capture, Collect, Message, ModuleMessage, NetworkMessage, Subscriber
 from tracer.messaging.messages import DATA_KINDS, KINDS, MODULE_KINDS
 from tracer.messaging.receiver import in_order
 
 FORMATS = ("zarr", "h5")
-NAMES = subscribers()
+NAMES = [name for name in subscribers() if not parse(name).needs_model]
+NEEDING_THE_MODEL = [name for name in subscribers() if parse(name).needs_model]
 EPOCHS, BATCHES = 2, 3
 
 
@@ -146,8 +148,13 @@ def exact(message: Message) -> tuple[Any, ...]:
 
 
 def everyone() -> dict[str, Subscriber]:
-    """Every registered subscriber, with its default parameters."""
+    """Every registered subscriber that a replay serves, with its default parameters."""
     return {name: parse(name) for name in NAMES}
+
+
+def live_only() -> dict[str, Subscriber]:
+    """Every registered subscriber that needs the model, with its default parameters."""
+    return {name: parse(name) for name in NEEDING_THE_MODEL}
 
 
 def with_producers(*names: str) -> list[Subscriber]:
@@ -184,7 +191,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Live]:
     def record(suffix: str) -> Live:
         path = tmp_path_factory.mktemp("laws") / f"run.{suffix}"
         training, heard = Training.new(), Collect()
-        receivers = [*everyone().values(), heard]
+        receivers = [*everyone().values(), *live_only().values(), heard]
         probe_x, probe_y = batch(200, 12)
         capture = Capture(kinds=KINDS)
         with tracer.record(
@@ -267,6 +274,32 @@ def test_a_replay_in_two_parts_goes_on_where_it_stopped(live: Live, steps: int) 
     tracer.replay(live.path, *second.values(), heard, steps=(steps, None))
     for name in NAMES:
         assert sorted(derived_by(name, heard)) == sorted(derived_by(name, live.heard)), name
+
+
+def test_there_are_subscribers_that_need_the_model() -> None:
+    """The registry tells them apart."""
+    told = {name: describe(name)["needs_model"] for name in subscribers()}
+    assert {name for name, needing in told.items() if needing} == set(NEEDING_THE_MODEL)
+    assert {"hessian_eigen", "hessian_trace", "ticdiag", "tictrace"} <= set(NEEDING_THE_MODEL)
+
+
+@pytest.mark.parametrize("name", NEEDING_THE_MODEL)
+def test_who_needs_the_model_answers_live_and_is_refused_on_replay(name: str, live: Live) -> None:
+    """Live it answers each loss, in the kinds that it promises; a replay and a batch refuse it and say what serves."""
+    said = [message for message in live.heard if message.kind in parse(name).produces]
+    assert {message.kind for message in said} == set(parse(name).produces)
+    assert len(said) == EPOCHS * BATCHES * len(parse(name).produces)
+    assert all(bool(torch.isfinite(message.data).all()) for message in said)
+    heard = Collect()
+    way = rf"^{name} needs the model.* `trace reenact .*run\.\w+ --subscriber {name} SCRIPT.py`.*$"
+    with pytest.raises(tracer.CaptureError, match=way):
+        tracer.replay(live.path, parse(name), heard)
+    assert not len(heard)
+    (missing,) = tracer.plan(live.path, parse(name)).missing
+    assert re.fullmatch(way, missing)
+    with pytest.raises(tracer.CaptureError, match=f"{name} needs the model.*trace reenact"):
+        run_batch(live.path, [name], live.path.parent / "never", workers=0)
+    assert not (live.path.parent / "never").exists()
 
 
 def test_the_trace_holds_what_was_observed_in_its_order(live: Live) -> None:
@@ -447,6 +480,26 @@ def test_watching_changes_nothing(
         assert hooks_of(training.model, training.optimizer) > 0
     assert training.state() == unwatched
     assert hooks_of(training.model, training.optimizer, training.loss) == 0
+
+
+@pytest.mark.parametrize("capture", [Capture(kinds=KINDS), Capture(kinds=["loss"], every=2)], ids=["all", "loss"])
+def test_differentiating_changes_nothing(capture: Capture, unwatched: dict[str, Any], tmp_path: Path) -> None:
+    """The same holds where subscribers ask for derivatives of the loss."""
+    training, heard = Training.new(), Collect("loss_hessian_trace")
+    receivers = [*live_only().values(), heard]
+    with tracer.record(
+        tmp_path / "run.zarr",
+        training.model,
+        training.optimizer,
+        loss=training.loss,
+        capture=capture,
+        receivers=receivers,
+        strict=True,
+    ) as run:
+        training.run(run)
+    assert training.state() == unwatched
+    assert hooks_of(training.model, training.optimizer, training.loss) == 0
+    assert len(heard) == EPOCHS * BATCHES // (capture.every or 1)
 
 
 def test_watching_a_functional_loss_changes_nothing(unwatched: dict[str, Any], tmp_path: Path) -> None:
@@ -653,8 +706,9 @@ def test_replaying_never_doubles(live: Live, times: int) -> None:
         tracer.replay(live.path, *everyone().values(), heard)
     identities = [exact(message)[1:-1] for message in heard]
     assert len(set(identities)) == len(identities)
+    of_model = {kind for one in live_only().values() for kind in one.produces}
     assert sorted(exact(m) for m in heard if m.kind not in KINDS) == sorted(
-        exact(m) for m in live.heard if m.kind not in KINDS
+        exact(m) for m in live.heard if m.kind not in of_model.union(KINDS)
     )
     with tracer.open(live.path) as trace:
         assert len(trace) == before
@@ -847,7 +901,7 @@ def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
         inputs, labels = torch.randn(4, 8, 6), torch.randint(3, (8,))
         heard, later = Collect(), Collect()
         capture = [Capture(kinds=["biases"], elements=3), Capture(kinds=DATA_KINDS)]
-        receivers = [*everyone().values(), heard]
+        receivers = [*everyone().values(), *live_only().values(), heard]
         with (
             where,
             tracer.record(
@@ -869,7 +923,7 @@ def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
         with where:
             tracer.replay(tmp_path / name, *everyone().values(), later)
         assert {one.data.device.type for one in (*heard, *later) if one.data is not None} == {"cpu"}
-        return [exact(message) for message in (*heard, *later)]
+        return [exact(message) for message in (*heard, *later)]  # of those that need the model, what they said live
 
     plain = said("plain.zarr", contextlib.nullcontext())
     assert len({one[1] for one in plain}) > len(NAMES)

@@ -22,6 +22,7 @@ _OF_HOME = {
     "tracer.messaging.actor": ("Actor",),
     "tracer.messaging.bus": ("MessageBus", "get_default_bus"),
     "tracer.messaging.messages": ("KINDS", "Message", "MessageBundle", "ModuleMessage", "NetworkMessage", "derived"),
+    "tracer.messaging.objective": ("Objective",),
     "tracer.messaging.receiver": ("Collect", "Receiver"),
     "tracer.messaging.stacks": ("Stack", "Stretch"),
     "tracer.messaging.subscriber": ("CallbackSubscriber", "Subscriber"),

@@ -418,7 +418,7 @@ def subscribers(name: str | None, markdown: bool, as_json: bool) -> None:
         for line in _page(pages[0]):
             click.echo(line)
     else:
-        rows = [(page["name"], page["needs"], _without_formulas(page["summary"])) for page in pages]
+        rows = [(page["name"], _needs(page), _without_formulas(page["summary"])) for page in pages]
         print_table(("name", "needs", "what it says"), rows, prose=("needs", "what it says"))
 
 
@@ -432,7 +432,7 @@ def _page(metric: Mapping[str, Any]) -> Iterator[str]:
     ]
     yield f"  written    {metric['name']}" + (f":{','.join(parameters)}" if parameters else "")
     if metric["needs"]:
-        yield f"  needs      {', '.join(metric['needs'])}"
+        yield f"  needs      {', '.join(_needs(metric))}"
     if metric["produces"]:
         yield f"  answers    {', '.join(metric['produces'])}"
     if metric["invariances"]:
@@ -440,6 +440,11 @@ def _page(metric: Mapping[str, Any]) -> Iterator[str]:
     yield f"  remembers  {SCOPES[metric['scope']]}{'; mergeable' if metric['mergeable'] else ''}"
     yield ""
     yield metric["docstring"]
+
+
+def _needs(metric: Mapping[str, Any]) -> list[str]:
+    """What a metric takes, as `registry.describe` says it."""
+    return [*metric["needs"], *(["the model"] if metric["needs_model"] else [])]
 
 
 def _as_written(value: Any) -> str:

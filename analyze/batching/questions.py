@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from analyze import registry
 from tracer.errors import CaptureError, MessageError
-from tracer.messaging.receiver import Scope
+from tracer.messaging.objective import refusal
+from tracer.messaging.receiver import Scope, describe
 from tracer.messaging.subscriber import Subscriber
 
 KNOWN_SCOPES: Final = ("message", "stream", "step")
@@ -53,7 +54,8 @@ def questions(specs: Iterable[str]) -> list[Question]:
     UnknownNameError, TracerError
         What `analyze.parse` raises.
     CaptureError
-        If there is no subscriber, if subscribers need each other in a circle, or if two produce what a third needs.
+        If there is no subscriber, if one needs the model, if subscribers need each other in a circle, or if two produce
+        what a third needs.
     """
     made: dict[str, Subscriber] = {}
     for spec in specs:
@@ -65,6 +67,9 @@ def questions(specs: Iterable[str]) -> list[Question]:
         made.setdefault(registry.canonical(spec), registry.parse(spec))
     if not made:
         raise CaptureError("a batch needs at least one subscriber, but got none")
+    refused = [refusal(describe(one)) for one in made.values() if one.needs_model]
+    if refused:
+        raise CaptureError("; ".join(refused))
     asked = []
     for spec in made:
         chain = _chain(spec, made, ())

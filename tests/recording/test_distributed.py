@@ -26,6 +26,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import tracer
+from analyze.registry import parse
 from tests import processes
 from tests.endings import alike, ended
 from tests.recording import two_ranks
@@ -369,6 +370,56 @@ def test_the_same_names_as_on_one_process(folder: Path, tmp_path: Path) -> None:
         with TraceReader(trace_of(folder, name)) as reader:
             assert names(reader) == expected, name
             assert [one["name"] for one in reader.header["model"]["parameters"]] == structure, name
+
+
+def wrapped(how: str, model: nn.Module) -> nn.Module:
+    """A model that is made distributed."""
+    from torch.distributed.fsdp import fully_shard
+
+    if how.startswith("ddp"):
+        static = how == "ddp with a static graph"
+        return nn.parallel.DistributedDataParallel(model, static_graph=static, find_unused_parameters=not static)
+    return fully_shard(model)
+
+
+@needs_gloo
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")  # of torch
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("ddp", ""),
+        ("ddp with a static graph", "DistributedDataParallel with static_graph=True takes each backward"),
+        ("fsdp", "the model is sharded, so a backward of one rank waits for all others"),
+    ],
+)
+def test_derivatives_of_a_distributed_model(how: str, told: str, tmp_path: Path) -> None:
+    """Each rank has those of its own loss, or is told that there are none; the training is the same to the bit."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    heard = Collect("loss_hessian_trace")
+    try:
+        ends = []
+        for record in (False, True):
+            torch.manual_seed(0)
+            model = wrapped(how, nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with contextlib.ExitStack() as stack:
+                if record:
+                    receivers = [parse("hessian_trace"), heard]
+                    path = tmp_path / "run.zarr"
+                    run = stack.enter_context(tracer.record(path, model, optimizer, receivers=receivers))
+                    if told:
+                        stack.enter_context(pytest.warns(RuntimeWarning, match=told))
+                for step in range(3):
+                    optimizer.zero_grad()
+                    model(torch.full((2, 3), 1.0 + step)).square().sum().backward()
+                    optimizer.step()
+                if record:
+                    assert len(run.bus.failures) == bool(told)
+            ends.append({name: two_ranks.here(value) for name, value in ended(model, [optimizer]).items()})
+        assert [name for name, value in ends[0].items() if not alike(value, ends[1][name])] == []
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(heard) == (0 if told else 3)
 
 
 @needs_gloo

@@ -284,6 +284,25 @@ def test_subscribers() -> None:
         assert fact in page
 
 
+def test_who_needs_the_model_is_told_apart(trace: Path) -> None:
+    """The list and the page say it; a replay is refused before it begins, and told what serves; a plan says so, too."""
+    assert re.search(r"hessian_trace +loss, the model", run("subscribers").stdout)
+    assert "needs      loss, the model" in run("subscribers", "hessian_trace").stdout
+    for command in (["replay", trace], ["plot", trace, "--out", str(trace) + ".png"]):
+        refused = run(*command, "-s", "hessian_trace", "-s", "norm")
+        assert refused.exit_code == 2
+        assert (
+            f"hessian_trace needs the model, which no replay has; `trace reenact {trace} --subscriber" in refused.output
+        )
+        assert "norm2" not in refused.output
+    planned = run("replay", trace, "-s", "hessian_trace", "--plan")
+    assert planned.exit_code == 2
+    assert "missing: hessian_trace needs the model" in planned.output
+    batch = run("batch", trace, "-s", "hessian_trace", "--out", str(trace) + ".answers")
+    assert batch.exit_code == 2
+    assert "`trace reenact RUN --subscriber hessian_trace SCRIPT.py`" in batch.output
+
+
 def test_subscribers_are_found_by_words() -> None:
     """What is no name is looked for in what the metrics say of themselves; what is nowhere there is an error."""
     listed = run("subscribers", "saturated units").stdout

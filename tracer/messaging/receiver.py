@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from tracer.errors import CaptureError
 from tracer.messaging.messages import Message
+from tracer.messaging.objective import Objective
 from tracer.messaging.stacks import Stack, Stretch, gathered, has_own_methods, is_newer
 from tracer.messaging.subscription import Subscription
 
@@ -41,6 +42,9 @@ class Receiver(ABC):
         What it takes, where that can be said so.
     same_inputs, spoiled_by, reduction
         See `tracer.Subscriber`.
+    needs_model : bool
+        Whether it works only where the model is, live and in a re-enactment: it is told what can be asked of each loss
+        (`know_objective`). A replay refuses it.
     takes_many : bool
         Whether a replay may hand it many small messages at once (`receive_many`). Who says so promises that nothing
         but what it answers or keeps tells that from one by one: that what it wants does not depend on the step
@@ -58,6 +62,7 @@ class Receiver(ABC):
     spoiled_by: Sequence[str] = ()
     takes_many: bool = False
     reduction: str = ""
+    needs_model: bool = False
 
     @property
     def needs(self) -> Collection[str]:
@@ -108,6 +113,12 @@ class Receiver(ABC):
         That is docs/trace-format.md, rule 6; anything may be missing there.
         """
 
+    def know_objective(self, objective: Objective | None) -> None:
+        """Be told what can be asked of the loss whose message comes next; None when its message was delivered.
+
+        Only who has `needs_model` is told, and only of losses of the training that it wants.
+        """
+
     def finish(self) -> Iterable[Message] | None:
         """Give the last answers, when the run or the replay ends."""
         return ()
@@ -145,6 +156,9 @@ class Around(Receiver):
     def know_model(self, model: Mapping[str, Any]) -> None:
         self.inner.know_model(model)
 
+    def know_objective(self, objective: Objective | None) -> None:
+        self.inner.know_objective(objective)
+
     def finish(self) -> Iterable[Message] | None:
         return self.inner.finish()
 
@@ -153,7 +167,10 @@ class Around(Receiver):
 
 
 setattr(Around, "name", property(lambda self: describe(self.inner)))  # noqa: B010 - no class has one of its own
-for _said in ("needs", "produces", "passive", "scope", "subscriptions", "same_inputs", "spoiled_by", "reduction"):
+for _said in (
+    *("needs", "produces", "passive", "scope", "subscriptions", "same_inputs", "spoiled_by", "reduction"),
+    "needs_model",
+):
     setattr(Around, _said, property(attrgetter(f"inner.{_said}")))  # what the inner one says may change
 
 

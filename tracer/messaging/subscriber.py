@@ -53,6 +53,9 @@ class Subscriber(Receiver):
         does not mind to be asked the same again. `compute_many` then answers them; its default loops over `compute`.
     reduction : str
         The one ``reduce`` of `tracer.Capture` that does not spoil its answers, because it is made for it.
+    needs_model : bool
+        Whether it asks for derivatives of the loss, which only a live run or a re-enactment has. Its `know_objective`
+        is then told of each loss that it wants what can be asked of it, before the message of that loss comes.
 
     Examples
     --------

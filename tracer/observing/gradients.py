@@ -107,6 +107,8 @@ class Gradients(Part):
 
     def scaled_by(self, scale: Tensor, gradient: Tensor) -> None:
         """Note the factor in the loss of the backward that this thread runs."""
+        if not self.gate.open:  # in a backward aside, whose thread may not wait for the one that holds the lock
+            return
         with self.gate.lock:
             self._scales[_current_graph_task_id()] = scale
 

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tracer.errors import CaptureError
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
+from tracer.observing.derivatives import Differentiable
 from tracer.observing.part import Ground, Part
 from tracer.observing.passes import Passes
 from tracer.observing.pytorch.autograd import checkpointed_inputs, recomputing, recomputing_reentrant
@@ -48,9 +49,10 @@ class Losses(Part):
         change the tensors.
     """
 
-    def __init__(self, ground: Ground, passes: Passes) -> None:
+    def __init__(self, ground: Ground, passes: Passes, differentiable: Differentiable) -> None:
         super().__init__(ground)
         self.passes = passes
+        self.differentiable = differentiable
         self.steps = passes.steps
         self.terms = passes.terms
         self.all: list[nn.Module | str] = []
@@ -130,7 +132,10 @@ class Losses(Part):
             self.steps.begin()
             if self.clock.idle:
                 return
-        for kind, tensor in zip(("network_output", "input_labels"), output_and_labels(loss, args, kwargs), strict=True):
+        found = output_and_labels(loss, args, kwargs)
+        if tag == DEFAULT_TAG:
+            self.differentiable.output_seen(found[0])
+        for kind, tensor in zip(("network_output", "input_labels"), found, strict=True):
             if tensor is not None:
                 self.publisher.publish_leaves(kind, None, tensor, tag)
         if of_model:
@@ -198,15 +203,16 @@ class Differentiation(Part):
         Whether ``backward`` is watched even if no loss is named.
     """
 
-    def __init__(self, ground: Ground, passes: Passes) -> None:
+    def __init__(self, ground: Ground, passes: Passes, differentiable: Differentiable) -> None:
         super().__init__(ground)
         self.passes = passes
+        self.differentiable = differentiable
         self.steps = passes.steps
         self.gradients = passes.steps.gradients
         self.objectives = passes.steps.objectives
         self.is_watched = False
-        # the last loss that a GradScaler has scaled, and the loss before that
-        self._last_scaled: tuple[weakref.ref[Tensor], Tensor] | None = None
+        # the last loss that a GradScaler has scaled, the loss before that, and the factor
+        self._last_scaled: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None
 
     def backward(self, *tensors: Tensor) -> None:
         """Publish what ``backward`` is called on."""
@@ -228,7 +234,8 @@ class Differentiation(Part):
             self.steps.begin()
             if self.clock.idle:
                 return
-        values = [self._unscaled(one) for one in tensors]
+        scaled = [self._scaled(one) for one in tensors]
+        values = [one if known is None else known[0] for one, known in zip(tensors, scaled, strict=True)]
         if user_tag is not None:
             for one in values:
                 terms.whole(one, user_tag)
@@ -236,12 +243,13 @@ class Differentiation(Part):
         whole = values[0].detach()
         for one in values[1:]:
             whole = whole + one.detach().to(whole.device)
-        self.objectives.differentiated(tensors, whole, hold=len(self.optimizers.all) > 1)
+        with self.differentiable.told(tensors, [None if one is None else one[1] for one in scaled]):
+            self.objectives.differentiated(tensors, whole, hold=len(self.optimizers.all) > 1)
 
-    def _unscaled(self, loss: Tensor) -> Tensor:
-        """A loss without the factor of a GradScaler."""
+    def _scaled(self, loss: Tensor) -> tuple[Tensor, Tensor] | None:
+        """A loss without the factor of a GradScaler, and the factor; None if it has none."""
         last = self._last_scaled
-        return last[1] if last is not None and last[0]() is loss else loss
+        return last[1:] if last is not None and last[0]() is loss else None
 
     def grad(self, tensor: Tensor, inputs: Iterable[Any], *, derivable: bool) -> None:
         """See a call of ``autograd.grad``. Without a ``backward``, what it differentiates by parameters is the loss."""
@@ -254,7 +262,7 @@ class Differentiation(Part):
 
     def scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
         """See a GradScaler scale a loss, so that gradients can be published without its factor."""
-        self._last_scaled = weakref.ref(scaled), loss.detach()
+        self._last_scaled = weakref.ref(scaled), loss.detach(), scale
         listens = self.wiring.listens(Role.AFTER_FORWARD, Role.AFTER_ACCUMULATION)
         if self.clock.open and not self.clock.idle and listens:
             self.gradients.watch_scale(scaled, scale)

@@ -10,6 +10,7 @@ from torch import nn
 
 from tracer.messaging.receiver import tell_of_model
 from tracer.observing.calls import Calls, ComputedWeights
+from tracer.observing.derivatives import Differentiable
 from tracer.observing.losses import Differentiation, Losses
 from tracer.observing.optimizer_steps import OptimizerSteps
 from tracer.observing.part import Ground, Part
@@ -38,8 +39,9 @@ class Parts(Part):
         # what hooks call
         self.calls = Calls(ground, self.passes)
         self.computed = ComputedWeights(ground, self.passes)
-        self.losses = Losses(ground, self.passes)
-        self.differentiation = Differentiation(ground, self.passes)
+        self.differentiable = Differentiable(ground, self.steps.ranks)
+        self.losses = Losses(ground, self.passes, self.differentiable)
+        self.differentiation = Differentiation(ground, self.passes, self.differentiable)
         self.optimizer_steps = OptimizerSteps(ground, self.steps, self.differentiation)
         # what others call
         self.probes = Probes(ground, self.passes)
@@ -98,6 +100,7 @@ class Parts(Part):
         """
         if self.passes.now.depth:
             return
+        self.differentiable.forget()
         take_hooks_back = self.wiring.let_go()
         take_models_back = self.models.let_go()
         take_optimizers_back = self.optimizers.let_go()
@@ -120,6 +123,7 @@ class Parts(Part):
         self.gate.attached = self.gate.open = False
         self.computed.detach()
         self.losses.detach()
+        self.differentiable.forget()
         self.table.note((), False)
         self.steps.forget()
         self.publisher.forget_places()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
-import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -24,6 +21,7 @@ from tracer.observing.part import Ground, Part
 from tracer.observing.passes import Passes
 from tracer.observing.pytorch.autograd import with_subclasses
 from tracer.observing.pytorch.tensors import leaves, unobservable
+from tracer.observing.restoring import undisturbed
 
 NO_PROBES = (
     "the model's parameters are distributed, so a pass of one rank waits for all others; evaluate it yourself, on all "
@@ -222,62 +220,6 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
             object.__setattr__(same, field.name, map_tensors(getattr(value, field.name), function))
         return same
     return value
-
-
-@contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode, without gradients and autocast; restore modes, buffers, attributes and generators."""
-    modes = [(one, one.training) for one in walking.modules(model)]
-    buffers = [
-        (one, name, buffer, buffer.detach().clone(), buffer._version)
-        for one in walking.modules(model)
-        for name, buffer in one._buffers.items()
-        if buffer is not None and not buffer.is_inference()
-    ]
-    devices = sorted({p.device.index or 0 for p in walking.parameters(model) if p.device.type == "cuda"})
-    attributes = [(one, _own(one)) for one in walking.modules(model)]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    device_type = next((p.device.type for p in walking.parameters(model)), "cpu")
-    try:
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device_type, enabled=False):
-            model.eval()
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        for one, own in attributes:
-            now = _own(one)
-            vars(one).update({name: value for name, value in own.items() if now.get(name, _NOTHING) is not value})
-            for name in now.keys() - own.keys():
-                del vars(one)[name]
-        for one, mode in modes:
-            one.training = mode
-        with torch.no_grad():
-            for one, name, buffer, content, version in buffers:
-                if buffer._version != version or not _same_bytes(buffer, content):
-                    buffer.copy_(content)
-                if one._buffers.get(name) is not buffer:
-                    one._buffers[name] = buffer
-
-
-_NOTHING = object()
-_OF_TORCH = frozenset(vars(nn.Module()))
-
-
-def _own(module: nn.Module) -> dict[str, Any]:
-    """The attributes that a module's own class has given it, such as the state of a recurrent network."""
-    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
-
-
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same bytes; True if they cannot be compared easily.
-
-    The versions do not tell, because torch's batch norm changes buffers without counting one.
-    """
-    easy = type(one) is Tensor and one.layout is torch.strided and not (one.is_quantized or one.is_meta)
-    if not easy or one.is_conj() or one.is_neg():
-        return True
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def joinable(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tracer.errors import CaptureError
+from tracer.messaging.objective import refusal
 from tracer.messaging.receiver import Receiver, Scope, describe
 from tracer.messaging.subscriber import Subscriber
 from tracer.trace.reader import TraceReader
@@ -54,6 +55,10 @@ class Audience:
                 raise CaptureError(
                     f"{describe(one)} produces {kind}, which {reader.path} already holds: read one or the other"
                 )
+
+    def refusals(self, trace: object) -> list[str]:
+        """A sentence for each receiver that needs the model, which no replay has; `trace` is named in it."""
+        return [refusal(describe(one), trace) for one in self.receivers if one.needs_model]
 
     def memories(self) -> dict[str, Scope]:
         """The scope of each subscriber that remembers something, by its name.

@@ -67,8 +67,8 @@ def replay(
     ------
     CaptureError
         Before any data is read: if the trace has several ranks and none is chosen, if there is nobody to receive, if a
-        receiver needs a stream that the trace (under these filters) lacks, if the steps are no range, or if receivers
-        need each other in a circle.
+        receiver needs a stream that the trace (under these filters) lacks, or the model, if the steps are no range, or
+        if receivers need each other in a circle.
     UnknownNameError
         If one of `kinds` or a plain name in `tags` is neither in the trace nor known.
     TraceCorruptError
@@ -96,8 +96,11 @@ def replay(
     """
     if not receivers:
         raise CaptureError("a replay needs somebody to listen: give it at least one subscriber or Collect()")
+    audience = Audience(in_order(receivers))
+    refused = audience.refusals(trace.path if isinstance(trace, TraceReader) else trace)
+    if refused:
+        raise CaptureError("; ".join(refused))
     with opened(trace, rank) as reader:
-        audience = Audience(in_order(receivers))
         chosen = rank_of(reader, rank)
         filters = Filters.of(kinds, modules, steps, tags)
         following = follow and reader.status == "recording"

@@ -98,7 +98,7 @@ class Wanted:
     derived : list of StreamInfo
         Updates that some receiver asks for and that follow from weights; each has the id of the stream of its weights.
     missing : list of str
-        A sentence for each thing that a receiver needs and the trace lacks.
+        A sentence for each thing that a receiver needs and the trace lacks, and for each receiver that needs the model.
     partial : list of str
         A sentence for each receiver that is made for whole tensors, and does not get them.
     rhythms, derived_rhythms : Rhythms
@@ -148,6 +148,7 @@ def wanted_of(reader: TraceReader, audience: Audience, filters: Filters, rank: i
         missing = lacking(with_pairs(reader, possible))  # nothing is missing that there is at other steps
     if missing:
         missing[-1] += filters.meant_modules(streams)
+    missing = audience.refusals(reader.path) + missing
     wanted = [stream for stream in offered if asking(stream, audience.asking)]
     return Wanted(
         wanted,

@@ -18,6 +18,7 @@ import torch
 import analyze
 from analyze import registry
 from analyze.metrics import BUILT_IN
+from tests.analyze.metrics.quadratic import Quadratic
 from tracer import (
     KINDS,
     CallbackSubscriber,
@@ -87,6 +88,14 @@ def stream(kinds: list[str], tag: str, steps: int, seed: int = 0) -> list[Messag
     return messages
 
 
+def parsed(wish: str) -> Subscriber:
+    """A subscriber of the registry; one that needs the model knows a loss."""
+    made = registry.parse(wish)
+    if made.needs_model:
+        made.know_objective(Quadratic())
+    return made
+
+
 def tag_of(subscriber: Subscriber) -> str:
     """A tag that its subscriptions take."""
     tag = subscriber.subscriptions[0].tag
@@ -137,9 +146,11 @@ def test_subscriber_follows_the_rules(name: str) -> None:
     assert callable(getattr(analyze, name))
     assert getattr(analyze, cls.__name__) is cls
     parameters = inspect.signature(cls).parameters
-    assert {"tag", "subsample"} <= set(parameters)
+    # a loss that is differentiated is of the training, and has no module
+    assert ({"modules", "subsample"} if cls.needs_model else {"tag", "subsample"}) <= set(parameters)
     first, *others = parameters.values()
-    assert (first.kind is first.POSITIONAL_OR_KEYWORD and first.default in KINDS) or name in OF_ANSWERS
+    of_kind = first.kind is first.POSITIONAL_OR_KEYWORD and first.default in KINDS
+    assert of_kind or name in OF_ANSWERS or cls.needs_model
     assert all(one.kind is one.KEYWORD_ONLY for one in others if one.name != "divisor")
     assert all(one.default is not one.empty for one in parameters.values())
 
@@ -147,7 +158,7 @@ def test_subscriber_follows_the_rules(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_subscriber_says_what_it_declares(name: str) -> None:
     """It answers in exactly the kinds it declares, in float64 (or int64 counts), at the steps it was given."""
-    subscriber = registry.parse(name)
+    subscriber = parsed(name)
     messages = stream(sorted(subscriber.needs), tag_of(subscriber), steps=5)
     bus, heard = MessageBus(), Collect(*subscriber.produces)
     for kind in subscriber.needs - set(KINDS):
@@ -169,7 +180,7 @@ def test_subscriber_goes_on_from_its_state(name: str) -> None:
     """A fresh one that gets the state of another goes on as that one would have, bit for bit."""
     messages = stream(sorted(registry.parse(name).needs), tag_of(registry.parse(name)), steps=6)
     begins = next(place for place, message in enumerate(messages) if message.global_step == 3)
-    whole, first, second = (registry.parse(name) for _ in range(3))
+    whole, first, second = (parsed(name) for _ in range(3))
     expected = answers(whole, messages)
     said = answers(first, messages[:begins], finish=False)
     second.load_state_dict(first.state_dict())
@@ -180,7 +191,7 @@ def test_subscriber_goes_on_from_its_state(name: str) -> None:
 def test_subscriber_survives_any_tensor(name: str) -> None:
     """No tensor, however degenerate, ends a replay or warns. (Those of answers take single numbers.)"""
     for what, data in HOSTILE.items():
-        subscriber = registry.parse(name)
+        subscriber = parsed(name)
         for step in range(2):
             for kind in sorted(subscriber.needs):
                 where = {"global_step": step, "train_step": step, "epoch": 0, "tag": tag_of(subscriber)}
@@ -267,7 +278,7 @@ def test_parse_values() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_subscriber_takes_a_label(name: str) -> None:
     """With a label it answers the same in other kinds, so that two of one name can be asked on one bus."""
-    plain, labelled = registry.parse(name), registry.parse(f"{name}:as=other")
+    plain, labelled = parsed(name), parsed(f"{name}:as=other")
     assert labelled.produces == tuple(f"{kind}_other" for kind in plain.produces)
     bus, heard = MessageBus(), Collect(*plain.produces, *labelled.produces)
     for kind in plain.needs - set(KINDS):

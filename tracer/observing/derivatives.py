@@ -1,0 +1,321 @@
+"""Derivatives of a training's loss for subscribers that need the model, taken of the training's own graph.
+
+The graph is there from the forward to the end of the backward. So the loss is just that of the step, with its masks of
+dropout and its batch statistics, whatever it is made of, and no forward runs again. The backward of the training comes
+after that and finds the graph as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from tracer import walking
+from tracer.errors import CaptureError
+from tracer.messaging.messages import DEFAULT_TAG
+from tracer.messaging.receiver import Receiver
+from tracer.observing.part import Ground, Part
+from tracer.observing.pytorch.loss_graph import behind
+from tracer.observing.pytorch.patches import BACKWARD
+from tracer.observing.ranks import Ranks
+from tracer.observing.restoring import restored
+
+Aside: TypeAlias = "Callable[[], AbstractContextManager[None]]"
+"""Makes a context in which what is differentiated is not observed, and changes nothing."""
+
+_WITH_SECOND = "; attention within torch.nn.attention.sdpa_kernel(SDPBackend.MATH) can be"
+
+
+class Rows:
+    """The output of the network that a loss function got, as a place in the graph; its rows are the datapoints.
+
+    Parameters
+    ----------
+    output : Tensor
+        With a graph; it is not kept.
+    """
+
+    def __init__(self, output: Tensor) -> None:
+        self.edge: GradientEdge = get_gradient_edge(output)
+        self.shape = output.shape
+
+
+class Derivatives:
+    """A loss whose backward comes next, as `tracer.messaging.objective.Objective` describes it.
+
+    Parameters
+    ----------
+    loss : Tensor
+        One element, with its graph.
+    parameters : mapping of str to Tensor
+        The trained parameters, by path.
+    outputs : sequence of Rows
+        What loss functions got since the last backward.
+    aside : callable
+        See `Aside`.
+    step : int
+        The global step, for sentences.
+    hindrance : str
+        Why it cannot be differentiated; empty if nothing is known that hinders it.
+    """
+
+    def __init__(
+        self,
+        loss: Tensor,
+        parameters: Mapping[str, Tensor],
+        outputs: Sequence[Rows],
+        aside: Aside,
+        step: int,
+        hindrance: str = "",
+    ) -> None:
+        self.step, self.hindrance = step, hindrance
+        self.parameters = {path: one.numel() for path, one in parameters.items()}
+        self._loss: Tensor | None = loss
+        self._tensors = [*parameters.values()]
+        self._outputs = [*outputs]
+        self._looked = False  # whether these are all of this loss
+        self._aside = aside
+        self._gradients: list[Tensor] | None = None  # with their graph
+        self._of_output: Tensor | None = None  # the gradient of the loss by the output
+
+    def close(self) -> None:
+        """Let go of the graph."""
+        self._loss = self._gradients = self._of_output = None
+        self._tensors, self._outputs = [], []
+
+    # -- what is asked --------------------------------------------------------------------------------------
+
+    def hessian_products(self, vectors_kp: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The products of the Hessian of the loss with k vectors (k, P), each a row."""
+        found = np.zeros(vectors_kp.shape)
+        with self._differentiating("twice"):
+            gradients = self._gradients_with_graph()
+            for vector_p, product_p in zip(vectors_kp, found, strict=True):
+                pairs = zip(gradients, self._parts(vector_p), strict=True)
+                known = [(one, along) for one, along in pairs if one.requires_grad]
+                if known:  # else the gradient is a constant
+                    outputs, alongs = zip(*known, strict=True)
+                    product_p[:] = self._joined(self._pulled_back(outputs, alongs))
+        return found
+
+    @property
+    def rows(self) -> int:
+        """The number N of rows of the output of the network that the loss function got."""
+        return int(self._only_output().shape[0])
+
+    def row_gradients(self, weights_kn: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Weighted sums (k, P) of the parts that the N rows of the network's output have in the gradient."""
+        output = self._only_output()
+        with self._differentiating("by rows"):
+            if self._of_output is None:
+                self._of_output = self._checked_gradient_of(output)
+            return np.stack([self._of_rows(output, self._of_output, one) for one in weights_kn])
+
+    # -- how it is had --------------------------------------------------------------------------------------
+
+    def _only_output(self) -> Rows:
+        """The one output that loss functions got which this loss is made of."""
+        if not self._looked:
+            nodes = {*behind(self._graph)} if self._outputs else set()
+            by_place = {(one.edge.node, one.edge.output_nr): one for one in self._outputs if one.edge.node in nodes}
+            self._outputs, self._looked = [*by_place.values()], True
+        if len(self._outputs) != 1:
+            raise CaptureError(
+                f"the loss of step {self.step} has no datapoints of its own: they are the rows of the one output that "
+                "loss functions get which are named to the recording (loss=...), and here they got "
+                f"{len(self._outputs) or 'none'}"
+            )
+        return self._outputs[0]
+
+    def _checked_gradient_of(self, output: Rows) -> Tensor:
+        """The gradient of the loss by an output, if all that the parameters do to the loss goes through it."""
+        (found,) = torch.autograd.grad(self._graph, (output.edge,), retain_graph=True)
+        whole = self._joined(self._pulled_back((self._graph,), (torch.ones_like(self._graph),)))
+        through = self._of_rows(output, found, np.ones(output.shape[0]))
+        distance, length = float(np.linalg.norm(whole - through)), float(np.linalg.norm(whole))
+        if distance > math.sqrt(torch.finfo(found.dtype).eps) * length:  # which is false of NaN
+            raise CaptureError(
+                f"the loss of step {self.step} is made of more than the output that its loss function got (a penalty "
+                "on weights, or another output), so datapoints have no gradients that add up to its own"
+            )
+        return found
+
+    def _of_rows(self, output: Rows, gradient: Tensor, weights_n: NDArray[np.float64]) -> NDArray[np.float64]:
+        weights = torch.as_tensor(weights_n, device="cpu").to(gradient).reshape(-1, *[1] * (gradient.ndim - 1))
+        return self._joined(self._pulled_back((output.edge,), (gradient * weights,)))
+
+    @property
+    def _graph(self) -> Tensor:
+        if self._loss is None:
+            raise CaptureError(
+                f"the loss of step {self.step} can be differentiated only while its message is delivered"
+            )
+        return self._loss
+
+    @contextlib.contextmanager
+    def _differentiating(self, how: str) -> Iterator[None]:
+        """Differentiate aside; what autograd refuses becomes a sentence."""
+        _ = self._graph
+        if self.hindrance:
+            raise CaptureError(f"the loss of step {self.step} cannot be differentiated: {self.hindrance}")
+        try:
+            with self._aside(), without_hooks(self._tensors):
+                yield
+        except (RuntimeError, NotImplementedError) as error:
+            reason = " ".join(str(error).partition("\n")[0].split()).rstrip(".")
+            hint = _WITH_SECOND if "scaled_dot_product" in reason else ""
+            raise CaptureError(
+                f"the loss of step {self.step} cannot be differentiated {how}: {reason}{hint}"
+            ) from error
+
+    def _gradients_with_graph(self) -> list[Tensor]:
+        if self._gradients is None:
+            self._gradients = [
+                one.to_dense() if one.layout is not torch.strided else one
+                for one in torch.autograd.grad(
+                    self._graph, self._tensors, create_graph=True, allow_unused=True, materialize_grads=True
+                )
+            ]
+        return self._gradients
+
+    def _pulled_back(self, outputs: Sequence[Any], alongs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return torch.autograd.grad(
+            outputs, self._tensors, alongs, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+
+    def _parts(self, vector_p: NDArray[np.float64]) -> list[Tensor]:
+        """A vector, cut into the shapes of the parameters, in their dtypes and on their devices."""
+        whole = torch.as_tensor(np.ascontiguousarray(vector_p), device="cpu")
+        cut = whole.split([one.numel() for one in self._tensors])
+        return [part.reshape(one.shape).to(one) for part, one in zip(cut, self._tensors, strict=True)]
+
+    def _joined(self, parts: Sequence[Tensor]) -> NDArray[np.float64]:
+        flat = [(one.to_dense() if one.layout is not torch.strided else one).detach().reshape(-1) for one in parts]
+        return np.concatenate([one.to("cpu", torch.float64).numpy() for one in flat])
+
+
+@contextlib.contextmanager
+def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Take hooks off leaf tensors for a while: what they do is meant for the gradients of the training."""
+    held = [hooks for one in tensors if (hooks := one._backward_hooks)]
+    kept = [OrderedDict(hooks) for hooks in held]
+    for hooks in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(held, kept, strict=True):
+            hooks.update(before)
+
+
+class Differentiable(Part):
+    """Tells subscribers that need the model what can be asked of each loss, before its message comes."""
+
+    def __init__(self, ground: Ground, ranks: Ranks) -> None:
+        super().__init__(ground)
+        self.ranks = ranks
+        self._outputs: list[Rows] = []  # what loss functions got since the last backward
+        self._of_step = -1  # the step of these
+
+    def asking(self) -> list[Receiver]:
+        """The receivers that need the model for a loss of the open step."""
+        needing = [one for one in self.bus.receivers if one.needs_model]
+        if not needing or not self.demand.wanted("loss", None, DEFAULT_TAG):
+            return []
+        step = self.clock.now().global_step
+        return [one for one in needing if one.wants("loss", None, DEFAULT_TAG, step)]
+
+    def output_seen(self, output: Tensor | None) -> None:
+        """Note the output that a loss function of the training got."""
+        if output is None or not output.requires_grad or not output.ndim or not self.asking():
+            return
+        step = self.clock.now().global_step
+        if step != self._of_step:
+            self._outputs, self._of_step = [], step
+        self._outputs.append(Rows(output))
+
+    def forget(self) -> None:
+        """Let go of graphs."""
+        self._outputs = []
+
+    @contextlib.contextmanager
+    def told(self, tensors: Sequence[Tensor], scales: Sequence[Tensor | None]) -> Iterator[None]:
+        """Tell who asks, while the message of a loss is published, what can be asked of it.
+
+        Parameters
+        ----------
+        tensors : sequence of Tensor
+            What ``backward`` is called on, before it begins.
+        scales : sequence of Tensor or None
+            By what a GradScaler has multiplied each.
+        """
+        asking = self.asking()
+        if not asking:
+            yield
+            return
+        outputs, self._outputs = self._outputs, []
+        objective = self._objective(tensors, scales, outputs)
+        for one in asking:
+            one.know_objective(objective)
+        try:
+            yield
+        finally:
+            for one in asking:
+                one.know_objective(None)
+            objective.close()
+
+    def _objective(
+        self, tensors: Sequence[Tensor], scales: Sequence[Tensor | None], outputs: Sequence[Rows]
+    ) -> Derivatives:
+        trained = {
+            path: one
+            for name, top in self.models.tops
+            for path, one in walking.named_parameters(top, name)
+            if one.requires_grad and not is_lazy(one)
+        }
+        with torch.enable_grad():
+            parts = [
+                one.reshape(()) if by is None else one.reshape(()) / by.to(one.device)
+                for one, by in zip(tensors, scales, strict=True)
+            ]
+            whole = parts[0]
+            for one in parts[1:]:
+                whole = whole + one.to(whole.device)
+        step = self.clock.now().global_step
+        return Derivatives(whole, trained, outputs, self._aside, step, self._hindrance(trained.values()))
+
+    def _hindrance(self, trained: Iterable[Tensor]) -> str:
+        """Why the loss cannot be differentiated beside the training's own backward; empty if it can."""
+        inside = (one for _, top in self.models.tops for one in walking.modules(top))
+        if self.models.is_sharded or any("_is_fsdp_managed_module" in vars(one) for one in inside):
+            return "the model is sharded, so a backward of one rank waits for all others"
+        if any(isinstance(one, DistributedDataParallel) and one.static_graph for one in self.ranks.around):
+            return "DistributedDataParallel with static_graph=True takes each backward for the training's"
+        if any(one.is_complex() for one in trained):
+            return "the model has complex parameters"
+        return ""
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Let no exporter see what is differentiated here, and put back what a checkpoint's second forward changes."""
+        gates = [gate for one in BACKWARD.watchers if (gate := one.gate).open]
+        with contextlib.ExitStack() as stack:
+            for gate in gates:
+                stack.callback(setattr, gate, "open", True)
+                gate.open = False
+            for _, top in self.models.tops:
+                stack.enter_context(restored(top))
+            stack.enter_context(torch.enable_grad())
+            yield
