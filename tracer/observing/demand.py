@@ -19,6 +19,7 @@ from tracer.observing.capture import Capture, observed
 from tracer.observing.clock import At, Clock
 from tracer.observing.parameter_table import PARAMETER_KINDS, ParameterTable
 from tracer.observing.problems import Problems
+from tracer.observing.pytorch.gate import PassOfThread
 
 _BY_EPOCH = frozenset(kind for kind, entry in KINDS.items() if entry.clock == "epoch")
 EVERYTHING = Capture(kinds=KINDS)
@@ -36,6 +37,8 @@ class Stream:
         What is kept of it: hashes, statistics and data, each by one capture.
     receivers : iterable of Receiver
         Who is asked.
+    own_times : bool
+        Whether its passes come when they are to be recorded, as those of probes do, so that no capture thins them out.
 
     Attributes
     ----------
@@ -45,10 +48,17 @@ class Stream:
         Whether its clock is that of epochs.
     """
 
-    __slots__ = ("_answer", "_asking", "_clock", "_dated", "asked", "by_epoch")
+    __slots__ = ("_answer", "_aside", "_asking", "_at", "_dated", "asked", "by_epoch")
 
     def __init__(
-        self, kind: str, path: str | None, tag: str, captures: Iterable[Capture], receivers: Iterable[Receiver]
+        self,
+        kind: str,
+        path: str | None,
+        tag: str,
+        captures: Iterable[Capture],
+        receivers: Iterable[Receiver],
+        *,
+        own_times: bool = False,
     ) -> None:
         self._asking = []
         for capture in captures:
@@ -56,23 +66,31 @@ class Stream:
             asking = [one for one in receivers if one.wants(*name, None)]
             if asking:
                 self._asking.append((capture, name, asking))
-        self._dated = kind in KINDS and KINDS[kind].clock == "global_step" and tag == DEFAULT_TAG
-        self._clock = -1  # the last step (or epoch) for which it was asked whether it is wanted
+        self._dated = kind in KINDS and KINDS[kind].clock == "global_step" and not own_times
+        self._aside = tag != DEFAULT_TAG
+        self._at = -1, 0  # the last step (or epoch) and batch for which it was asked whether it is wanted
         self._answer: Captures = ()
         self.asked = bool(self._asking)
         self.by_epoch = kind in _BY_EPOCH
 
-    def wanted(self, clock: int) -> Captures:
-        """The captures by which to observe it in this step (or epoch), that of the data last; none if nobody does."""
-        if clock != self._clock:  # asked several times in each step
+    def wanted(self, clock: int, batch: int = 0) -> Captures:
+        """The captures by which to observe it in this step (or epoch), that of the data last; none if nobody does.
+
+        `batch` is the number of a pass aside among those of this step.
+        """
+        if (clock, batch) != self._at:  # asked several times in each step
             answer = tuple(
                 capture
                 for capture, name, asking in self._asking
-                if not (self._dated and capture.next_step(clock) != clock)
-                and any(one.wants(*name, clock) for one in asking)
+                if self._is_due(capture, clock, batch) and any(one.wants(*name, clock) for one in asking)
             )
-            self._clock, self._answer = clock, answer  # together, because the question may be interrupted
+            self._at, self._answer = (clock, batch), answer  # together, because the question may be interrupted
         return self._answer
+
+    def _is_due(self, capture: Capture, clock: int, batch: int) -> bool:
+        if not self._dated:
+            return True
+        return capture.due_batch(clock, batch) if self._aside else capture.next_step(clock) == clock
 
 
 Captures: TypeAlias = "tuple[Capture, ...]"
@@ -91,6 +109,8 @@ class Demand:
         What may be observed; the first one that takes a stream decides on it.
     table : ParameterTable
         The parameters that there are.
+    passes : PassOfThread
+        The pass that runs now.
 
     Attributes
     ----------
@@ -107,6 +127,7 @@ class Demand:
     clock: Clock
     table: ParameterTable
     problems: Problems
+    passes: PassOfThread
 
     def __post_init__(self) -> None:
         self.modules: dict[str, nn.Module] = {}
@@ -115,7 +136,8 @@ class Demand:
         self._asked_at = -1  # the last step for which `nothing_due` asked
         self._streams: dict[tuple[str, str | None, str], Stream] = {}
         self._of_parameters: OfParameters | None = None
-        self._heard_tags: dict[str, bool] = {}
+        self._heard_tags: dict[str, Captures] = {}
+        self._own_times: set[str] = set()  # tags of probes
         self._given_up: set[tuple[str, str | None]] = set()
         for capture in self.captures:
             for kind in capture.kinds or ():
@@ -191,7 +213,8 @@ class Demand:
             captures = self.captures_of(kind, path, tag) if kind in KINDS else (EVERYTHING,)
             if (kind, path) in self._given_up:
                 captures = ()
-            known = self._streams[kind, path, tag] = Stream(kind, path, tag, captures, self.asking)
+            own_times = tag in self._own_times
+            known = self._streams[kind, path, tag] = Stream(kind, path, tag, captures, self.asking, own_times=own_times)
         return known
 
     def of_parameters(self) -> OfParameters:
@@ -254,29 +277,44 @@ class Demand:
 
     # -- and when -------------------------------------------------------------------------------------------
 
+    def at(self, tag: str) -> At:
+        """The counters of what is observed now, in a pass of this tag."""
+        now, running = self.clock.now(), self.passes.now
+        return now._replace(batch=running.batch) if running.batch and running.tag == tag else now
+
     def wanted(self, kind: str, path: str | None, tag: str, at: At | None = None) -> Captures:
         """The captures by which to observe a stream at these counters, or now; none if nobody wants it."""
         stream = self._streams.get((kind, path, tag)) or self.stream(kind, path, tag)
         if not stream.asked:
             return ()
-        step, _, epoch = at if at is not None else self.clock.now()
-        return stream.wanted(epoch if stream.by_epoch else step)
+        step, _, epoch, batch = at if at is not None else self.at(tag)
+        return stream.wanted(epoch if stream.by_epoch else step, batch)
 
     def hears(self, tag: str) -> bool:
         """Whether anybody wants anything of the passes of this tag."""
+        return bool(self._hearing(tag))
+
+    def hears_batch(self, tag: str, batch: int) -> bool:
+        """Whether that may be so of the pass of this number, at the step that is now."""
+        heard, step = self._hearing(tag), self.clock.now().global_step
+        return bool(heard) and (tag in self._own_times or any(one.due_batch(step, batch) for one in heard))
+
+    def _hearing(self, tag: str) -> Captures:
+        """The captures by which anybody wants anything of the passes of this tag."""
         known = self._heard_tags.get(tag)
         if known is None:
-            taken = {
-                (capture.published(kind), entry.network)
-                for capture in self.captures
-                if capture.takes_tag(tag)
-                for kind, entry in KINDS.items()
-                if capture.takes(kind, tag)
-            }
-            streams = [(name, path) for name, network in taken for path in ([None] if network else self.modules)]
-            known = any(one.wants(name, path, tag, None) for one in self.asking for name, path in streams)
-            self._heard_tags[tag] = known
+            known = self._heard_tags[tag] = tuple(one for one in self.captures if self._hears_by(one, tag))
         return known
+
+    def _hears_by(self, capture: Capture, tag: str) -> bool:
+        taken = [(capture.published(kind), entry.network) for kind, entry in KINDS.items() if capture.takes(kind, tag)]
+        streams = [(name, path) for name, network in taken for path in ([None] if network else self.modules)]
+        return any(one.wants(name, path, tag, None) for one in self.asking for name, path in streams)
+
+    def leave_times(self, tag: str) -> None:
+        """Thin out no passes of this tag, because they come when they are to be recorded."""
+        self._own_times.add(tag)
+        self._streams = {key: stream for key, stream in self._streams.items() if key[2] != tag}
 
     def look_ahead_anew(self) -> None:
         """Find out once more when somebody wants something."""

@@ -229,18 +229,29 @@ class Publisher:
         at: At | None = None,
     ) -> None:
         """Publish data that this exporter owns, if it is wanted."""
-        at = at if at is not None else self.clock.now()
+        at = at if at is not None else self.demand.at(tag)
         captures = self.demand.wanted(kind, path, tag, at)
         if captures:
             self.deliver(captures, StreamKey(kind, path, tag, leaf), data, call, at, owned=True)
+        elif tag != DEFAULT_TAG:
+            self.numbers.message(StreamKey(kind, path, tag, leaf), call)
 
     def publish_leaves(self, kind: str, path: str | None, value: Any, tag: str, call: int | None = None) -> None:
-        """Publish copies of the tensors in a structure, if they are wanted."""
-        captures = self.demand.wanted(kind, path, tag)
-        if not captures:
+        """Publish copies of the tensors in a structure, if they are wanted.
+
+        Of an evaluation they are counted even if they are wanted of other passes only, so that they have one number
+        whatever is recorded.
+        """
+        at = self.demand.at(tag)
+        captures = self.demand.wanted(kind, path, tag, at)
+        if not captures and (tag == DEFAULT_TAG or not self.demand.stream(kind, path, tag).asked):
             return
         for leaf, tensor in leaves(value):
-            self.deliver(captures, StreamKey(kind, path, tag, leaf), tensor, call, self.clock.now(), owned=False)
+            stream = StreamKey(kind, path, tag, leaf)
+            if captures:
+                self.deliver(captures, stream, tensor, call, at, owned=False)
+            else:
+                self.numbers.message(stream, call)
 
     def deliver(
         self,
@@ -267,7 +278,7 @@ class Publisher:
                 data = copied(data, self.memory)
             elif data.is_conj() or data.is_neg():
                 data = data.clone()
-            step, train_step, epoch = at
+            step, train_step, epoch, _ = at
             number = self.numbers.message(stream, call)
             self.bus.publish(checked(kind, path, step, train_step, epoch, tag, number, leaf, self.rank, data))
             return
@@ -369,7 +380,7 @@ class Publisher:
         at: At,
         sampling: dict[str, Any] | None = None,
     ) -> Message:
-        step, train_step, epoch = at
+        step, train_step, epoch, _ = at
         return checked(kind, path, step, train_step, epoch, tag, call, leaf, self.rank, data, sampling)
 
     # -- what is said beside --------------------------------------------------------------------------------
