@@ -21,7 +21,7 @@ from tracer.observing.pytorch.gate import OpenCall
 from tracer.observing.pytorch.hanging import Hanging, Told, on_gradient
 from tracer.observing.pytorch.hooks import Hook
 from tracer.observing.pytorch.leaves import arguments_of
-from tracer.observing.pytorch.tensors import copied, leaves, opaque
+from tracer.observing.pytorch.tensors import leaves, opaque
 
 _INNER = ("activations", "layer_inputs", "layer_gradients", "input_gradients")
 """The kinds of messages about the calls of modules."""
@@ -51,7 +51,7 @@ class Calls(Part):
         if self.demand.wanted("layer_inputs", path, tag):
             for leaf, tensor in inputs:  # copied now, because the module may overwrite its input in place
                 if self.publisher.can_record("layer_inputs", path, tensor):
-                    copies.append((leaf, copied(tensor.detach(), self.publisher.memory)))
+                    copies.append((leaf, self.publisher.copy(tensor.detach())))
         self._enter(path, copies, inputs, self.numbers.call(path, tag), tag)
 
     def _enter(

@@ -21,8 +21,10 @@ from tracer.observing.clock import At, Clock
 from tracer.observing.demand import EVERYTHING, Captures, Demand, stream_name
 from tracer.observing.numbers import Numbers, StreamKey
 from tracer.observing.problems import Problems
-from tracer.observing.pytorch.tensors import copied, leaves, ordinary, same_storage, unobservable, unscaled
+from tracer.observing.pytorch.tensors import copied, leaves, ordinary, same_storage, space_for, unobservable, unscaled
 
+LARGE = 1 << 20
+"""Bytes from which a copy is made only when there is room for it, and not as soon as what it is a copy of is there."""
 PROBED = ("layer_inputs", "activations", "network_output")
 """What is published of a pass of a probe: its inputs are fixed, so once is in the user's hands, often is waste."""
 
@@ -213,6 +215,18 @@ class Publisher:
         self.problems.note(what, reason)
         return False
 
+    def copy(self, data: Tensor) -> Tensor:
+        """A copy of an observable tensor; of a large one as soon as the receivers have room for it."""
+        if data.layout is torch.strided and data.nbytes >= LARGE:
+            self.bus.make_room(data.nbytes)
+        return copied(data, self.memory)
+
+    def space(self, like: Tensor) -> Tensor | None:
+        """Memory for a tensor like this one, as for a copy of it; None where new memory is as good."""
+        if like.nbytes >= LARGE:
+            self.bus.make_room(like.nbytes)
+        return space_for(like, self.memory)
+
     def event(self, kind: str, at: At) -> None:
         """Publish a message without data, if it is wanted."""
         if self.demand.wanted(kind, None, DEFAULT_TAG, at):
@@ -275,7 +289,7 @@ class Publisher:
             if data.requires_grad:
                 data = data.detach()
             if not owned:
-                data = copied(data, self.memory)
+                data = self.copy(data)
             elif data.is_conj() or data.is_neg():
                 data = data.clone()
             step, train_step, epoch, _ = at
@@ -344,7 +358,7 @@ class Publisher:
         if final.is_conj() or final.is_neg():
             final = final.resolve_conj().resolve_neg()
         if not owned and same_storage(final, source):
-            final = copied(final, self.memory)
+            final = self.copy(final)
         if capture.runs:
             self._running[stream] = final.clone()  # the reduction may overwrite it
         self.tell(capture, stream, final, source, call, at, placement, twice=twice)
