@@ -26,7 +26,7 @@ from tracer.observing.demand import Captures
 from tracer.observing.numbers import StreamKey
 from tracer.observing.parameter_table import Parameter
 from tracer.observing.part import Ground, Part
-from tracer.observing.publisher import LARGE, has_statistics
+from tracer.observing.publisher import has_statistics
 from tracer.observing.pytorch.tensors import same_storage, unscaled
 from tracer.observing.ranks import Ranks
 
@@ -52,11 +52,11 @@ class Kept(NamedTuple):
     alone: bool = False
 
 
-APART = 64 << 20
-"""Bytes from which the weights that updates are made from are copied apart from those that are published.
+EARLY = 4 << 20
+"""Bytes from which a parameter is published as soon as it is final. Of smaller ones all is kept until the step ends.
 
-The copy costs time. But what is published is then free when it is written, and the update takes the place of the copy,
-so that no second tensor of this size is in memory.
+That takes one copy more, from which the update is made, and whose place it takes. In return the bound of what waits to
+be written is the bound of all that is copied.
 """
 
 
@@ -166,14 +166,15 @@ class Parameters(Part):
     def _release_value(
         self, parameter: Parameter, tensor: Tensor, captures: Captures, updates: Captures, at: At
     ) -> None:
-        """Publish the weights of a parameter. Its update is made from what is published, unless that is too large."""
+        """Publish the weights of a parameter."""
         path, kind = parameter.path, parameter.values
-        if not (captures or updates) or not self.publisher.can_record(kind, parameter.stream, tensor):
+        if not (captures or updates):
+            return
+        self._before[path] = None, None
+        if not self.publisher.can_record(kind, parameter.stream, tensor):
             return
         self._places[path, kind] = self._places[path, parameter.updates] = self.publisher.place(tensor)
         kept = self._keep(captures, kind, tensor)
-        shares = updates == captures and kept is not None and not kept.small and local(tensor).nbytes < APART
-        self._before[path] = None, kept if shares else None
         if kept is not None:
             self._publish(parameter, kind, kept, captures, at)
 
@@ -187,8 +188,8 @@ class Parameters(Part):
             self._publish(parameter, parameter.gradients, kept, captures, at)
 
     def _keep_base(self, parameter: Parameter, tensor: Tensor, captures: Captures) -> None:
-        """Keep of the weights of a parameter what its update is made from, unless that is kept."""
-        if captures and self._before.get(parameter.path) == (None, None):
+        """Keep of the weights of a parameter, which were published, what its update is made from."""
+        if captures and (parameter.path, parameter.updates) in self._places:  # else it cannot be recorded
             base = self._keep(captures, parameter.updates, tensor, final=False)
             self._before[parameter.path] = None, None if base is None else base._replace(alone=True)
 
@@ -277,7 +278,8 @@ class Parameters(Part):
                 self._moved.add(parameter.path)
             elif captures:
                 try:
-                    kept = self._update(parameter, captures, tensor, ends=False)
+                    _, base = self._before.get(parameter.path, (None, None))
+                    kept = None if base is None else self._update(parameter, captures, tensor, base, ends=False)
                     if kept is not None:
                         self._after[parameter.path] = kept
                 except Exception as error:  # noqa: BLE001 - one parameter's; the others, and the clock, go on
@@ -295,30 +297,34 @@ class Parameters(Part):
         """Publish the value, gradient and update of each parameter, as far as they were kept and are still wanted."""
         step = self.clock.now().global_step
         for parameter in self.table.all:
+            value, base = self._before.pop(parameter.path, (None, None))
+            update = self._after.pop(parameter.path, None)
+            if base is not None and parameter.path in self._moved:  # before anybody hears of what it is made from
+                update = self._made(parameter, base, step)
+            kept = [value, self._gradients.pop(parameter.path, None), update]
+            del value, base, update
             for place, kind in enumerate(parameter.kinds):
                 stream = self.demand.of_parameters()[parameter.path][place]  # a receiver may have failed just now
-                captures = () if stream is None else stream.wanted(step)
-                if captures:
+                data, kept[place] = kept[place], None
+                captures = () if data is None or stream is None else stream.wanted(step)
+                if captures and data is not None:
                     try:
-                        self._publish_kept(parameter, place, captures, at)
+                        self._publish(parameter, kind, data, captures, at)
                     except Exception as error:  # noqa: BLE001 - under strict it is raised again
                         self.demand.give_up(kind, parameter.stream, error)
+                del data
 
-    def _publish_kept(self, parameter: Parameter, place: int, captures: Captures, at: At) -> None:
-        """Publish what is kept of a parameter for the kind at this place in its `kinds`, and let go of it."""
-        path = parameter.path
-        if place == 0:
-            kept, base = self._before.get(path, (None, None))
-            if kept is not None:
-                self._before[path] = None, base
-        elif place == 1:
-            kept = self._gradients.pop(path, None)
-        elif path in self._moved and parameter.tensor is not None:
-            kept = self._update(parameter, captures, parameter.tensor, ends=True)
-        else:
-            kept = self._after.pop(path, None)
-        if kept is not None:
-            self._publish(parameter, parameter.kinds[place], kept, captures, at)
+    def _made(self, parameter: Parameter, base: Kept, step: int) -> Kept | None:
+        """What is to be published of an update in a step that ends; it may take the place of its base."""
+        stream, tensor = self.demand.of_parameters()[parameter.path][2], parameter.tensor
+        captures = () if stream is None or tensor is None else stream.wanted(step)
+        if not captures or tensor is None:
+            return None
+        try:
+            return self._update(parameter, captures, tensor, base, ends=True)
+        except Exception as error:  # noqa: BLE001 - one parameter's; the others, and the clock, go on
+            self.demand.give_up(parameter.updates, parameter.stream, error)
+            return None
 
     def _publish(self, parameter: Parameter, kind: str, kept: Kept, captures: Captures, at: At) -> None:
         """Publish what was kept of a parameter's tensor of a kind, as far as it is still wanted."""
@@ -356,14 +362,12 @@ class Parameters(Part):
         chosen = captures[-1].select(kind, source)
         return Kept(made, self.publisher.copy(chosen) if apart and same_storage(chosen, source) else chosen)
 
-    def _update(self, parameter: Parameter, captures: Captures, tensor: Tensor, *, ends: bool) -> Kept | None:
+    def _update(
+        self, parameter: Parameter, captures: Captures, tensor: Tensor, base: Kept, *, ends: bool
+    ) -> Kept | None:
         """What is to be kept of an update; if the step `ends`, what it is made from is needed no more."""
-        path = parameter.path
-        _, base = self._before.get(path, (None, None))
-        if base is None or base.data is None:
+        if base.data is None:
             return None
-        if ends:
-            del self._before[path]
         kind, now = parameter.updates, _values(tensor)
         if not base.whole:
             now = captures[-1].select(kind, now)
@@ -403,7 +407,7 @@ class Parameters(Part):
 def _is_large(tensor: Tensor) -> bool:
     """Whether so much of a tensor is in this process's memory that it is published as soon as it is final."""
     own = local(tensor)
-    return own.layout is torch.strided and own.is_cpu and own.nbytes >= LARGE
+    return own.layout is torch.strided and own.is_cpu and own.nbytes >= EARLY
 
 
 def _values(tensor: Tensor) -> Tensor:
