@@ -124,7 +124,7 @@ class Memory:
     Parameters
     ----------
     most : int
-        Bytes of all blocks; beyond them, memory is new, and goes back to the system when nobody refers to it.
+        Bytes of all blocks; beyond them, memory is new.
 
     Examples
     --------
@@ -162,7 +162,7 @@ class Memory:
                     return blocks[number][:]
             block = self._new(nbytes)
             if block is None:
-                return new_memory(nbytes)
+                return None
             blocks.append(block)
             self._next = len(blocks)
             return block[:]
