@@ -20,7 +20,7 @@ CASES = {
     "compiled": "--rounds 1 --steps 2 --only MLP --backend eager --json",
     "compression": "--rounds 1 --megabytes 1 --json",
     "hooks": "--rounds 2 --steps 10 --only calls,mlp --json",
-    "memory": "--queue 4 --megabytes 16 --rate 50 --json",
+    "memory": "--queue 4 --megabytes 16 --rate 50 --rows 4096 --steps 2 --json",
     "objects": "--rounds 1 --scale 0.01 --latency 0 --json",
     "overhead": "--rounds 2 --steps 10 --json",
     "report": "--rounds 1 --steps 10 --series 20 --long 600 --json",

@@ -150,9 +150,9 @@ _CAPTURE = ("kinds", "modules", "every", "start", "stop", "rows", "positions", "
 )
 @options.kinds(help="Record this kind; may be repeated.")
 @options.modules(help="Record modules that match; repeatable.")
-@options.number("--every", help="Record every N-th step.")
-@options.number("--start", least=0, help="Record from this step on.")
-@options.number("--stop", help="Record up to, not including, this step.")
+@options.number("--every", help="Record every N-th step, and every N-th batch of an evaluation.")
+@options.number("--start", least=0, help="Record from this step on; evaluations, too.")
+@options.number("--stop", help="Record up to, not including, this step; evaluations, too.")
 @options.number("--rows", help="Keep the first N datapoints of a batch.")
 @options.number("--positions", help="Keep N spatial or sequence positions.")
 @options.number("--elements", help="Keep N elements of each tensor.")
@@ -525,7 +525,9 @@ def _print_dry_run(facts: Mapping[str, Any]) -> None:
 
 def _when_recorded(stream: Mapping[str, Any]) -> str:
     """The steps, or the like, in which a stream is recorded."""
-    steps = _CLOCKS.get(stream["clock"]) or ("every step" if stream["every"] == 1 else f"every {stream['every']}")
+    every, steps = stream["every"], _CLOCKS.get(stream["clock"], "every step")
+    if every > 1:
+        steps = f"every {every} passes" if stream["clock"] == "aside" else f"every {every}"
     steps += f", from {stream['start']}" if stream["start"] else ""
     return steps + (f", before {stream['stop']}" if stream["stop"] is not None else "")
 

@@ -133,9 +133,13 @@ def test_from_a_mapping() -> None:
     start=st.integers(0, 9),
     length=st.one_of(st.none(), st.integers(1, 9)),
     step=st.integers(0, 40),
+    batch=st.integers(0, 40),
 )
-def test_due_steps_are_multiples_in_a_range(every: int, start: int, length: int | None, step: int) -> None:
-    """A step is due if it is a multiple of `every` from `start` (inclusive) to `stop` (exclusive)."""
+def test_due_steps_are_multiples_in_a_range(every: int, start: int, length: int | None, step: int, batch: int) -> None:
+    """A step is due if it is a multiple of `every` from `start` (inclusive) to `stop` (exclusive).
+
+    Of an evaluation at any step in this range, the passes whose numbers are multiples are.
+    """
     stop = None if length is None else start + length
     capture = Capture(every=every, start=start, stop=stop)
     expected = step in range(start, 1000 if stop is None else stop) and step in range(0, 1000, every)
@@ -143,11 +147,12 @@ def test_due_steps_are_multiples_in_a_range(every: int, start: int, length: int 
     assert capture.next_step(step) == next((one for one in range(step, 200) if capture.due_step(one)), None)
     assert capture.due("weights", "default", step) == expected
     assert capture.due("epoch_finished", "default", step)
-    assert capture.due("activations", "eval", step)
+    in_range = step in range(start, 1000 if stop is None else stop)
+    assert capture.due("activations", "eval", step, batch) == (in_range and batch in range(0, 1000, every))
 
 
-def test_every_start_and_stop_thin_out_training_alone() -> None:
-    """Steps are chosen of the training; evaluations, probes and epochs come at their own time."""
+def test_every_start_and_stop_thin_out_steps() -> None:
+    """Steps are chosen of the training; of evaluations only the range is asked for, and epochs are all there."""
     model = mlp()
     exporter, heard = Exporter(capture=Capture(every=3, start=2, stop=9)), Collect("*")
     exporter.message_bus.register(heard)
@@ -164,7 +169,7 @@ def test_every_start_and_stop_thin_out_training_alone() -> None:
     for kind in ("activations", "layer_gradients", "weights", "weight_updates", "batch_started", "network_output"):
         steps = {one.global_step for one in heard.of(kind) if one.tag == "default"}
         assert steps == {3, 6}, kind
-    assert {one.global_step for one in heard.of("activations") if one.tag == "eval"} == set(range(1, 13))
+    assert {one.global_step for one in heard.of("activations") if one.tag == "eval"} == set(range(2, 9))
     assert len(heard.of("epoch_started")) == len(heard.of("epoch_finished")) == 1
 
 

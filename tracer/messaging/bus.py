@@ -269,6 +269,12 @@ class MessageBus:
             )
         )
 
+    def make_room(self, nbytes: int) -> None:
+        """Wait until every receiver that has a bound may get data of so many bytes."""
+        with self._lock:
+            for receiver in self._receivers:
+                receiver.make_room(nbytes)
+
     def finish(self) -> None:
         """Ask every receiver for its last answers, producers before consumers, and deliver them."""
         with self._lock:

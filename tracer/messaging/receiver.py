@@ -107,6 +107,13 @@ class Receiver(ABC):
         """Whether it may want something of the training passes of this global step."""
         return True
 
+    def make_room(self, nbytes: int) -> None:
+        """Wait until data of so many bytes may come, if it has a bound for what it holds. Called before data is copied.
+
+        So no more than the bound is in memory, instead of the bound and the copy.
+        """
+        return  # most receivers have none
+
     def know_model(self, model: Mapping[str, Any]) -> None:
         """Be told, before the first message, live and on replay alike, what a trace's header has under ``model``.
 
@@ -152,6 +159,9 @@ class Around(Receiver):
 
     def awake(self, step: int) -> bool:
         return self.inner.awake(step)
+
+    def make_room(self, nbytes: int) -> None:
+        self.inner.make_room(nbytes)
 
     def know_model(self, model: Mapping[str, Any]) -> None:
         self.inner.know_model(model)

@@ -21,7 +21,7 @@ from tracer.observing.pytorch.gate import OpenCall
 from tracer.observing.pytorch.hanging import Hanging, Told, on_gradient
 from tracer.observing.pytorch.hooks import Hook
 from tracer.observing.pytorch.leaves import arguments_of
-from tracer.observing.pytorch.tensors import copied, leaves, opaque
+from tracer.observing.pytorch.tensors import leaves, opaque
 
 _INNER = ("activations", "layer_inputs", "layer_gradients", "input_gradients")
 """The kinds of messages about the calls of modules."""
@@ -51,7 +51,7 @@ class Calls(Part):
         if self.demand.wanted("layer_inputs", path, tag):
             for leaf, tensor in inputs:  # copied now, because the module may overwrite its input in place
                 if self.publisher.can_record("layer_inputs", path, tensor):
-                    copies.append((leaf, copied(tensor.detach(), self.publisher.memory)))
+                    copies.append((leaf, self.publisher.copy(tensor.detach())))
         self._enter(path, copies, inputs, self.numbers.call(path, tag), tag)
 
     def _enter(
@@ -80,8 +80,9 @@ class Calls(Part):
             return
         running = self.passes.enter_at(path, module)
         if not running.listening:
+            running.count(path)
             return
-        tag, now = running.tag, self.clock.now()
+        tag, now = running.tag, self.demand.at(running.tag)
         call = self.numbers.count_call(path, tag)
         if running.inputs:
             self._inputs_seen(path, tag, call, now)
@@ -143,7 +144,8 @@ class Calls(Part):
         hung = asides.inside(module)
         inside = {hanging.hook.name for on, hanging in hung if on is not module and isinstance(hanging.hook, Hook)}
         tag = running.tag
-        streams = [(kind, one) for kind in _INNER for one in inside] if running.listening else []
+        heard = running.listening or running.counts is not None  # of one evaluation, all passes take the same path
+        streams = [(kind, one) for kind in _INNER for one in inside] if heard else []
         if any(self.demand.named(kind, one, tag) for kind, one in streams):
             why = (
                 f"passes tagged {tag!r} do not take it, because a capture that names their tag takes what is inside; "
@@ -160,7 +162,8 @@ class Calls(Part):
 
     def ticket(self, path: str) -> Ticket:
         """The numbers that a compiled graph keeps for the gradient of the call that was just seen."""
-        running, now = self.gate.passes.now, self.clock.now()
+        running = self.gate.passes.now
+        now = self.demand.at(running.tag)
         if recomputing():
             return (self.numbers.recalled(path), *now, tag_number(DEFAULT_TAG))
         call = self.numbers.call(path, running.tag) if running.listening else 0
@@ -168,9 +171,9 @@ class Calls(Part):
 
     def gradient_seen(self, path: str, leaf: str, gradient: Tensor, ticket: Ticket) -> None:
         """Publish the gradient of the output of a compiled module."""
-        call, step, train_step, epoch, tag = ticket
+        call, step, train_step, epoch, batch, tag = ticket
         stream = StreamKey("layer_gradients", path, tag_of(tag), leaf)
-        self.gradients.seen(stream, call, At(step, train_step, epoch), gradient)
+        self.gradients.seen(stream, call, At(step, train_step, epoch, batch), gradient)
 
 
 class ComputedWeights(Part):

@@ -69,8 +69,10 @@ class Capture:
     tags : iterable of str, optional
         Globs over tags (``"!eval"``: all but that); by default all.
     every, start, stop : int
-        Observe training steps ``start <= global_step < stop`` that are multiples of `every`. They do not apply to epoch
-        events, evaluation passes and probes, which have their own times.
+        Observe training steps ``start <= global_step < stop`` that are multiples of `every`. Of an evaluation at such a
+        step, multiple or not, observe its passes 0, every, 2 * every, … (all that one tag has between two steps is one
+        evaluation). They do not apply to epoch events and to probes, which have an `every` of their own; to what a
+        program logs in an evaluation, only `start` and `stop` do.
     condition : callable, optional
         ``condition(message) -> bool`` is called with every message; False leaves the message out. The data of the
         message is copied when the condition looks at it. The copy is valid only until the condition returns.
@@ -246,11 +248,39 @@ class Capture:
         owner = path.rpartition(".")[0]
         return self.modules is None or any(fnmatchcase(one, glob) for one in (path, owner) for glob in self.modules)
 
-    def due(self, kind: str, tag: str, step: int) -> bool:
-        """Whether it observes such a message in this step, for a kind and tag that it takes."""
-        if tag != DEFAULT_TAG or KINDS[kind].clock != "global_step":
+    def due(self, kind: str, tag: str, step: int, batch: int = 0) -> bool:
+        """Whether it observes such a message in this step, for a kind and tag that it takes; probes always are.
+
+        Parameters
+        ----------
+        kind, tag : str
+        step : int
+            The global step; of an evaluation that of its messages, which is the next one of the training.
+        batch : int
+            Of an evaluation, the number of the pass among those of this tag and step.
+
+        Examples
+        --------
+        >>> some = Capture(every=10, stop=40)
+        >>> [batch for batch in range(35) if some.due("activations", "eval", 33, batch)]
+        [0, 10, 20, 30]
+        >>> some.due("loss", "default", 33), some.due("loss", "eval", 40)
+        (False, False)
+        """
+        if KINDS[kind].clock != "global_step":
             return True
-        return self.due_step(step)
+        return self.due_step(step) if tag == DEFAULT_TAG else self.due_batch(step, batch)
+
+    def due_batch(self, global_step: int, batch: int) -> bool:
+        """Whether it observes the pass of this number of an evaluation at a step.
+
+        Parameters
+        ----------
+        global_step : int
+        batch : int
+        """
+        in_range = self.start <= global_step and (self.stop is None or global_step < self.stop)
+        return in_range and batch % self.every == 0
 
     def due_step(self, global_step: int) -> bool:
         """Whether it observes this training step.

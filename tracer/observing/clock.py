@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 
 class At(NamedTuple):
-    """The counters of a step, which all of its messages carry."""
+    """The counters of a step, which all of its messages carry; and of an evaluation the number of its pass."""
 
     global_step: int
     train_step: int
     epoch: int
+    batch: int = 0
 
 
 class Clock:
@@ -42,7 +43,7 @@ class Clock:
     >>> clock.begin()
     >>> clock.end()
     >>> clock.now(), clock.last
-    (At(global_step=1, train_step=1, epoch=0), At(global_step=0, train_step=0, epoch=0))
+    (At(global_step=1, train_step=1, epoch=0, batch=0), At(global_step=0, train_step=0, epoch=0, batch=0))
     """
 
     __slots__ = ("began", "epoch", "first_step", "idle", "last", "open", "starting", "step", "train_step")

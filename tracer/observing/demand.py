@@ -19,6 +19,7 @@ from tracer.observing.capture import Capture, observed
 from tracer.observing.clock import At, Clock
 from tracer.observing.parameter_table import PARAMETER_KINDS, ParameterTable
 from tracer.observing.problems import Problems
+from tracer.observing.pytorch.gate import PassOfThread
 
 _BY_EPOCH = frozenset(kind for kind, entry in KINDS.items() if entry.clock == "epoch")
 EVERYTHING = Capture(kinds=KINDS)
@@ -57,6 +58,8 @@ class Stream:
         Who is asked.
     apart : sequence of Capture
         By which it is observed for one listener alone, in steps in which it is not by the others.
+    own_times : bool
+        Whether its passes come when they are to be recorded, as those of probes do, so that no capture thins them out.
 
     Attributes
     ----------
@@ -66,7 +69,7 @@ class Stream:
         Whether its clock is that of epochs.
     """
 
-    __slots__ = ("_answer", "_apart", "_asking", "_clock", "_dated", "_kind", "asked", "by_epoch")
+    __slots__ = ("_answer", "_apart", "_aside", "_asking", "_at", "_dated", "_kind", "asked", "by_epoch")
 
     def __init__(
         self,
@@ -76,6 +79,8 @@ class Stream:
         captures: Iterable[Capture],
         receivers: Iterable[Receiver],
         apart: Sequence[Capture] = (),
+        *,
+        own_times: bool = False,
     ) -> None:
         self._kind = kind
         self._apart = apart
@@ -85,34 +90,42 @@ class Stream:
             asking = [one for one in receivers if one.wants(*name, None)]
             if asking:
                 self._asking.append((capture, name, asking))
-        self._dated = kind in KINDS and KINDS[kind].clock == "global_step" and tag == DEFAULT_TAG
-        self._clock = -1  # the last step (or epoch) for which it was asked whether it is wanted
+        self._dated = kind in KINDS and KINDS[kind].clock == "global_step" and not own_times
+        self._aside = tag != DEFAULT_TAG
+        self._at = -1, 0  # the last step (or epoch) and batch for which it was asked whether it is wanted
         self._answer: Captures = ()
         self.asked = bool(self._asking or apart)
         self.by_epoch = kind in _BY_EPOCH
 
-    def wanted(self, clock: int) -> Captures:
-        """The captures by which to observe it in this step (or epoch), that of the data last; none if nobody does."""
-        if clock != self._clock:  # asked several times in each step
+    def wanted(self, clock: int, batch: int = 0) -> Captures:
+        """The captures by which to observe it in this step (or epoch), that of the data last; none if nobody does.
+
+        `batch` is the number of a pass aside among those of this step.
+        """
+        if (clock, batch) != self._at:  # asked several times in each step
             answer = tuple(
                 capture
                 for capture, name, asking in self._asking
-                if not (self._dated and capture.next_step(clock) != clock)
-                and any(one.wants(*name, clock) for one in asking)
+                if self._is_due(capture, clock, batch) and any(one.wants(*name, clock) for one in asking)
             )
             if self._apart:
-                answer = self._with_apart(answer, clock)
-            self._clock, self._answer = clock, answer  # together, because the question may be interrupted
+                answer = self._with_apart(answer, clock, batch)
+            self._at, self._answer = (clock, batch), answer  # together, because the question may be interrupted
         return self._answer
 
-    def _with_apart(self, answer: Captures, clock: int) -> Captures:
+    def _is_due(self, capture: Capture, clock: int, batch: int) -> bool:
+        if not self._dated:
+            return True
+        return capture.due_batch(clock, batch) if self._aside else capture.next_step(clock) == clock
+
+    def _with_apart(self, answer: Captures, clock: int, batch: int) -> Captures:
         """The captures of a step, and those that observe for one listener what these do not."""
         kind = self._kind
         taken = {capture.published(kind) for capture in answer}
         more = tuple(
             capture
             for capture in self._apart
-            if capture.published(kind) not in taken and not (self._dated and capture.next_step(clock) != clock)
+            if capture.published(kind) not in taken and self._is_due(capture, clock, batch)
         )
         return _data_last(kind, (*answer, *more)) if more else answer
 
@@ -137,6 +150,8 @@ class Demand:
         What may be observed; the first one that takes a stream decides on it.
     table : ParameterTable
         The parameters that there are.
+    passes : PassOfThread
+        The pass that runs now.
 
     Attributes
     ----------
@@ -157,6 +172,7 @@ class Demand:
     clock: Clock
     table: ParameterTable
     problems: Problems
+    passes: PassOfThread
 
     def __post_init__(self) -> None:
         self.modules: dict[str, nn.Module] = {}
@@ -167,7 +183,8 @@ class Demand:
         self._asked_at = -1  # the last step for which `nothing_due` asked
         self._streams: dict[tuple[str, str | None, str], Stream] = {}
         self._of_parameters: OfParameters | None = None
-        self._heard_tags: dict[str, bool] = {}
+        self._heard_tags: dict[str, Captures] = {}
+        self._own_times: set[str] = set()  # tags of probes
         self._given_up: set[tuple[str, str | None]] = set()
         self._register_topics(self.captures)
 
@@ -290,7 +307,9 @@ class Demand:
             apart = self._captures_apart(kind, path, tag)
             if (kind, path) in self._given_up:
                 captures = apart = ()
-            known = self._streams[kind, path, tag] = Stream(kind, path, tag, captures, self.asking, apart)
+            own_times = tag in self._own_times
+            known = Stream(kind, path, tag, captures, self.asking, apart, own_times=own_times)
+            self._streams[kind, path, tag] = known
         return known
 
     def of_parameters(self) -> OfParameters:
@@ -354,30 +373,50 @@ class Demand:
 
     # -- and when -------------------------------------------------------------------------------------------
 
+    def at(self, tag: str) -> At:
+        """The counters of what is observed now, in a pass of this tag."""
+        now, running = self.clock.now(), self.passes.now
+        return now._replace(batch=running.batch) if running.batch and running.tag == tag else now
+
     def wanted(self, kind: str, path: str | None, tag: str, at: At | None = None) -> Captures:
         """The captures by which to observe a stream at these counters, or now; none if nobody wants it."""
         stream = self._streams.get((kind, path, tag)) or self.stream(kind, path, tag)
         if not stream.asked:
             return ()
-        step, _, epoch = at if at is not None else self.clock.now()
-        return stream.wanted(epoch if stream.by_epoch else step)
+        step, _, epoch, batch = at if at is not None else self.at(tag)
+        return stream.wanted(epoch if stream.by_epoch else step, batch)
 
     def hears(self, tag: str) -> bool:
         """Whether anybody wants anything of the passes of this tag."""
+        return bool(self._hearing(tag))
+
+    def hears_batch(self, tag: str, batch: int) -> bool:
+        """Whether that may be so of the pass of this number, at the step that is now."""
+        heard, step = self._hearing(tag), self.clock.now().global_step
+        return bool(heard) and (tag in self._own_times or any(one.due_batch(step, batch) for one in heard))
+
+    def _hearing(self, tag: str) -> Captures:
+        """The captures by which anybody wants anything of the passes of this tag."""
         known = self._heard_tags.get(tag)
         if known is None:
-            taken = {
-                (capture.published(kind), entry.network)
-                for capture in self.captures
-                if capture.takes_tag(tag)
-                for kind, entry in KINDS.items()
-                if capture.takes(kind, tag) and not entry.state
-            }
-            streams = [(name, path) for name, network in taken for path in ([None] if network else self.modules)]
-            known = any(one.wants(name, path, tag, None) for one in self.asking for name, path in streams)
-            known |= self.apart is not None and any(one.takes_tag(tag) for one in self.apart.captures)
-            self._heard_tags[tag] = known
+            apart = () if self.apart is None else tuple(one for one in self.apart.captures if one.takes_tag(tag))
+            heard = tuple(one for one in self.captures if self._hears_by(one, tag))
+            known = self._heard_tags[tag] = (*heard, *apart)
         return known
+
+    def _hears_by(self, capture: Capture, tag: str) -> bool:
+        taken = [
+            (capture.published(kind), entry.network)
+            for kind, entry in KINDS.items()
+            if capture.takes(kind, tag) and not entry.state
+        ]
+        streams = [(name, path) for name, network in taken for path in ([None] if network else self.modules)]
+        return any(one.wants(name, path, tag, None) for one in self.asking for name, path in streams)
+
+    def leave_times(self, tag: str) -> None:
+        """Thin out no passes of this tag, because they come when they are to be recorded."""
+        self._own_times.add(tag)
+        self._streams = {key: stream for key, stream in self._streams.items() if key[2] != tag}
 
     def look_ahead_anew(self) -> None:
         """Find out once more when somebody wants something."""

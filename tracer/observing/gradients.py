@@ -45,7 +45,7 @@ class Gradients(Part):
             The number of the forward of the model.
         """
         hooks: list[GradientHook] = []
-        now = self.clock.now()
+        now = self.demand.at(tag)
         if self.demand.wanted(kind, path, tag, now):
             scale = self.scale
             for leaf, tensor in found:

@@ -31,7 +31,8 @@ class Numbers:
 
     def __init__(self) -> None:
         self._messages: dict[StreamKey, int] = {}
-        self._calls: dict[tuple[str, str], int] = {}  # by path and tag
+        self._passes: dict[str, int] = {}  # aside, by tag
+        self._calls: dict[str, dict[str, int]] = {}  # by tag and path
         # calls of this step without gradients, by path: torch's number of their place in the order of autograd, and
         # their own; which of them were computed again in a backward; and which one a module computed again last
         self._ungraded: dict[str, list[tuple[int, int]]] = {}
@@ -54,14 +55,15 @@ class Numbers:
         """Reset all counts except those of the training's messages, as a value may still be logged for this step."""
         if self._ungraded or self._recomputed:
             self._ungraded, self._recomputed = {}, {}
-        if self._calls:
-            self._calls = {}
+        if self._calls or self._passes:
+            self._calls, self._passes = {}, {}
         if self._messages:
             self._messages = {stream: count for stream, count in self._messages.items() if stream.tag == DEFAULT_TAG}
 
     def forget(self, tag: str) -> None:
         """Reset the counts of a tag."""
-        self._calls = {key: count for key, count in self._calls.items() if key[1] != tag}
+        self._calls.pop(tag, None)
+        self._passes.pop(tag, None)
         self._messages = {stream: count for stream, count in self._messages.items() if stream.tag != tag}
 
     # -- messages -------------------------------------------------------------------------------------------
@@ -76,16 +78,28 @@ class Numbers:
         """The number of the stream's next message."""
         return self._messages.get(stream, 0)
 
-    # -- calls ----------------------------------------------------------------------------------------------
+    # -- passes and calls -----------------------------------------------------------------------------------
+
+    def count_pass(self, tag: str) -> int:
+        """Count a pass aside that begins; returns its number among those of this tag in this step."""
+        number = self._passes.get(tag, 0)
+        self._passes[tag] = number + 1
+        return number
+
+    def calls_of(self, tag: str) -> dict[str, int]:
+        """How many calls of each module were counted in passes of a tag, to go on counting in."""
+        return self._calls.setdefault(tag, {})
 
     def call(self, path: str, tag: str) -> int:
         """The number of the next call of a module. Calls are numbered when they end."""
-        return self._calls.get((path, tag), 0)
+        calls = self._calls.get(tag)
+        return 0 if calls is None else calls.get(path, 0)
 
     def count_call(self, path: str, tag: str) -> int:
         """Count a call that has ended; returns its number."""
-        call = self._calls.get((path, tag), 0)
-        self._calls[path, tag] = call + 1
+        calls = self.calls_of(tag)
+        call = calls.get(path, 0)
+        calls[path] = call + 1
         return call
 
     def note_ungraded(self, path: str, call: int) -> None:

@@ -72,10 +72,12 @@ class Terms(Part):
     def publish(self, name: str, value: Tensor, tag: str) -> None:
         """Publish the result of a loss function or module of this name, and remember it."""
         self.note(name, value)
-        captures = self.demand.wanted("loss_terms", None, tag)
+        at, stream = self.demand.at(tag), StreamKey("loss_terms", None, tag, name)
+        captures = self.demand.wanted("loss_terms", None, tag, at)
         if captures:
-            stream = StreamKey("loss_terms", None, tag, name)
-            self.publisher.deliver(captures, stream, value, None, self.clock.now(), owned=False)
+            self.publisher.deliver(captures, stream, value, None, at, owned=False)
+        elif tag != DEFAULT_TAG:
+            self.numbers.message(stream, None)
 
     def note(self, name: str, value: Tensor) -> None:
         """Remember the node of a result in the graph, but not the result itself."""
@@ -116,14 +118,14 @@ class Terms(Part):
         passes_are_seen : bool
             Whether `settle` is called when the next pass begins. If not, each call of a function is another pass.
         """
-        if tag in self._logged or unobservable(value) is not None or not self.demand.wanted("loss", None, tag):
+        if tag in self._logged or unobservable(value) is not None or not self.demand.stream("loss", None, tag).asked:
             return
         there = self._asides.get(threading.get_ident())
         if there is not None and there.tag == tag and (passes_are_seen or there.name != name):
             there.several = True
             return
         self.settle()
-        at = self.clock.now()
+        at = self.demand.at(tag)
         self._asides[threading.get_ident()] = _Aside(value.detach().clone(), at, tag, name, node_of(value))
 
     def whole(self, value: Tensor, tag: str) -> None:
@@ -132,7 +134,7 @@ class Terms(Part):
         A model has returned it as its loss, or ``backward`` was called on it in a pass that the user has tagged.
         """
         self._asides.pop(threading.get_ident(), None)
-        if tag not in self._logged and self.demand.wanted("loss", None, tag):
+        if tag not in self._logged and self.demand.stream("loss", None, tag).asked:
             call = self._number(tag, self.clock.now()[0])
             self.publisher.publish_leaves("loss", None, value, tag, call)
 

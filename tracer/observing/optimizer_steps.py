@@ -63,19 +63,29 @@ class OptimizerSteps(Part):
             if not recomputing():
                 self.wiring.look()
             parameters = self.table.of(optimizer, self.optimizers.in_order)
-            self.steps.snapshot(parameters)
+            gradients = self._ends_surely(optimizer) and self._are_final(optimizer, args, kwargs)
+            self.steps.snapshot(parameters, releases=not recomputing(), gradients=gradients)
             if self.demand.of_state:
                 self.gate.guard("state", functools.partial(self.state.optimizer_steps, optimizer, parameters))
             if self._may_overwrite_gradients(optimizer, args, kwargs):
                 self.parameters.keep_gradients(parameters)
 
-    def _may_overwrite_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
-        """Whether the optimizer may overwrite the gradients in its step, although they are final before it.
+    def _ends_surely(self, optimizer: Optimizer) -> bool:
+        """Whether this step of the optimizer is the only one before the step of the training ends."""
+        alone = len(self.optimizers.all) == 1 and not self.optimizers.nest
+        return alone and getattr(optimizer, "found_inf", None) is None  # with which it may skip the step inside
 
-        They are not final if a closure computes them in the step, if they are unscaled in it, or if another hook comes
-        after this one, which may clip them.
+    def _may_overwrite_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
+        """Whether the optimizer may overwrite the gradients in its step, although they are final before it."""
+        return not leaves_gradients(optimizer) and self._are_final(optimizer, args, kwargs)
+
+    def _are_final(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
+        """Whether gradients are, before a step, what the optimizer will use.
+
+        They are not if a closure computes them in the step, if they are unscaled in it, or if another hook comes after
+        this one, which may clip them.
         """
-        if leaves_gradients(optimizer) or any(one is not None for one in (*args[1:], *kwargs.values())):
+        if any(one is not None for one in (*args[1:], *kwargs.values())):
             return False
         return is_heard_last(optimizer) and getattr(optimizer, "grad_scale", None) is None
 
@@ -109,7 +119,8 @@ class OptimizerSteps(Part):
         in_backward = recomputing()
         try:
             if not self.demand.nothing_due():
-                self.parameters.compare(self.table.of(optimizer, self.optimizers.in_order), True)
+                ends = last and not in_backward
+                self.parameters.compare(self.table.of(optimizer, self.optimizers.in_order), True, ends=ends)
         finally:  # under strict an exception goes through, but the optimizer has stepped
             if in_backward and (last or self.optimizers.one_each):
                 self.steps.end_later()  # in a backward, the optimizer that was given last may step first

@@ -1,11 +1,16 @@
 """Keeps the weights, gradients and updates of a step until it ends.
 
 The wanted weights are copied before an optimizer steps. Gradients are kept as the optimizer used them, and updates are
-computed when the weights have changed. All are published when the step ends, parameter by parameter.
+computed when the weights have changed. All are published when the step ends, parameter by parameter, and each is let go
+of then.
+
+Of large parameters nothing is kept that is final: weights, and gradients where nothing can change them any more, are
+published before the optimizer steps. Through the step there is one copy of the weights, if updates are wanted.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -22,7 +27,7 @@ from tracer.observing.numbers import StreamKey
 from tracer.observing.parameter_table import Parameter
 from tracer.observing.part import Ground, Part
 from tracer.observing.publisher import has_statistics
-from tracer.observing.pytorch.tensors import copied, same_storage, space_for, unscaled
+from tracer.observing.pytorch.tensors import same_storage, unscaled
 from tracer.observing.ranks import Ranks
 
 
@@ -37,11 +42,22 @@ class Kept(NamedTuple):
         A copy of what the capture of the data chooses; of a tensor that is not final, of all that was wanted of it.
     whole : bool
         Whether the data is all of the tensor, from which captures choose when the step ends.
+    alone : bool
+        Whether no message has the memory of the data, so that the update may take its place.
     """
 
     small: list[tuple[Capture, Tensor]]
     data: Tensor | None
     whole: bool = False
+    alone: bool = False
+
+
+EARLY = 4 << 20
+"""Bytes from which a parameter is published as soon as it is final. Of smaller ones all is kept until the step ends.
+
+That takes one copy more, from which the update is made, and whose place it takes. In return the bound of what waits to
+be written is the bound of all that is copied.
+"""
 
 
 class Parameters(Part):
@@ -64,15 +80,20 @@ class Parameters(Part):
         self._backwards: dict[str, int] = {}
         self._settled: set[str] = set()
         self._late: set[str] = set()
-        # the parameters whose gradients were copied before the optimizer's step that goes on
+        # the parameters whose gradients were copied before the optimizer's step that goes on, and those whose gradients
+        # were published then
         self._final: set[str] = set()
+        self._released: set[str] = set()
         self._after: dict[str, Kept] = {}
+        self._moved: set[str] = set()  # those whose updates are made when they are published
         self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and kind
 
     def forget(self) -> None:
         """Forget the step."""
-        for kept in (self._before, self._gradients, self._final, self._after, self._places):
+        for kept in (self._before, self._gradients, self._after, self._places):
             kept.clear()
+        for of_step in (self._final, self._released, self._moved):
+            of_step.clear()
         for of_computed in (self._pending, self._backwards, self._settled, self._late):
             of_computed.clear()
 
@@ -120,6 +141,57 @@ class Parameters(Part):
             place = self.publisher.place(tensor)
             self._places[parameter.path, kind] = self._places[parameter.path, update_kind] = place
             self._before[parameter.path] = (value, base)
+
+    def release(self, parameters: Iterable[Parameter], *, gradients: bool) -> None:
+        """Publish what is final of large parameters before an optimizer steps; `gradients`: whether these are, too."""
+        asked, at = self.demand.of_parameters(), self.clock.began
+        for parameter in parameters:
+            tensor = parameter.tensor
+            if tensor is None or parameter.computed or parameter.path in self._before or not _is_large(tensor):
+                continue
+            value, gradient, update = (
+                () if one is None else one.wanted(at.global_step) for one in asked[parameter.path]
+            )
+            release_value = functools.partial(self._release_value, parameter, tensor, value, update, at)
+            release_gradient = functools.partial(self._release_gradient, parameter, tensor, gradient, at)
+            keep_base = functools.partial(self._keep_base, parameter, tensor, update)
+            stages = (release_value, release_gradient if gradients else None, keep_base)
+            for kind, work in zip(parameter.kinds, stages, strict=True):
+                try:
+                    if work is not None:
+                        work()
+                except Exception as error:  # noqa: BLE001 - one parameter's; the others, and the clock, go on
+                    self.demand.give_up(kind, parameter.stream, error)
+
+    def _release_value(
+        self, parameter: Parameter, tensor: Tensor, captures: Captures, updates: Captures, at: At
+    ) -> None:
+        """Publish the weights of a parameter."""
+        path, kind = parameter.path, parameter.values
+        if not (captures or updates):
+            return
+        self._before[path] = None, None
+        if not self.publisher.can_record(kind, parameter.stream, tensor):
+            return
+        self._places[path, kind] = self._places[path, parameter.updates] = self.publisher.place(tensor)
+        kept = self._keep(captures, kind, tensor)
+        if kept is not None:
+            self._publish(parameter, kind, kept, captures, at)
+
+    def _release_gradient(self, parameter: Parameter, tensor: Tensor, captures: Captures, at: At) -> None:
+        """Publish the gradient of a parameter."""
+        if not captures or tensor.grad is None or parameter.path in self._released:
+            return
+        kept = self._gradient(parameter, captures, tensor.grad)
+        self._released.add(parameter.path)
+        if kept is not None:
+            self._publish(parameter, parameter.gradients, kept, captures, at)
+
+    def _keep_base(self, parameter: Parameter, tensor: Tensor, captures: Captures) -> None:
+        """Keep of the weights of a parameter, which were published, what its update is made from."""
+        if captures and (parameter.path, parameter.updates) in self._places:  # else it cannot be recorded
+            base = self._keep(captures, parameter.updates, tensor, final=False)
+            self._before[parameter.path] = None, None if base is None else base._replace(alone=True)
 
     def wanted(self, parameter: Parameter, kind: str) -> Captures:
         """The captures by which messages of a kind about a parameter are wanted in this step; none if nobody does."""
@@ -178,15 +250,18 @@ class Parameters(Part):
             stream = asked[parameter.path][1]
             gradient = None if stream is None or parameter.tensor is None else parameter.tensor.grad
             captures = () if stream is None or gradient is None else stream.wanted(step)
-            if captures and gradient is not None:
+            if captures and gradient is not None and parameter.path not in self._released:
                 try:
                     self._keep_gradient(parameter, captures, gradient)
                     self._final.add(parameter.path)
                 except Exception as error:  # noqa: BLE001 - one parameter's; the others, and the clock, go on
                     self.demand.give_up(parameter.kinds[1], parameter.stream, error)
 
-    def compare(self, parameters: Iterable[Parameter], final: bool) -> None:
-        """Compute the wanted updates, now that the weights have changed; and copy gradients, if they are `final`."""
+    def compare(self, parameters: Iterable[Parameter], final: bool, *, ends: bool) -> None:
+        """Compute the wanted updates, now that the weights have changed; and copy gradients, if they are `final`.
+
+        `ends` says that the step ends now. Updates are then computed one by one, as they are published.
+        """
         asked, step = self.demand.of_parameters(), self.clock.now().global_step
         for parameter in parameters:
             _, gradients, updates = asked[parameter.path]
@@ -199,13 +274,19 @@ class Parameters(Part):
             if tensor is None or (gradients is None and updates is None):
                 continue
             captures = () if updates is None else updates.wanted(step)
-            if captures:
+            if captures and ends:
+                self._moved.add(parameter.path)
+            elif captures:
                 try:
-                    self._keep_update(parameter, captures, tensor)
+                    _, base = self._before.get(parameter.path, (None, None))
+                    kept = None if base is None else self._update(parameter, captures, tensor, base, ends=False)
+                    if kept is not None:
+                        self._after[parameter.path] = kept
                 except Exception as error:  # noqa: BLE001 - one parameter's; the others, and the clock, go on
                     self.demand.give_up(parameter.kinds[2], parameter.stream, error)
             captures = () if gradients is None else gradients.wanted(step)
-            if captures and final and tensor.grad is not None and parameter.path not in self._final:
+            known = parameter.path in self._final or parameter.path in self._released
+            if captures and final and tensor.grad is not None and not known:
                 try:
                     self._keep_gradient(parameter, captures, tensor.grad)
                 except Exception as error:  # noqa: BLE001 - under strict it is raised again
@@ -216,17 +297,34 @@ class Parameters(Part):
         """Publish the value, gradient and update of each parameter, as far as they were kept and are still wanted."""
         step = self.clock.now().global_step
         for parameter in self.table.all:
-            path = parameter.path
-            asked = self.demand.of_parameters()  # a receiver may have failed at the message before
-            kept = self._before.get(path)
-            stages = (None if kept is None else kept[0], self._gradients.get(path), self._after.get(path))
-            for kind, data, stream in zip(parameter.kinds, stages, asked[path], strict=True):
+            value, base = self._before.pop(parameter.path, (None, None))
+            update = self._after.pop(parameter.path, None)
+            if base is not None and parameter.path in self._moved:  # before anybody hears of what it is made from
+                update = self._made(parameter, base, step)
+            kept = [value, self._gradients.pop(parameter.path, None), update]
+            del value, base, update
+            for place, kind in enumerate(parameter.kinds):
+                stream = self.demand.of_parameters()[parameter.path][place]  # a receiver may have failed just now
+                data, kept[place] = kept[place], None
                 captures = () if data is None or stream is None else stream.wanted(step)
                 if captures and data is not None:
                     try:
                         self._publish(parameter, kind, data, captures, at)
                     except Exception as error:  # noqa: BLE001 - under strict it is raised again
                         self.demand.give_up(kind, parameter.stream, error)
+                del data
+
+    def _made(self, parameter: Parameter, base: Kept, step: int) -> Kept | None:
+        """What is to be published of an update in a step that ends; it may take the place of its base."""
+        stream, tensor = self.demand.of_parameters()[parameter.path][2], parameter.tensor
+        captures = () if stream is None or tensor is None else stream.wanted(step)
+        if not captures or tensor is None:
+            return None
+        try:
+            return self._update(parameter, captures, tensor, base, ends=True)
+        except Exception as error:  # noqa: BLE001 - one parameter's; the others, and the clock, go on
+            self.demand.give_up(parameter.updates, parameter.stream, error)
+            return None
 
     def _publish(self, parameter: Parameter, kind: str, kept: Kept, captures: Captures, at: At) -> None:
         """Publish what was kept of a parameter's tensor of a kind, as far as it is still wanted."""
@@ -254,28 +352,30 @@ class Parameters(Part):
         """
         if not captures:
             return None
-        source = _values(tensor)
+        source, apart = _values(tensor), local(tensor).layout is torch.strided
         beside = [one for one in captures if one.beside(kind) is not None]
         if beside and not final:
-            return Kept([], copied(source, self.publisher.memory), whole=True)
+            return Kept([], self.publisher.copy(source) if apart else source, whole=True)
         made = [(one, one.reduced(kind, source)) for one in beside]
         if len(made) == len(captures):
             return Kept(made, None)
         chosen = captures[-1].select(kind, source)
-        return Kept(made, copied(chosen, self.publisher.memory) if same_storage(chosen, source) else chosen)
+        return Kept(made, self.publisher.copy(chosen) if apart and same_storage(chosen, source) else chosen)
 
-    def _keep_update(self, parameter: Parameter, captures: Captures, tensor: Tensor) -> None:
-        _, base = self._before.get(parameter.path, (None, None))
-        if base is None or base.data is None:
-            return
+    def _update(
+        self, parameter: Parameter, captures: Captures, tensor: Tensor, base: Kept, *, ends: bool
+    ) -> Kept | None:
+        """What is to be kept of an update; if the step `ends`, what it is made from is needed no more."""
+        if base.data is None:
+            return None
         kind, now = parameter.updates, _values(tensor)
         if not base.whole:
             now = captures[-1].select(kind, now)
         if now.shape != base.data.shape:
-            return
-        update = difference(now, base.data, space_for(now, self.publisher.memory))
+            return None
+        update = difference(now, base.data, base.data if ends and base.alone else self.publisher.space(now))
         made = [(one, one.reduced(kind, update)) for one in captures if one.beside(kind) is not None]
-        self._after[parameter.path] = Kept(made, update if len(made) < len(captures) else None, base.whole)
+        return Kept(made, update if len(made) < len(captures) else None, base.whole)
 
     def _keep_gradient(
         self, parameter: Parameter, captures: Captures, gradient: Tensor, scale: Tensor | None = None
@@ -285,7 +385,13 @@ class Parameters(Part):
             self._gradients[parameter.path] = kept
 
     def _gradient(
-        self, parameter: Parameter, captures: Captures, gradient: Tensor, scale: Tensor | None, *, final: bool = True
+        self,
+        parameter: Parameter,
+        captures: Captures,
+        gradient: Tensor,
+        scale: Tensor | None = None,
+        *,
+        final: bool = True,
     ) -> Kept | None:
         """What is to be kept of a gradient."""
         kind = parameter.gradients
@@ -296,6 +402,12 @@ class Parameters(Part):
         if scale is not None:
             gradient = unscaled(gradient, scale)
         return self._keep(captures, kind, gradient, final=final)
+
+
+def _is_large(tensor: Tensor) -> bool:
+    """Whether so much of a tensor is in this process's memory that it is published as soon as it is final."""
+    own = local(tensor)
+    return own.layout is torch.strided and own.is_cpu and own.nbytes >= EARLY
 
 
 def _values(tensor: Tensor) -> Tensor:

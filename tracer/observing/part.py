@@ -41,7 +41,7 @@ class Ground:
         self.optimizers = Optimizers(self.models)
         self.table = ParameterTable()
         self.forwards = Forwards(self.gate, self.models)
-        self.demand = Demand(bus, captures, self.clock, self.table, self.problems)
+        self.demand = Demand(bus, captures, self.clock, self.table, self.problems, self.gate.passes)
         self.numbers = Numbers()
         self.publisher = Publisher(bus, self.demand, self.clock, self.problems, self.numbers)
         self.wiring = Wiring(self.gate, self.models, self.optimizers, self.table)

@@ -74,10 +74,10 @@ class Passes(Part):
         """Whether a pass through a module that begins now is one of the training."""
         return module.training and self.user_tag is None and (is_grad_enabled() or checkpointing())
 
-    def enter(self, module: nn.Module, *, whole: bool = False) -> None:
+    def enter(self, module: nn.Module, path: str | None = None) -> None:
         """Decide whether a forward that begins is a training pass, which may begin a step, or a pass aside.
 
-        `whole`: of a model, not of a layer that is called outside of one.
+        `path` is that of a module that is called outside of the model, whose calls then are the passes.
         """
         if self.steps.over:
             self.steps.settle()
@@ -93,21 +93,31 @@ class Passes(Part):
         if running.tag == DEFAULT_TAG:
             first = not self.clock.open
             self.steps.begin()
+            running.batch, running.counts = 0, None
             running.listening = not self.clock.idle
-            if self.demand.of_state and running.listening and (first or whole):
+            if self.demand.of_state and running.listening and (first or path is None):
                 self.gate.guard("state", self.state.forward_begins)
             self.forwards.training += running.depth
             self.optimizers.note_forward(module)
         else:
-            running.listening = self.demand.hears(running.tag)
-            if running.listening and running.depth:
-                self.wiring.look()
+            self._enter_aside(running, path)
+
+    def _enter_aside(self, running: Pass, path: str | None) -> None:
+        """Find out whether somebody records a pass aside; if it is others of its evaluation, calls are counted."""
+        tag = running.tag
+        running.batch = self.numbers.count_pass(tag) if path is None else self.numbers.call(path, tag)
+        running.listening = self.demand.hears_batch(tag, running.batch)
+        running.counts = None
+        if not running.listening and self.demand.hears_batch(tag, 0):
+            running.counts = self.numbers.calls_of(tag)
+        if running.listening and running.depth:
+            self.wiring.look()
 
     def enter_at(self, path: str, module: nn.Module) -> Pass:
         """The pass in which a module is called. It is entered here if the module is called outside of the model."""
         running = self.gate.passes.now
         if running.depth == 0:
-            self.enter(self.models.top_of(path, module))
+            self.enter(self.models.top_of(path, module), path)
         return running
 
     def before_top(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -117,7 +127,7 @@ class Passes(Part):
             return
         if self.fed is not None and self.is_training(module):
             self.fed(name, args, kwargs)
-        self.enter(module, whole=True)
+        self.enter(module)
         if running.listening:
             self.publisher.publish_leaves("input_data", None, {name: arguments_of(args, kwargs)}, running.tag)
 
@@ -143,6 +153,7 @@ class Passes(Part):
         self.forwards.training += 1
         self.forwards.seen += 1
         running.depth, running.tag, running.listening, running.inputs = 1, DEFAULT_TAG, False, []
+        running.batch, running.counts = 0, None
         self.tag_with_gradients = DEFAULT_TAG
         return True
 
@@ -173,10 +184,10 @@ class Passes(Part):
             self.steps.end()  # without an optimizer, a step lasts until the next training pass
         if self.fed is not None and self.is_training(module):
             self.fed("", args, kwargs)
-        self.enter(module, whole=True)
+        self.enter(module)
         if self.offered is not None and self.user_tag is None and not traced():
             self.gate.guard("the inputs of a probe", functools.partial(self._offer, module, args, kwargs))
-        if running.listening:
+        if running.listening or running.counts is not None:
             self.publisher.publish_leaves("input_data", None, arguments_of(args, kwargs), running.tag)
 
     def _offer(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -186,7 +197,7 @@ class Passes(Part):
     def quiet_after_root(self, args: tuple[Any, ...]) -> bool:
         """Whether nobody records this pass. Then its end is noted here, and `after_root` has nothing to do."""
         running = self.gate.passes.now
-        if running.depth != 1 or running.listening or recomputing():
+        if running.depth != 1 or running.listening or running.counts is not None or recomputing():
             return False
         running.depth = 0
         return True
@@ -198,7 +209,7 @@ class Passes(Part):
             return
         running = self.gate.passes.now
         running.depth = max(0, running.depth - 1)
-        if running.depth or output is None or not running.listening:
+        if running.depth or output is None or not (running.listening or running.counts is not None):
             return
         if self.terms.here and isinstance(output, Mapping) and isinstance(whole := output.get("loss"), Tensor):
             self.terms.whole(whole, running.tag)

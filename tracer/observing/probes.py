@@ -261,6 +261,7 @@ class Probes(Part):
         if labels is not None and not isinstance(labels, Tensor):
             labels = torch.as_tensor(labels, device="cpu")
         probe = Probe(name, inputs, labels, every, batch_size)
+        self.demand.leave_times(name)
         self._run(probe)  # a probe that cannot run is an error of the caller, and is raised now
         self._all.append(probe)
 
@@ -268,6 +269,7 @@ class Probes(Part):
         """Run the model on the first inputs that it is given."""
         probe = FirstInputs(name, count, every)
         self._all.append(probe)
+        self.demand.leave_times(name)
         self.passes.offered = probe.offer
 
     def run_due(self) -> None:

@@ -21,8 +21,10 @@ from tracer.observing.clock import At, Clock
 from tracer.observing.demand import EVERYTHING, Captures, Demand, stream_name
 from tracer.observing.numbers import Numbers, StreamKey
 from tracer.observing.problems import Problems
-from tracer.observing.pytorch.tensors import copied, leaves, ordinary, same_storage, unobservable, unscaled
+from tracer.observing.pytorch.tensors import copied, leaves, ordinary, same_storage, space_for, unobservable, unscaled
 
+LARGE = 1 << 20
+"""Bytes from which a copy is made only when there is room for it, and not as soon as what it is a copy of is there."""
 PROBED = ("layer_inputs", "activations", "network_output")
 """What is published of a pass of a probe: its inputs are fixed, so once is in the user's hands, often is waste."""
 
@@ -213,6 +215,18 @@ class Publisher:
         self.problems.note(what, reason)
         return False
 
+    def copy(self, data: Tensor) -> Tensor:
+        """A copy of an observable tensor; of a large one as soon as the receivers have room for it."""
+        if data.layout is torch.strided and data.nbytes >= LARGE:
+            self.bus.make_room(data.nbytes)
+        return copied(data, self.memory)
+
+    def space(self, like: Tensor) -> Tensor | None:
+        """Memory for a tensor like this one, as for a copy of it; None where new memory is as good."""
+        if like.nbytes >= LARGE:
+            self.bus.make_room(like.nbytes)
+        return space_for(like, self.memory)
+
     def event(self, kind: str, at: At) -> None:
         """Publish a message without data, if it is wanted."""
         captures = self.demand.wanted(kind, None, DEFAULT_TAG, at)
@@ -232,10 +246,12 @@ class Publisher:
         owned: bool = True,
     ) -> None:
         """Publish data that this exporter owns, or else a copy of it, if it is wanted."""
-        at = at if at is not None else self.clock.now()
+        at = at if at is not None else self.demand.at(tag)
         captures = self.demand.wanted(kind, path, tag, at)
         if captures:
             self.deliver(captures, StreamKey(kind, path, tag, leaf), data, call, at, owned=owned)
+        elif tag != DEFAULT_TAG:
+            self.numbers.message(StreamKey(kind, path, tag, leaf), call)
 
     def publish_vector(self, kind: str, data: Tensor, names: Sequence[str], leaf: str, call: int | None = None) -> None:
         """Publish a vector of the network with a name for each of its entries, if it is wanted.
@@ -257,12 +273,21 @@ class Publisher:
             self.bus.publish(self._message(kind, None, data, DEFAULT_TAG, leaf, number, at, {"entries": list(names)}))
 
     def publish_leaves(self, kind: str, path: str | None, value: Any, tag: str, call: int | None = None) -> None:
-        """Publish copies of the tensors in a structure, if they are wanted."""
-        captures = self.demand.wanted(kind, path, tag)
-        if not captures:
+        """Publish copies of the tensors in a structure, if they are wanted.
+
+        Of an evaluation they are counted even if they are wanted of other passes only, so that they have one number
+        whatever is recorded.
+        """
+        at = self.demand.at(tag)
+        captures = self.demand.wanted(kind, path, tag, at)
+        if not captures and (tag == DEFAULT_TAG or not self.demand.stream(kind, path, tag).asked):
             return
         for leaf, tensor in leaves(value):
-            self.deliver(captures, StreamKey(kind, path, tag, leaf), tensor, call, self.clock.now(), owned=False)
+            stream = StreamKey(kind, path, tag, leaf)
+            if captures:
+                self.deliver(captures, stream, tensor, call, at, owned=False)
+            else:
+                self.numbers.message(stream, call)
 
     def deliver(
         self,
@@ -286,10 +311,10 @@ class Publisher:
             if data.requires_grad:
                 data = data.detach()
             if not owned:
-                data = copied(data, self.memory)
+                data = self.copy(data)
             elif data.is_conj() or data.is_neg():
                 data = data.clone()
-            step, train_step, epoch = at
+            step, train_step, epoch, _ = at
             number = self.numbers.message(stream, call)
             self._send(captures[0], checked(kind, path, step, train_step, epoch, tag, number, leaf, self.rank, data))
             return
@@ -355,7 +380,7 @@ class Publisher:
         if final.is_conj() or final.is_neg():
             final = final.resolve_conj().resolve_neg()
         if not owned and same_storage(final, source):
-            final = copied(final, self.memory)
+            final = self.copy(final)
         if capture.runs:
             self._running[stream] = final.clone()  # the reduction may overwrite it
         self.tell(capture, stream, final, source, call, at, placement, twice=twice)
@@ -399,7 +424,7 @@ class Publisher:
         at: At,
         sampling: dict[str, Any] | None = None,
     ) -> Message:
-        step, train_step, epoch = at
+        step, train_step, epoch, _ = at
         return checked(kind, path, step, train_step, epoch, tag, call, leaf, self.rank, data, sampling)
 
     # -- what is said beside --------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ class Retrospect(Part):
         """Note which passes in training mode were none of a training, as far as that is known at the end."""
         late = self.forwards.of_open_step
         if self.clock.open and late and steps and not self.clock.idle:
-            self.unended = {**self.clock.began._asdict(), "passes": late}
+            step, train_step, epoch, _ = self.clock.began
+            self.unended = {"global_step": step, "train_step": train_step, "epoch": epoch, "passes": late}
         never = self.forwards.undifferentiated
         if never and steps:
             why = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from tracer.errors import StopTraining
 from tracer.observing.gradients import Gradients
@@ -109,11 +109,16 @@ class Steps(Part):
         clock.idle = True
         return True
 
-    def snapshot(self, parameters: Iterable[Parameter]) -> None:
-        """Copy the wanted weights, before an optimizer changes them."""
+    def snapshot(self, parameters: Sequence[Parameter], *, releases: bool = False, gradients: bool = False) -> None:
+        """Copy the wanted weights, before an optimizer changes them.
+
+        If this `releases`, large ones are published, and so are their `gradients`, if these are final.
+        """
         if not self.ranks.surveyed:
             self.forwards.note_mode(observed=self.wiring.listens(Role.BEFORE_FORWARD, Role.AFTER_FORWARD))
             self.ranks.survey()
+        if releases and self.clock.open and not (self.clock.idle or self.over):
+            self.parameters.release(parameters, gradients=gradients)
         self.parameters.snapshot(parameters, settle=bool(self.optimizers))
 
     # -- ending ---------------------------------------------------------------------------------------------
@@ -139,7 +144,7 @@ class Steps(Part):
             if not self.clock.idle:
                 self.objectives.end_step()
                 if not self.optimizers:
-                    self.parameters.compare(self.table.all, self.optimizers.by_hand)
+                    self.parameters.compare(self.table.all, self.optimizers.by_hand, ends=True)
                 self.parameters.publish(self.clock.began)
                 self.state.end()
                 self.publisher.event("batch_finished", self.clock.began)

@@ -139,6 +139,11 @@ class Recorder(Receiver):
         queue.put(message, size, version)
         return ()
 
+    def make_room(self, nbytes: int) -> None:
+        """Wait until a message of so many bytes fits into the queue, unless what does not fit is dropped."""
+        if not self._closed and os.getpid() == self._pid and threading.current_thread() is not self._thread:
+            self._queue.wait_for_room(_PER_MESSAGE + nbytes)
+
     def _within(self, budget: Budget, message: Message, size: int) -> None:
         """Hold a message until its step is over, and queue those of the step before, if there is room for all."""
         if budget.exhausted():

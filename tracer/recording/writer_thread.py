@@ -83,23 +83,33 @@ class MessageQueue:
 
     def make_room(self, kind: str, size: int) -> bool:
         """Wait until a message fits, or the other thread has failed; or count it as dropped, and return False."""
+        if self._on_full == "wait":
+            try:
+                self.wait_for_room(size)
+            except BaseException:  # the wait is interrupted
+                with self.changed:
+                    self.dropped[kind] += 1
+                raise
+            return True
         with self.changed:
             self.changed.notify_all()
-            if self._on_full == "drop":
-                self.dropped[kind] += 1
-                return False
+            self.dropped[kind] += 1
+        return False
+
+    def wait_for_room(self, size: int) -> None:
+        """Wait until a message fits, or the other thread has failed; not where messages that do not fit are dropped."""
+        if self._on_full == "drop" or not self.is_full(size):
+            return
+        with self.changed:
+            self.changed.notify_all()
             try:
                 while self.error is None:
                     self._stalled = True  # before looking: the thread counts first, then looks whether somebody waits
                     if not self.is_full(size):
                         break
                     self.changed.wait()
-            except BaseException:  # the wait is interrupted
-                self.dropped[kind] += 1
-                raise
             finally:
                 self._stalled = False
-            return True
 
     def put(self, message: Message, size: int, version: int | Copy) -> None:
         """Add a message that fits."""

@@ -105,6 +105,45 @@ def test_several_captures_and_a_bound(tmp_path: Path) -> None:
     assert 10 < note["global_step"] < 600
 
 
+def test_evaluations(tmp_path: Path) -> None:
+    """Of the passes of the evaluations that were seen, as many are in the sums as `every` leaves of each."""
+    body = """
+        import torch
+        from torch import nn
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(20):
+            if step % 4 == 0:
+                net.eval()
+                with torch.no_grad():
+                    for _ in range(10):
+                        nn.functional.cross_entropy(net(torch.randn(3, 4)), torch.zeros(3, dtype=torch.long))
+                net.train()
+            nn.functional.cross_entropy(net(torch.randn(5, 4)), torch.zeros(5, dtype=torch.long)).backward()
+            optimizer.step()
+    """
+    options = ["-k", "network_output", "-k", "loss", "--every", "4", "--stop", "17"]
+    done = record(tmp_path, *options, "--dry-run", "--json", "--run-steps", "16", "train.py", body=body)
+    assert done.returncode == 0, done.stderr
+    told = {(one["kind"], one["tag"]): one for one in json.loads(done.stdout)["streams"]}
+    for kind, nbytes in (("network_output", 24), ("loss", 4)):
+        one = told[kind, "eval"]
+        assert (one["clock"], one["every"], one["start"], one["stop"]) == ("aside", 4, 0, 17)
+        assert one["messages_per_recorded_step"] == 3 * 2 / 8  # 0, 4 and 8 of 10 in two evaluations, in 8 steps
+        assert one["bytes_per_message"] == nbytes
+        assert one["bytes_per_recorded_step"] == 3 * 2 * (nbytes + 96) / 8
+    done = record(tmp_path, *options, "--out", "run.zarr", "train.py", body=body)
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        for kind in ("network_output", "loss"):
+            evaluated = [(one.global_step, one.call) for one in trace.messages(kinds=kind, tags="eval")]
+            assert evaluated == [(step, call) for step in range(0, 17, 4) for call in (0, 4, 8)]
+            trained = [one.global_step for one in trace.messages(kinds=kind, tags="default")]
+            assert trained == [*range(0, 17, 4)]
+    done = record(tmp_path, *options, "--dry-run", "train.py", body=body)
+    assert "every 4 passes, before 17" in done.stdout
+
+
 def test_for_people(tmp_path: Path) -> None:
     """A table and a few lines; a script that ends by itself in the first steps tells how many it has."""
     done = record(tmp_path, "-k", "weights", "-k", "loss", "--every", "3", "--dry-run", "train.py", "5")
@@ -154,6 +193,7 @@ def stream(**changes: Any) -> dict[str, Any]:
     """A stream as the estimates want it."""
     told: dict[str, Any] = {"kind": "weights", "module": "0", "leaf": "", "tag": "default", "dtype": "float32"}
     told |= {"bytes_per_message": 1000, "bytes_per_recorded_step": 1096, "every": 1, "start": 0, "stop": None}
+    told |= {"clock": "step"}
     return told | changes
 
 

@@ -23,8 +23,8 @@ from tracer.observing.pytorch.leaves import Named, arguments_of, collect
 SUPPORTED = hasattr(library, "_register_effectful_op") and hasattr(torch.compiler, "is_exporting")
 """Whether this torch knows operators with effects, as 2.13 does; else hooks stay silent in compiled regions."""
 
-Ticket: TypeAlias = "tuple[int, int, int, int, int]"
-"""Which call of which step this is, in numbers: call, global step, train step, epoch, and the number of the tag."""
+Ticket: TypeAlias = "tuple[int, int, int, int, int, int]"
+"""Which call of which step this is, in numbers: call, global step, train step, epoch, batch, the number of the tag."""
 
 
 class Hook(Protocol):
@@ -56,7 +56,7 @@ class Hook(Protocol):
 hooks: weakref.WeakValueDictionary[str, Hook] = weakref.WeakValueDictionary()
 """The hooks that graphs call, by the name that stands in the graph; one that is gone makes its operators do nothing."""
 
-NOBODY: Ticket = (-1, 0, 0, 0, 0)
+NOBODY: Ticket = (-1, 0, 0, 0, 0, 0)
 """The ticket of a call that nobody records."""
 _TAGS = (torch.Tag.flexible_layout, *([torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []))
 
@@ -382,9 +382,9 @@ def _observe(tensors: list[Tensor], site: str, names: str, grad: bool, without: 
 
 def _observe_gradient(gradient: Tensor, ticket: Tensor, site: str, leaf: str) -> Tensor:
     hook = hooks.get(site)
-    call, step, train_step, epoch, tag = ticket.tolist()
+    call, *rest = ticket.tolist()
     if hook is not None and call >= 0:
-        hook.gradient_seen(leaf, gradient, (call, step, train_step, epoch, tag))
+        hook.gradient_seen(leaf, gradient, (call, *rest))
     return ticket.clone()
 
 

@@ -31,14 +31,21 @@ class OpenCall(NamedTuple):
 class Pass:
     """The forward that runs in a thread, or else the last one there."""
 
-    __slots__ = ("depth", "in_loss", "inputs", "listening", "tag")
+    __slots__ = ("batch", "counts", "depth", "in_loss", "inputs", "listening", "tag")
 
     def __init__(self) -> None:
         self.depth = 0  # how many forwards of the root are running
         self.in_loss = False
         self.tag = DEFAULT_TAG
+        self.batch = 0  # which one it is of its evaluation
         self.listening = False  # whether hooks have anything to do in it
+        self.counts: dict[str, int] | None = None  # where its calls are counted, if no more is done with them
         self.inputs: list[OpenCall] = []
+
+    def count(self, path: str) -> None:
+        """Count the call of a module that nobody records, so that later calls in the evaluation have their numbers."""
+        if self.counts is not None:
+            self.counts[path] = self.counts.get(path, 0) + 1
 
 
 class PassOfThread(threading.local):

@@ -145,7 +145,9 @@ class Hook:
             return None
         if self._inner and self.fired:
             running = gate.passes.now
-            if running.depth and not running.listening:  # a step that nobody records: no more than this
+            if running.depth and not running.listening:  # a pass that nobody records: no more than this
+                if running.counts is not None and self.role is Role.AFTER_FORWARD:
+                    running.count(self.name)
                 return None
         if self.off or not gate.open:
             return None

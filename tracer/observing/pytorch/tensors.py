@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from tracer.format.encodings import held
 from tracer.format.journal import MAX_AXES
-from tracer.memory import SMALLEST, Memory
+from tracer.memory import SMALLEST, Memory, new_memory
 from tracer.observing.pytorch.leaves import Named, collect
 
 _HELD = held()
@@ -118,12 +118,16 @@ def copied(tensor: Tensor, memory: Memory) -> Tensor:
 
 
 def space_for(like: Tensor, memory: Memory) -> Tensor | None:
-    """A tensor of the dtype and shape of a dense tensor of the processor; None where new memory is as good."""
+    """A tensor of the dtype and shape of a dense tensor of the processor; None where torch's own memory is as good.
+
+    Where no memory is to be used again, it is new, and begins at a page: it is then written without another copy.
+    """
     if not like.is_cpu or type(like) is not Tensor:
         return None
     block = memory.take(like.nbytes)
-    if block is None:
+    if block is None and like.nbytes < SMALLEST:
         return None
+    block = new_memory(like.nbytes) if block is None else block
     dtype = _NUMPY.get(like.dtype)
     if dtype is None:
         return torch.from_numpy(block[: like.nbytes]).view(like.dtype).view(like.shape)

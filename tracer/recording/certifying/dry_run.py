@@ -43,8 +43,8 @@ def dry_run(
     dict
         JSON values. ``streams``: of each its ``kind``, ``module``, ``leaf``, ``tag``, ``dtype``, ``shapes``,
         ``bytes_per_message``, ``messages_per_recorded_step``, ``every``, ``start``, ``stop``, and
-        ``clock``: ``step``, ``epoch`` (not in the sums), or ``aside`` for passes that are not training (which may come
-        in other numbers later).
+        ``clock``: ``step``, ``epoch`` (not in the sums), or ``aside`` for passes that are not training. Of these
+        ``every`` is of the passes of an evaluation, and is in the sums; evaluations may come in other numbers later.
         ``bytes_per_recorded_step``: of a step in which all are recorded; ``bytes_per_step``: in the mean over many
         steps; ``run_steps`` and ``bytes_per_run``: None where it is not known how many steps there are; ``max_bytes``
         and ``max_bytes_reached_at_step``; ``estimated_cpu_ratio``, made of ``recorded_cpu_ratio``, which was measured
@@ -106,6 +106,7 @@ def _per_step(stream: Mapping[str, Any], seen: int) -> dict[str, Any]:
     told = {name: stream[name] for name in ("kind", "module", "leaf", "tag", "dtype", "shapes")}
     count, nbytes = stream["count"], stream["bytes"]
     size = nbytes / count
+    count, nbytes = stream["kept"], size * stream["kept"]
     if stream["clock"] == "epoch":  # how many steps an epoch has is not known, and its events have no data
         count = nbytes = 0
     return told | {
@@ -119,7 +120,12 @@ def _per_step(stream: Mapping[str, Any], seen: int) -> dict[str, Any]:
 
 def _share(stream: Mapping[str, Any]) -> float:
     """Of how many steps a stream is recorded, in the long run."""
-    return 1 / int(stream["every"])
+    return 1 / _stride(stream)
+
+
+def _stride(stream: Mapping[str, Any]) -> int:
+    """Of so many steps one is recorded; evaluations are at all steps, though not all of their passes."""
+    return 1 if stream["clock"] == "aside" else int(stream["every"])
 
 
 def _due(stream: Mapping[str, Any], steps: int) -> int:
@@ -127,11 +133,12 @@ def _due(stream: Mapping[str, Any], steps: int) -> int:
 
     Examples
     --------
-    >>> _due({"every": 10, "start": 5, "stop": None}, 31), _due({"every": 1, "start": 0, "stop": 4}, 31)
-    (3, 4)
+    >>> some = {"every": 10, "start": 5, "stop": None, "clock": "step"}
+    >>> _due(some, 31), _due({**some, "clock": "aside"}, 31), _due({**some, "every": 1, "stop": 9}, 31)
+    (3, 26, 4)
     """
-    stop = steps if stream["stop"] is None else min(steps, stream["stop"])
-    return len(range(-(-stream["start"] // stream["every"]) * stream["every"], stop, stream["every"]))
+    stride, stop = _stride(stream), steps if stream["stop"] is None else min(steps, stream["stop"])
+    return len(range(-(-stream["start"] // stride) * stride, stop, stride))
 
 
 def _in_run(stream: Mapping[str, Any], steps: int) -> float:

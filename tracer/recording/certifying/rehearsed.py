@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tracer.errors import TracerError
+from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.observing.capture import Capture, observed
 from tracer.observing.optimizers import steps_within
@@ -124,19 +125,24 @@ class _OfScript(Rehearsal):
         by_capture = {id(one): real for one, real in zip(exporter.captures, captures, strict=True)}
         streams = []
         with TraceReader(path) as trace:
-            header = len(json.dumps(trace.header))
+            header, rows = len(json.dumps(trace.header)), trace.journal
             for one in trace.streams:
                 taken, kind = exporter.parts.demand.capture_of(one.kind, one.module, one.tag), observed(one.kind)
                 capture = by_capture[id(taken)] if taken is not None else Capture()
                 clock = KINDS[kind].clock if kind in KINDS else "global_step"
-                probed = one.tag == PROBE
-                thinned = one.tag == DEFAULT_TAG and kind in KINDS and clock == "global_step"
+                probed, training = one.tag == PROBE, one.tag == DEFAULT_TAG
+                thinned = not probed and kind in KINDS and clock == "global_step"
+                every = self._request.options.probe_every if probed else capture.every if thinned else 1
+                calls = rows[rows[:, Column.STREAM] == one.id, Column.CALL]
+                aside = clock != "epoch" and not probed and not (training and thinned)
+                # the numbers of a module's calls are those of the passes, if it is called once in each
+                kept = int((calls % every == 0).sum()) if aside else one.count
                 streams.append(
                     {name: getattr(one, name) for name in ("kind", "module", "leaf", "tag", "dtype", "count", "bytes")}
                     | {"shapes": [list(shape) for shape in one.shapes]}
-                    | {"every": self._request.options.probe_every if probed else 1, "start": 0, "stop": None}
-                    | {"clock": "epoch" if clock == "epoch" else "step" if thinned or probed else "aside"}
-                    | ({name: getattr(capture, name) for name in ("every", "start", "stop")} if thinned else {})
+                    | {"every": every, "start": capture.start if thinned else 0}
+                    | {"stop": capture.stop if thinned else None, "kept": kept}
+                    | {"clock": "epoch" if clock == "epoch" else "aside" if aside else "step"}
                 )
         self._tell(streams=streams, header=header)
 

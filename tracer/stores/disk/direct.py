@@ -29,6 +29,10 @@ into many small ones. A piece should still be in the processor's cache when it i
 """
 
 
+COPIED = 16 << 20
+"""Bytes that are copied to the beginning of a page at most, so that they can be written past the page cache."""
+
+
 def write_all(file: int, parts: Sequence[Any], size: int, offset: int) -> None:
     """Write buffers of so many bytes together one after the other; `OSError` where that is not possible."""
     written = os.pwritev(file, parts, offset)
@@ -100,6 +104,11 @@ class DirectIO:
                 raise
             self.possible = False
             return False
+
+    @staticmethod
+    def aligns(data: memoryview) -> bool:
+        """Whether `aligned` takes bytes: they begin at a page, or are few enough to be copied."""
+        return len(data) <= COPIED or is_aligned(data)
 
     def aligned(self, data: memoryview) -> memoryview:
         """The same bytes at the beginning of a page: `data` itself, or a copy that is good until the next call."""

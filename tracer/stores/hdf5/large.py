@@ -31,7 +31,8 @@ class WrittenFile:
         if together and self._write_past_cache(pieces, place) == len(pieces) * apart:
             return
         for data in pieces:
-            done = self._write_past_cache([self._direct.aligned(data)], place) if past_cache else 0
+            copies = past_cache and self._direct.aligns(data)
+            done = self._write_past_cache([self._direct.aligned(data)], place) if copies else 0
             while done < len(data):
                 stop = min(len(data), done + PIECE - (place + done) % PIECE)
                 write_all(self.descriptor, [data[done:stop]], stop - done, place + done)

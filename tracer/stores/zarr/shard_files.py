@@ -88,7 +88,7 @@ class ShardFiles:
         If `unhurried`, large ones are written past the page cache where that is possible.
         """
         self._changed(path)
-        if unhurried and len(run[0]) >= ALIGNED_BYTES:
+        if unhurried and len(run[0]) >= ALIGNED_BYTES and all(map(self._direct.aligns, run)):
             checksums = self._write_past_cache(path, run, offset)
             if checksums is not None:
                 return checksums
