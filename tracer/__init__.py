@@ -34,6 +34,7 @@ _OF_HOME = {
     "tracer.recording.flight": ("Flight",),
     "tracer.recording.recorder": ("Recorder",),
     "tracer.recording.recording": ("record",),
+    "tracer.recording.reenacting.reenact": ("reenact",),
     "tracer.recording.run": ("Run",),
     "tracer.replaying.plan": ("plan",),
     "tracer.replaying.replay": ("replay",),

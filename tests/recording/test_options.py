@@ -22,7 +22,7 @@ def test_record_spells_out_every_option() -> None:
     """With the default that it has, and with its type, but for what may be given in more forms than it is held in."""
     spelled = inspect.signature(tracer.record).parameters
     for one in fields(Options):
-        if one.name not in {"disabled", "reenacts", *OF_THE_LAUNCHER}:
+        if one.name not in {"disabled", *OF_THE_LAUNCHER}:
             assert spelled[one.name].default == one.default, one.name
             assert spelled[one.name].annotation == one.type or one.name == "max_bytes"
 

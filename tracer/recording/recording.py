@@ -101,6 +101,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         What `tracer.certify` said of this training; it is kept in the trace.
     command : bool
         Whether the header has the command line; what it says of passwords, keys and tokens is ``***`` there.
+    reenacts : mapping, optional
+        For the header: which steps of which run this training runs again; see `tracer.reenact`.
 
     Raises
     ------
@@ -157,6 +159,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         flight: Flight | None = None,
         certificate: Certificate | None = None,
         command: bool = True,
+        reenacts: Mapping[str, Any] | None = None,
     ) -> None:
         given = locals()
         self.path = location(environment.path_or(path))

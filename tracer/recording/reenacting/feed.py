@@ -67,11 +67,17 @@ class Feed:
         self.refusal: CaptureError | None = None
 
     @contextlib.contextmanager
-    def feeding(self) -> Iterator[None]:
-        """Feed the training meanwhile."""
+    def feeding(self, own_steps: int | None = None) -> Iterator[None]:
+        """Feed the training meanwhile.
+
+        Parameters
+        ----------
+        own_steps : int, optional
+            Steps that the training takes of its own first. By default one, or two if there are several optimizers,
+            whose order is known after the first of their steps.
+        """
         parts, scale = self._exporter.parts, GradScaler.scale
-        # the order of several optimizers is known after the first of their steps
-        own_steps = 2 if self._recorded.optimizers > 1 else 1
+        own_steps = own_steps if own_steps is not None else 2 if self._recorded.optimizers > 1 else 1
         first = self._keyframe.at.global_step
         self._exporter.start_at(max(0, first - own_steps), 0, 0)
         parts.passes.fed = functools.partial(self._guarded, self._inputs)

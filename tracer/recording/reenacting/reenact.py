@@ -1,13 +1,16 @@
-"""`reenact_script`: a training script runs some steps of a recorded run again, with whatever is asked of them now."""
+"""`reenact` and `reenact_script`: steps of a recorded run are run again, with whatever is asked of them now."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from tracer.errors import CaptureError
 from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS
@@ -17,8 +20,9 @@ from tracer.recording.environment import REHEARSAL
 from tracer.recording.launching.program import Program
 from tracer.recording.launching.script import run
 from tracer.recording.options import Options
+from tracer.recording.recording import record
 from tracer.recording.reenacting.comparison import Comparison, Verdict, steps_named
-from tracer.recording.reenacting.feed import Feed
+from tracer.recording.reenacting.feed import Ended, Feed
 from tracer.recording.reenacting.recorded import Keyframe, Recorded
 from tracer.recording.run import Run
 from tracer.stores.locations import Anywhere, location
@@ -120,6 +124,51 @@ def _escaped(path: str) -> str:
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in path)
 
 
+class Reenactment:
+    """Steps of a recorded run that a training runs again: what is fed to it, and what is compared.
+
+    Parameters
+    ----------
+    plan : Plan
+    allow_different : bool
+        Whether to go on after the first value that is not as it was recorded.
+
+    Attributes
+    ----------
+    comparison : Comparison
+        Listens to the training.
+    """
+
+    def __init__(self, plan: Plan, *, allow_different: bool) -> None:
+        self.plan = plan
+        self.comparison = Comparison(plan.recorded, plan.keyframe.at.global_step, plan.steps, self._step_over)
+        self._allow_different = allow_different
+        self._feed: Feed | None = None
+        self._run: Run | None = None
+
+    @contextlib.contextmanager
+    def by(self, run: Run, *, own_steps: int | None = None) -> Iterator[None]:
+        """Feed the training that a run observes; see `Feed`."""
+        self._run = run
+        self._feed = Feed(self.plan.recorded, self.plan.keyframe, run.exporter)
+        with self._feed.feeding(own_steps):
+            yield
+
+    def _step_over(self, verdict: Verdict) -> None:
+        """When the last step is over, or something was different, note the verdict, and let the training end."""
+        assert self._feed is not None
+        if self._feed.over or not (verdict.complete or (verdict.first is not None and not self._allow_different)):
+            return
+        if self._run is not None and self._run.recorder is not None:
+            self._run.recorder.note({"reenacted": verdict.describe()})
+        self._feed.over = True
+
+    def refuse(self) -> None:
+        """Raise the `CaptureError` because of which the training could not be fed, if there is one."""
+        if self._feed is not None and self._feed.refusal is not None:
+            raise self._feed.refusal
+
+
 def reenact_script(
     path: Anywhere,
     program: Program,
@@ -130,11 +179,10 @@ def reenact_script(
     options: Options | None = None,
     receivers: Sequence[Receiver] = (),
     allow_different: bool = False,
-    ended: Callable[[], None] | None = None,
 ) -> tuple[Verdict, int]:
     """Run steps of a recorded run again by the script that trained, record them anew, and compare.
 
-    The script runs from its beginning. At its first training forward the model gets the state of the last keyframe
+    The script runs from its beginning. After a step or two of its own the model gets the state of the last keyframe
     before the steps, and from then on each forward the recorded inputs, each loss the recorded labels, each optimizer
     the recorded hyperparameters. When the last step is over, the script is ended with `SystemExit`. Meanwhile
     ``TRACE_REHEARSAL`` is ``reenact``.
@@ -156,8 +204,6 @@ def reenact_script(
         Who listens to the steps.
     allow_different : bool
         Whether to go on after the first value that is not as it was recorded.
-    ended : callable, optional
-        Called when the new trace is closed.
 
     Returns
     -------
@@ -173,46 +219,117 @@ def reenact_script(
     """
     with TraceReader(location(path)) as trace, contextlib.ExitStack() as stack:
         plan = plan_of(trace, steps, allow_different=allow_different)
-        asked = captures or (Capture(kinds=[kind for kind in Capture().kinds or () if kind in OF_STEPS]),)
-        running: list[Run] = []
-        feeds: list[Feed] = []
-
-        def step_over(verdict: Verdict) -> None:
-            if feeds[0].over:
-                return
-            if verdict.complete or (verdict.first is not None and not allow_different):
-                recorder = running[0].recorder
-                if recorder is not None:
-                    recorder.note({"reenacted": verdict.describe()})
-                feeds[0].over = True
-
-        comparison = Comparison(plan.recorded, plan.keyframe.at.global_step, steps, step_over)
-
-        def began(recording: Run) -> None:
-            running.append(recording)
-            feeds.append(Feed(plan.recorded, plan.keyframe, recording.exporter))
-            stack.enter_context(feeds[0].feeding())
-
-        stack.enter_context(_telling_the_script())
+        again = Reenactment(plan, allow_different=allow_different)
+        stack.enter_context(telling_the_script())
         try:
             status = run(
                 program,
                 out=out,
-                captures=captures_for(plan, asked),
+                captures=captures_for(plan, captures or (of_steps(),)),
                 options=replace(options or Options(), reenacts=plan.describe()),
-                receivers=(*receivers, comparison),
-                began=began,
-                ended=ended,
+                receivers=(*receivers, again.comparison),
+                began=lambda recording: stack.enter_context(again.by(recording)),
                 required=True,
             )
         finally:
-            if feeds and feeds[0].refusal is not None:
-                raise feeds[0].refusal
-        return comparison.verdict, status
+            again.refuse()
+        return again.comparison.verdict, status
+
+
+def reenact(
+    path: Anywhere,
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer],
+    step: Callable[[nn.Module, Any, Any, Any], object],
+    *,
+    steps: tuple[int, int],
+    out: Anywhere,
+    capture: Capture | Iterable[Capture] | None = None,
+    loss: nn.Module | Callable[..., Any] | None = None,
+    receivers: Iterable[Receiver] = (),
+    overwrite: bool = False,
+    allow_different: bool = False,
+) -> Verdict:
+    """Run steps of a recorded run again by a function, record them anew, and compare.
+
+    Parameters
+    ----------
+    path : path or URL
+        Of the trace of the run.
+    model : nn.Module
+        Of the run's architecture. It gets the state of the last keyframe before the steps.
+    optimizer : Optimizer or iterable of Optimizer
+        Made as for the run. It gets the recorded state, and at each step the recorded hyperparameters.
+    step : callable
+        ``step(model, optimizer, inputs, labels)`` takes one step of the training. Inputs and labels are those that were
+        recorded of the first forward and the first loss: a tensor, or a dictionary by leaf; labels may be None.
+    steps : (int, int)
+        The first global step, and the one after the last.
+    out : path or URL
+        Of the trace to make.
+    capture : Capture or iterable of Capture, optional
+        What is recorded of the steps; by default everything.
+    loss
+        As for `tracer.record`.
+    receivers : iterable of Receiver
+        Who listens to the steps.
+    overwrite : bool
+        Whether to replace a trace that is at `out`.
+    allow_different : bool
+        Whether to go on after the first value that is not as it was recorded, and with another version of PyTorch.
+
+    Returns
+    -------
+    Verdict
+        ``identical``, ``compared``, ``equal``, and the ``first`` difference.
+
+    Raises
+    ------
+    CaptureError
+        If the steps cannot be run again.
+    TraceExistsError
+        If something is at `out`.
+    """
+    with TraceReader(location(path)) as trace:
+        plan = plan_of(trace, steps, allow_different=allow_different)
+        again = Reenactment(plan, allow_different=allow_different)
+        given = (of_steps(),) if capture is None else (capture,) if isinstance(capture, Capture) else tuple(capture)
+        recording = record(
+            out,
+            model,
+            optimizer,
+            loss=loss,
+            capture=captures_for(plan, given),
+            receivers=(*receivers, again.comparison),
+            overwrite=overwrite,
+            reenacts=plan.describe(),
+        )
+        with recording as observed, again.by(observed, own_steps=0):
+            for number in range(plan.keyframe.at.global_step, steps[1]):
+                found = plan.recorded.step(number)
+                inputs, labels = (_alone(one.get(0)) for one in (found.inputs, found.labels))
+                with contextlib.suppress(Ended):
+                    step(model, optimizer, inputs, labels)
+                if again.comparison.verdict.first is not None and not allow_different:
+                    break
+        again.refuse()
+        return again.comparison.verdict
+
+
+def of_steps() -> Capture:
+    """A capture of all that a plain capture has of steps."""
+    return Capture(kinds=[kind for kind in Capture().kinds or () if kind in OF_STEPS])
+
+
+def _alone(found: dict[str, Any] | None) -> Any:
+    """Copies of the tensors of a structure by their leaves; a tensor that is no structure by itself."""
+    copies = None if found is None else {leaf: tensor.clone() for leaf, tensor in found.items()}
+    return copies if copies is None or {*copies} != {""} else copies[""]
 
 
 @contextlib.contextmanager
-def _telling_the_script() -> Iterator[None]:
+def telling_the_script() -> Iterator[None]:
+    """Let a script know from its environment that it runs again."""
     before = os.environ.get(REHEARSAL)
     os.environ[REHEARSAL] = "reenact"
     try:
