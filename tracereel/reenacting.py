@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from tracer.messaging.receiver import Around, Receiver
 from tracereel import options
-from tracereel.checks import TRACE_SUFFIXES, check_new
-from tracereel.errors import DIFFERENT, FAILED, WRONG_USAGE, Failure
+from tracereel.checks import RESULT_SUFFIXES, TRACE_SUFFIXES, check_new
+from tracereel.errors import DIFFERENT, FAILED, WRONG_USAGE, Failure, wrong_usage
 from tracereel.options import Steps
-from tracereel.printing import print_json, say, tell
+from tracereel.printing import print_json, say, show, tell
 from tracereel.programs import ProgramCommand, program_of
+
+if TYPE_CHECKING:
+    from analyze.tables.results import Results
+    from tracer.recording.launching.program import Program
+    from tracer.stores.locations import Location
 
 
 class ReenactCommand(ProgramCommand):
@@ -39,6 +45,8 @@ class ReenactCommand(ProgramCommand):
     examples=[
         "trace reenact run.zarr --steps 295:305 train.py --epochs 5",
         "trace reenact run.zarr --steps 40 -k layer_gradients -m 'encoder.*' --out detail.zarr train.py",
+        "trace reenact run.zarr --steps 100:110 -s hessian_trace train.py",
+        "trace reenact run.zarr --probe inputs.npy --every-keyframe --out probes.zarr train.py",
         "trace reenact run.zarr --steps 40 --module my.training --lr 0.1",
     ],
 )
@@ -46,14 +54,31 @@ class ReenactCommand(ProgramCommand):
     "--steps",
     "steps_again",
     type=Steps(),
-    required=True,
-    help="The global steps to run again: start inclusive, stop exclusive, or one.",
+    help="The global steps to run again: start inclusive, stop exclusive, or one. With --probe: those whose keyframes "
+    "are taken.",
 )
 @click.option(
     "--out", metavar="PATH", type=click.Path(), help="Trace to make, .zarr or .h5.  [default: RUN.steps-A-B.zarr]"
 )
 @options.kinds(help="Record this kind of these steps; may be repeated.  [default: all that a plain recording has]")
 @options.modules(help="Record modules that match; repeatable.")
+@options.several(
+    "-s", "--subscriber", "specs", metavar="NAME[:key=value,...]",
+    help="Ask this metric about the steps, also one that needs the model; may be repeated.",
+)  # fmt: skip
+@click.option(
+    "--answers",
+    metavar="FILE",
+    type=click.Path(),
+    help="With -s: write the answers, as .parquet, .csv, .jsonl, .zarr or .h5.",
+)
+@click.option(
+    "--probe", "late_probe", metavar="FILE",
+    help="Run no steps, but put these inputs through the weights of the keyframes: .npy, or file.py:function, which "
+    "gives what the model takes.",
+)  # fmt: skip
+@click.option("--probe-labels", metavar="FILE.npy", help="With --probe: the labels of the inputs.")
+@options.flag("--every-keyframe", help="With --probe: take every keyframe of the run.")
 @options.flag(
     "--allow-different",
     help="Go on after the first value that is not as it was recorded, and with another version of PyTorch.",
@@ -67,17 +92,22 @@ def reenact(
     run: str,
     program: tuple[str, ...],
     module: str | None,
-    steps_again: tuple[int, int | None, int],
+    steps_again: tuple[int, int | None, int] | None,
     out: str | None,
     kinds: tuple[str, ...],
     modules: tuple[str, ...],
+    specs: tuple[str, ...],
+    answers: str | None,
+    late_probe: str | None,
+    probe_labels: str | None,
+    every_keyframe: bool,
     allow_different: bool,
     overwrite: bool,
     as_json: bool,
 ) -> None:
     """Run some steps of a recorded run again, and record all of them.
 
-    SCRIPT.py, with the arguments that it had, runs from its beginning. At its first training step the model gets the
+    SCRIPT.py, with the arguments that it had, runs from its beginning. When it has taken a step, the model gets the
     state of the last keyframe in RUN before the steps; from then on it gets the inputs, labels, random generators and
     hyperparameters that RUN holds, until the last step is over. Then the script is ended with SystemExit. What it
     writes, it writes; TRACE_REHEARSAL in its environment is reenact, so that it can tell.
@@ -85,29 +115,45 @@ def reenact(
     Every value that RUN holds of these steps, or the hash of it, is compared with what comes out. The exit code is 5 if
     one is different. trace info shows the verdict in the new trace.
     """
-    start, stop, stride = steps_again
-    if stop is None or stride != 1:
-        raise click.BadParameter("it is START:STOP, without a stride, or one step", param_hint="--steps")
     if module is None and not program:
         raise click.UsageError("there is no script to run: trace reenact RUN --steps A:B SCRIPT.py [ARGS]...")
     script = program_of(program, module)
+    if late_probe is not None:
+        if every_keyframe == (steps_again is not None):
+            raise click.UsageError("--probe takes the keyframes of --steps A:B, or those of --every-keyframe: give one")
+        if specs:
+            raise click.UsageError("--probe makes a trace, which trace replay asks; -s is for steps that are run again")
+        called = out or f"{Path(run).with_suffix('')}.probes.zarr"
+        target = check_new(called, TRACE_SUFFIXES, overwrite)
+        span = None if steps_again is None else steps_again[:2]
+        _probe(run, script, late_probe, probe_labels, span, target, kinds, modules, overwrite=overwrite)
+        say(f"recorded in {called}, with the tag probe: trace info {called}")
+        return
+    if probe_labels is not None or every_keyframe:
+        raise click.UsageError(f"{'--probe-labels' if probe_labels else '--every-keyframe'} goes with --probe")
+    if steps_again is None:
+        raise click.UsageError("--steps A:B says which steps to run again")
+    start, stop, stride = steps_again
+    if stop is None or stride != 1:
+        raise click.BadParameter("it is START:STOP, without a stride, or one step", param_hint="--steps")
     called = out or f"{Path(run).with_suffix('')}.steps-{start}-{stop}.zarr"
     target = check_new(called, TRACE_SUFFIXES, overwrite)
     from tracer.observing.capture import Capture
     from tracer.recording.options import Options
-    from tracer.recording.reenacting.reenact import OF_STEPS, reenact_script
+    from tracer.recording.reenacting.reenact import OF_STEPS, of_steps, reenact_script
 
-    chosen: dict[str, Any] = {"kinds": kinds or [kind for kind in Capture().kinds or () if kind in OF_STEPS]}
     refused = [kind for kind in kinds if kind not in OF_STEPS]
     if refused:
         raise Failure(f"steps that are run again have no {refused[0]}; they have {', '.join(OF_STEPS)}", WRONG_USAGE)
+    asked = _Asked(specs, answers, (start, stop), called, overwrite)
     verdict, status = reenact_script(
         run,
         script,
         steps=(start, stop),
         out=target,
-        captures=[Capture(**chosen, modules=modules or None)],
+        captures=[Capture(kinds=kinds or of_steps().kinds, modules=modules or None)],
         options=Options(overwrite=overwrite),
+        receivers=asked.receivers,
         allow_different=allow_different,
     )
     if as_json:
@@ -115,7 +161,115 @@ def reenact(
     else:
         tell(str(verdict))
         say(f"recorded in {called}: trace info {called}")
+    asked.give()
     ctx = click.get_current_context()
     if verdict.first is not None:
         ctx.exit(DIFFERENT)
     ctx.exit(0 if verdict.complete else status or FAILED)
+
+
+class _From(Around):
+    """Lets a metric hear the steps from a first one on, and not those that only lead there from the keyframe."""
+
+    def __init__(self, inner: Receiver, first: int) -> None:
+        super().__init__(inner)
+        self._first = first
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """What the metric wants of these steps."""
+        return (step is None or step >= self._first) and super().wants(kind, module, tag, step)
+
+
+class _Asked:
+    """Metrics that are asked while steps run again, and where their answers go."""
+
+    def __init__(
+        self, specs: tuple[str, ...], answers: str | None, steps: tuple[int, int], trace: str, overwrite: bool
+    ) -> None:
+        if answers is not None and not specs:
+            raise click.UsageError("--answers FILE goes with -s")
+        if answers is not None:
+            check_new(answers, RESULT_SUFFIXES, overwrite)
+        self._answers, self._overwrite = answers, overwrite
+        self._results: Results | None = None
+        self.receivers: list[Any] = []
+        if specs:
+            from analyze import registry
+            from analyze.tables.results import Results
+
+            with wrong_usage():
+                subscribers = [registry.parse(spec) for spec in specs]
+            self._results = Results()
+            self.receivers = [*(_From(one, steps[0]) for one in subscribers), self._results.sink(subscribers, trace)]
+
+    def give(self) -> None:
+        """Print or write the answers."""
+        if self._results is None:
+            return
+        if self._answers is not None:
+            self._results.write(Path(self._answers).absolute(), overwrite=self._overwrite)
+            say(f"{len(self._results):,} rows written to {self._answers}")
+        elif len(self._results):
+            show(self._results.to_table())
+
+
+def _probe(
+    run: str,
+    script: Program,
+    inputs: str,
+    labels: str | None,
+    steps: tuple[int, int | None] | None,
+    target: Location,
+    kinds: tuple[str, ...],
+    modules: tuple[str, ...],
+    *,
+    overwrite: bool,
+) -> None:
+    from tracer.recording.options import Options
+    from tracer.recording.reenacting.late_probes import LateProbe, probe_script
+
+    given = LateProbe(_inputs(inputs), None if labels is None else _array(labels), steps)
+    done = probe_script(
+        run,
+        script,
+        given,
+        out=target,
+        kinds=kinds,
+        modules=modules or None,
+        options=Options(overwrite=overwrite),
+    )
+    many = f"{len(done)} keyframes, of steps {done[0]:,} to {done[-1]:,}" if len(done) > 1 else f"step {done[0]:,}"
+    tell(f"the inputs went through the weights of {many}")
+
+
+def _inputs(named: str) -> Any:
+    """The inputs in a file of an array, or those that a function in a file of Python gives."""
+    file, colon, function = named.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        return _array(named)
+    if not Path(file).is_file():
+        raise Failure(f"{file} is not a file, so it has no function that gives inputs")
+    import runpy
+
+    try:
+        names = runpy.run_path(file)
+        if not callable(names.get(function)):
+            raise Failure(f"{file} has no function {function!r} that gives the inputs of a probe", WRONG_USAGE)
+        return names[function]()
+    except (Exception, SystemExit) as error:
+        if isinstance(error, Failure):
+            raise
+        raise Failure(f"{named} gives no inputs: {type(error).__name__}: {error}") from error
+
+
+def _array(path: str) -> Any:
+    import numpy as np
+    import torch
+
+    if not Path(path).is_file() or Path(path).suffix != ".npy":
+        raise Failure(f"{path}: inputs of a probe are a file .npy, or file.py:function", WRONG_USAGE)
+    try:
+        with open(path, "rb") as file:
+            return torch.from_numpy(np.lib.format.read_array(file, allow_pickle=False))
+    except (ValueError, TypeError, OSError) as error:
+        raise Failure(f"{path} is no array of numbers: {error}", WRONG_USAGE) from error

@@ -278,6 +278,12 @@ class Probes(Part):
             if self.clock.step % probe.every == 0:
                 self.gate.guard(f"probe {probe.name}", functools.partial(self._run, probe))
 
+    def run(self, name: str) -> None:
+        """Run a probe now; what fails is raised."""
+        for probe in self._all:
+            if probe.name == name:
+                self._run(probe)
+
     def finish(self) -> None:
         """Run all probes for the last time, and note those that never had inputs."""
         for probe in self._all:

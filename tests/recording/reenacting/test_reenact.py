@@ -12,12 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import tracer
 from tests import processes
 from tests.recording.reenacting.scripts import HEAD, SCRIPTS
+from tracer import CaptureError, Collect
 from tracer.messaging.messages import STATE_KINDS
 from tracer.observing.capture import DEFAULT_KINDS
 from tracer.observing.hashes import hash_of
@@ -259,3 +262,158 @@ def test_a_script_that_fails(recorded: Any) -> None:
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
     assert "the script ended before the last of them was over" in done.stdout
+
+
+# -- asked while they run -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cnn", "gan"])
+def test_metrics_say_what_a_replay_of_everything_says(name: str, recorded: Any) -> None:
+    """To the bit, of the steps that were asked for and of no others."""
+    folder = recorded(name)
+    specs = ("-s", "spectral_norm", "-s", "ratio", "-s", "norm:kind=layer_gradients")
+    done = again(folder, "--steps", "13:16", *specs, "--answers", "again.csv", "train.py")
+    assert done.returncode == 0, done.stderr
+    full = trace(folder, "replay", "full.h5", "--steps", "13:16", *specs, "--out", "full.csv", "--overwrite")
+    assert full.returncode == 0, full.stderr
+    rows = [(folder / f"{one}.csv").read_text().splitlines() for one in ("again", "full")]
+    (folder / "again.csv").unlink()
+    without_trace = [sorted(re.sub(r"[^,]*\.(zarr|h5)", "", line) for line in lines) for lines in rows]
+    assert without_trace[0] == without_trace[1]
+    assert len(rows[0]) > 20
+
+
+def test_metrics_that_need_the_model(recorded: Any) -> None:
+    """What a replay refuses with a sentence that names this command, this command gives; as a live run did."""
+    folder = recorded("own loss")
+    refused = trace(folder, "replay", "run.zarr", "-s", "hessian_trace")
+    assert refused.returncode == 2
+    assert "trace reenact run.zarr --subscriber hessian_trace" in refused.stderr
+    done = again(folder, "--steps", "13:15", "--subscriber", "hessian_trace", "--answers", "trace.jsonl", "train.py")
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+    assert {one["global_step"] for one in found} == {13, 14}
+    live = Collect("loss_hessian_trace")
+    namespace: dict[str, Any] = {}
+    body = HEAD.replace("sys.argv", "['train.py']") + SCRIPTS["own loss"]
+    setup, loop = body.split("for step in range(30):")
+    exec(setup, namespace)
+    with tracer.record(
+        folder / "live.zarr", namespace["model"], namespace["optimizer"], receivers=[HessianTrace(), live]
+    ):
+        exec("for step in range(15):" + loop, namespace)
+    expected = {one.global_step: float(one.data) for one in live}
+    assert {one["global_step"]: one["value"] for one in found if one["kind"] == "loss_hessian_trace"} == {
+        step: expected[step] for step in (13, 14)
+    }
+
+
+# -- late probes ----------------------------------------------------------------------------------------------
+
+
+def test_late_probes_are_those_of_a_live_run(recorded: Any) -> None:
+    """The same inputs, run live at the same steps, gave the same activations to the bit, and so the same SVCCA."""
+    folder = recorded("own loss")
+    inputs = np.random.default_rng(0).standard_normal((20, 6)).astype(np.float32)
+    np.save(folder / "inputs.npy", inputs)
+    np.save(folder / "labels.npy", np.arange(20) % 3)
+    (folder / "more.py").write_text(
+        "import numpy, torch\ndef inputs(): return torch.from_numpy(numpy.load('inputs.npy'))"
+    )
+    words = ("--every-keyframe", "--out", "late.zarr", "train.py")
+    done = again(folder, "--probe", "inputs.npy", "--probe-labels", "labels.npy", *words)
+    assert done.returncode == 0, done.stderr
+    assert "3 keyframes, of steps 0 to 20" in done.stdout
+    assert done.stderr.startswith("recorded in late.zarr")
+    one = again(folder, "--probe", "more.py:inputs", "--steps", "5:15", "--out", "one.h5", "train.py")
+    assert one.returncode == 0, one.stderr
+    setup, loop = (HEAD.replace("sys.argv", "['train.py']") + SCRIPTS["own loss"]).split("for step in range(30):")
+    namespace: dict[str, Any] = {}
+    exec(setup, namespace)
+    with tracer.record(folder / "probed.zarr", namespace["model"], namespace["optimizer"], overwrite=True) as run:
+        run.probe("probe", torch.from_numpy(inputs), torch.arange(20) % 3, every=10)
+        exec("for step in range(29):" + loop, namespace)
+
+    def probed(path: str, steps: tuple[int, int]) -> dict[tuple[Any, ...], int]:
+        with tracer.open(folder / path) as reader:
+            return {
+                (message.kind, message.key, message.global_step, message.epoch): hash_of(message.data)
+                for message in reader.messages(tags="probe", steps=steps)
+            }
+
+    late = probed("late.zarr", (0, 29))
+    assert late == probed("probed.zarr", (0, 29))
+    assert {place[2] for place in late} == {0, 10, 20}
+    assert {place[0] for place in late} == {"activations", "network_output", "input_labels"}
+    without_labels = {place: found for place, found in late.items() if place[0] != "input_labels" and place[2] == 10}
+    assert probed("one.h5", (0, 29)) == without_labels
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--probe", "inputs.npy", "train.py"), "give one"),
+        (("--probe", "gone.npy", "--every-keyframe", "train.py"), "gone.npy: inputs of a probe are a file .npy"),
+        (("--probe", "more.py:nothing", "--every-keyframe", "train.py"), "has no function 'nothing'"),
+        (("--probe", "inputs.npy", "--steps", "3:9", "train.py"), "no keyframe among these steps; it has them at 3"),
+        (("--probe", "wrong.npy", "--every-keyframe", "train.py"), "the model does not take the inputs of the probe"),
+        (("--probe", "inputs.npy", "--every-keyframe", "empty.py"), "took no training step"),
+        (("--probe", "inputs.npy", "--every-keyframe", "-k", "weights", "train.py"), "no kind of a probe 'weights'"),
+        (("--probe-labels", "inputs.npy", "--steps", "3", "train.py"), "--probe-labels goes with --probe"),
+        (("train.py",), "--steps A:B says which steps"),
+    ],
+)
+def test_probes_that_cannot_be_run(words: tuple[str, ...], sentence: str, recorded: Any) -> None:
+    """One sentence each, and exit code 2 or 1."""
+    folder = recorded("own loss")
+    np.save(folder / "inputs.npy", np.zeros((3, 6), np.float32))
+    np.save(folder / "wrong.npy", np.zeros((3, 5), np.float32))
+    (folder / "empty.py").write_text("print('nothing')")
+    (folder / "more.py").write_text("def inputs():\n    return None\n")
+    done = again(folder, "--out", "never.zarr", *words)
+    assert done.returncode in (1, 2)
+    assert sentence in done.stderr
+
+
+# -- by a function --------------------------------------------------------------------------------------------
+
+
+def test_steps_are_run_again_by_a_function(tmp_path: Path) -> None:
+    """A new model and optimizer take the recorded steps; a function that trains otherwise is found."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    criterion = nn.CrossEntropyLoss()
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+    def doubled(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (2 * criterion(model(x), y)).backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=criterion, capture="standard"):
+        for _ in range(6):
+            step(model, optimizer, torch.randn(5, 6), torch.randint(0, 3, (5,)))
+    heard, about = Collect("weights"), {"steps": (3, 5), "loss": criterion, "receivers": []}
+    verdict = tracer.reenact(
+        tmp_path / "run.zarr", *made(), step, **{**about, "receivers": [heard]}, out=tmp_path / "again.zarr"
+    )
+    assert verdict.identical
+    assert [one.global_step for one in heard] == [3, 3, 4, 4]
+    other = tracer.reenact(tmp_path / "run.zarr", *made(), doubled, **about, out=tmp_path / "other.zarr")
+    assert (other.first.step, other.first.kind) == (0, "loss")
+    assert not other.complete
+    whole = tracer.reenact(
+        tmp_path / "run.zarr", *made(), doubled, **about, out=tmp_path / "whole.zarr", allow_different=True
+    )
+    assert whole.complete
+    assert whole.first == other.first
+    with pytest.raises(CaptureError, match="has nothing of step 6"):
+        tracer.reenact(tmp_path / "run.zarr", *made(), step, steps=(4, 9), out=tmp_path / "never.zarr")

@@ -44,7 +44,7 @@ def run(
     captures: Sequence[Capture] | None = None,
     options: Options | None = None,
     receivers: Iterable[Receiver] = (),
-    required: bool = False,
+    required: bool | None = False,
     began: Callable[[Run], None] | None = None,
     ended: Callable[[], None] | None = None,
 ) -> int:
@@ -62,7 +62,7 @@ def run(
         Who listens live to what this process trains. One that raises `StopTraining` ends the script, without a
         traceback: whoever gave it says why.
     required : bool
-        Whether it is an error that nothing of a training was recorded. If not, it is said on stderr.
+        Whether it is an error that nothing of a training was recorded. If not, it is said on stderr; None: nowhere.
     began : callable, optional
         Called with the recording before the script begins.
     ended : callable, optional
@@ -109,7 +109,7 @@ def run(
         terminated = termination.signalled()
         late = not terminated and bool(_threads())
         if late:  # they may train on, and are waited for when the process ends
-            late_end = functools.partial(_end_late, session, stack.pop_all(), error, ended, required=required)
+            late_end = functools.partial(_end_late, session, stack.pop_all(), error, ended, required=bool(required))
             termination.at_exit(late_end, first=True)
         else:
             session.close(error)
@@ -120,7 +120,7 @@ def run(
         _end_at_once(status)
     if late or os.getpid() != session.pid:  # a child that the script forked came to the script's end, too
         return status
-    if status == 0:
+    if status == 0 and required is not None:
         session.check(required)
     if ended is not None:
         ended()
