@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import tracer
+from analyze import HessianTrace
 from tests import processes
 from tests.recording.reenacting.scripts import HEAD, SCRIPTS
 from tracer import CaptureError, Collect
