@@ -397,7 +397,7 @@ def _become_launcher(program: tuple[str, ...], module: str | None, rehearsals: R
     if rehearsals.only_dry_run:
         raise click.UsageError(f"--dry-run runs a script of one process: give it without {launcher.name}")
     before = click.get_current_context().meta.get(OPTIONS, [])
-    launchers.become(launcher, before, program=str(Path(__file__).absolute().with_name("__main__.py")))
+    launchers.become(launcher, ["record", *before], program=str(Path(__file__).absolute().with_name("__main__.py")))
 
 
 def _run_unwatched(program: Program) -> NoReturn:

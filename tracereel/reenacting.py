@@ -13,7 +13,7 @@ from tracereel.checks import RESULT_SUFFIXES, TRACE_SUFFIXES, check_new
 from tracereel.errors import DIFFERENT, FAILED, WRONG_USAGE, Failure, wrong_usage
 from tracereel.options import Steps
 from tracereel.printing import print_json, say, show, tell
-from tracereel.programs import ProgramCommand, program_of
+from tracereel.programs import OPTIONS, ProgramCommand, program_of
 
 if TYPE_CHECKING:
     from analyze.tables.results import Results
@@ -31,6 +31,7 @@ class ReenactCommand(ProgramCommand):
         if args and not args[0].startswith("-"):
             trace, rest = args[0], args[1:]
             options, end = self.own_words(rest)
+            ctx.meta[OPTIONS] = rest[:options]
             behind = ["--", trace] if options != end else [trace]
             args = [*rest[:end], *behind, *rest[end:]]
             return click.Command.parse_args(self, ctx, args)
@@ -117,6 +118,9 @@ def reenact(
     """
     if module is None and not program:
         raise click.UsageError("there is no script to run: trace reenact RUN --steps A:B SCRIPT.py [ARGS]...")
+    _become_launcher(run, program, module)
+    from tracer.trace.claiming import this_process
+
     script = program_of(program, module)
     if late_probe is not None:
         if every_keyframe == (steps_again is not None):
@@ -124,7 +128,7 @@ def reenact(
         if specs:
             raise click.UsageError("--probe makes a trace, which trace replay asks; -s is for steps that are run again")
         called = out or f"{Path(run).with_suffix('')}.probes.zarr"
-        target = check_new(called, TRACE_SUFFIXES, overwrite)
+        target = check_new(called, TRACE_SUFFIXES, overwrite or this_process().size > 1)
         span = None if steps_again is None else steps_again[:2]
         _probe(run, script, late_probe, probe_labels, span, target, kinds, modules, overwrite=overwrite)
         say(f"recorded in {called}, with the tag probe: trace info {called}")
@@ -137,7 +141,7 @@ def reenact(
     if stop is None or stride != 1:
         raise click.BadParameter("it is START:STOP, without a stride, or one step", param_hint="--steps")
     called = out or f"{Path(run).with_suffix('')}.steps-{start}-{stop}.zarr"
-    target = check_new(called, TRACE_SUFFIXES, overwrite)
+    target = check_new(called, TRACE_SUFFIXES, overwrite or this_process().size > 1)
     from tracer.observing.capture import Capture
     from tracer.recording.options import Options
     from tracer.recording.reenacting.reenact import OF_STEPS, of_steps, reenact_script
@@ -159,7 +163,8 @@ def reenact(
     if as_json:
         print_json(verdict.describe())
     else:
-        tell(str(verdict))
+        process = this_process()
+        tell(f"rank {process.rank}: {verdict}" if process.size > 1 else str(verdict))
         say(f"recorded in {called}: trace info {called}")
     asked.give()
     ctx = click.get_current_context()
@@ -211,6 +216,16 @@ class _Asked:
             say(f"{len(self._results):,} rows written to {self._answers}")
         elif len(self._results):
             show(self._results.to_table())
+
+
+def _become_launcher(run: str, program: tuple[str, ...], module: str | None) -> None:
+    """Become torchrun or accelerate, if the program is that: each of its processes runs its rank's steps again."""
+    from tracer.recording.launching import launchers
+
+    launcher = launchers.launcher_of(program, module)
+    if launcher is not None:
+        words = ["reenact", run, *click.get_current_context().meta[OPTIONS]]
+        launchers.become(launcher, words, program=str(Path(__file__).absolute().with_name("__main__.py")))
 
 
 def _probe(

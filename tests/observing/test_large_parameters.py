@@ -16,12 +16,12 @@ from torch import Tensor, nn
 import tracer
 from tests.endings import alike
 from tracer import Capture, Collect, Exporter, Message
-from tracer.messaging.messages import KINDS
+from tracer.messaging.messages import DATA_KINDS, KINDS
 from tracer.observing import parameters
 from tracer.observing.publisher import Publisher
 from tracer.trace.writer import TraceWriter
 
-OF_PARAMETERS = tuple(kind for kind, entry in KINDS.items() if not (entry.network or entry.per_call))
+OF_PARAMETERS = tuple(kind for kind, entry in KINDS.items() if not (entry.network or entry.per_call or entry.state))
 SIZE = parameters.EARLY
 """Bytes of a parameter that is large."""
 
@@ -158,12 +158,12 @@ def spoil(x: Tensor) -> Tensor:
 
 
 CAPTURES: dict[str, Any] = {
-    "everything": Capture(kinds=KINDS),
+    "everything": Capture(kinds=DATA_KINDS),
     "weights alone": Capture(kinds=["weights", "biases"]),
     "updates alone": Capture(kinds=["weight_updates", "bias_updates"]),
     "gradients alone, every second step": Capture(kinds=["weight_gradients"], every=2),
-    "a function that writes": Capture(kinds=KINDS, reduce=spoil),
-    "hashes and statistics beside": [Capture(kinds=KINDS, reduce="hash"), Capture(reduce="statistics"), Capture()],
+    "a function that writes": Capture(kinds=DATA_KINDS, reduce=spoil),
+    "hashes and statistics beside": [Capture(kinds=DATA_KINDS, reduce="hash"), Capture(reduce="statistics"), Capture()],
     "statistics alone": Capture(reduce="statistics"),
     "some elements of weights": [Capture(kinds=["weights"], elements=3), Capture(kinds=["weight_updates"])],
 }

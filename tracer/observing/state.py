@@ -15,6 +15,7 @@ from tracer.observing.parameter_table import Parameter
 from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch import generators
 from tracer.observing.pytorch.optimizer_states import SCALE, flat, hyperparameters, scale_of
+from tracer.observing.ranks import Ranks
 
 SCALER = "scaler"
 """The leaf of the hyperparameters of a GradScaler; those of an optimizer's group have ``optimizer.group``, such as
@@ -34,8 +35,9 @@ class State(Part):
     has a ``keyframe`` at its end.
     """
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: Ground, ranks: Ranks) -> None:
         super().__init__(ground)
+        self._ranks = ranks
         self._forwards = 0  # training forwards of the open step
         self._generators: dict[str, Tensor] = {}  # as they were published last
         self._left: tuple[int, dict[str, Tensor]] = -1, {}  # the step before, and how that left them
@@ -135,6 +137,8 @@ class State(Part):
                     f"observed, or did not step (shapes {shapes})"
                 )
         for kind, path in self._needed():
+            if (kind, path) in self._ranks.elsewhere:  # another rank records it, for this one, too
+                continue
             captures = self.demand.wanted(kind, path, DEFAULT_TAG, self.clock.began)
             if not any(one.keeps_whole(kind) for one in captures):
                 return f"no capture takes the {kind}{'' if path is None else f' of {path!r}'} of its step whole"

@@ -54,7 +54,7 @@ class Steps(Part):
         self.ranks = Ranks(ground)
         self.parameters = Parameters(ground, self.ranks)
         self.objectives = Objectives(ground)
-        self.state = State(ground)
+        self.state = State(ground, self.ranks)
         self.over = False
         self.epochs = Epochs()
         self._between: weakref.WeakMethod[Callable[[], None]] | None = None

@@ -160,6 +160,24 @@ quiet = dict(report_to=[], logging_strategy="no", save_strategy="no", disable_tq
 arguments = TrainingArguments("out", num_train_epochs=5, per_device_train_batch_size=8, seed=0, **quiet)
 Trainer(model, arguments, train_dataset=data).train()
 """
+TWO_RANKS = """
+import torch.distributed as dist
+from torch.utils.data.distributed import DistributedSampler
+dist.init_process_group("gloo")
+data = TensorDataset(torch.randn(60, 6), torch.randint(0, 3, (60,)))
+layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)
+model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
+torch.manual_seed(dist.get_rank())
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+sampler = DistributedSampler(data)
+for epoch in range(5):
+    sampler.set_epoch(epoch)
+    for a, b in DataLoader(data, 6, sampler=sampler):
+        optimizer.zero_grad()
+        F.cross_entropy(model(a), b).backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
 SCRIPTS = {
     "cnn": CNN, "transformer": TRANSFORMER, "noisy": NOISY, "lbfgs": LBFGS, "gan": GAN, "own loss": OWN_LOSS,
     "compiled": COMPILED, "lightning": LIGHTNING, "transformers": TRAINER,

@@ -20,7 +20,7 @@ from torch import nn
 import tracer
 from analyze import HessianTrace
 from tests import processes
-from tests.recording.reenacting.scripts import HEAD, SCRIPTS
+from tests.recording.reenacting.scripts import HEAD, SCRIPTS, TWO_RANKS
 from tracer import CaptureError, Collect
 from tracer.messaging.messages import STATE_KINDS
 from tracer.observing.capture import DEFAULT_KINDS
@@ -263,6 +263,48 @@ def test_a_script_that_fails(recorded: Any) -> None:
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
     assert "the script ended before the last of them was over" in done.stdout
+
+
+# -- two ranks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_ranks_run_again(tmp_path: Path) -> None:
+    """Each rank runs its own steps again; the weights are those that one of them recorded for both."""
+    (tmp_path / "train.py").write_text(HEAD + TWO_RANKS)
+    (tmp_path / "keyframes.json").write_text(json.dumps(KEYFRAMES))
+    torchrun = ("torchrun", "--nproc-per-node", "2", "train.py")
+    environment = {**ENVIRONMENT, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tracereel", *words]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+        )
+
+    for done in (
+        run("record", "--config", "keyframes.json", "--out", "run.zarr", *torchrun),
+        run("record", "--out", "full.zarr", *torchrun),
+    ):
+        assert done.returncode == 0, done.stderr
+    done = run("reenact", "run.zarr", "--steps", "13:16", "--out", "again.zarr", *torchrun)
+    assert done.returncode == 0, done.stderr
+    assert {line.partition(":")[0] for line in done.stdout.splitlines() if "equal to the bit" in line} == {
+        "rank 0", "rank 1",
+    }  # fmt: skip
+
+    def told(path: str) -> dict[tuple[Any, ...], int]:
+        with tracer.open(tmp_path / path) as reader:
+            return {
+                (one.kind, one.key, one.leaf, one.global_step, one.rank, one.call): hash_of(one.data)
+                for one in reader.messages(kinds=DEFAULT_KINDS, steps=(13, 16), tags="default")
+                if one.data is not None
+            }
+
+    assert told("again.zarr") == told("full.zarr")
+    alone = run("reenact", "run.zarr", "--steps", "13:16", "train.py")
+    assert alone.returncode == 2
+    assert "is of 2 ranks, and this is rank 0 of 1" in alone.stderr
 
 
 # -- asked while they run -------------------------------------------------------------------------------------

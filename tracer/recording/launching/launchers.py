@@ -138,14 +138,14 @@ def _named(program: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     return "", ()
 
 
-def become(launcher: Launcher, options: Sequence[str], *, program: str) -> NoReturn:
-    """Replace this process by a launcher whose processes run ``trace record`` on the script.
+def become(launcher: Launcher, command: Sequence[str], *, program: str) -> NoReturn:
+    """Replace this process by a launcher whose processes run a command of ``trace`` on the script.
 
     Parameters
     ----------
     launcher : Launcher
-    options : sequence of str
-        Of ``trace record``.
+    command : sequence of str
+        The words before the script, such as ``record`` and its options.
     program : str
         The file of the command ``trace``. A module name could be taken for a module in the script's folder.
 
@@ -163,7 +163,7 @@ def become(launcher: Launcher, options: Sequence[str], *, program: str) -> NoRet
     script = [*(["--module"] if given.module else []), given.training_script, *given.training_script_args]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", launcher.module, *before, program, "record", *options, *script])
+    os.execv(sys.executable, [sys.executable, "-m", launcher.module, *before, program, *command, *script])
 
 
 def _parser_of(launcher: Launcher) -> Callable[[], Any]:

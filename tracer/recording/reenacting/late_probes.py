@@ -21,11 +21,10 @@ from tracer.recording.launching.script import run
 from tracer.recording.launching.session import PROBE
 from tracer.recording.options import Options
 from tracer.recording.reenacting.feed import Ended, restore
-from tracer.recording.reenacting.recorded import Recorded
+from tracer.recording.reenacting.recorded import Recorded, recorded_run
 from tracer.recording.reenacting.reenact import telling_the_script
 from tracer.recording.run import Run
-from tracer.stores.locations import Anywhere, location
-from tracer.trace.reader import TraceReader
+from tracer.stores.locations import Anywhere
 
 KINDS: tuple[str, ...] = ("activations", "network_output", "input_labels")
 """What is recorded of a late probe by default, as of a live one."""
@@ -93,17 +92,16 @@ def probe_script(
     for kind in kinds:
         if kind not in allowed:
             raise UnknownNameError.of("kind of a probe", kind, allowed)
-    with TraceReader(location(path)) as trace, contextlib.ExitStack() as stack:
-        recorded = Recorded(trace)
+    with recorded_run(path) as recorded, contextlib.ExitStack() as stack:
         there = recorded.keyframes()
         start, stop = probe.steps if probe.steps is not None else (0, None)
         steps = [step for step in there if start <= step and (stop is None or step < stop)]
         if not steps:
             found = f"it has them at {len(there)} steps, {there[0]:,} to {there[-1]:,}" if there else "it has none"
-            raise CaptureError(f"{trace.path} has no keyframe among these steps; {found}")
+            raise CaptureError(f"{path} has no keyframe among these steps; {found}")
         passes = _Passes(recorded, steps, probe)
         stack.enter_context(telling_the_script())
-        about = {"run": str(trace.path), "keyframes": steps}
+        about = {"run": str(recorded.trace.path), "keyframes": steps}
         try:
             run(
                 program,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS, Message, c
 from tracer.observing.capture import observed
 from tracer.observing.clock import At
 from tracer.observing.hashes import hash_of
+from tracer.stores.locations import Anywhere, location
+from tracer.trace.claiming import this_process
 from tracer.trace.reader import TraceReader
 
 _EXACT = ("loss", "loss_terms")
@@ -120,8 +123,27 @@ class RecordedStep:
 
 
 def _is_part(sampling: Mapping[str, Any] | None) -> bool:
-    """Whether less than all of a tensor was kept, or other numbers."""
-    return sampling is not None and bool({*sampling} - {"beside"})
+    """Whether less than all of what this rank has of a tensor was kept, or other numbers."""
+    return sampling is not None and bool({*sampling} - {"beside", "placement"})
+
+
+@contextlib.contextmanager
+def recorded_run(path: Anywhere) -> Iterator[Recorded]:
+    """A recorded run, of the rank that this process has.
+
+    Raises
+    ------
+    CaptureError
+        If the run has no such rank, or others than this run.
+    """
+    process = this_process()
+    with TraceReader(location(path), assemble=False) as trace:
+        if process.size != len(trace.ranks) or process.rank not in trace.ranks:
+            raise CaptureError(
+                f"{path} is of {len(trace.ranks)} ranks, and this is rank {process.rank} of {process.size}: start "
+                "as many processes as the run had, by torchrun in the place of the script"
+            )
+        yield Recorded(trace, process.rank if process.size > 1 else None)
 
 
 class Recorded:
@@ -130,10 +152,14 @@ class Recorded:
     Parameters
     ----------
     trace : TraceReader
+        With the parts of distributed tensors as each rank has them.
+    rank : int, optional
+        Of several ranks, the one that runs again. What others recorded for it is its own, too.
     """
 
-    def __init__(self, trace: TraceReader) -> None:
+    def __init__(self, trace: TraceReader, rank: int | None = None) -> None:
         self.trace = trace
+        self._ranks = None if rank is None else [rank]
         self._step: tuple[int, RecordedStep] | None = None
 
     @property
@@ -157,7 +183,7 @@ class Recorded:
 
     def keyframes(self) -> list[int]:
         """The global steps that have a keyframe, ascending."""
-        return sorted({one.global_step for one in self.trace.messages("keyframe", tags=DEFAULT_TAG)})
+        return sorted({one.global_step for one in self._messages("keyframe")})
 
     def keyframe(self, step: int) -> Keyframe:
         """The last keyframe that is not after a step.
@@ -180,7 +206,7 @@ class Recorded:
         buffers: dict[str, Tensor] = {}
         states: dict[str, dict[str, Tensor]] = {}
         kinds = ("weights", "biases", "buffers", "optimizer_state", "keyframe")
-        for message in self.trace.messages(kinds, steps=(before[-1], before[-1] + 1), tags=DEFAULT_TAG):
+        for message in self._messages(kinds, before[-1]):
             data, key = message.data, message.key
             if data is None or key is None:
                 at = At(message.global_step, message.train_step, message.epoch)
@@ -197,10 +223,12 @@ class Recorded:
         """What was recorded of the training in a global step; the last one that was asked for is kept."""
         if self._step is None or self._step[0] != number:
             found = RecordedStep()
-            for message in self._messages(number):
+            for message in self._messages(None, number):
                 found.add(message)
             self._step = number, found
         return self._step[1]
 
-    def _messages(self, number: int) -> Iterator[Message]:
-        return self.trace.messages(steps=(number, number + 1), tags=DEFAULT_TAG)
+    def _messages(self, kinds: str | Sequence[str] | None, step: int | None = None) -> Iterator[Message]:
+        """The messages of the training, of all steps or of one."""
+        steps = None if step is None else (step, step + 1)
+        return self.trace.messages(kinds, steps=steps, tags=DEFAULT_TAG, ranks=self._ranks)

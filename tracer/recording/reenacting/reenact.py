@@ -23,10 +23,9 @@ from tracer.recording.options import Options
 from tracer.recording.recording import record
 from tracer.recording.reenacting.comparison import Comparison, Verdict, steps_named
 from tracer.recording.reenacting.feed import Ended, Feed
-from tracer.recording.reenacting.recorded import Keyframe, Recorded
+from tracer.recording.reenacting.recorded import Keyframe, Recorded, recorded_run
 from tracer.recording.run import Run
-from tracer.stores.locations import Anywhere, location
-from tracer.trace.reader import TraceReader
+from tracer.stores.locations import Anywhere
 
 OF_STEPS: tuple[str, ...] = tuple(kind for kind in DATA_KINDS if KINDS[kind].clock == "global_step")
 """The kinds that a re-enactment can give. Its epochs end where the script's own data does, so they tell nothing."""
@@ -59,12 +58,12 @@ class Plan:
         return {"run": path, "keyframe": self.keyframe.at.global_step, "steps": list(self.steps)}
 
 
-def plan_of(trace: TraceReader, steps: tuple[int, int], *, allow_different: bool = False) -> Plan:
+def plan_of(recorded: Recorded, steps: tuple[int, int], *, allow_different: bool = False) -> Plan:
     """How to come to some steps of a recorded run.
 
     Parameters
     ----------
-    trace : TraceReader
+    recorded : Recorded
     steps : (int, int)
         The first global step, and the one after the last.
     allow_different : bool
@@ -79,8 +78,7 @@ def plan_of(trace: TraceReader, steps: tuple[int, int], *, allow_different: bool
     start, stop = steps
     if not 0 <= start < stop:
         raise CaptureError(f"steps to run again are START:STOP with 0 <= START < STOP, not {start}:{stop}")
-    recorded = Recorded(trace)
-    keyframe = recorded.keyframe(start)
+    trace, keyframe = recorded.trace, recorded.keyframe(start)
     was, now = trace.header.get("versions", {}).get("torch"), torch.__version__
     if was != now and not allow_different:
         raise CaptureError(
@@ -217,8 +215,8 @@ def reenact_script(
     CaptureError
         If the steps cannot be run again, before the script begins or when it shows.
     """
-    with TraceReader(location(path)) as trace, contextlib.ExitStack() as stack:
-        plan = plan_of(trace, steps, allow_different=allow_different)
+    with recorded_run(path) as recorded, contextlib.ExitStack() as stack:
+        plan = plan_of(recorded, steps, allow_different=allow_different)
         again = Reenactment(plan, allow_different=allow_different)
         stack.enter_context(telling_the_script())
         try:
@@ -290,8 +288,8 @@ def reenact(
     TraceExistsError
         If something is at `out`.
     """
-    with TraceReader(location(path)) as trace:
-        plan = plan_of(trace, steps, allow_different=allow_different)
+    with recorded_run(path) as recorded:
+        plan = plan_of(recorded, steps, allow_different=allow_different)
         again = Reenactment(plan, allow_different=allow_different)
         given = (of_steps(),) if capture is None else (capture,) if isinstance(capture, Capture) else tuple(capture)
         recording = record(
