@@ -140,7 +140,7 @@ def replay(
             ranks = ", ".join(map(str, reader.ranks))
             raise click.UsageError(f"{trace} has the ranks {ranks}: follow one, with --rank")
         if not follow:
-            filters.check(reader)
+            filters.check(reader, companions=True)
             _note_status(reader)
         questions = _questions(reader, trace, specs, filters)
         if only_plan:

@@ -84,7 +84,7 @@ def diff(
     from analyze.comparing.diff import diff as compare
 
     with tracer.open(a) as reader:
-        filters.check(reader)
+        filters.check(reader, companions=True)
     if len(filters.ranks) > 1:
         raise click.BadParameter("it may be given once here", param_hint="--rank")
     found = compare(
@@ -99,7 +99,7 @@ def diff(
         quick=quick,
         **filters.of_a_rank,
     )
-    if found.parted or not found.compared or (complete and not found.complete):
+    if found.parted or found.undecided or not found.compared or (complete and not found.complete):
         conclude(FAILED)
     if as_json:
         print_json(found.as_json())
@@ -162,9 +162,9 @@ def _print_streams(streams: Sequence[StreamDifference]) -> None:
                 "" if one.first is None else one.first.step,
                 name.kind, path_in_model(name.module, name.leaf), name.tag, name.rank,
                 f"{one.parted:,} of {one.compared:,}",
-                "" if one.first is None or one.first.amount.shapes else f"{one.first.amount.relative:.2g}",
-                "shape" if most.amount.shapes else f"{most.amount.relative:.2g}",
-                "shape" if most.amount.shapes else f"{most.amount.largest:.2g}",
+                "" if one.first is None else one.first.amount.far,
+                "shape" if most.amount.shapes else most.amount.far,
+                "shape" if most.amount.shapes else "" if most.amount.by != "data" else f"{most.amount.largest:.2g}",
                 most.step,
             ]
         )  # fmt: skip
