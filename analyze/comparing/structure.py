@@ -11,7 +11,10 @@ from analyze.comparing.renaming import Renaming
 from tracer.format.journal import NONE, Column
 from tracer.trace.reader import TraceReader
 
-_OWN: Final = ("run_id", "created", "process", "launch", "recording", "attempt", "first_step", "certificate", "kinds")
+_OWN: Final = (
+    *("run_id", "created", "process", "launch", "recording", "attempt", "first_step", "certificate", "kinds"),
+    "reenacts",
+)
 """What each run has of its own, and what says how it was written or what could have been recorded."""
 
 
