@@ -14,7 +14,7 @@ from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, Trace
 from tracereel import options
 from tracereel.checks import RESULT_SUFFIXES, check_apart, check_installed, check_new
 from tracereel.command import Command, conclude
-from tracereel.errors import DAMAGED, FAILED, WRONG_USAGE, Failure, wrong_usage
+from tracereel.errors import DAMAGED, DIFFERENT, FAILED, WRONG_USAGE, Failure, wrong_usage
 from tracereel.facts import answer_facts, message_line
 from tracereel.options import Filters
 from tracereel.printing import (
@@ -113,6 +113,12 @@ class Outputs(NamedTuple):
 @options.gather(outputs=Outputs)
 @options.flag("--follow", help="Go on with a run that is being recorded until it ends.")
 @options.flag("--plan", "only_plan", help="Only say what would be read, and what is missing.")
+@click.option(
+    "--reenact",
+    metavar="'SCRIPT.py [ARGS]'",
+    help="With --steps A:B: run these steps again by the script that trained, into RUN.steps-A-B.zarr unless they are "
+    "there, and ask that. A value that is not as it was recorded ends this with 5.",
+)
 @options.flag(
     "--no-verify",
     help="Do not compare the data with its checksums: faster, for a trace that `trace verify` has just passed.",
@@ -125,11 +131,20 @@ def replay(
     outputs: Outputs,
     follow: bool,
     only_plan: bool,
+    reenact: str | None,
     no_verify: bool,
     as_json: bool,
 ) -> None:
     """Feed a trace through subscribers, and print, write or plot what they answer."""
     target = outputs.checked(trace)
+    if reenact is not None:
+        if follow or filters.steps is None or filters.steps[1] is None:
+            raise click.UsageError("--reenact needs --steps A:B, the steps to run again, of a run that has ended")
+        span = filters.steps[0], filters.steps[1]
+        if only_plan:
+            _print_steps_to_run(trace, span)
+            return
+        trace = _run_again(trace, reenact, span)
     if follow and only_plan:
         raise click.UsageError("--plan tells what there is to read, and --follow waits for more: give one of them")
     with tracer.open(trace, ranks=filters.ranks or None, verify=not no_verify) as reader, plain_warnings():
@@ -140,7 +155,7 @@ def replay(
             ranks = ", ".join(map(str, reader.ranks))
             raise click.UsageError(f"{trace} has the ranks {ranks}: follow one, with --rank")
         if not follow:
-            filters.check(reader)
+            filters.check(reader, companions=True)
             _note_status(reader)
         questions = _questions(reader, trace, specs, filters)
         if only_plan:
@@ -171,6 +186,31 @@ def replay(
     if damage is not None:
         raise Failure(f"{damage}; the answers are to what comes before that", Failure.of(damage).exit_code)
     _note_silent(results, [subscriber for question in questions for subscriber in question.subscribers])
+
+
+def _run_again(trace: str, line: str, steps: tuple[int, int]) -> str:
+    """The trace of steps that are run again, if they are what the run was."""
+    from tracereel.again import Script, recorded_again
+
+    found = recorded_again(trace, Script.parse(line), steps)
+    if not found.identical:
+        raise Failure(f"{found.verdict}; they are in {found.trace}", DIFFERENT)
+    say(found.verdict)
+    return found.trace
+
+
+def _print_steps_to_run(trace: str, steps: tuple[int, int]) -> None:
+    from tracer.recording.reenacting.recorded import recorded_run
+    from tracer.recording.reenacting.reenact import plan_of
+
+    with recorded_run(trace) as recorded:
+        plan = plan_of(recorded, steps)
+        from tracereel.again import trace_of_steps
+
+        click.echo(
+            f"would run {plan.count:,} steps, from the keyframe of step {plan.keyframe.at.global_step:,}, and ask "
+            f"{trace_of_steps(trace, steps)}"
+        )
 
 
 class _Question(NamedTuple):

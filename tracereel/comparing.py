@@ -9,11 +9,11 @@ import click
 
 import tracer
 from analyze.tables.escapes import printable
-from tracereel import options
+from tracereel import bisecting, options
 from tracereel.command import Command, conclude
-from tracereel.errors import FAILED
+from tracereel.errors import DIFFERENT, FAILED
 from tracereel.options import Filters
-from tracereel.printing import complain, path_in_model, print_json, print_table, tell
+from tracereel.printing import complain, path_in_model, print_json, print_table, say, tell
 
 if TYPE_CHECKING:
     from analyze.comparing.difference import Difference, StreamDifference, Uncompared
@@ -34,6 +34,7 @@ _WIDEST = 60
         "trace diff a.zarr b.h5 --rtol 1e-5 --atol 1e-8 -k weights",
         "trace diff a.zarr b.zarr --noise threads.zarr --noise fused.zarr",
         "trace diff resumed.zarr b.zarr --noise repeats",
+        'trace diff a.zarr b.zarr --reenact "train.py --lr 0.1" --reenact "train.py --lr 0.1 --fused"',
         "trace diff old.zarr new.zarr --rename encoder=enc --rename 'blocks.*.attn=layers.*.attention'",
     ],
 )
@@ -59,6 +60,13 @@ _WIDEST = 60
 )  # fmt: skip
 @options.flag("--quick", help="Take messages with equal checksums for equal, and do not read them.")
 @options.flag("--complete", help="End with 1, too, if one trace has messages that the other lacks.")
+@options.several(
+    "--reenact", metavar="'SCRIPT.py [ARGS]'",
+    help="Run the step in which the runs part, and the one before it, again by the script that trained, and compare "
+    "all of them: give it twice, for A and for B, or once if both are of one script. '-m NAME' is a module. They are "
+    "recorded beside the runs, as RUN.steps-K-L.zarr.",
+)  # fmt: skip
+@options.overwrite
 @options.filters
 @options.as_json
 def diff(
@@ -71,20 +79,25 @@ def diff(
     align: Any,
     quick: bool,
     complete: bool,
+    reenact: tuple[str, ...],
+    overwrite: bool,
     filters: Filters,
     as_json: bool,
 ) -> None:
     """Say where two runs first part: at which step, in which module and kind, and by how much.
 
     Messages of A and B are matched by kind, module, tag, leaf, rank, step and call, and compared bit for bit in the
-    order in which A observed them. What only one of them has is told, and keeps nothing from being compared. The exit
-    code is 0 if what both have is the same or within the tolerance, and 1 if it is not, or if nothing could be
-    compared.
+    order in which A observed them. Where a trace keeps hashes in place of data, hashes are compared. What only one of
+    them has is told, and keeps nothing from being compared. The exit code is 0 if what both have is the same or within
+    the tolerance, 1 if it is not, or if nothing could be compared, and 5 if steps that were run again are not those of
+    their run.
     """
     from analyze.comparing.diff import diff as compare
 
+    scripts = bisecting.scripts_of(reenact) if reenact else None
+
     with tracer.open(a) as reader:
-        filters.check(reader)
+        filters.check(reader, companions=True)
     if len(filters.ranks) > 1:
         raise click.BadParameter("it may be given once here", param_hint="--rank")
     found = compare(
@@ -99,11 +112,32 @@ def diff(
         quick=quick,
         **filters.of_a_rank,
     )
-    if found.parted or not found.compared or (complete and not found.complete):
+    if found.parted or found.undecided or not found.compared or (complete and not found.complete):
         conclude(FAILED)
+    if not as_json:
+        _print(found)
+    again = {}
+    if scripts is not None and found.first is None:
+        say("no step is run again, because the runs do not part")
+    elif scripts is not None and found.first is not None:
+        steps = bisecting.steps_around(found.first.step)
+        both = bisecting.run_again((a, b), scripts, steps, overwrite=overwrite)
+        traces = [one.trace for one in both]
+        whole = compare(*traces, rtol=rtol, atol=atol, rename=rename, align=align, steps=steps)
+        again = {"reenacted": bisecting.as_json(steps, both, whole)}
+        if not all(one.identical for one in both):
+            conclude(DIFFERENT)
+        if not as_json:
+            click.echo("\nRun again around it:")
+            for name, one in zip("AB", both, strict=True):
+                tell(f"  {name}: {one.verdict}, in {one.trace}")
+            _print(whole)
     if as_json:
-        print_json(found.as_json())
-        return
+        print_json({**found.as_json(), **again})
+
+
+def _print(found: Difference) -> None:
+    """The verdict, what the runs were set up with, and the streams."""
     tell(found.verdict)
     for remark in found.remarks:
         complain(printable(remark))
@@ -162,9 +196,9 @@ def _print_streams(streams: Sequence[StreamDifference]) -> None:
                 "" if one.first is None else one.first.step,
                 name.kind, path_in_model(name.module, name.leaf), name.tag, name.rank,
                 f"{one.parted:,} of {one.compared:,}",
-                "" if one.first is None or one.first.amount.shapes else f"{one.first.amount.relative:.2g}",
-                "shape" if most.amount.shapes else f"{most.amount.relative:.2g}",
-                "shape" if most.amount.shapes else f"{most.amount.largest:.2g}",
+                "" if one.first is None else one.first.amount.far,
+                "shape" if most.amount.shapes else most.amount.far,
+                "shape" if most.amount.shapes else "" if most.amount.by != "data" else f"{most.amount.largest:.2g}",
                 most.step,
             ]
         )  # fmt: skip

@@ -199,13 +199,16 @@ class Filters(NamedTuple):
             and (self.steps is None or _reaches(stream.steps, self.steps))
         ]
 
-    def check(self, reader: TraceReader) -> None:
-        """Raise what `streams` raises."""
+    def check(self, reader: TraceReader, *, companions: bool = False) -> None:
+        """Raise what `streams` raises; with `companions`, a kind is there if hashes or statistics of it are."""
         from fnmatch import fnmatchcase
 
+        from tracer.messaging.messages import kept_of
         from tracer.messaging.subscription import matches_tag
 
         kinds, tags = {stream.kind for stream in reader.streams}, {stream.tag for stream in reader.streams}
+        # with a kind go hashes and statistics of it, which are there in place of its data
+        kinds |= {kept_of(kind)[0] for kind in kinds} if companions else set()
         modules = {stream.module for stream in reader.streams if stream.module is not None}
         for kind in self.kinds:
             if kind not in kinds:

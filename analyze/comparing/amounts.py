@@ -40,6 +40,11 @@ class Amount:
         Whether few elements carry the difference, and each of them is exactly zero in one array and not in the other.
     shapes : tuple of two shapes, or None
         Where the shapes differ; nothing else is known then.
+    by : str
+        ``"data"``, or ``"hash"`` or ``"statistics"`` where only that was there to compare. Then `relative` is a bound
+        from below, or NaN if nothing is known, and of the elements nothing is.
+    statistics : tuple of (str, float, float)
+        The statistics that differ, and their values in both; empty where none do, or none were there.
     """
 
     elements: int = 0
@@ -53,8 +58,19 @@ class Amount:
     signs: bool = False
     switched: bool = False
     shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = field(default=None)
+    by: str = "data"
+    statistics: tuple[tuple[str, float, float], ...] = ()
+
+    @property
+    def far(self) -> str:
+        """The relative difference in few characters; of a bound from below, so; empty if nothing is known."""
+        if self.shapes is not None or math.isnan(self.relative):
+            return ""
+        return f"{'' if self.by == 'data' else '≥'}{self.relative:.2g}"
 
     def __str__(self) -> str:
+        if self.by != "data":
+            return self._of_summaries()
         if self.shapes is not None:
             return f"the shapes are {self.shapes[0]} and {self.shapes[1]}"
         if self.signs:
@@ -66,6 +82,15 @@ class Amount:
             f"{self.elements:,} of {self.of:,} elements differ, relative difference {self.relative:.2g}, at most "
             f"{self.largest:.2g} at [{where}]: {number(self.here)} and {number(self.there)}"
         )
+
+    def _of_summaries(self) -> str:
+        """What hashes and statistics tell."""
+        told = "the hashes differ" if self.by == "hash" else "the statistics differ"
+        some = [f"{name} {a:.9g} and {b:.9g}" for name, a, b in self.statistics[:2]]
+        told += f": {', '.join(some)}" if some else ""
+        if math.isnan(self.relative):
+            return told
+        return f"{told}; relative difference {self.relative:.2g} at least" if self.relative else told
 
 
 def number(value: Any) -> str:

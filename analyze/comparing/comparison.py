@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 
 from analyze.comparing.amounts import Amount, amount
 from analyze.comparing.difference import Difference, Parting, StreamDifference, Uncompared
-from analyze.comparing.matching import Matched, Name, values_of_pairs
+from analyze.comparing.kept import Summaries, differing
+from analyze.comparing.matching import KEPT, Matched, Name, first_of, values_of_pairs
 from analyze.comparing.noise import Judgement, Observed
 from analyze.comparing.samples import INPUT, Samples
 from analyze.comparing.structure import StructureDifference
+from analyze.comparing.ways import HASH, Way, sampled, ways_of
 from tracer.errors import CaptureError
 from tracer.format.journal import NONE, Column
 from tracer.trace.reader import TraceReader
@@ -24,8 +26,8 @@ from tracer.trace.streams import StreamInfo
 Align = Literal["step", "sample"]
 UPDATED = {"weight_updates": "weights", "bias_updates": "biases"}
 """Kinds that are differences of others, before and after a step."""
-_WAYS = ("equal", "by checksum", "read", "data in one of them only", "recorded with another sampling")
 _ONLY = ("only in A", "only in B")
+UNDECIDED = "different by hash or statistics, which do not tell by how much"
 
 
 @dataclass
@@ -33,12 +35,23 @@ class _Tally:
     """What was seen of one stream."""
 
     compared: int = 0
+    by_hash: int = 0
+    by_statistics: int = 0
     differing: int = 0
     parted: int = 0
     first: Parting | None = None
     largest: Parting | None = None
-    row: float = math.inf
-    """Of the first, in the journal of A."""
+    place: float = math.inf
+    """Of the first, among all messages in the order of A's observation."""
+
+    def differs(self, most: Parting, first: Parting | None, place: float, differing: int = 1, parted: int = 1) -> None:
+        """Count messages that differ, of which one differs most, and the first is at a place."""
+        self.differing += differing
+        self.parted += parted
+        if self.largest is None or _size(most) > _size(self.largest):
+            self.largest = most
+        if first is not None and place < self.place:
+            self.first, self.place = first, place
 
 
 @dataclass(eq=False)
@@ -60,26 +73,45 @@ class Comparison:
     beyond: NDArray[np.bool_] = field(init=False)
     norms: dict[tuple[Name, int, int], float] = field(default_factory=dict)
     """The norm of each weight and each update of A, by its stream, step and call; with `with_norms` only."""
-    first: Parting | None = None
+    place: NDArray[np.int64] = field(init=False)
+    """Of each message of A that B has, by its row: which it is in the order of observation."""
 
     def __post_init__(self) -> None:
-        self.observed = Observed.nothing(len(self.readers[0].journal))
-        self.beyond = np.zeros(len(self.readers[0].journal), np.bool_)
+        length = len(self.readers[0].journal)
+        self.observed = Observed.nothing(length)
+        self.beyond = np.zeros(length, np.bool_)
+        self.place = np.full(length, NONE)
+        self.place[self.matched.rows[0]] = np.arange(len(self.matched.rows[0]))
         self.samples = Samples() if self.align == "sample" else None
         for reader in self.readers if self.samples else ():
             if not any(stream.kind == INPUT for stream in reader.streams):
                 raise CaptureError(f"{reader.path} has no {INPUT}, by which samples are aligned; align by step")
 
+    @property
+    def first(self) -> Parting | None:
+        """The first message that differs by more than is allowed, in the order of observation of A."""
+        return min(self.tallies.values(), key=lambda one: one.place, default=_Tally()).first
+
     def run(self) -> None:
         """Compare all messages that both have."""
-        journal = self.readers[0].journal
         names = self.matched.name_of[0]
-        equal, unread, rows = self._sorted()
+        ways, way = ways_of(self.readers, self.matched, aligned=self.samples is not None)
+        equal, rows = self._by_checksum(ways, way)
         for number, count in zip(*np.unique(names[equal], return_counts=True), strict=True):
             self._tally(int(number)).compared += int(count)
         self.observed.relative[equal] = 0.0
-        for row, why in unread:
-            self._refuse(row, why)
+        for number, one in enumerate(ways):
+            pairs = np.flatnonzero(way == number)
+            if one.why:
+                for row in self.matched.rows[0][pairs].tolist():
+                    self._refuse(row, one.why)
+            elif one.by in KEPT[HASH:]:
+                self._compare_kept(pairs, one)
+        self._compare_data(rows)
+
+    def _compare_data(self, rows: tuple[NDArray[np.int64], NDArray[np.int64]]) -> None:
+        """Read the data of both, and compare it."""
+        journal, names = self.readers[0].journal, self.matched.name_of[0]
         for row, _, mine, theirs in values_of_pairs(self.readers, rows):
             number = int(names[row])
             if self.samples is not None:
@@ -95,17 +127,55 @@ class Comparison:
             tally.compared += 1
             found = amount(mine, theirs, self.rtol, self.atol)
             self._note(row, found)
-            if found is None:
-                continue
-            tally.differing += 1
-            parting = self._parting(row, found)
-            if tally.largest is None or _size(parting) > _size(tally.largest):
-                tally.largest = parting
-            if found.beyond:
-                tally.parted += 1
-                if tally.first is None:
-                    tally.first, tally.row = parting, row
-                self.first = self.first or parting
+            if found is not None:
+                parting = self._parting(row, found)
+                first = parting if found.beyond else None
+                tally.differs(parting, first, int(self.place[row]), parted=found.beyond)
+
+    def _compare_kept(self, pairs: NDArray[np.int64], way: Way) -> None:
+        """Compare messages by their hashes or statistics."""
+        count = "by_hash" if way.by == KEPT[HASH] else "by_statistics"
+        names = self.matched.name_of[0]
+        rows = self.matched.rows[0][pairs]
+        for number, many in zip(*np.unique(names[rows], return_counts=True), strict=True):
+            tally = self._tally(int(number))
+            tally.compared += int(many)
+            vars(tally)[count] += int(many)
+        self.observed.relative[rows] = 0.0
+        for some, summaries in differing(self.readers, self.matched.kept, pairs, way):
+            sure = np.ones(len(some), np.bool_)
+            if self.rtol or self.atol or self.with_norms:
+                # noise and tolerances are about the size of a difference, of which a hash says nothing
+                unsure = summaries is None or self.with_norms
+                sure = sure & False if unsure else summaries.beyond(self.rtol, self.atol)  # type: ignore[union-attr]
+                for row in self.matched.rows[0][some[~sure]].tolist():
+                    tally = self._tally(int(names[row]))
+                    tally.compared -= 1
+                    vars(tally)[count] -= 1
+                    self.observed.relative[row] = math.nan
+                    self._refuse(row, UNDECIDED)
+            self._note_kept(some, np.flatnonzero(sure), summaries, way.by)
+
+    def _note_kept(
+        self, pairs: NDArray[np.int64], sure: NDArray[np.int64], summaries: Summaries | None, by: str
+    ) -> None:
+        """Count the messages that differ by their hashes or statistics; `sure` are those that count."""
+        rows = self.matched.rows[0][pairs]
+        far = np.full(len(pairs), math.nan) if summaries is None else summaries.relative()
+        self.observed.relative[rows[sure]] = np.fmax(far[sure], 0.0)
+        self.beyond[rows[sure]] = True
+
+        def parting(number: int) -> Parting:
+            told = () if summaries is None else summaries.told(number)
+            return self._parting(int(rows[number]), Amount(relative=float(far[number]), by=by, statistics=told))
+
+        streams = self.matched.name_of[0][rows[sure]]
+        for stream in np.unique(streams).tolist():
+            mine = sure[streams == stream]
+            first = int(mine[self.place[rows[mine]].argmin()])
+            most = int(mine[np.fmax(far[mine], -1.0).argmax()])
+            tally, place = self._tally(stream), int(self.place[rows[first]])
+            tally.differs(parting(most), parting(first), place, len(mine), len(mine))
 
     def _weigh(self, row: int, data: NDArray[Any]) -> None:
         line = self.readers[0].journal[row]
@@ -148,9 +218,8 @@ class Comparison:
         """Let noise decide what is too much."""
         alarms = judgement.alarms & self.beyond
         names = self.matched.name_of[0]
-        self.first = None
         for tally in self.tallies.values():
-            tally.first, tally.row, tally.parted = None, math.inf, 0
+            tally.first, tally.place, tally.parted = None, math.inf, 0
         rows = np.flatnonzero(alarms)
         numbers, firsts, counts = np.unique(names[rows], return_index=True, return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
@@ -160,8 +229,7 @@ class Comparison:
         for row, found in self._again(pair):
             parting = replace(self._parting(row, found), tolerance=float(judgement.tolerance[row]))
             tally = self.tallies[int(names[row])]
-            tally.first, tally.row = parting, row
-            self.first = self.first or parting
+            tally.first, tally.place = parting, int(self.place[row])
 
     def _again(self, rows: tuple[NDArray[np.int64], NDArray[np.int64]]) -> Iterator[tuple[int, Amount]]:
         """Read a few messages once more; with aligned samples, with the inputs of their steps."""
@@ -186,38 +254,35 @@ class Comparison:
                 assert found is not None
                 yield row, found
 
-    def _sorted(
-        self,
-    ) -> tuple[NDArray[np.int64], list[tuple[int, str]], tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """The rows of A that are equal without a look, those that cannot be compared and why not, and all others."""
-        one, other = self.readers
+    def _by_checksum(
+        self, ways: Sequence[Way], way: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """The rows of A that are equal without a look, and the rows of A and B whose data is to be read."""
         mine, theirs = self.matched.rows
-        first, second = one.journal[mine], other.journal[theirs]
-        streams = np.stack([first[:, Column.STREAM], second[:, Column.STREAM]], axis=1)
-        found, of_pair = np.unique(streams, axis=0, return_inverse=True)
-        ways = [self._way(self.matched.streams[0][a], self.matched.streams[1][b]) for a, b in found.tolist()]
-        way = np.array([_WAYS.index(one) for one in ways], np.int64)[of_pair.reshape(-1)]
-        checksums = first[:, Column.CRC32C]
-        same = (checksums == second[:, Column.CRC32C]) & (checksums != NONE)
-        equal = (way == _WAYS.index("equal")) | ((way == _WAYS.index("by checksum")) & same)
-        left = ~equal & ((way == _WAYS.index("read")) | (way == _WAYS.index("by checksum")))
-        out = ~equal & ~left
-        unread = [(row, _WAYS[one]) for row, one in zip(mine[out].tolist(), way[out].tolist(), strict=True)]
-        return mine[equal], unread, (mine[left], theirs[left])
+        by = np.array([one.by for one in ways], np.str_)[way] if len(ways) else np.zeros(0, np.str_)
+        equal, data = by == "nothing", by == "data"
+        if self.quick and self.samples is None:
+            first, second = self.readers[0].journal[mine], self.readers[1].journal[theirs]
+            checksums = first[:, Column.CRC32C]
+            same = data & (checksums == second[:, Column.CRC32C]) & (checksums != NONE)
+            streams = np.stack([first[:, Column.STREAM], second[:, Column.STREAM]], axis=1)
+            found, of_pair = np.unique(streams, axis=0, return_inverse=True)
+            alike = np.array([self._alike(*pair) for pair in found.tolist()], np.bool_)
+            equal |= same & (alike[of_pair.reshape(-1)] if len(found) else same)
+        data &= ~equal
+        return mine[equal], (mine[data], theirs[data])
 
-    def _way(self, x: StreamInfo, y: StreamInfo) -> str:
-        """How messages of two streams are compared, or why not: one of `_WAYS`."""
-        if x.dtype is None and y.dtype is None:
-            return "equal"
-        if x.dtype is None or y.dtype is None:
-            return "data in one of them only"
-        if _sampled(x.sampling) != _sampled(y.sampling):
-            return "recorded with another sampling"
-        alike = x.dtype == y.dtype and x.shapes == y.shapes and len(x.shapes) == 1
-        return "by checksum" if self.quick and alike and self.samples is None else "read"
+    def _alike(self, one: int, other: int) -> bool:
+        """Whether messages of two streams have one dtype and one shape."""
+        x, y = self.matched.streams[0][one], self.matched.streams[1][other]
+        return x.dtype == y.dtype and x.shapes == y.shapes and len(x.shapes) == 1
 
     def _tally(self, number: int) -> _Tally:
         return self.tallies.setdefault(number, _Tally())
+
+    def _compared(self, number: int) -> bool:
+        """Whether some message of a stream was compared."""
+        return number in self.tallies and self.tallies[number].compared > 0
 
     def _refuse(self, row: int, why: str) -> None:
         step = int(self.readers[0].journal[row, Column.GLOBAL_STEP])
@@ -232,14 +297,11 @@ class Comparison:
 
     def structure(self) -> list[StructureDifference]:
         """What the tables of the traces say differently: streams, dtypes, sampling, counters, the order."""
-        mine, theirs = self.matched.streams
-        ids = np.unique(np.stack([self._column(side, Column.STREAM) for side in (0, 1)], axis=1), axis=0).tolist()
         found = []
-        for a, b in ids:
-            x, y = mine[a], theirs[b]
+        for x, y in self._streams_of_one_sort():
             if x.dtype != y.dtype:
                 found.append(StructureDifference("dtype", str(x), x.dtype, y.dtype))
-            if _sampled(x.sampling) != _sampled(y.sampling):
+            if sampled(x.sampling) != sampled(y.sampling):
                 found.append(StructureDifference("sampling", str(x), x.sampling, y.sampling))
         for what, column in (("epoch", Column.EPOCH), ("train_step", Column.TRAIN_STEP)):
             one, other = (self._column(side, column) for side in (0, 1))
@@ -249,7 +311,8 @@ class Comparison:
                 found.append(
                     StructureDifference(what, f"from step {step} on", int(one[unlike[0]]), int(other[unlike[0]]))
                 )
-        back = np.flatnonzero(np.diff(self.matched.rows[1]) < 0)
+        order = np.diff(first_of(self.matched.kept[1])) < 0
+        back = np.flatnonzero(order & (np.diff(self._column(0, Column.GLOBAL_STEP)) == 0))
         if len(back):
             pair = self.matched.rows[0][back[0]], self.matched.rows[0][back[0] + 1]
             names = [str(self.matched.names[int(self.matched.name_of[0][row])]) for row in pair]
@@ -259,6 +322,17 @@ class Comparison:
                     "order", f"from step {step} on", " before ".join(names), " before ".join(names[::-1])
                 )
             )
+        return found
+
+    def _streams_of_one_sort(self) -> list[tuple[StreamInfo, StreamInfo]]:
+        """The streams with data, hashes or statistics of the same messages, in both traces."""
+        mine, theirs = self.matched.streams
+        found = []
+        for one, other in zip(self.matched.kept[0].T, self.matched.kept[1].T, strict=True):
+            both = (one != NONE) & (other != NONE)
+            rows = (one[both], other[both])
+            streams = [self.readers[side].journal[rows[side], Column.STREAM] for side in (0, 1)]
+            found += [(mine[a], theirs[b]) for a, b in np.unique(np.stack(streams, axis=1), axis=0).tolist()]
         return found
 
     def _column(self, side: int, column: Column) -> NDArray[np.int64]:
@@ -278,7 +352,7 @@ class Comparison:
         """What could not be compared, and why."""
         found = []
         for (number, why), steps in sorted(self.refused.items(), key=lambda one: min(one[1])):
-            whole = number not in self.tallies
+            whole = not self._compared(number)
             found.append(Uncompared(why, self.matched.names[number], len(steps), min(steps), whole))
         for side, why in enumerate(_ONLY):
             rows = self.matched.alone[side]
@@ -287,7 +361,7 @@ class Comparison:
             for number, step, count in sorted(
                 zip(numbers.tolist(), steps.tolist(), counts.tolist(), strict=True), key=_second
             ):
-                found.append(Uncompared(why, self.matched.names[number], count, step, number not in self.tallies))
+                found.append(Uncompared(why, self.matched.names[number], count, step, not self._compared(number)))
         for side, why in enumerate(_ONLY):
             found += self._of_other_ranks(side, why)
         return found
@@ -320,7 +394,10 @@ class Comparison:
             streams=tuple(streams),
             uncompared=tuple(self.uncompared()),
             compared=sum(tally.compared for tally in self.tallies.values()),
-            compared_streams=len(self.tallies),
+            by_hash=sum(tally.by_hash for tally in self.tallies.values()),
+            by_statistics=sum(tally.by_statistics for tally in self.tallies.values()),
+            undecided=sum(len(steps) for (_, why), steps in self.refused.items() if why == UNDECIDED),
+            compared_streams=sum(tally.compared > 0 for tally in self.tallies.values()),
             steps=(int(steps.min()), int(steps.max())) if len(steps) else None,
             first=self.first,
             quick=self.quick,
@@ -328,21 +405,18 @@ class Comparison:
         )
 
 
-def _sampled(sampling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What makes the numbers of one sampling those of another: not their dtype, nor the shape of the first tensor."""
-    return {name: value for name, value in (sampling or {}).items() if name not in ("dtype", "shape") and value}
-
-
 def _size(parting: Parting) -> tuple[float, float]:
     """What differs most: other shapes, then the largest relative difference."""
     found = parting.amount
-    return (math.inf, math.inf) if found.shapes is not None else (found.relative, found.largest)
+    if found.shapes is not None:
+        return math.inf, math.inf
+    return tuple(-1.0 if math.isnan(size) else size for size in (found.relative, found.largest))  # type: ignore[return-value] # two
 
 
 def _order(one: tuple[int, _Tally]) -> tuple[float, float, float]:
     tally = one[1]
     size = (0.0, 0.0) if tally.largest is None else _size(tally.largest)
-    return tally.row, -size[0], -size[1]
+    return tally.place, -size[0], -size[1]
 
 
 def _second(one: tuple[int, int, int]) -> int:

@@ -11,11 +11,11 @@ import numpy as np
 
 from analyze.comparing.comparison import Align, Comparison
 from analyze.comparing.difference import Difference
-from analyze.comparing.matching import matched
+from analyze.comparing.matching import GENERATORS, matched
 from analyze.comparing.noise import Journal, Judgement, Observed, Repeated, judge
 from analyze.comparing.renaming import Renaming
 from analyze.comparing.repeats import first_difference, trained_again
-from analyze.comparing.structure import likely_renamings, structure_differences
+from analyze.comparing.structure import generator_differences, likely_renamings, structure_differences
 from tracer.errors import CaptureError
 from tracer.format.journal import NONE, Column
 from tracer.stores.locations import Anywhere
@@ -48,7 +48,8 @@ def diff(
     """Where and by how much two recorded runs differ, A and B.
 
     Messages are matched by kind, module, tag, leaf, rank, step and call, and compared in the order in which A observed
-    them. Each trace is read once, a few megabytes at a time.
+    them. Each trace is read once, a few megabytes at a time. Where a trace holds a hash of a message in place of its
+    data, hashes are compared, and where it holds statistics alone, statistics.
 
     Parameters
     ----------
@@ -129,6 +130,8 @@ def diff(
         comparison = Comparison((first, second), pairing, align, rtol, atol, quick, rank is not None, bool(wanted))
         comparison.run()
         structure = [*structure_differences(first, second, renaming), *comparison.structure()]
+        if GENERATORS not in (filters["kinds"] or ()):
+            structure += generator_differences(first, second)
         tolerance, judgement = _words(rtol, atol), None
         remarks = [*first.problems, *second.problems, *comparison.remarks()]
         if wanted:
@@ -261,7 +264,7 @@ def _judged(comparison: Comparison, noise: Sequence[Observed]) -> Judgement:
     streams = first.journal[:, Column.STREAM]
     for row in np.unique(streams, return_index=True)[1].tolist():
         if numbers[row] >= 0:
-            dtype = comparison.matched.streams[0][int(streams[row])].dtype
+            dtype = comparison.matched.streams[0][int(streams[row])].dtype  # of the data, where there is some
             epsilon[numbers[row]] = _EPSILON.get(dtype or "", 2.0**-2 if "float" in (dtype or "") else 0.0)
     kinds = [name.kind for name in comparison.matched.names]
     steps, rounding = first.journal[:, Column.GLOBAL_STEP], comparison.roundings(epsilon)

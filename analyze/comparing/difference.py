@@ -59,6 +59,8 @@ class Parting:
             "other": _plain(amount.there),
             "beyond": amount.beyond,
         }
+        if amount.by != "data":
+            found |= {"by": amount.by, "statistics": {name: [a, b] for name, a, b in amount.statistics}}
         if amount.shapes is not None:
             found["shapes"] = [list(shape) for shape in amount.shapes]
         if self.tolerance is not None:
@@ -146,6 +148,10 @@ class Difference:
         What could not be compared.
     compared : int
         Messages that were compared.
+    by_hash, by_statistics : int
+        How many of these by their hashes, and by their statistics alone, because a trace does not have their data.
+    undecided : int
+        Messages that differ by their hashes or statistics, of which it is not known whether the tolerance allows it.
     compared_streams : int
         Streams of which messages were compared.
     steps : tuple of int or None
@@ -170,6 +176,9 @@ class Difference:
     streams: tuple[StreamDifference, ...] = ()
     uncompared: tuple[Uncompared, ...] = ()
     compared: int = 0
+    by_hash: int = 0
+    by_statistics: int = 0
+    undecided: int = 0
     compared_streams: int = 0
     steps: tuple[int, int] | None = None
     first: Parting | None = None
@@ -201,22 +210,25 @@ class Difference:
 
     @property
     def identical(self) -> bool:
-        """Whether each message of both traces was compared, and is the same in both to the bit."""
-        return self.compared > 0 and self.complete and not self.differing
+        """Whether each message of both traces was compared, and is the same to the bit, or has the same hash."""
+        return self.compared > 0 and self.complete and not self.differing and not self.by_statistics
 
     @property
     def verdict(self) -> str:
         """What came out, in a sentence."""
         streams = counted(self.compared_streams, "stream")
-        whole = f"{counted(self.compared, 'message')} of {streams}{self._over()}"
+        whole = f"{counted(self.compared, 'message')} of {streams}{self._over()}{self._without_data()}"
         lacking = self._lacking()
         if not self.compared:
             return f"nothing could be compared{lacking or ': neither trace has messages'}"
         if self.first is not None:
             parts = sum(one.first is not None for one in self.streams)
             return f"A and B part at {self.first}; in all, {parts:,} of {streams} part{lacking}"
+        if self.undecided:
+            return f"A and B differ, and hashes do not tell whether within {self.tolerance}{lacking}"
         if not self.differing:
             same = "have the same checksums" if self.quick else "are bit-identical"
+            same = "are the same as far as was recorded" if self.by_statistics else same
             return f"A and B {same}: {whole}{lacking}"
         most = max((one.largest for one in self.streams), key=lambda one: one.amount.relative)
         return f"A and B agree within {self.tolerance}: {self.differing:,} of {whole} differ, most at {most}{lacking}"
@@ -226,6 +238,12 @@ class Difference:
             return ""
         first, last = self.steps
         return f" at step {first}" if first == last else f" over the steps {first} to {last}"
+
+    def _without_data(self) -> str:
+        """How many messages were compared by what stands for their data."""
+        told = [(self.by_hash, "by hash"), (self.by_statistics, "by statistics")]
+        some = [f"{count:,} {how}" for count, how in told if count]
+        return f" ({', '.join(some)})" if some else ""
 
     def _lacking(self) -> str:
         """The end of the verdict, where something was not compared."""
@@ -247,6 +265,9 @@ class Difference:
             "parted": self.parted,
             "complete": self.complete,
             "compared": self.compared,
+            "by_hash": self.by_hash,
+            "by_statistics": self.by_statistics,
+            "undecided": self.undecided,
             "differing": self.differing,
             "parted_messages": self.parted_messages,
             "compared_streams": self.compared_streams,

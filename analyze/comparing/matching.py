@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +12,16 @@ from numpy.typing import NDArray
 from analyze.comparing.ranks import both_ranks
 from analyze.comparing.renaming import Renaming
 from tracer.format.journal import NONE, Column
+from tracer.messaging.messages import kept_of
 from tracer.messaging.subscription import passes
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 from tracer.trace.streams import StreamInfo, stream_name
+
+KEPT: Final = ("data", "hash", "statistics")
+"""What a trace may hold of a message."""
+GENERATORS: Final = "generators"
+_LAST: Final = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +50,20 @@ class Name:
 class Matched:
     """The messages of two traces, matched.
 
+    A trace may hold of one message its data, a hash and statistics, in up to three rows of its journal. One of them,
+    that of the data if there is one, stands for the message.
+
     Attributes
     ----------
     names : list of Name
         Of all streams of both.
     name_of : pair of ndarray of int64
-        For each row of each journal, the number of its name; -1 where a filter leaves it out.
+        For each row of each journal, the number of its name; -1 where a filter leaves it out, or where another row
+        stands for the message.
     rows : pair of ndarray of int64, (n,)
-        The rows that belong together, in the order of the first journal.
+        The rows that belong together, in the order in which the first trace's training had them.
+    kept : pair of ndarray of int64, (n, 1 or 3)
+        Of the same messages, the rows of each trace with the data, the hash and the statistics; -1 where it has none.
     alone : pair of ndarray of int64
         The rows that the other trace lacks, ascending.
     ranks : list of (int, int)
@@ -67,6 +79,7 @@ class Matched:
     names: list[Name]
     name_of: tuple[NDArray[np.int64], NDArray[np.int64]]
     rows: tuple[NDArray[np.int64], NDArray[np.int64]]
+    kept: tuple[NDArray[np.int64], NDArray[np.int64]]
     alone: tuple[NDArray[np.int64], NDArray[np.int64]]
     ranks: list[tuple[int, int]]
     streams: tuple[list[StreamInfo], list[StreamInfo]]
@@ -93,7 +106,8 @@ def matched(
     renaming : Renaming
         From the modules of `one` to those of `other`.
     kinds, modules, tags, steps
-        Filters, as `TraceReader.messages` has them, by the names of `one`.
+        Filters, as `TraceReader.messages` has them, by the names of `one`. With a kind come its hashes and statistics.
+        Without `kinds` the states of random generators are left out; see `generator_differences`.
     of_a_rank : bool
         Whether both readers are of one rank, so that it does not matter which rank recorded what it shares with others.
     """
@@ -105,6 +119,7 @@ def matched(
     names: dict[tuple[Any, ...], int] = {}
     shown: list[Name] = []
     numbers = []
+    held = []
     strangers: tuple[list[int], list[int]] = ([], [])
     for side, streams in enumerate((mine, theirs)):
         found: list[int] = []
@@ -115,48 +130,82 @@ def matched(
             displaced = not side and module == "" and back.get(there or "") != ""
             here = module if module is None or not side else back.get(module, module)
             rank = 0 if of_a_rank else of_rank[side].get(stream.rank)
-            wanted = passes(replace(stream, module=here), kinds, modules, tags)
+            wanted = _passes(replace(stream, module=here), kinds, modules, tags)
             if rank is None or not wanted:
                 strangers[side].extend([stream.id] if wanted else [])
                 found.append(NONE)
                 continue
-            key = (stream.kind, there, stream.tag, stream.leaf, rank, displaced)
+            kind = kept_of(stream.kind)[0]
+            key = (kind, there, stream.tag, stream.leaf, rank, displaced)
             if key not in names:
                 names[key] = len(names)
-                shown.append(Name(stream.kind, here, stream.tag, stream.leaf, stream.rank if of_a_rank else rank))
+                shown.append(Name(kind, here, stream.tag, stream.leaf, stream.rank if of_a_rank else rank))
             found.append(names[key])
         numbers.append(np.array([*found, NONE], np.int64))
+        held.append(np.array([*(KEPT.index(kept_of(stream.kind)[1]) for stream in streams), 0], np.int64))
     name_of = []
     for reader, number in zip((one, other), numbers, strict=True):
         of_row = number[reader.journal[:, Column.STREAM]]
         within = np.zeros(len(of_row), np.bool_)
         within[reader.select(steps=steps)] = True
         name_of.append(np.where(within, of_row, NONE))
-    rows, alone = _pairs((one, other), name_of)
-    return Matched(shown, (name_of[0], name_of[1]), rows, alone, ranks, (mine, theirs), strangers, steps)
+    rows, kept, alone = _pairs((one, other), name_of, held)
+    for side in (0, 1):
+        standing = np.full(len(name_of[side]), NONE)
+        chosen = np.concatenate([rows[side], alone[side]])
+        standing[chosen] = name_of[side][chosen]
+        name_of[side] = standing
+    return Matched(shown, (name_of[0], name_of[1]), rows, kept, alone, ranks, (mine, theirs), strangers, steps)
+
+
+def _passes(
+    stream: StreamInfo, kinds: Sequence[str] | None, modules: Sequence[str] | None, tags: Sequence[str] | None
+) -> bool:
+    """Whether a stream passes the filters by its own kind, or by that of which it holds hashes or statistics."""
+    if kinds is None:
+        return stream.kind != GENERATORS and passes(stream, None, modules, tags)
+    return (stream.kind in kinds or kept_of(stream.kind)[0] in kinds) and passes(stream, None, modules, tags)
+
+
+_Pair: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def _pairs(
-    readers: tuple[TraceReader, TraceReader], name_of: Sequence[NDArray[np.int64]]
-) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """The rows of two journals that have the same name, step and call, and those that have none in the other."""
-    rows, keys = [], []
-    for reader, names in zip(readers, name_of, strict=True):
+    readers: tuple[TraceReader, TraceReader], name_of: Sequence[NDArray[np.int64]], held: Sequence[NDArray[np.int64]]
+) -> tuple[_Pair, _Pair, _Pair]:
+    """The rows of two journals that have the same name, step and call, what is kept of them, and the rows alone."""
+    rows, keys, what = [], [], []
+    for reader, names, of_stream in zip(readers, name_of, held, strict=True):
         chosen = np.flatnonzero(names != NONE)
-        key = np.stack(
-            [names[chosen], reader.journal[chosen, Column.GLOBAL_STEP], reader.journal[chosen, Column.CALL]], axis=1
-        )
+        lines = reader.journal[chosen]
+        kept = of_stream[lines[:, Column.STREAM]]
+        key = np.stack([names[chosen], lines[:, Column.GLOBAL_STEP], lines[:, Column.CALL]], axis=1)
         rows.append(chosen)
-        keys.append(np.column_stack([key, _repeated(key)]))
+        keys.append(np.column_stack([key, _repeated(np.column_stack([key, kept]))]))
+        what.append(kept)
     joined = np.concatenate(keys)
+    order = np.lexsort(joined.T[::-1])
+    begins = np.r_[True, (joined[order[1:]] != joined[order[:-1]]).any(axis=1)] if len(order) else np.zeros(0, np.bool_)
+    message = np.empty(len(order), np.int64)
+    message[order] = np.cumsum(begins) - 1
+    wide = len(KEPT) if any(one.any() for one in what) else 1
+    table = np.full((int(begins.sum()), 2, wide), NONE)
     side = np.repeat([0, 1], [len(rows[0]), len(rows[1])])
-    row = np.concatenate(rows)
-    order = np.lexsort((side, *joined.T[::-1]))
-    same = (joined[order[1:]] == joined[order[:-1]]).all(axis=1)
-    first, second = row[order[:-1][same]], row[order[1:][same]]
-    in_order = np.argsort(first)
-    first, second = first[in_order], second[in_order]
-    return (first, second), (np.setdiff1d(rows[0], first), np.setdiff1d(rows[1], second))
+    table[message, side, np.concatenate(what)] = np.concatenate(rows)
+    has = (table != NONE).any(axis=2)
+    # the first that is there: the data, else the hash, else the statistics
+    standing = np.take_along_axis(table, (table != NONE).argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
+    both = np.flatnonzero(has.all(axis=1))
+    steps = readers[0].journal[standing[both, 0], Column.GLOBAL_STEP]
+    both = both[np.lexsort((first_of(table[both, 0]), steps))]
+    alone = [np.sort(standing[has[:, side] & ~has[:, 1 - side], side]) for side in (0, 1)]
+    return (standing[both, 0], standing[both, 1]), (table[both, 0], table[both, 1]), (alone[0], alone[1])
+
+
+def first_of(kept: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of each message, the first of its rows."""
+    found: NDArray[np.int64] = np.where(kept == NONE, _LAST, kept).min(axis=1, initial=_LAST)
+    return found
 
 
 def _repeated(key: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -174,11 +223,13 @@ def _repeated(key: NDArray[np.int64]) -> NDArray[np.int64]:
 def values_of_pairs(
     readers: tuple[TraceReader, TraceReader], rows: tuple[NDArray[np.int64], NDArray[np.int64]]
 ) -> Iterator[tuple[int, int, NDArray[Any], NDArray[Any]]]:
-    """The data of rows that belong together, in the order of the first: both rows, and both arrays.
+    """The data of rows that belong together, in the order of the first's journal: both rows, and both arrays.
 
     Each trace is read once, in its own order. Only where the second has another order than the first, data of it waits
     in memory.
     """
+    ascending = np.argsort(rows[0])
+    rows = (rows[0][ascending], rows[1][ascending])
     masks = []
     for reader, chosen in zip(readers, rows, strict=True):
         mask = np.zeros(len(reader.journal), np.bool_)

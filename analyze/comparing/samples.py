@@ -14,6 +14,8 @@ from analyze.comparing.matching import Name
 INPUT: Final = "input_data"
 _FORWARD: Final = (INPUT, "input_labels", "network_output", "activations", "layer_inputs")
 _BACKWARD: Final = ("layer_gradients", "input_gradients")
+HAVE_SAMPLES: Final = (*_FORWARD, *_BACKWARD)
+"""The kinds whose first axis is the samples of a batch."""
 _FLATTENED: Final = ("network_output", "input_labels")
 """What a loss may get with the batch and the positions of its samples as one axis."""
 
@@ -55,7 +57,7 @@ class Samples:
         self, name: Name, step: int, one: NDArray[Any], other: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any]] | str:
         """The parts of two arrays that are of the same samples, in the same order; or why they cannot be had."""
-        if name.kind not in (*_FORWARD, *_BACKWARD):
+        if name.kind not in HAVE_SAMPLES:
             return one, other
         if step != self._step:
             self._batches.clear()

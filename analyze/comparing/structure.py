@@ -6,10 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from analyze.comparing.matching import GENERATORS
 from analyze.comparing.renaming import Renaming
+from tracer.format.journal import NONE, Column
 from tracer.trace.reader import TraceReader
 
-_OWN: Final = ("run_id", "created", "process", "launch", "recording", "attempt", "first_step", "certificate", "kinds")
+_OWN: Final = (
+    *("run_id", "created", "process", "launch", "recording", "attempt", "first_step", "certificate", "kinds"),
+    "reenacts",
+)
 """What each run has of its own, and what says how it was written or what could have been recorded."""
 
 
@@ -65,6 +70,36 @@ def structure_differences(one: TraceReader, other: TraceReader, renaming: Renami
     rest = [{key: value for key, value in header.items() if key not in known} for header in (mine, theirs)]
     found += _of_mappings("header", *rest)
     return found
+
+
+def generator_differences(one: TraceReader, other: TraceReader) -> list[StructureDifference]:
+    """Where the recorded states of two runs' random generators begin to be others, by the checksums of these.
+
+    They do not make runs part: a generator that nothing draws from may be in any state.
+
+    Parameters
+    ----------
+    one, other : TraceReader
+    """
+    mine, theirs = _generators(one), _generators(other)
+    found: dict[str, StructureDifference] = {}
+    for (step, call, rank, name), state in sorted(mine.items()):
+        there = theirs.get((step, call, rank, name), state)
+        if state != there and name not in found:
+            words = [f"state {one:08x}" for one in (state, there)]
+            found[name] = StructureDifference("generator", f"{name} from step {step} on", *words)
+    return list(found.values())
+
+
+def _generators(reader: TraceReader) -> dict[tuple[int, int, int, str], int]:
+    """The checksum of each recorded state of a generator, by step, call, rank and name."""
+    names = {one.id: (one.rank, one.leaf) for one in reader.streams if one.kind == GENERATORS}
+    if not names:
+        return {}
+    rows = reader.select(streams=names)
+    columns = [Column.GLOBAL_STEP, Column.CALL, Column.STREAM, Column.CRC32C]
+    lines = reader.journal[rows][:, columns].tolist()
+    return {(step, call, *names[stream]): crc for step, call, stream, crc in lines if crc != NONE}
 
 
 def likely_renamings(differences: Iterable[StructureDifference]) -> list[tuple[str, str]]:

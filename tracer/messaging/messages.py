@@ -111,8 +111,25 @@ STATE_KINDS: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kin
 
 STATISTICS_SUFFIX: Final = "_statistics"
 """What the kind of messages of statistics ends with, after the kind of the data; see `tracer.Capture.reduce`."""
+HASH_SUFFIX: Final = "_hash"
+"""What the kind of messages of hashes ends with."""
 
 _BY_EPOCH = frozenset(name for name, kind in KINDS.items() if kind.clock == "epoch")
+
+
+def kept_of(kind: str) -> tuple[str, str]:
+    """Of what kind messages are, and what they hold of it: ``"data"``, or in its place ``"hash"`` or ``"statistics"``.
+
+    Examples
+    --------
+    >>> kept_of("weights_hash"), kept_of("weights"), kept_of("my_hash")
+    (('weights', 'hash'), ('weights', 'data'), ('my_hash', 'data'))
+    """
+    for suffix in (HASH_SUFFIX, STATISTICS_SUFFIX):
+        base = kind.removesuffix(suffix)
+        if base != kind and base in KINDS:
+            return base, suffix[1:]
+    return kind, "data"
 
 
 def clock_of(kind: str) -> Literal["epoch", "global_step"]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tracer import walking
 from tracer.errors import CaptureError, UnknownNameError
-from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS, Message
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS, Message, kept_of
 from tracer.messaging.subscription import matches_tag
 from tracer.numbers.statistics import ENTRIES, statistics_of
 from tracer.observing.hashes import PIECE, hash_of
@@ -509,8 +509,7 @@ def observed(kind: str) -> str:
     >>> observed("weights_hash"), observed("weights"), observed("my_hash")
     ('weights', 'weights', 'my_hash')
     """
-    base, _, name = kind.rpartition("_")
-    return base if name in BESIDE and base in KINDS else kind
+    return kept_of(kind)[0]
 
 
 def choice(of: int, count: int, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -326,6 +326,34 @@ def test_metrics_say_what_a_replay_of_everything_says(name: str, recorded: Any) 
     assert len(rows[0]) > 20
 
 
+def test_a_replay_runs_steps_again(recorded: Any) -> None:
+    """`replay --reenact` runs the steps once, asks them as often as one likes, and says what it would do."""
+    folder = recorded("transformer")
+    words = ("replay", "run.zarr", "-s", "norm:kind=layer_gradients", "--steps", "21:23")
+    planned = trace(folder, *words, "--reenact", "train.py", "--plan")
+    assert planned.stdout == "would run 3 steps, from the keyframe of step 20, and ask run.steps-21-23.zarr\n"
+    for _ in range(2):
+        done = trace(folder, *words, "--reenact", "train.py", "--out", "asked.jsonl", "--overwrite")
+        assert done.returncode == 0, done.stderr
+    assert "running steps" not in done.stderr
+    full = trace(folder, "replay", "full.h5", *words[2:], "--out", "full.jsonl", "--overwrite")
+    assert full.returncode == 0, full.stderr
+    rows = [
+        sorted(
+            json.dumps({name: value for name, value in json.loads(line).items() if name != "trace"})
+            for line in (folder / name).read_text().splitlines()
+        )
+        for name in ("asked.jsonl", "full.jsonl")
+    ]
+    assert rows[0] == rows[1]
+    assert len(rows[0]) > 10
+    assert "needs --steps A:B" in trace(folder, *words[:4], "--reenact", "train.py").stderr
+    (folder / "other.py").write_text((folder / "train.py").read_text().replace("div(2)", "div(3)"))
+    other = trace(folder, *words[:-1], "23:25", "--reenact", "other.py")
+    assert other.returncode == 5
+    assert "is different" in other.stderr
+
+
 def test_metrics_that_need_the_model(recorded: Any) -> None:
     """What a replay refuses with a sentence that names this command, this command gives; as a live run did."""
     folder = recorded("own loss")

@@ -1,0 +1,178 @@
+"""What two traces hold of messages in place of their data: hashes and statistics, read and compared by the thousand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.comparing.matching import KEPT
+from analyze.comparing.ways import DATA, HASH, Way
+from tracer.trace.reader import TraceReader
+
+_EXACT: Final = 1e-14
+"""A relative difference below this may be the rounding of the statistics themselves."""
+_AT_ONCE: Final = 1 << 16
+"""So many messages have their statistics in memory."""
+_TOLD: Final = ("norm", "mean", "min", "max", "std", "nan", "inf", "zero", "count")
+
+
+def hashes_at(reader: TraceReader, rows: NDArray[np.int64], kept: bool) -> NDArray[np.int64]:
+    """The hashes of some messages.
+
+    Parameters
+    ----------
+    reader : TraceReader
+    rows : ndarray of int64, (n,)
+        Of its journal, each once: the rows of hashes, or of data.
+    kept : bool
+        Whether they are rows of hashes.
+    """
+
+    def of(data: Any) -> int:
+        from tracer.observing.hashes import hash_of
+
+        return hash_of(data)
+
+    return _at(reader, rows, kept, np.zeros(len(rows), np.int64), of)
+
+
+def statistics_at(reader: TraceReader, rows: NDArray[np.int64], kept: bool) -> NDArray[np.float64]:
+    """The statistics of some messages, (n, entries); parameters as for `hashes_at`."""
+    from tracer.numbers.statistics import ENTRIES, statistics_of
+
+    return _at(reader, rows, kept, np.zeros((len(rows), len(ENTRIES))), lambda data: statistics_of(data).numpy())
+
+
+def _at(
+    reader: TraceReader, rows: NDArray[np.int64], kept: bool, found: NDArray[Any], of: Callable[[Any], Any]
+) -> NDArray[Any]:
+    place = np.full(len(reader.journal), -1)
+    place[rows] = np.arange(len(rows))
+    chosen = place >= 0
+    if kept:
+        for batch in reader.arrays(where=chosen):
+            found[place[batch.rows]] = batch.data.reshape(len(batch.rows), *found.shape[1:])
+    else:
+        for row, message in zip(np.flatnonzero(chosen).tolist(), reader.messages(where=chosen), strict=True):
+            found[place[row]] = of(message.data)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Summaries:
+    """The statistics of messages of two traces that differ.
+
+    Attributes
+    ----------
+    one, other : ndarray of float64, (n, entries)
+        As `tracer.numbers.statistics.ENTRIES` names them.
+    """
+
+    one: NDArray[np.float64]
+    other: NDArray[np.float64]
+
+    def same(self) -> NDArray[np.bool_]:
+        """Which of them are the same in both."""
+        equal = (self.one == self.other) | (np.isnan(self.one) & np.isnan(self.other))
+        found: NDArray[np.bool_] = equal.all(axis=1)
+        return found
+
+    def _column(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        from tracer.numbers.statistics import ENTRIES
+
+        number = ENTRIES.index(name)
+        return self.one[:, number], self.other[:, number]
+
+    def relative(self) -> NDArray[np.float64]:
+        """A bound from below of the norm of each difference over the norm of the first tensor; NaN if unknown.
+
+        A tensor is its mean in every place and what deviates from it, which are at right angles; so the difference is
+        at least as long as that of the means and that of the lengths of the deviations together.
+        """
+        (count, counts), (mean, means), (std, stds) = (self._column(name) for name in ("count", "mean", "std"))
+        (norm, _), unlike = self._column("norm"), self._not_finite()
+        with np.errstate(all="ignore"):
+            spread, spreads = (np.where(count > 1, one * np.sqrt(count - 1), 0.0) for one in (std, stds))
+            apart = np.sqrt(count * np.square(mean - means) + np.square(spread - spreads))
+            found = apart / norm
+        found = np.where((norm == 0) & (apart > 0), np.inf, np.where(apart == 0, 0.0, found))
+        found = np.where(found < _EXACT, 0.0, found)
+        return np.where(unlike, np.inf, np.where(count != counts, np.nan, found))
+
+    def _not_finite(self) -> NDArray[np.bool_]:
+        """Which have more numbers that are not finite than the other."""
+        found = np.zeros(len(self.one), np.bool_)
+        for name in ("nan", "inf"):
+            one, other = self._column(name)
+            found |= one != other
+        return found
+
+    def beyond(self, rtol: float, atol: float) -> NDArray[np.bool_]:
+        """Which differ, for sure, by more than ``atol + rtol * abs(a)`` in some element."""
+        (low, lows), (high, highs), (count, counts) = (self._column(name) for name in ("min", "max", "count"))
+        norm = self._column("norm")[0]
+        with np.errstate(all="ignore"):
+            allowed = atol + rtol * np.maximum(np.abs(low), np.abs(high))
+            outside = (np.abs(low - lows) > allowed) | (np.abs(high - highs) > allowed)
+            longer = self.relative() * norm > (atol * np.sqrt(count) + rtol * norm) * (1 + _EXACT)
+        beyond: NDArray[np.bool_] = outside | longer | self._not_finite() | (count != counts)
+        return beyond
+
+    def told(self, number: int) -> tuple[tuple[str, float, float], ...]:
+        """What differs in one of them: by name, both values; the norm and the mean first."""
+        columns = ((name, *self._column(name)) for name in _TOLD)
+        values = ((name, float(one[number]), float(other[number])) for name, one, other in columns)
+        return tuple((name, a, b) for name, a, b in values if a != b and not (np.isnan(a) and np.isnan(b)))
+
+
+Differing: TypeAlias = tuple[NDArray[np.int64], Summaries | None]
+
+
+def differing(
+    readers: tuple[TraceReader, TraceReader], kept: tuple[NDArray[np.int64], NDArray[np.int64]],
+    pairs: NDArray[np.int64], way: Way,
+) -> Iterator[Differing]:  # fmt: skip
+    """The messages that differ by their hashes or statistics, some thousands at a time.
+
+    Parameters
+    ----------
+    readers : pair of TraceReader
+    kept : pair of ndarray of int64
+        As `Matched.kept`.
+    pairs : ndarray of int64
+        Numbers of pairs.
+    way : Way
+        How all of them are compared.
+
+    Yields
+    ------
+    ndarray of int64, Summaries or None
+        Numbers of pairs that differ, and their statistics, if both traces have some.
+    """
+
+    def rows(column: tuple[int, int], some: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return kept[0][some, column[0]], kept[1][some, column[1]]
+
+    def read(of: Callable[..., NDArray[Any]], column: tuple[int, int], some: NDArray[np.int64]) -> list[NDArray[Any]]:
+        both = zip(readers, rows(column, some), column, strict=True)
+        return [of(reader, mine, number != DATA) for reader, mine, number in both]
+
+    if way.by == KEPT[HASH]:
+        one, other = read(hashes_at, (way.one, way.other), pairs)
+        pairs = pairs[one != other]
+    columns = way.statistics
+    if columns is None:
+        if len(pairs):
+            yield pairs, None
+        return
+    for start in range(0, len(pairs), _AT_ONCE):
+        some = pairs[start : start + _AT_ONCE]
+        found = Summaries(*read(statistics_at, columns, some))
+        if way.by == KEPT[HASH]:
+            yield some, found
+        elif not (same := found.same()).all():
+            yield some[~same], Summaries(found.one[~same], found.other[~same])

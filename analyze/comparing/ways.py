@@ -1,0 +1,132 @@
+"""How the messages of two streams are compared: by their data, or by a hash or statistics where one has no data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.comparing.matching import KEPT, Matched
+from analyze.comparing.samples import HAVE_SAMPLES
+from tracer.format.journal import NONE, Column
+from tracer.messaging.messages import kept_of
+from tracer.trace.reader import TraceReader
+from tracer.trace.streams import StreamInfo
+
+DATA, HASH, STATISTICS = range(len(KEPT))
+ANOTHER_SAMPLING: Final = "recorded with another sampling"
+_OF_THE_REDUCTION: Final = {
+    HASH: ("reduce", "hash"),
+    STATISTICS: ("reduce", "entries", "axes", "floating"),
+}
+"""What the sampling of a hash, or of statistics, says besides that of the data that they are of."""
+
+
+class Way(NamedTuple):
+    """How messages of two streams are compared.
+
+    Attributes
+    ----------
+    by : str
+        ``"nothing"`` (events are equal), ``"data"``, ``"hash"`` or ``"statistics"``; empty if they cannot be compared.
+    one, other : int
+        Which row of each is read: that of the data, the hash or the statistics.
+    statistics : tuple of (int, int) or None
+        Where hashes are compared: the rows with the statistics that say how much differs, if both have some.
+    why : str
+        Why they cannot be compared.
+    """
+
+    by: str
+    one: int = DATA
+    other: int = DATA
+    statistics: tuple[int, int] | None = None
+    why: str = ""
+
+
+def ways_of(
+    readers: tuple[TraceReader, TraceReader], matched: Matched, *, aligned: bool
+) -> tuple[list[Way], NDArray[np.int64]]:
+    """The ways in which messages are compared, and the number of that of each pair of `Matched.rows`.
+
+    Parameters
+    ----------
+    readers : pair of TraceReader
+    matched : Matched
+    aligned : bool
+        Whether rows of batches are compared with rows of the same samples.
+    """
+    columns = []
+    for reader, kept in zip(readers, matched.kept, strict=True):
+        streams = reader.journal[:, Column.STREAM]
+        columns.append(np.where(kept == NONE, NONE, streams[kept]) if len(streams) else kept)
+    both = np.concatenate(columns, axis=1)
+    found, of_pair = np.unique(both, axis=0, return_inverse=True)
+    wide = matched.kept[0].shape[1]
+    ways = [
+        way_of(
+            [None if one == NONE else matched.streams[0][one] for one in row[:wide]],
+            [None if one == NONE else matched.streams[1][one] for one in row[wide:]],
+            aligned=aligned,
+        )
+        for row in found.tolist()
+    ]
+    return ways, of_pair.reshape(-1)
+
+
+def way_of(mine: Sequence[StreamInfo | None], theirs: Sequence[StreamInfo | None], *, aligned: bool = False) -> Way:
+    """How the messages of two streams are compared, of which each has data, hashes, statistics, or several of them.
+
+    Parameters
+    ----------
+    mine, theirs : sequence of StreamInfo or None
+        Those with data, hashes and statistics.
+    aligned : bool
+    """
+    x, y = mine[DATA], theirs[DATA]
+    why = ""
+    if x is not None and y is not None:
+        if x.dtype is None and y.dtype is None:
+            return Way("nothing")
+        if x.dtype is None or y.dtype is None:
+            return Way("", why="data in one of them only")
+        if sampled(x.sampling) == sampled(y.sampling):
+            return Way("data")
+        why = ANOTHER_SAMPLING
+    rows: dict[int, tuple[int, int]] = {}
+    for what in range(HASH, len(mine)):
+        a, b = (what if streams[what] is not None else DATA for streams in (mine, theirs))
+        first, second = mine[a], theirs[b]
+        if first is None or second is None or (a, b) == (DATA, DATA):
+            continue
+        if None in (first.dtype, second.dtype) or _of_what(first, a) != _of_what(second, b):
+            why = why or ANOTHER_SAMPLING
+        elif aligned and kept_of(first.kind)[0] in HAVE_SAMPLES:
+            why = why or "what was kept of a batch in place of its data tells nothing of its samples"
+        else:
+            rows[what] = a, b
+    if rows:
+        what = min(rows)
+        return Way(KEPT[what], *rows[what], statistics=rows.get(STATISTICS))
+    return Way("", why=why or f"{_held(mine)} in A and {_held(theirs)} in B")
+
+
+def _of_what(stream: StreamInfo, row: int) -> dict[str, Any]:
+    """The sampling of the data that a row holds, or of that which its hash or statistics are of."""
+    own = _OF_THE_REDUCTION.get(row, ())
+    told = {name: value for name, value in sampled(stream.sampling).items() if name not in own}
+    # what was cast has another hash
+    return told | {name: value for name, value in (stream.sampling or {}).items() if name == "dtype" and value}
+
+
+def _held(streams: Sequence[StreamInfo | None]) -> str:
+    return " and ".join(name for name, one in zip(KEPT, streams, strict=False) if one is not None)
+
+
+def sampled(sampling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What makes the numbers of one sampling those of another: not their dtype, nor the shape of the first tensor."""
+    return {
+        name: value for name, value in (sampling or {}).items() if name not in ("dtype", "shape", "beside") and value
+    }

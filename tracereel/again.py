@@ -1,0 +1,146 @@
+"""Steps of a run, run again by its script in a process of its own, for commands that need what was not recorded."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from typing import NamedTuple
+
+from tracereel.checks import TRACE_SUFFIXES
+from tracereel.errors import DIFFERENT, WRONG_USAGE, Failure
+from tracereel.printing import say
+from tracereel.programs import program_of
+
+MODULE = "-m"
+"""The first word of a command line that runs a module."""
+
+
+class Script(NamedTuple):
+    """A training script and its arguments, as a command line has them."""
+
+    words: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, line: str) -> Script:
+        """The script that a line of a shell names: ``train.py --lr 0.1``, or ``-m my.training --lr 0.1``.
+
+        Raises
+        ------
+        Failure
+            If it names none.
+        """
+        try:
+            words = shlex.split(line)
+        except ValueError as error:
+            raise Failure(f"--reenact {line!r} is no command line: {error}", WRONG_USAGE) from error
+        if not words or words == [MODULE]:
+            raise Failure(f"--reenact {line!r} names no script", WRONG_USAGE)
+        if words[0] != MODULE:
+            program_of(tuple(words), None)
+        return cls(tuple(words))
+
+    @property
+    def arguments(self) -> list[str]:
+        """What follows the options of ``trace reenact``."""
+        if self.words[0] == MODULE:
+            return ["--module", *self.words[1:]]
+        return list(self.words)
+
+
+class Again(NamedTuple):
+    """Steps of a run that were run again.
+
+    Attributes
+    ----------
+    trace : str
+        Where they were recorded.
+    verdict : str
+        What came of comparing them with the run, in a sentence.
+    identical : bool
+        Whether they are what the run was.
+    """
+
+    trace: str
+    verdict: str
+    identical: bool
+
+
+def trace_of_steps(run: str, steps: tuple[int, int]) -> str:
+    """Where steps of a run that are run again are recorded by default.
+
+    Examples
+    --------
+    >>> trace_of_steps("runs/a.zarr", (8, 10))
+    'runs/a.steps-8-10.zarr'
+    """
+    return f"{_stem(run)}.steps-{steps[0]}-{steps[1]}.zarr"
+
+
+def recorded_again(run: str, script: Script, steps: tuple[int, int]) -> Again:
+    """The trace of steps of a run that were run again; they are, unless that was done before.
+
+    Raises
+    ------
+    Failure
+        If they cannot be run again, or something else is where their trace is to be.
+    """
+    from tracer.stores.locations import location
+    from tracer.stores.opening import exists
+
+    out = trace_of_steps(run, steps)
+    if exists(location(out)):
+        there = _verdict(out)
+        if not _is_of(out, run, steps):
+            raise Failure(f"{out} is already there, and is not of steps {steps[0]}:{steps[1]} of {run}; move it away")
+        if there.identical:
+            return there
+    say(f"running steps {steps[0]}:{steps[1]} of {run} again, into {out}")
+    return of_a_run(run, script, steps, out, run, overwrite=True)
+
+
+def _is_of(out: str, run: str, steps: tuple[int, int]) -> bool:
+    """Whether a trace is of all that a plain recording has of these steps of a run."""
+    import tracer
+
+    with tracer.open(out) as reader, tracer.open(run) as original:
+        about = reader.header.get("reenacts") or {}
+        return about.get("run") == str(original.path) and about.get("steps") == list(steps)
+
+
+def _stem(run: str) -> str:
+    """The path or URL of a trace without its suffix."""
+    path = run.rstrip("/")
+    return next((path.removesuffix(suffix) for suffix in TRACE_SUFFIXES if path.endswith(suffix)), path)
+
+
+def of_a_run(run: str, script: Script, steps: tuple[int, int], out: str, name: str, *, overwrite: bool) -> Again:
+    """Run steps of one run again, in a process of its own."""
+    from tracer.recording.reenacting.comparison import steps_named
+    from tracer.recording.reenacting.reenact import OF_STEPS
+
+    start, stop = steps
+    kinds = [word for kind in OF_STEPS for word in ("-k", kind)]
+    chosen = ["--steps", f"{start}:{stop}", "--out", out, *kinds, *(["--overwrite"] if overwrite else [])]
+    command = [sys.executable, "-m", "tracereel", "reenact", run, *chosen, *script.arguments]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode not in (0, DIFFERENT):
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        why = said[-1].removeprefix("Error: ") if said else f"it ended with {done.returncode}"
+        raise Failure(f"{steps_named(steps)} of {name} cannot be run again: {why}", WRONG_USAGE)
+    return _verdict(out)
+
+
+def _verdict(out: str) -> Again:
+    """What the trace of a re-enactment says of it."""
+    import tracer
+    from tracer.recording.reenacting.comparison import Verdict
+
+    with tracer.open(out) as reader:
+        told = [note["reenacted"] for note in reader.notes if "reenacted" in note]
+    if not told:
+        return Again(out, "the script ended before the steps were over", identical=False)
+    verdict = Verdict.of(told[-1])
+    return Again(out, str(verdict), verdict.identical)

@@ -1,0 +1,73 @@
+"""Two runs that part are run again around that step, each by its script in a process of its own, and compared whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tracereel.again import Again, Script, of_a_run, trace_of_steps
+from tracereel.checks import TRACE_SUFFIXES, check_new
+from tracereel.errors import Failure
+
+if TYPE_CHECKING:
+    from analyze.comparing.difference import Difference
+
+
+def scripts_of(lines: Sequence[str]) -> tuple[Script, Script]:
+    """The scripts of A and of B; one for both if one is named.
+
+    Raises
+    ------
+    Failure
+        If more than two are named, or one is no script.
+    """
+    if len(lines) > 2:
+        raise Failure(f"--reenact is given once for both runs or twice, for A and for B, not {len(lines)} times", 2)
+    scripts = [Script.parse(line) for line in lines]
+    return scripts[0], scripts[-1]
+
+
+def steps_around(step: int) -> tuple[int, int]:
+    """The steps that are run again: the first that differs, and the one before it; the second number is not among them.
+
+    Examples
+    --------
+    >>> steps_around(9), steps_around(0)
+    ((8, 10), (0, 1))
+    """
+    return max(step - 1, 0), step + 1
+
+
+def run_again(
+    runs: tuple[str, str], scripts: tuple[Script, Script], steps: tuple[int, int], *, overwrite: bool
+) -> tuple[Again, Again]:
+    """Run steps of A and B again, one after the other, and record them beside the runs with all that they have.
+
+    Parameters
+    ----------
+    runs : pair of str
+        The traces.
+    scripts : pair of Script
+    steps : (int, int)
+    overwrite : bool
+        Whether what is already there is replaced.
+
+    Raises
+    ------
+    Failure
+        If something is there, or steps cannot be run again.
+    """
+    outs = [trace_of_steps(run, steps) for run in runs]
+    if outs[0] == outs[1]:
+        raise Failure(f"{runs[0]} and {runs[1]} would both be run again into {outs[0]}: give one another name", 2)
+    for out in outs:
+        check_new(out, TRACE_SUFFIXES, overwrite)
+    both = zip(runs, scripts, outs, "AB", strict=True)
+    one, other = (of_a_run(run, script, steps, out, name, overwrite=overwrite) for run, script, out, name in both)
+    return one, other
+
+
+def as_json(steps: tuple[int, int], again: tuple[Again, Again], found: Difference) -> dict[str, Any]:
+    """What came of running A and B again, in JSON values."""
+    one, other = (each._asdict() for each in again)
+    return {"steps": list(steps), "one": one, "other": other, "difference": found.as_json()}
