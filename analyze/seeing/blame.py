@@ -19,7 +19,7 @@ from analyze.metrics.streams import Series, series_of
 from analyze.seeing.check import check
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
-from tracer.messaging.messages import DEFAULT_TAG, KINDS
+from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS
 from tracer.numbers.arrays import as_array
 from tracer.numbers.past import NORMAL, Past
 from tracer.stores.locations import Anywhere
@@ -32,7 +32,7 @@ _FACTOR = 3.0
 _DEVIATIONS = 8.0
 _BEFORE = 3
 """A cause is looked for in the step of the spike and in so many recorded steps before it."""
-_COMPARED = tuple(name for name, kind in KINDS.items() if not kind.event and name not in ("input_labels", "loss_terms"))
+_COMPARED = tuple(name for name in DATA_KINDS if not KINDS[name].event and name not in ("input_labels", "loss_terms"))
 _INPUTS = ("input_data", "layer_inputs")
 _FLOATS = ("float", "bfloat")
 _PER_SAMPLE = ("layer_inputs", "layer_gradients", "weight_gradients", "bias_gradients", "loss", "input_labels")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from copy import deepcopy
 
@@ -17,6 +17,7 @@ from tracer.errors import MessageError, TraceCorruptError
 from tracer.format.journal import Column
 from tracer.replaying.filters import Filters
 from tracer.replaying.replay import replay
+from tracer.replaying.updates import derivable, with_pairs
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
@@ -123,7 +124,7 @@ def _in_time_and_rank(found: Finding) -> tuple[int, ...]:
 
 def _check_rank(reader: TraceReader, rules: Sequence[Rule], steps: Steps | None) -> Checked:
     """What rules say of a trace that has one rank."""
-    unjudged = {rule.name: lacking(rule, reader) for rule in rules}
+    unjudged = lacking(rules, reader)
     able = [rule for rule in rules if not unjudged[rule.name]]
     findings, damage = Findings(able), ""
     if able:
@@ -173,17 +174,24 @@ def concluded(
     )
 
 
-_DERIVED = {"weights": "weight_updates", "biases": "bias_updates"}
-"""What a replay makes of consecutive messages of a kind."""
+def lacking(rules: Sequence[Rule], reader: TraceReader, *, grows: bool = False) -> dict[str, str]:
+    """What rules need and a trace neither has nor a replay derives, in a sentence each; empty if there is all.
+
+    `grows`: more may be recorded, so that updates may be derived later.
+    """
+    streams = reader.streams
+    updates = derivable(streams, rules, Filters())
+    updates = updates if grows else with_pairs(reader, updates)
+    there = {(one.kind, one.module, one.tag) for one in (*streams, *updates)}
+    again = "keyframe" in {one.kind for one in streams}
+    return {rule.name: _lacking(rule, there, again=again) for rule in rules}
 
 
-def lacking(rule: Rule, reader: TraceReader) -> str:
-    """What a rule needs and a trace neither has nor a replay derives, in a sentence; empty if there is all."""
-    there = {(one.kind, one.module, one.tag) for one in reader.streams}
-    there |= {(_DERIVED[kind], module, tag) for kind, module, tag in there if kind in _DERIVED}
+def _lacking(rule: Rule, there: Set[tuple[str, str | None, str]], *, again: bool) -> str:
     absent = [
         " or ".join(subscription.kinds)
         for subscription in rule.subscriptions
         if not any(subscription.wants(*one, None) for one in there)
     ]
-    return f"it needs {', '.join(absent)}" if absent else ""
+    way = ", which trace reenact brings back" if again else ""
+    return f"it needs {', '.join(absent)}{way}" if absent else ""

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Self
 
 from tracer.errors import MessageError, did_you_mean
-from tracer.messaging.messages import DEFAULT_TAG, Message, MessageBundle
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS, Message, MessageBundle
 from tracer.messaging.receiver import Receiver, describe
 from tracer.messaging.stacks import Stack, Stretch, gathered, has_own_methods, is_newer
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription, matches_tag
@@ -300,6 +300,7 @@ def unmet(
     """
     receivers = tuple(receivers)
     answers = {kind for receiver in receivers for kind in receiver.produces}
+    there = {kind for kind, _, _ in offered if _beside(kind) is None and kind not in STATE_KINDS}
     sentences = []
     for receiver in receivers:
         lacking: dict[str, None] = {}
@@ -321,7 +322,7 @@ def unmet(
                 of_kind = {kind: {module for known, module, _ in offered if known == kind} for kind in absent}
                 for kind in absent:
                     if not of_kind[kind]:
-                        hints[did_you_mean(kind, others | {known for known, _, _ in offered})] = None
+                        hints[did_you_mean(kind, others | there)] = None
                     elif subscription.modules is not None:
                         hints |= dict.fromkeys(_other_modules(subscription.modules, of_kind[kind]))
                     tags = sorted({tag for known, _, tag in offered if known == kind and tag is not None})
@@ -374,12 +375,28 @@ def _other_tags(receiver: Receiver, wanted: str | None, tags: Sequence[str]) -> 
     )
 
 
+_COMPANIONS = {"hash": "hashes", "statistics": "statistics"}
+"""What stands behind the kind of data in that of what is kept beside it, and what that is called."""
+
+
+def _beside(kind: str) -> str | None:
+    """What is kept of messages of another kind under this kind; None if it is a kind of its own."""
+    base, _, companion = kind.rpartition("_")
+    return _COMPANIONS.get(companion) if base in KINDS else None
+
+
 def _summary(offered: Sequence[tuple[str, str | None, str | None]]) -> str:
-    """The kinds that are there, each with its tags unless that is just the training's."""
+    """The kinds that are there, each with its tags unless that is just the training's; state is not told."""
     tags: dict[str, dict[str, None]] = {}
+    beside: dict[str, set[str]] = {}
     for kind, _, tag in offered:
-        tags.setdefault(kind, {}).update({} if tag is None else {tag: None})
+        found = _beside(kind)
+        if found is not None:
+            beside.setdefault(found, set()).add(kind)
+        elif kind not in STATE_KINDS:
+            tags.setdefault(kind, {}).update({} if tag is None else {tag: None})
     told = [
         f"{kind} (tag {', '.join(of)})" if list(of) not in ([], [DEFAULT_TAG]) else kind for kind, of in tags.items()
     ]
+    told += [f"{companion} of {len(kinds)} kinds" for companion, kinds in beside.items()]
     return "only " + ", ".join(told) if told else "nothing"
