@@ -300,7 +300,7 @@ def unmet(
     """
     receivers = tuple(receivers)
     answers = {kind for receiver in receivers for kind in receiver.produces}
-    there = {kind for kind, _, _ in offered if _beside(kind) is None and kind not in STATE_KINDS}
+    recorded = {kind for kind, _, _ in offered if _beside(kind) is None and kind not in STATE_KINDS}
     sentences = []
     for receiver in receivers:
         lacking: dict[str, None] = {}
@@ -322,7 +322,7 @@ def unmet(
                 of_kind = {kind: {module for known, module, _ in offered if known == kind} for kind in absent}
                 for kind in absent:
                     if not of_kind[kind]:
-                        hints[did_you_mean(kind, others | there)] = None
+                        hints[did_you_mean(kind, others | recorded)] = None
                     elif subscription.modules is not None:
                         hints |= dict.fromkeys(_other_modules(subscription.modules, of_kind[kind]))
                     tags = sorted({tag for known, _, tag in offered if known == kind and tag is not None})
