@@ -181,6 +181,12 @@ class Demand:
         if apart is not None:
             self._register_topics(apart.captures)
 
+    def replace_captures(self, captures: Captures) -> None:
+        """Observe by other captures, between two steps. They take the same streams, and maybe in other steps."""
+        self.captures = captures
+        self.ask_anew()
+        self.look_ahead_anew()
+
     def _register_topics(self, captures: Iterable[Capture]) -> None:
         for capture in captures:
             for kind in capture.kinds or ():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from time import thread_time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -61,6 +64,50 @@ class Notes(Protocol):
         """Note that an exception ended an observation, or raise it."""
 
 
+class Meter:
+    """The lock of a gate that also measures the CPU time of whoever holds it, on the thread that does.
+
+    Parameters
+    ----------
+    lock : RLock
+        Which it holds.
+    """
+
+    __slots__ = ("_began", "_depth", "_lock", "_seconds")
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._depth = 0
+        self._seconds = 0.0
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            if not self._depth:
+                self._began = thread_time()
+            self._depth += 1
+        except BaseException:  # an interrupt
+            self._lock.release()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._seconds += thread_time() - self._began
+        self._lock.release()
+
+    def seconds(self) -> float:
+        """CPU seconds so far, for who holds it."""
+        return self._seconds + (thread_time() - self._began if self._depth else 0.0)
+
+    def _is_owned(self) -> bool:
+        """As that of an `RLock`."""
+        return bool(self._lock._is_owned())
+
+
 class Gate:
     """What lets the hooks of an exporter through, and what they share; none of them knows the exporter itself.
 
@@ -76,7 +123,7 @@ class Gate:
         Whether hooks may hang.
     open : bool
         Whether anything is observed now.
-    lock : RLock
+    lock : RLock or Meter
         Held by whatever runs: hooks may fire in several threads.
     passes : PassOfThread
     """
@@ -86,15 +133,21 @@ class Gate:
     def __init__(self, problems: Notes, number: int) -> None:
         self.attached = True
         self.open = True
-        self.lock = threading.RLock()
+        self.lock: Meter | contextlib.AbstractContextManager[Any] = threading.RLock()
         self.passes = PassOfThread()
         self.problems = problems
         self.number = number
 
+    def measured(self) -> Meter:
+        """What measures, from now on, the CPU time of all that goes through the gate."""
+        if not isinstance(self.lock, Meter):
+            self.lock = Meter(self.lock)
+        return self.lock
+
     @property
     def held(self) -> bool:
         """Whether this thread runs code of the exporter, or code that the exporter calls, such as a receiver's."""
-        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # which threading itself uses
+        return bool(self.lock._is_owned())  # type: ignore[union-attr]  # which threading itself uses
 
     def guard(self, what: str, work: Callable[[], object]) -> None:
         """Do work that must not end the training."""
