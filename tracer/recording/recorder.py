@@ -288,7 +288,7 @@ class Recorder(Receiver):
             self._thread.join()
             termination.not_at_exit(self._close_at_exit)
             self._transfers.forget()
-            self.stopped = None  # through which it would keep the exporter, and that the model
+            self.stopped = self.overhears = None  # through which it would keep the exporter, and that the model
             self._check()
 
     def _close_at_exit(self) -> None:
