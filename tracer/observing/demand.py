@@ -165,6 +165,7 @@ class Demand:
         self.apart: Apart | None = None
         self.quiet_until = 0
         self._asked_at = -1  # the last step for which `nothing_due` asked
+        self._inside: Captures = ()  # the captures of what modules and parameters have
         self._streams: dict[tuple[str, str | None, str], Stream] = {}
         self._of_parameters: OfParameters | None = None
         self._heard_tags: dict[str, bool] = {}
@@ -212,6 +213,7 @@ class Demand:
     def ask_anew(self) -> None:
         """Forget who wanted what: receivers, modules or what other ranks record have changed."""
         self._streams, self._heard_tags, self._of_parameters = {}, {}, None
+        self._inside = tuple(one for one in self._all_captures if any(not KINDS[kind].network for kind in one.kinds or ()))
         receivers = self.bus.receivers
         self.asking = tuple(one for one in receivers if not one.passive) or receivers
         self.of_state = tuple(kind for kind in STATE_KINDS if self._asked_somewhere(kind))
@@ -398,6 +400,12 @@ class Demand:
             self.quiet_until = first if first > step or any(one.awake(step) for one in self.asking) else step + 1
             self._asked_at = step
         return step < self.quiet_until
+
+
+    def inside_due(self) -> bool:
+        """Whether a capture takes anything of modules or parameters in the training passes of this global step."""
+        step = self.clock.step
+        return any(one.next_step(step) == step for one in self._inside)
 
 
 def stream_name(kind: str, path: str | None) -> str:

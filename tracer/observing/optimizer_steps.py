@@ -66,7 +66,7 @@ class OptimizerSteps(Part):
             self.steps.snapshot(parameters)
             if self.demand.of_state:
                 self.gate.guard("state", functools.partial(self.state.optimizer_steps, optimizer, parameters))
-            if self._may_overwrite_gradients(optimizer, args, kwargs):
+            if self.demand.inside_due() and self._may_overwrite_gradients(optimizer, args, kwargs):
                 self.parameters.keep_gradients(parameters)
 
     def _may_overwrite_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
@@ -108,7 +108,7 @@ class OptimizerSteps(Part):
         last = self.optimizers.ends_step(optimizer)
         in_backward = recomputing()
         try:
-            if not self.demand.nothing_due():
+            if not self.demand.nothing_due() and self.demand.inside_due():
                 self.parameters.compare(self.table.of(optimizer, self.optimizers.in_order), True)
         finally:  # under strict an exception goes through, but the optimizer has stepped
             if in_backward and (last or self.optimizers.one_each):

@@ -90,12 +90,13 @@ class Passes(Part):
             first = not self.clock.open
             self.steps.begin()
             running.listening = not self.clock.idle
+            running.inside = running.listening and self.demand.inside_due()
             if self.demand.of_state and running.listening and (first or module is self.models.root):
                 self.gate.guard("state", self.state.forward_begins)
             self.forwards.training += running.depth
             self.optimizers.note_forward(module)
         else:
-            running.listening = self.demand.hears(running.tag)
+            running.listening = running.inside = self.demand.hears(running.tag)
             if running.listening and running.depth:
                 self.wiring.look()
 
@@ -127,7 +128,8 @@ class Passes(Part):
             return False
         self.forwards.training += 1
         self.forwards.seen += 1
-        running.depth, running.tag, running.listening, running.inputs = 1, DEFAULT_TAG, False, []
+        running.depth, running.tag, running.inputs = 1, DEFAULT_TAG, []
+        running.listening = running.inside = False
         self.tag_with_gradients = DEFAULT_TAG
         return True
 
@@ -138,7 +140,7 @@ class Passes(Part):
         running = self.gate.passes.now
         running.depth += 1
         if running.depth == 1 and any(isinstance(one, FakeTensor) for one in (*args, *kwargs.values())):
-            running.listening = False
+            running.listening = running.inside = False
             why = "a fake tensor has no values, so it counts as no pass"
             self.problems.note("a forward of fake tensors", why)
             return

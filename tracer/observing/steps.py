@@ -114,7 +114,8 @@ class Steps(Part):
         if not self.ranks.surveyed:
             self.forwards.note_mode(observed=self.wiring.listens(Role.BEFORE_FORWARD, Role.AFTER_FORWARD))
             self.ranks.survey()
-        self.parameters.snapshot(parameters, settle=bool(self.optimizers))
+        if self.demand.inside_due():
+            self.parameters.snapshot(parameters, settle=bool(self.optimizers))
 
     # -- ending ---------------------------------------------------------------------------------------------
 
@@ -138,9 +139,10 @@ class Steps(Part):
         try:
             if not self.clock.idle:
                 self.objectives.end_step()
-                if not self.optimizers:
-                    self.parameters.compare(self.table.all, self.optimizers.by_hand)
-                self.parameters.publish(self.clock.began)
+                if self.demand.inside_due():
+                    if not self.optimizers:
+                        self.parameters.compare(self.table.all, self.optimizers.by_hand)
+                    self.parameters.publish(self.clock.began)
                 self.state.end()
                 self.publisher.event("batch_finished", self.clock.began)
         except BaseException as error:

@@ -34,13 +34,14 @@ class OpenCall(NamedTuple):
 class Pass:
     """The forward that runs in a thread, or else the last one there."""
 
-    __slots__ = ("depth", "in_loss", "inputs", "listening", "tag")
+    __slots__ = ("depth", "in_loss", "inputs", "inside", "listening", "tag")
 
     def __init__(self) -> None:
         self.depth = 0  # how many forwards of the root are running
         self.in_loss = False
         self.tag = DEFAULT_TAG
         self.listening = False  # whether hooks have anything to do in it
+        self.inside = False  # and whether those inside the model have
         self.inputs: list[OpenCall] = []
 
 

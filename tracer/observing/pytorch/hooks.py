@@ -39,7 +39,7 @@ _OF_ROOT = (Role.BEFORE_ROOT, Role.AFTER_ROOT)
 _OF_OPTIMIZER = (Role.BEFORE_OPTIMIZER, Role.AFTER_OPTIMIZER)
 _IN_GRAPHS = (*_OF_ROOT, Role.BEFORE_FORWARD, Role.AFTER_FORWARD)
 _INNER = (Role.BEFORE_FORWARD, Role.AFTER_FORWARD, Role.AFTER_PARAMETRIZATION, Role.AFTER_REPLACED)
-"""Hooks inside the model, which have nothing to do in a pass that nobody records."""
+"""Hooks inside the model, which have nothing to do in a pass of whose inside nobody records anything."""
 
 
 class Site(NamedTuple):
@@ -144,7 +144,7 @@ class Hook:
             return None
         if self._inner and self.fired:
             running = gate.passes.now
-            if running.depth and not running.listening:  # a step that nobody records: no more than this
+            if running.depth and not running.inside:  # a step that nobody records: no more than this
                 return None
         if self.off or not gate.open:
             return None
