@@ -50,8 +50,8 @@ class Recorder(Receiver):
 
     Attributes
     ----------
-    seen_bytes : int
-        Bytes of what it received to record, each message with some for itself.
+    seen, seen_bytes : int
+        How many messages it received to record, and their bytes, each message with some for itself.
     overhears : callable or None
         Called with each message that is to be recorded.
 
@@ -87,7 +87,7 @@ class Recorder(Receiver):
         self._elsewhere = elsewhere
         self.budget = budget
         self.stopped = stopped
-        self.seen_bytes = 0
+        self.seen = self.seen_bytes = 0
         self.overhears: Callable[[Message], None] | None = None
         self._queue = MessageQueue(queue_bytes, on_full)
         self._transfers = Transfers()
@@ -140,6 +140,7 @@ class Recorder(Receiver):
             except MessageError as error:
                 thread.leave_out(message, error)
                 return ()
+        self.seen += 1
         self.seen_bytes += size
         if self.overhears is not None:
             self.overhears(message)
@@ -228,11 +229,6 @@ class Recorder(Receiver):
     def waiting_bytes(self) -> int:
         """Bytes that wait for the thread, each message with some for itself."""
         return self._queue.received - self._queue.written
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes that the thread has written, each message with some for itself."""
-        return self._queue.written
 
     @property
     def cpu_seconds(self) -> float:

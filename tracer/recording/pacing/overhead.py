@@ -18,25 +18,29 @@ _COLD_STEPS = 2
 _EAGER_STEPS = 8
 """After each of so many steps the writer is woken, so that its clock tells early what it costs."""
 _HORIZON = 64
-"""Steps within which what was taken too much is to be made up for."""
+"""What was taken too much is made up for in about twice so many steps, by half of what they may take at most."""
 _AIM = 0.9
 """Share of the bound that is aimed at, because not all of the cost goes through the gate."""
 _SLACK = 0.8
 """A schedule becomes narrower if it then takes less than such a share of what it may."""
+_A_MESSAGE, _A_BYTE = 25e-6, 1e-9
+"""Seconds that the writer takes, at a guess."""
+_DOUBT = 5e-3
+"""Seconds of the writer that would count as much as that guess."""
 _FORGETS = 0.98
 """What is left in a step of what was known of the writer a step ago."""
 
 
 class _Clocks(NamedTuple):
-    """The clocks at the end of a step, in seconds of CPU time, and what the recorder was given and has written."""
+    """The clocks at the end of a step, in seconds of CPU time, and how much the recorder was given."""
 
     thread: int
     training: float
     process: float
     own: float
     writer: float
-    seen: int
-    written: int
+    messages: int
+    nbytes: int
 
 
 @final
@@ -45,7 +49,8 @@ class OverheadBound:
 
     Of the training's thread that is all that goes through the exporter's gate: hooks, copies, hashes, statistics, and
     what live receivers do. It is compared with the rest of the thread's time in the same steps. The writer's time is
-    compared with that of all threads of the process; it is told by its bytes, as it comes later.
+    compared with that of all threads of the process. As it comes later, it is told of the messages of a step and their
+    bytes: by a guess, times how far guesses were off so far.
 
     Parameters
     ----------
@@ -68,7 +73,8 @@ class OverheadBound:
         self._bare = 0.0  # seconds of a step without a recorder
         self._spread = 1.0  # of what the process takes without a recorder, the share of the training's thread
         self._debt = 0.0  # seconds that were taken too much
-        self._written = (0.0, 0.0)  # seconds and bytes of the writer, of which old ones count less
+        # seconds that the writer took, and that it was thought to take; old ones count less
+        self._writer = (_DOUBT, _DOUBT)
 
     def step_over(self, step: int, due: Sequence[str]) -> None:
         """Read the clocks."""
@@ -82,36 +88,34 @@ class OverheadBound:
         own = now.own - last.own
         bare = max(now.training - last.training - own, 0.0)
         writer = now.writer - last.writer
-        seconds, nbytes = self._written
-        self._written = _FORGETS * seconds + writer, _FORGETS * nbytes + now.written - last.written
+        guess = _A_MESSAGE * (now.messages - last.messages) + _A_BYTE * (now.nbytes - last.nbytes)
+        seconds, guessed = self._writer
+        self._writer = seconds, guessed = _FORGETS * seconds + writer, _FORGETS * guessed + guess
         others = max(now.process - last.process - own - writer, bare)
         measured = self._steps - _COLD_STEPS
         newest = max(0.05, 1 / measured)
         self._bare += newest * (bare - self._bare)
         self._spread += newest * (bare / others - self._spread if others else 0.0)
-        taken = own + self._spread * self._per_byte * (now.seen - last.seen)
+        taken = own + self._spread * guess * seconds / guessed
         self._costs.learn(taken, due)
-        allowed = self._bound * self._bare
-        self._debt = max(self._debt + taken - self._bound * bare, -allowed * _HORIZON / 2)
+        # what cannot be made rarer is no debt
+        may = max(self._bound * bare, self._costs.fixed(self._schedule) + 0.1 * self._bound * bare)
+        most = self._bound * self._bare * _HORIZON
+        self._debt = min(max(self._debt + taken - may, -most / 2), most)
 
     def _read(self) -> _Clocks:
         recorder = self._recorder
         return _Clocks(
             *(threading.get_ident(), thread_time(), process_time(), self._meter.seconds(), recorder.cpu_seconds),
-            *(recorder.seen_bytes, recorder.written_bytes),
+            *(recorder.seen, recorder.seen_bytes),
         )
-
-    @property
-    def _per_byte(self) -> float:
-        seconds, nbytes = self._written
-        return seconds / nbytes if nbytes > 0 else 0.0
 
     def wish(self) -> Wish | None:
         """The factors at which the bound holds, and what is owed is paid back."""
         if self._steps <= _COLD_STEPS:
             return None
         bound = self._bound * self._bare
-        allowed = _AIM * bound - max(self._debt, 0.0) / _HORIZON
+        allowed = _AIM * bound - max(self._debt, 0.0) / (2 * _HORIZON)
         least = self._costs.factors(self._schedule, allowed, keeps_inputs=True)
         most = self._costs.factors(self._schedule, _SLACK * allowed, keeps_inputs=True)
         share = 100 * self._costs.mean(self._schedule) / self._bare if self._bare else 0.0
