@@ -25,7 +25,8 @@ HEADINGS: Mapping[str, Sequence[str]] = {
     "What is read": ("kinds", "modules", "steps", "tags", "ranks", "rank", "follow", "no_verify", "limit"),
     "Where it is computed": ("workers", "scheduler", "slurm", "part", "memory", "part_bytes", "force"),
     "What is written": (
-        *("out", "log", "table", "tensorboard", "overwrite", "resume", "first_step", "max_bytes", "compression"),
+        *("out", "log", "table", "tensorboard", "overwrite", "resume", "first_step", "compression"),
+        *("max_overhead", "max_bytes", "stop_at_bytes", "min_free_disk"),
         *("chunk_bytes", "queue_bytes", "on_full", "strict", "commit_steps", "commit_seconds", "durable"),
     ),
     "What may differ": ("allow_different",),

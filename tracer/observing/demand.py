@@ -213,7 +213,9 @@ class Demand:
     def ask_anew(self) -> None:
         """Forget who wanted what: receivers, modules or what other ranks record have changed."""
         self._streams, self._heard_tags, self._of_parameters = {}, {}, None
-        self._inside = tuple(one for one in self._all_captures if any(not KINDS[kind].network for kind in one.kinds or ()))
+        self._inside = tuple(
+            one for one in self._all_captures if any(not KINDS[kind].network for kind in one.kinds or ())
+        )
         receivers = self.bus.receivers
         self.asking = tuple(one for one in receivers if not one.passive) or receivers
         self.of_state = tuple(kind for kind in STATE_KINDS if self._asked_somewhere(kind))
@@ -400,7 +402,6 @@ class Demand:
             self.quiet_until = first if first > step or any(one.awake(step) for one in self.asking) else step + 1
             self._asked_at = step
         return step < self.quiet_until
-
 
     def inside_due(self) -> bool:
         """Whether a capture takes anything of modules or parameters in the training passes of this global step."""

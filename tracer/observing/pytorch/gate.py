@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from time import thread_time
 from collections.abc import Callable, Sequence
+from time import thread_time
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 

@@ -42,9 +42,7 @@ class FirstStep:
         Called once, with an `Outlook`, between two steps.
     """
 
-    def __init__(
-        self, path: Location, exporter: Exporter, recorder: Recorder, tell: Callable[[Outlook], None]
-    ) -> None:
+    def __init__(self, path: Location, exporter: Exporter, recorder: Recorder, tell: Callable[[Outlook], None]) -> None:
         self._path = path
         self._exporter = exporter
         self._recorder = recorder

@@ -66,9 +66,7 @@ class FreeDisk:
     def step_over(self) -> None:
         """Look, if much was recorded since the last time, or that was long ago."""
         recorder, now = self._recorder, time.monotonic()
-        if recorder.closed or (
-            recorder.seen_bytes - self._seen < _EVERY_BYTES and now - self._looked < _EVERY_SECONDS
-        ):
+        if recorder.closed or (recorder.seen_bytes - self._seen < _EVERY_BYTES and now - self._looked < _EVERY_SECONDS):
             return
         self._seen, self._looked = recorder.seen_bytes, now
         try:

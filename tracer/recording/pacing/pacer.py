@@ -14,9 +14,11 @@ from tracer.recording.pacing.thinning import BytesBound
 from tracer.recording.recorder import Recorder
 
 _SHORTEST = 16
-"""Steps from one change of a schedule to the one that makes it narrower again, at least."""
-_SHARE = 8
+"""Steps from one change of a schedule to the next, at least, unless that is urgent."""
+_SHARE = 4
 """And at least one of so many steps that there were, so that a long run does not change its mind all the time."""
+_URGENT = 2
+"""A change is urgent if what is in force is so many times too narrow."""
 
 
 @final
@@ -87,12 +89,15 @@ class Pacer:
     def _follow(self) -> None:
         wishes = [one for one in (bound.wish() for bound in self._bounds) if one is not None]
         before, after = self._schedule.factors, dict[str, int]()
-        may_narrow = self._steps - self._changed >= max(_SHORTEST, self._steps // _SHARE)
+        is_time = not self._changed or self._steps - self._changed >= max(_SHORTEST, self._steps // _SHARE)
         for group in GROUPS:
             least = max((wish.least[group] for wish in wishes), default=1)
             most = max((wish.most[group] for wish in wishes), default=1)
-            narrowest = most if may_narrow and wishes else before[group]
-            after[group] = max(least, min(before[group], narrowest))
+            now = before[group]
+            if is_time or least >= _URGENT * now:
+                after[group] = max(least, min(now, most if is_time and wishes else now))
+            else:
+                after[group] = now
         if after == before:
             return
         why = [
