@@ -181,7 +181,7 @@ class Steps(Part):
         self.forwards.end_step()
 
     def _look_back(self) -> None:
-        """Run the due probes and what else comes between steps, and after the first step look for hooks that are never called."""
+        """Do what comes between steps, and after the first one look for hooks that are never called."""
         if self.wiring.compiled_before:
             self.gate.guard("compiled", functools.partial(self.wiring.tell_unseen_regions, self.demand.modules))
         for known in self._between:

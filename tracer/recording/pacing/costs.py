@@ -34,8 +34,8 @@ def next_factor(least: float, *, fine: bool = False) -> int:
 class Costs:
     """Learns what each group costs in a step in which it is due.
 
-    What a step takes is that of all groups that are due. What is not accounted for by the others is that of the last
-    of them, in the order of `GROUPS`: so what all steps have counts for the one that always comes.
+    What a step takes is that of all groups that are due. What is not accounted for by the others is that of the rarest
+    of them: so what all steps have counts for the one that always comes.
 
     Examples
     --------
@@ -52,7 +52,7 @@ class Costs:
         self._seen = dict.fromkeys(GROUPS, 0)
 
     def learn(self, amount: float, due: Sequence[str]) -> None:
-        """Take what a step took in which these groups were due, in the order of `GROUPS`."""
+        """Take what a step took in which these groups were due, the rarest one last."""
         if not due:
             return
         last = due[-1]

@@ -102,13 +102,16 @@ class Schedule:
         return min((one.capture.every for one in self._pieces if one.group == group), default=None)
 
     def due(self, step: int) -> tuple[str, ...]:
-        """The groups that are due in a training step, in the order of `GROUPS`."""
+        """The groups that are due in a training step, from the one that comes most often to the rarest."""
         found = {
             piece.group
             for piece, capture in zip(self._pieces, self.captures, strict=True)
             if piece.group is not None and capture.next_step(step) == step
         }
-        return tuple(group for group in GROUPS if group in found)
+        return tuple(sorted((group for group in GROUPS if group in found), key=self._apart))
+
+    def _apart(self, group: str) -> int:
+        return (self.spacing(group) or 1) * self.factors[group]
 
     def widen(self, factors: Mapping[str, int]) -> list[dict[str, Any]]:
         """Put factors in force; what changes with them, as JSON.

@@ -34,19 +34,19 @@ class BytesBound:
         self._phase = 0
         self._limit: int | None = None  # bytes at which the phase ends
         self._end: int | None = None  # steps at which it ends; None: whenever its bytes are spent
-        self._left_out = 0
         self._factors = dict.fromkeys(GROUPS, 1)
 
     def step_over(self, step: int, due: Sequence[str]) -> None:
         """Count what the step takes, and begin the next phase if this one is over."""
         budget = self._budget
         self._steps += 1
-        self._costs.learn(budget.of_step, due)
         if self._limit is None:
             self._limit = (budget.spent + budget.max_bytes) // 2
-        if len(budget.left_out) > self._left_out:  # more seldom, whatever the estimates say
-            self._left_out = len(budget.left_out)
-            self._factors = {group: 2 * factor for group, factor in self._factors.items()}
+        if budget.total > budget.max_bytes:  # it will be left out
+            if due:  # more seldom, whatever the estimates say
+                self._factors[due[-1]] *= 2
+            return
+        self._costs.learn(budget.of_step, due)
         if budget.total >= self._limit or (self._end is not None and self._steps >= self._end):
             self._begin_phase()
 
