@@ -56,6 +56,9 @@ class Size(click.ParamType[Any]):
 
     name = "SIZE"
 
+    def __init__(self, least: int = 1) -> None:
+        self._least = least
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The number of bytes."""
         if not isinstance(value, str):
@@ -63,7 +66,24 @@ class Size(click.ParamType[Any]):
         from tracer.recording.environment import size_of
 
         try:
-            return size_of(value)
+            return size_of(value, self._least)
+        except CaptureError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Share(click.ParamType[Any]):
+    """``3%`` or ``0.03``: a share of something."""
+
+    name = "SHARE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The share, as a number."""
+        if not isinstance(value, str):
+            return value
+        from tracer.recording.environment import share_of
+
+        try:
+            return share_of(value)
         except CaptureError as error:
             self.fail(str(error), param, ctx)
 
@@ -92,9 +112,14 @@ def number(*names: str, least: int = 1, **attributes: Any) -> Decorator:
     return click.option(*names, type=click.IntRange(min=least), metavar="N", **attributes)
 
 
-def size(*names: str, **attributes: Any) -> Decorator:
+def size(*names: str, least: int = 1, **attributes: Any) -> Decorator:
     """An option that is a number of bytes."""
-    return click.option(*names, type=Size(), **attributes)
+    return click.option(*names, type=Size(least), **attributes)
+
+
+def share(*names: str, **attributes: Any) -> Decorator:
+    """An option that is a share of something."""
+    return click.option(*names, type=Share(), **attributes)
 
 
 def one_of(name: str, *values: str, **attributes: Any) -> Decorator:

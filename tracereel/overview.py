@@ -212,9 +212,34 @@ def _overflowed(about: Mapping[str, Any]) -> str:
 
 def _stopped(about: Mapping[str, Any]) -> str:
     """A recording that a bound has ended."""
-    limit = about.get("max_bytes")
+    limit = about.get(str(about.get("by")))
     bound = f"{limit:,}" if isinstance(limit, int) else limit
     return f"at {about.get('by')} ({bound}): nothing from step {about.get('global_step')} on"
+
+
+def _schedule(about: Mapping[str, Any]) -> str:
+    """How often what is recorded from a step on, and why."""
+    step, why = about.get("global_step"), about.get("why")
+    if about.get("left_out"):
+        return f"step {step} is left out ({why})"
+    changes = about.get("captures")
+    told = [
+        f"capture {one.get('capture')}{_few_kinds(one.get('kinds'))} every {_before_and_after(one.get('every'))}"
+        for one in (changes if isinstance(changes, list) else ())
+        if isinstance(one, Mapping)
+    ]
+    return f"from step {step} on {', '.join(told) or 'nothing else'} ({why})"
+
+
+def _few_kinds(kinds: Any) -> str:
+    """Some kinds of a capture; nothing for all of them."""
+    if not isinstance(kinds, list):
+        return ""
+    return f" ({', '.join(map(str, kinds[:2]))}{f' and {len(kinds) - 2} more' if len(kinds) > 2 else ''})"
+
+
+def _before_and_after(pair: Any) -> str:
+    return " → ".join(map(str, pair)) if isinstance(pair, list) else str(pair)
 
 
 def _unended(about: Mapping[str, Any]) -> str:
@@ -248,6 +273,7 @@ _NOTES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "problem": _problem,
     "overflowed": _overflowed,
     "stopped": _stopped,
+    "schedule": _schedule,
     "unended": _unended,
     "reenacted": _reenacted,
     "flight": _flight,

@@ -116,6 +116,19 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def steps_in_short(count: float) -> str:
+    """A number of steps for people, with two digits that count.
+
+    Examples
+    --------
+    >>> [steps_in_short(count) for count in (7.2, 41.9, 12345, 2.56e6)]
+    ['7', '41', '12,000', '2,500,000']
+    """
+    whole = int(count)
+    scale = 10 ** max(0, len(str(whole)) - 2)
+    return f"{whole // scale * scale:,}"
+
+
 def shape_of(shape: Sequence[int]) -> str:
     """The shape of an array for people."""
     return "×".join(map(str, shape)) if len(shape) else "scalar"

@@ -19,15 +19,18 @@ from tracer.errors import CaptureError, UnknownNameError
 from tracereel import options
 from tracereel.checks import TRACE_SUFFIXES, check_new
 from tracereel.errors import FOUND, WRONG_USAGE, Failure, debugging, wrong_usage
-from tracereel.printing import few_shapes, path_in_model, print_json, print_table, say, size
+from tracereel.printing import few_shapes, path_in_model, print_json, print_table, say, size, steps_in_short
 from tracereel.programs import OPTIONS, ProgramCommand, program_of, title_of
 
 if TYPE_CHECKING:
     from analyze.seeing.watch import Watch
     from tracer.messaging.receiver import Receiver
+    from tracer.observing.capture import Capture
     from tracer.recording.flight import Flight
     from tracer.recording.launching.program import Program
     from tracer.recording.options import Options
+    from tracer.recording.pacing.first_step import Outlook
+    from tracer.recording.run import Run
     from tracer.stores.locations import Location
     from tracer.trace.certificate import Certificate
 
@@ -210,10 +213,26 @@ _CAPTURE = ("kinds", "modules", "every", "start", "stop", "rows", "positions", "
     *("--replicated", "once", "every"),
     help="Of several ranks: record weights that they hold alike by one of them, or by each.",
 )
+@options.share(
+    "--max-overhead",
+    help="The share of the training's CPU time that recording may take, such as 3%: tensors, statistics and hashes, "
+    "and then keyframes, are recorded as often as that allows.",
+)
 @options.size(
     "--max-bytes",
-    help="Bound of the trace, such as 500MB or 2GiB, before compression, all ranks and attempts together: the first "
-    "step that does not fit as a whole ends the recording; the script goes on.",
+    help="Bound of the trace, such as 500MB or 2GiB, before compression, all ranks and attempts together: as it is "
+    "used up, what is recorded becomes rarer.",
+)
+@options.size(
+    "--stop-at-bytes",
+    help="As --max-bytes, but nothing becomes rarer, and the first step that does not fit as a whole ends the "
+    "recording; the script goes on.",
+)
+@options.size(
+    "--min-free-disk",
+    least=0,
+    help="End the recording where less of the disk is free; the script goes on.  [default: 1GiB, or 2 % of the file "
+    "system if that is less]",
 )
 @options.flag(
     "--flight",
@@ -300,7 +319,7 @@ def record(
     Every option can be given in the environment, as TRACE_RECORD_ and its name: TRACE_RECORD_EVERY=10,
     TRACE_RECORD_MAX_BYTES=2GiB, TRACE_RECORD_DURABLE=1; several values are separated by spaces (TRACE_RECORD_KIND). The
     command line wins. With TRACE_DISABLE=1 the script runs without being recorded, and of TRACE_MAX_BYTES and
-    --max-bytes the smaller bound holds.
+    --max-bytes, or --stop-at-bytes, the smaller bound holds.
     """
     if module is None and not program:
         raise click.UsageError("there is no script to run: trace record [OPTIONS] SCRIPT.py [ARGS]...")
@@ -309,9 +328,10 @@ def record(
     given["flight"] = recorder.flight()
     _become_launcher(program, module, rehearsals)
     script = program_of(program, module)
-    from tracer.recording.environment import bound_or, disabled
+    from tracer.recording.environment import bounds_or, disabled
 
-    off, given["max_bytes"] = disabled(), bound_or(given["max_bytes"])
+    off = disabled()
+    given["max_bytes"], given["stop_at_bytes"] = bounds_or(given["max_bytes"], given["stop_at_bytes"])
     if off and not rehearsals.only_dry_run:
         _run_unwatched(script)
     called = out or f"{title_of(script)}.zarr"
@@ -341,6 +361,7 @@ def record(
         options=chosen,
         receivers=() if watch is None else [watch],
         required=chosen.strict,
+        began=functools.partial(_promise_outlook, profile, chosen),
         ended=functools.partial(_say_how_it_ended, target, called, watch),
     )
     if watch is not None and (watch.stopped is not None or (code == 0 and watch.reached)):
@@ -363,6 +384,8 @@ def _refuse_contradictions(given: Mapping[str, Any], rehearsals: Rehearsals) -> 
         raise click.UsageError("--resume goes on with a trace, and --overwrite removes it: give one of them")
     if given["first_step"] is not None and not given["resume"]:
         raise click.UsageError("--first-step says where to resume: give --resume with it")
+    if given["max_bytes"] is not None and given["stop_at_bytes"] is not None:
+        raise click.UsageError("--max-bytes thins out what is recorded, and --stop-at-bytes ends it: give one of them")
     if rehearsals.require_identical and not certify:
         raise click.UsageError("--require-identical is about the verdict: give --certify N with it")
     if rehearsals.run_steps is not None and not only_dry_run:
@@ -509,10 +532,13 @@ def _print_dry_run(facts: Mapping[str, Any]) -> None:
         click.echo(f"a run of {facts['run_steps']:,} steps: {size(facts['bytes_per_run'])}")
     else:
         click.echo("a run: not known, because its steps are not; --run-steps N says how many")
-    if facts["max_bytes"] is not None:
-        step = facts["max_bytes_reached_at_step"]
-        end = "is never reached" if step is None else f"ends the recording before step {step:,}"
-        click.echo(f"--max-bytes {size(facts['max_bytes'])}: {end}")
+    for name, step, begins in (
+        ("max_bytes", "max_bytes_thins_from_step", "makes what is recorded rarer from about"),
+        ("stop_at_bytes", "stop_at_bytes_reached_at_step", "ends the recording before"),
+    ):
+        if facts[name] is not None:
+            end = "is never reached" if facts[step] is None else f"{begins} step {facts[step]:,}"
+            click.echo(f"--{name.replace('_', '-')} {size(facts[name])}: {end}")
     if facts["estimated_cpu_ratio"] is not None:
         click.echo(
             f"overhead, estimated: CPU time ×{facts['estimated_cpu_ratio']:.3f} (×{facts['recorded_cpu_ratio']:.3f} "
@@ -530,6 +556,40 @@ def _when_recorded(stream: Mapping[str, Any]) -> str:
         steps = f"every {every} passes" if stream["clock"] == "aside" else f"every {every}"
     steps += f", from {stream['start']}" if stream["start"] else ""
     return steps + (f", before {stream['stop']}" if stream["stop"] is not None else "")
+
+
+# -- the first step ----------------------------------------------------------------------------------------------
+
+
+def _promise_outlook(profile: str | None, options: Options, run: Run) -> None:
+    """Say what the recording will take, when its first step is over."""
+    if run.recorder is not None and run.exporter.parts.publisher.rank == 0:
+        run.tell_outlook(functools.partial(_say_outlook, profile, options, run.exporter.captures))
+
+
+def _say_outlook(profile: str | None, options: Options, captures: Sequence[Capture], outlook: Outlook) -> None:
+    each = outlook.bytes_per_step
+    if options.max_bytes is not None:
+        lasts = f"becoming rarer to stay within {size(options.max_bytes)}"
+    elif outlook.free_bytes is None:
+        lasts = "as long as there is room"
+    else:
+        left = outlook.free_bytes if options.stop_at_bytes is None else min(options.stop_at_bytes, outlook.free_bytes)
+        room = f"{size(left)} free" if left == outlook.free_bytes else f"{size(left)} allowed"
+        lasts = f"{room}, for {steps_in_short(left / each)} steps"
+    bound = "" if options.max_overhead is None else f", at most {100 * options.max_overhead:.3g}% of overhead"
+    with suppress(OSError, ValueError):  # the script may have closed stderr
+        say(f"recording {_what(profile, captures)}: {size(each)} a step{bound}; {lasts}")
+
+
+def _what(profile: str | None, captures: Sequence[Capture]) -> str:
+    """What is kept, in a few words."""
+    if profile is not None:
+        return f"the profile {profile}"
+    kinds = list(dict.fromkeys(kind for one in captures for kind in one.kinds or ()))
+    few = ", ".join(kinds) if len(kinds) <= 3 else f"{len(kinds)} kinds of messages"
+    every = {one.every for one in captures}
+    return few if every == {1} else f"{few}, of some of the steps"
 
 
 # -- the end ------------------------------------------------------------------------------------------------------

@@ -597,8 +597,8 @@ def test_a_bound_of_the_trace_holds(tmp_path: Path) -> None:
         if step == 12:
             run.keep("look")
 
-    with pytest.warns(RuntimeWarning, match="max_bytes"):
-        train(tmp_path / "run.zarr", capture=LIGHT, flight=Flight(), max_bytes=700_000, each=ask)
+    with pytest.warns(RuntimeWarning, match="stop_at_bytes"):
+        train(tmp_path / "run.zarr", capture=LIGHT, flight=Flight(), stop_at_bytes=700_000, each=ask)
     with tracer.open(tmp_path / "run.zarr") as trace:
         (stopped,) = [note["stopped"] for note in trace.notes if "stopped" in note]
         assert stopped["global_step"] in (12, 13)

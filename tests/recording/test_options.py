@@ -16,6 +16,7 @@ from tracer.recording.options import Options
 from tracereel.main import main
 
 OF_THE_LAUNCHER = {"probe", "probe_every"}
+IN_MORE_FORMS = {"max_overhead", "max_bytes", "stop_at_bytes", "min_free_disk"}
 
 
 def test_record_spells_out_every_option() -> None:
@@ -24,7 +25,7 @@ def test_record_spells_out_every_option() -> None:
     for one in fields(Options):
         if one.name not in {"disabled", *OF_THE_LAUNCHER}:
             assert spelled[one.name].default == one.default, one.name
-            assert spelled[one.name].annotation == one.type or one.name == "max_bytes"
+            assert spelled[one.name].annotation == one.type or one.name in IN_MORE_FORMS
 
 
 def test_the_command_has_the_same_defaults() -> None:
@@ -41,6 +42,9 @@ def test_options_are_json() -> None:
     flight = Flight(before=3, when=["loss"], bytes="1MB", capture=Capture(every=2))
     options = Options(compression={"loss": "zstd"}, max_bytes=1000, commit_steps=3, probe=8, flight=flight)
     assert Options(**json.loads(json.dumps(asdict(options)))) == options
+    options = Options(max_overhead="3%", stop_at_bytes="1MB", min_free_disk=0)  # type: ignore[arg-type]
+    assert (options.max_overhead, options.stop_at_bytes, options.min_free_disk) == (0.03, 1_000_000, 0)
+    assert Options(**json.loads(json.dumps(asdict(options)))) == options
 
 
 @pytest.mark.parametrize(
@@ -55,6 +59,12 @@ def test_options_are_json() -> None:
         ({"first_epoch": 1}, "give resume=True"),
         ({"replicated": "never"}, "replicated"),
         ({"max_bytes": "much"}, "'much' is not a size"),
+        ({"stop_at_bytes": 0}, "0 is not a size"),
+        ({"min_free_disk": -1}, "-1 is not a size"),
+        ({"max_overhead": "3"}, "'3' is not a share such as 3%"),
+        ({"max_overhead": 0.0}, "0.0 is not a share"),
+        ({"max_overhead": True}, "True is not a share"),
+        ({"max_bytes": 5, "stop_at_bytes": 5}, "give one of them"),
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
 )

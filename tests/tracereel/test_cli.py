@@ -696,7 +696,13 @@ def dry_run_of(trace: Path) -> dict[str, Any]:
             told = {name: getattr(one, name) for name in ("kind", "module", "leaf", "tag", "dtype", "shapes")}
             clock = {"clock": "step", "every": number + 1, "start": 1000 * number, "stop": None}
             streams.append({**told, **clock, "bytes_per_message": 10**number, "messages_per_recorded_step": number})
-    numbers = {"bytes_per_recorded_step": 1, "bytes_per_step": 1.0, "run_steps": None, "max_bytes": None}
+    numbers = {
+        "bytes_per_recorded_step": 1,
+        "bytes_per_step": 1.0,
+        "run_steps": None,
+        "max_bytes": None,
+        "stop_at_bytes": None,
+    }
     return {"streams": streams, **numbers, "estimated_cpu_ratio": None}
 
 
@@ -870,7 +876,7 @@ def test_record_options(tmp_path: Path) -> None:
                 "commit_steps": 3,
                 "commit_seconds": 0.5,
                 "durable": True,
-                "max_bytes": None,
+                **dict.fromkeys(("max_overhead", "max_bytes", "stop_at_bytes", "min_free_disk")),
             },
         ),
         ((), None),

@@ -181,6 +181,7 @@ class Demand:
         self.apart: Apart | None = None
         self.quiet_until = 0
         self._asked_at = -1  # the last step for which `nothing_due` asked
+        self._inside: Captures = ()  # the captures of what modules and parameters have
         self._streams: dict[tuple[str, str | None, str], Stream] = {}
         self._of_parameters: OfParameters | None = None
         self._heard_tags: dict[str, Captures] = {}
@@ -197,6 +198,12 @@ class Demand:
         self.apart = apart
         if apart is not None:
             self._register_topics(apart.captures)
+
+    def replace_captures(self, captures: Captures) -> None:
+        """Observe by other captures, between two steps. They take the same streams, and maybe in other steps."""
+        self.captures = captures
+        self.ask_anew()
+        self.look_ahead_anew()
 
     def _register_topics(self, captures: Iterable[Capture]) -> None:
         for capture in captures:
@@ -223,6 +230,9 @@ class Demand:
     def ask_anew(self) -> None:
         """Forget who wanted what: receivers, modules or what other ranks record have changed."""
         self._streams, self._heard_tags, self._of_parameters = {}, {}, None
+        self._inside = tuple(
+            one for one in self._all_captures if any(not KINDS[kind].network for kind in one.kinds or ())
+        )
         receivers = self.bus.receivers
         self.asking = tuple(one for one in receivers if not one.passive) or receivers
         self.of_state = tuple(kind for kind in STATE_KINDS if self._asked_somewhere(kind))
@@ -431,6 +441,11 @@ class Demand:
             self.quiet_until = first if first > step or any(one.awake(step) for one in self.asking) else step + 1
             self._asked_at = step
         return step < self.quiet_until
+
+    def inside_due(self) -> bool:
+        """Whether a capture takes anything of modules or parameters in the training passes of this global step."""
+        step = self.clock.step
+        return any(one.next_step(step) == step for one in self._inside)
 
 
 def stream_name(kind: str, path: str | None) -> str:

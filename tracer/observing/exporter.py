@@ -376,6 +376,14 @@ class Exporter:
         self.parts.demand.set_apart(apart)
         self.parts.rewire()
 
+    def set_schedule(self, captures: Iterable[Capture]) -> None:
+        """Observe by captures that take the same streams as those that were given, in other steps. Between two steps.
+
+        `captures` stays what was given.
+        """
+        self.parts.demand.replace_captures(tuple(captures))
+        self.parts.publisher.forget_captures()
+
     # -- assembly -------------------------------------------------------------------------------------------
 
     def check(self, receivers: Iterable[Receiver] | None = None, logged: Iterable[str] = ()) -> None:

@@ -87,7 +87,7 @@ class Forwards:
             self._undifferentiated = set()
         self._before = self.training
         running = self.gate.passes.now
-        running.listening = False
+        running.listening = running.inside = False
         if running.inputs and not running.depth:  # of calls that failed, or were interrupted
             running.inputs = []
         if running.depth and self.models.root is not None:  # one that was interrupted did not tell its end

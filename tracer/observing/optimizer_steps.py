@@ -67,7 +67,7 @@ class OptimizerSteps(Part):
             self.steps.snapshot(parameters, releases=not recomputing(), gradients=gradients)
             if self.demand.of_state:
                 self.gate.guard("state", functools.partial(self.state.optimizer_steps, optimizer, parameters))
-            if self._may_overwrite_gradients(optimizer, args, kwargs):
+            if self.demand.inside_due() and self._may_overwrite_gradients(optimizer, args, kwargs):
                 self.parameters.keep_gradients(parameters)
 
     def _ends_surely(self, optimizer: Optimizer) -> bool:
@@ -118,7 +118,7 @@ class OptimizerSteps(Part):
         last = self.optimizers.ends_step(optimizer)
         in_backward = recomputing()
         try:
-            if not self.demand.nothing_due():
+            if not self.demand.nothing_due() and self.demand.inside_due():
                 ends = last and not in_backward
                 self.parameters.compare(self.table.of(optimizer, self.optimizers.in_order), True, ends=ends)
         finally:  # under strict an exception goes through, but the optimizer has stepped

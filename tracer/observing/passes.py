@@ -95,6 +95,7 @@ class Passes(Part):
             self.steps.begin()
             running.batch, running.counts = 0, None
             running.listening = not self.clock.idle
+            running.inside = running.listening and self.demand.inside_due()
             if self.demand.of_state and running.listening and (first or path is None):
                 self.gate.guard("state", self.state.forward_begins)
             self.forwards.training += running.depth
@@ -106,7 +107,7 @@ class Passes(Part):
         """Find out whether somebody records a pass aside; if it is others of its evaluation, calls are counted."""
         tag = running.tag
         running.batch = self.numbers.count_pass(tag) if path is None else self.numbers.call(path, tag)
-        running.listening = self.demand.hears_batch(tag, running.batch)
+        running.listening = running.inside = self.demand.hears_batch(tag, running.batch)
         running.counts = None
         if not running.listening and self.demand.hears_batch(tag, 0):
             running.counts = self.numbers.calls_of(tag)
@@ -152,7 +153,8 @@ class Passes(Part):
             return False
         self.forwards.training += 1
         self.forwards.seen += 1
-        running.depth, running.tag, running.listening, running.inputs = 1, DEFAULT_TAG, False, []
+        running.depth, running.tag, running.inputs = 1, DEFAULT_TAG, []
+        running.listening = running.inside = False
         running.batch, running.counts = 0, None
         self.tag_with_gradients = DEFAULT_TAG
         return True
@@ -164,7 +166,7 @@ class Passes(Part):
         running = self.gate.passes.now
         running.depth += 1
         if running.depth == 1 and any(isinstance(one, FakeTensor) for one in (*args, *kwargs.values())):
-            running.listening = False
+            running.listening = running.inside = False
             why = "a fake tensor has no values, so it counts as no pass"
             self.problems.note("a forward of fake tensors", why)
             return

@@ -307,7 +307,7 @@ class Probes(Part):
         running, passes = self.gate.passes.now, self.passes
         collected: dict[tuple[str, str | None, int, str], list[Tensor]] = {}
         sizes: list[int] = []
-        before = (running.tag, passes.user_tag, running.listening, running.depth, running.inputs)
+        before = (running.tag, passes.user_tag, running.listening, running.inside, running.depth, running.inputs)
         try:
             passes.user_tag, running.depth, running.inputs = probe.name, 0, []
             self.publisher.collecting = collected
@@ -317,7 +317,7 @@ class Probes(Part):
                     self.numbers.forget(probe.name)
                     probe.call(root, batch)
         finally:
-            running.tag, passes.user_tag, running.listening, running.depth, running.inputs = before
+            running.tag, passes.user_tag, running.listening, running.inside, running.depth, running.inputs = before
             self.publisher.collecting = None
         self._publish(probe, collected, sizes)
         self.numbers.forget(probe.name)

@@ -456,6 +456,10 @@ class Publisher:
             found = self._placements[key] = placement_of(tensor) or {}
         return found
 
+    def forget_captures(self) -> None:
+        """Let go of what was worked out for captures, which others have replaced."""
+        self._told = {}
+
     def forget_places(self) -> None:
         """Let go of what `place` remembers."""
         self._placements = {}

@@ -57,11 +57,11 @@ class Steps(Part):
         self.state = State(ground, self.ranks)
         self.over = False
         self.epochs = Epochs()
-        self._between: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._between: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def call_between(self, between: Callable[[], None]) -> None:
-        """Call a bound method between two steps; its object is not kept alive."""
-        self._between = weakref.WeakMethod(between)
+        """Call a bound method between two steps, after those before it; its object is not kept alive."""
+        self._between = [one for one in self._between if one() is not None] + [weakref.WeakMethod(between)]
 
     # -- beginning ------------------------------------------------------------------------------------------
 
@@ -117,9 +117,10 @@ class Steps(Part):
         if not self.ranks.surveyed:
             self.forwards.note_mode(observed=self.wiring.listens(Role.BEFORE_FORWARD, Role.AFTER_FORWARD))
             self.ranks.survey()
-        if releases and self.clock.open and not (self.clock.idle or self.over):
-            self.parameters.release(parameters, gradients=gradients)
-        self.parameters.snapshot(parameters, settle=bool(self.optimizers))
+        if self.demand.inside_due():
+            if releases and self.clock.open and not (self.clock.idle or self.over):
+                self.parameters.release(parameters, gradients=gradients)
+            self.parameters.snapshot(parameters, settle=bool(self.optimizers))
 
     # -- ending ---------------------------------------------------------------------------------------------
 
@@ -143,9 +144,10 @@ class Steps(Part):
         try:
             if not self.clock.idle:
                 self.objectives.end_step()
-                if not self.optimizers:
-                    self.parameters.compare(self.table.all, self.optimizers.by_hand, ends=True)
-                self.parameters.publish(self.clock.began)
+                if self.demand.inside_due():
+                    if not self.optimizers:
+                        self.parameters.compare(self.table.all, self.optimizers.by_hand, ends=True)
+                    self.parameters.publish(self.clock.began)
                 self.state.end()
                 self.publisher.event("batch_finished", self.clock.began)
         except BaseException as error:
@@ -184,12 +186,13 @@ class Steps(Part):
         self.forwards.end_step()
 
     def _look_back(self) -> None:
-        """Run the due probes, and after the first step look for hooks that are never called."""
+        """Do what comes between steps, and after the first one look for hooks that are never called."""
         if self.wiring.compiled_before:
             self.gate.guard("compiled", functools.partial(self.wiring.tell_unseen_regions, self.demand.modules))
-        between = None if self._between is None else self._between()
-        if between is not None:
-            between()
+        for known in self._between:
+            between = known()
+            if between is not None:
+                between()
 
     def finish(self) -> None:
         """End a step that is open: of a loop without an optimizer, or one in which some optimizer has stepped."""

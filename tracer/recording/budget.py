@@ -27,6 +27,11 @@ ARRAY_BYTES: Final = 2 * CHUNK_BYTES + (5 << 10)
 BASE_BYTES: Final = 2 * ARRAY_BYTES + (16 << 10)
 """Bytes that an empty trace takes, without the description of the model."""
 
+NOTES_BYTES: Final = 32 << 10
+"""Bytes that notes about the schedule may take."""
+MOST_LEFT_OUT: Final = 16
+"""After so many steps for which there was no room, a recording that becomes thinner has ended, too."""
+
 PER_CHUNK: Final = 80
 """Bytes that a chunk takes besides its data: its checksum, and its entries in the indexes."""
 _OF_ITEMS: Final = {1: "u1", 2: "u2", 4: "f4", 8: "f8", 16: "c16"}
@@ -64,6 +69,16 @@ class Budget:
     max_bytes : int
     spent : int
         Bytes that earlier attempts took.
+    thins : bool
+        Whether a step that does not fit is left out, and the next ones may fit. Else it is the end, and what is held
+        from then on is not given out.
+
+    Attributes
+    ----------
+    stopped : int or None
+        The first global step of the end.
+    left_out : list of int
+        Global steps that were left out before.
 
     Examples
     --------
@@ -81,20 +96,37 @@ class Budget:
     ([], 2)
     """
 
-    def __init__(self, max_bytes: int, spent: int = 0) -> None:
+    def __init__(self, max_bytes: int, spent: int = 0, *, thins: bool = False) -> None:
         self.max_bytes = max_bytes
-        self.spent = spent + BASE_BYTES
+        self.thins = thins
+        self.spent = spent + BASE_BYTES + (NOTES_BYTES if thins else 0)
         self.stopped: int | None = None
-        """The first global step that did not fit."""
+        self.left_out: list[int] = []
         self._held: list[Held] = []
         self._step = -1
         self._cost = 0
+        self._once = 0  # of that, what streams and arrays cost that are new
         self._known: set[tuple[Any, ...]] = set()
         self._new: set[tuple[Any, ...]] = set()
 
+    @property
+    def name(self) -> str:
+        """The option that bounds."""
+        return "max_bytes" if self.thins else "stop_at_bytes"
+
     def exhausted(self) -> bool:
-        """Whether a step did not fit."""
+        """Whether nothing more is given out."""
         return self.stopped is not None
+
+    @property
+    def total(self) -> int:
+        """Bytes that were spent, and those of what is held."""
+        return self.spent + self._cost
+
+    @property
+    def of_step(self) -> int:
+        """Bytes that what is held costs, and would cost again in another step."""
+        return self._cost - self._once
 
     def hold(self, entry: Held) -> None:
         """Keep a message until its step is over."""
@@ -112,6 +144,7 @@ class Budget:
         if what not in self._known and what not in self._new:
             self._new.add(what)
             self._cost += cost
+            self._once += cost
 
     def over(self, step: int | None = None) -> list[Held]:
         """Give out the held messages if their step is over and all of them fit.
@@ -122,13 +155,16 @@ class Budget:
         if self.stopped is not None or not self._held or (step is not None and step <= self._step):
             return []
         held, self._held = self._held, []
-        if self.spent + self._cost > self.max_bytes:
+        fits = self.spent + self._cost <= self.max_bytes
+        if fits:
+            self.spent += self._cost
+            self._known |= self._new
+        elif self.thins and len(self.left_out) < MOST_LEFT_OUT:
+            self.left_out.append(self._step)
+        else:
             self.stopped = self._step
-            return []
-        self.spent += self._cost
-        self._known |= self._new
-        self._cost, self._new = 0, set()
-        return held
+        self._cost, self._once, self._new = 0, 0, set()
+        return held if fits else []
 
 
 def already_spent(path: Location, rank: int) -> int:

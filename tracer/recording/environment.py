@@ -3,7 +3,8 @@
 ==================  ============================================================================================
 ``TRACE_DISABLE``   ``1``: `tracer.record` and ``trace record`` record nothing, and the training runs as without them
 ``TRACE_PATH``      where `tracer.record` writes its trace, instead of the path that the script gives
-``TRACE_MAX_BYTES`` the most that either may write (``500MB``, ``2GiB``); of two bounds the smaller one holds
+``TRACE_MAX_BYTES`` the most that either may write (``500MB``, ``2GiB``); of two bounds the smaller one holds. What is
+                    recorded becomes thinner within it, unless ``stop_at_bytes`` was given: then the recording ends
 ==================  ============================================================================================
 
 Every option of ``trace record`` has a variable too, ``TRACE_RECORD_`` and its name; see its ``--help``.
@@ -28,20 +29,20 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
 }  # fmt: skip
 
 
-def size_of(text: str | int) -> int:
+def size_of(text: str | int, least: int = 1) -> int:
     """A number of bytes, written as people write it.
 
     Raises
     ------
     CaptureError
-        If it is none, or less than one byte.
+        If it is none, or less than `least`.
 
     Examples
     --------
     >>> size_of("500MB"), size_of("1.5GiB"), size_of("64 kB"), size_of(1000)
     (500000000, 1610612736, 64000, 1000)
     """
-    count = 0
+    count = -1
     if isinstance(text, str):
         words = text.strip()
         digits = words.rstrip("kKmMgGtTiIbB")
@@ -49,12 +50,39 @@ def size_of(text: str | int) -> int:
         try:
             count = int(float(digits) * _UNITS[unit])
         except (KeyError, ValueError, OverflowError):
-            count = 0
+            count = -1
     elif type(text) is int:
         count = text
-    if count < 1:
+    if count < least:
         raise CaptureError(f"{text!r} is not a size such as 500000, 256MB or 1.5GiB")
     return count
+
+
+def share_of(text: str | float) -> float:
+    """A share of something, as a number or in per cent.
+
+    Raises
+    ------
+    CaptureError
+        If it is none, or not above 0 and at most 1.
+
+    Examples
+    --------
+    >>> share_of("3%"), share_of("0.5 %"), share_of("0.03"), share_of(0.03)
+    (0.03, 0.005, 0.03, 0.03)
+    """
+    share = 0.0
+    if isinstance(text, str):
+        words = text.strip()
+        try:
+            share = float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
+        except ValueError:
+            share = 0.0
+    elif type(text) in (int, float):
+        share = float(text)
+    if not 0 < share <= 1:
+        raise CaptureError(f"{text!r} is not a share such as 3% or 0.03, above 0 and at most 100%")
+    return share
 
 
 def disabled(environment: Mapping[str, str] = os.environ) -> bool:
@@ -81,6 +109,26 @@ def disabled(environment: Mapping[str, str] = os.environ) -> bool:
 def path_or(given: Given, environment: Mapping[str, str] = os.environ) -> Given | str:
     """What ``TRACE_PATH`` says, else the path that was given."""
     return environment.get(PATH) or given
+
+
+def bounds_or(
+    max_bytes: int | None, stop_at_bytes: int | None, environment: Mapping[str, str] = os.environ
+) -> tuple[int | None, int | None]:
+    """Both bounds of a trace, none above that of ``TRACE_MAX_BYTES``, which thins out unless `stop_at_bytes` ends.
+
+    Raises
+    ------
+    CaptureError
+        If the variable is not a size.
+
+    Examples
+    --------
+    >>> bounds_or(None, None, {"TRACE_MAX_BYTES": "5kB"}), bounds_or(None, 9000, {"TRACE_MAX_BYTES": "5kB"})
+    ((5000, None), (None, 5000))
+    """
+    if stop_at_bytes is not None:
+        return max_bytes, bound_or(stop_at_bytes, environment)
+    return bound_or(max_bytes, environment), None
 
 
 def bound_or(given: int | None, environment: Mapping[str, str] = os.environ) -> int | None:

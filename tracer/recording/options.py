@@ -60,7 +60,10 @@ class Options:
     ranks: Iterable[int] | None = None
     replicated: Literal["once", "every"] = "once"
     compression: str | Mapping[str, str] = "auto"
+    max_overhead: float | None = None
     max_bytes: int | None = None
+    stop_at_bytes: int | None = None
+    min_free_disk: int | None = None
     flight: Flight | None = None
     certificate: Certificate | None = None
     command: bool = True
@@ -82,13 +85,19 @@ class Options:
             raise CaptureError(f"commit_seconds is a number from 0, not {self.commit_seconds!r}")
         if self.resume and self.overwrite:
             raise CaptureError("resume goes on with a trace, and overwrite removes it; give one of them")
+        if self.max_bytes is not None and self.stop_at_bytes is not None:
+            raise CaptureError(
+                "max_bytes thins out what is recorded and stop_at_bytes ends the recording: give one of them"
+            )
         if self.flight is not None and not isinstance(self.flight, Flight | Mapping):
             raise CaptureError(f"flight is a tracer.Flight, not {self.flight!r}")
         if self.replicated not in ("once", "every"):
             raise CaptureError(f"replicated is 'once' or 'every', not {self.replicated!r}")
         # what may be given in several forms is held in one
         held = {
-            "max_bytes": None if self.max_bytes is None else environment.size_of(self.max_bytes),
+            **{name: None if size is None else environment.size_of(size) for name, size in self._bounds().items()},
+            "max_overhead": None if self.max_overhead is None else environment.share_of(self.max_overhead),
+            "min_free_disk": None if self.min_free_disk is None else environment.size_of(self.min_free_disk, least=0),
             "ranks": None if self.ranks is None else tuple(self.ranks),
             "compression": dict(Compression(self.compression).choice),
             "flight": Flight.of(self.flight) if isinstance(self.flight, Mapping) else self.flight,
@@ -103,12 +112,21 @@ class Options:
 
     def in_this_environment(self) -> Options:
         """The same, within what ``TRACE_MAX_BYTES`` and ``TRACE_DISABLE`` allow."""
-        return replace(self, max_bytes=environment.bound_or(self.max_bytes), disabled=environment.disabled())
+        max_bytes, stop_at_bytes = environment.bounds_or(self.max_bytes, self.stop_at_bytes)
+        return replace(self, max_bytes=max_bytes, stop_at_bytes=stop_at_bytes, disabled=environment.disabled())
+
+    def unbounded(self) -> Options:
+        """The same, without bounds of bytes and of overhead."""
+        return replace(self, max_bytes=None, stop_at_bytes=None, max_overhead=None)
+
+    def _bounds(self) -> dict[str, int | None]:
+        return {"max_bytes": self.max_bytes, "stop_at_bytes": self.stop_at_bytes}
 
     def describe(self) -> dict[str, Any]:
         """Those that a trace's header tells, as JSON."""
-        told = ("queue_bytes", "on_full", "commit_steps", "commit_seconds", "durable", "max_bytes")
-        return {name: getattr(self, name) for name in told}
+        told = ("queue_bytes", "on_full", "commit_steps", "commit_seconds", "durable")
+        bounds = ("max_overhead", "max_bytes", "stop_at_bytes", "min_free_disk")
+        return {name: getattr(self, name) for name in (*told, *bounds)}
 
 
 def check_queue(queue_bytes: int, on_full: str) -> None:

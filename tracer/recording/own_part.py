@@ -183,7 +183,7 @@ class OwnPart:
     Attributes
     ----------
     budget : Budget or None
-        The share of ``max_bytes`` that this part may take.
+        The share of ``max_bytes`` or ``stop_at_bytes`` that this part may take.
 
     Raises
     ------
@@ -196,7 +196,8 @@ class OwnPart:
         self._exporter = exporter
         self._options = options
         self._member = member
-        self.budget = None if options.max_bytes is None else Budget(options.max_bytes)
+        self._bound = options.max_bytes if options.stop_at_bytes is None else options.stop_at_bytes
+        self.budget = None if self._bound is None else Budget(self._bound, thins=options.max_bytes is not None)
         self._find_place()
 
     @property
@@ -210,7 +211,7 @@ class OwnPart:
         Raises
         ------
         CaptureError
-            If the step cannot be told, or this process cannot have a share of ``max_bytes``.
+            If the step cannot be told, or this process cannot have a share of the bound.
         TraceError
             If the trace cannot be read.
         """
@@ -244,15 +245,15 @@ class OwnPart:
         self._exporter.parts.steps.ranks.recorded = recorded if self._options.replicated == "once" else None
 
     def _settle(self) -> None:
-        """Find the place, and the share of ``max_bytes`` that goes with it."""
+        """Find the place, and the share of the bound that goes with it."""
         self._find_place()
-        if self.budget is not None and self._options.max_bytes is not None:
+        if self.budget is not None and self._bound is not None:
             if self._recorded != [0] and len(self._recorded) == 1 and self._process.related:
                 raise CaptureError(
-                    "processes that know nothing of each other cannot share max_bytes, so only the script that starts "
-                    "them is recorded"
+                    f"processes that know nothing of each other cannot share {self.budget.name}, so only the script "
+                    "that starts them is recorded"
                 )
-            self.budget.max_bytes = max(1, self._options.max_bytes // len(self._recorded))
+            self.budget.max_bytes = max(1, self._bound // len(self._recorded))
 
     def _make_writer(self) -> TraceWriter:
         path, process, options = self._path, self._process, self._options

@@ -39,10 +39,21 @@ class Recorder(Receiver):
     derived : container of str
         Kinds that are answers of subscribers: a trace holds what was observed, so they are not recorded.
     budget : Budget, optional
-        The bound of the trace. The first step that it has no room for, and all after it, are not recorded, and the
-        trace is closed with a note; `stopped` is then called with that step, in the thread that calls `receive`.
+        The bound of the trace. A step that it has no room for is not recorded, and a note says so. If that is the end,
+        the trace is closed.
+    stopped : callable, optional
+        Called when nothing more is recorded, before the trace is closed, in the thread that calls `receive` or `stop`,
+        with what the trace says of it: ``by`` which bound, that bound by its name, and the first ``global_step`` that
+        is missing.
     elsewhere : collection of (str, str or None)
         Kinds and modules that another rank records, because it has the same; the collection may change.
+
+    Attributes
+    ----------
+    seen, seen_bytes : int
+        How many messages it received to record, and their bytes, each message with some for itself.
+    overhears : callable or None
+        Called with each message that is to be recorded.
 
     Examples
     --------
@@ -67,7 +78,7 @@ class Recorder(Receiver):
         on_full: Literal["wait", "drop"] = "wait",
         derived: Iterable[str] = (),
         budget: Budget | None = None,
-        stopped: Callable[[int], None] | None = None,
+        stopped: Callable[[Mapping[str, Any]], None] | None = None,
         elsewhere: Collection[tuple[str, str | None]] = frozenset(),
     ) -> None:
         check_queue(queue_bytes, on_full)
@@ -76,6 +87,8 @@ class Recorder(Receiver):
         self._elsewhere = elsewhere
         self.budget = budget
         self.stopped = stopped
+        self.seen = self.seen_bytes = 0
+        self.overhears: Callable[[Message], None] | None = None
         self._queue = MessageQueue(queue_bytes, on_full)
         self._transfers = Transfers()
         self._closed = False  # whether it takes no more messages
@@ -127,6 +140,10 @@ class Recorder(Receiver):
             except MessageError as error:
                 thread.leave_out(message, error)
                 return ()
+        self.seen += 1
+        self.seen_bytes += size
+        if self.overhears is not None:
+            self.overhears(message)
         if self.budget is not None:
             self._within(self.budget, message, size)
             return ()
@@ -148,28 +165,55 @@ class Recorder(Receiver):
         """Hold a message until its step is over, and queue those of the step before, if there is room for all."""
         if budget.exhausted():
             return
-        self._put(budget.over(message.global_step))
+        self._give_out(budget, message.global_step)
         if budget.exhausted():
-            self._stop(budget)
             return
         if message.data is not None and not message.data.is_cpu:
             # at once: a whole step may wait here, which is too much for memory that is pinned, or for the device
             message = with_data(message, message.data.cpu())
         budget.hold((message, size, version_of(message)))
 
+    def _give_out(self, budget: Budget, step: int | None = None) -> None:
+        """Queue what is held of a step that is over, if there is room for it; else say that it is left out."""
+        left_out = len(budget.left_out)
+        self._put(budget.over(step))
+        for one in budget.left_out[left_out:]:
+            self.note({"schedule": {"global_step": one, "left_out": True, "why": "max_bytes: it would not fit"}})
+        if budget.stopped is not None:
+            self._end_at(budget.name, budget.max_bytes, budget.stopped)
+
     def _put(self, held: Iterable[Held]) -> None:
         for message, size, version in held:
             if not self._queue.is_full(size) or self._make_room(message.kind, size):
                 self._queue.put(message, size, version)
 
-    def _stop(self, budget: Budget) -> None:
+    def stop(self, by: str, bound: int, step: int) -> None:
+        """Record nothing more from a global step on, in which nothing has happened yet, because of a bound.
+
+        Parameters
+        ----------
+        by : str
+            What the bound is called.
+        bound : int
+        step : int
+        """
+        if self._closed:
+            return
+        if self.budget is not None and not self.budget.exhausted():
+            self._give_out(self.budget)
+        if not self._closed:
+            self._end_at(by, bound, step)
+
+    def _end_at(self, by: str, bound: int, step: int) -> None:
         """Record nothing more: tell those who should know, and let the thread close the trace."""
         self._thread.status = "finished"  # complete up to here, whatever becomes of the training
-        self.note({"stopped": {"by": "max_bytes", "max_bytes": budget.max_bytes, "global_step": budget.stopped}})
+        about = {"by": by, by: bound, "global_step": step}
+        self.note({"stopped": about})
         try:
-            if self.stopped is not None and budget.stopped is not None:
-                self.stopped(budget.stopped)
+            if self.stopped is not None:
+                self.stopped(about)
         finally:
+            self._closed = True
             self._queue.close()
 
     def _make_room(self, kind: str, size: int) -> bool:
@@ -180,6 +224,25 @@ class Recorder(Receiver):
         if has_room:
             self._check()
         return has_room
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more messages."""
+        return self._closed
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that wait for the thread, each message with some for itself."""
+        return self._queue.received - self._queue.written
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of the thread, as of its last look at the clock."""
+        return self._thread.cpu_seconds
+
+    def wake(self) -> None:
+        """Let the thread write what waits."""
+        self._queue.wake()
 
     def wait_until_written(self) -> None:
         """Wait until nothing waits for the thread any more."""
@@ -213,9 +276,9 @@ class Recorder(Receiver):
             return
         try:
             if not self._closed:
-                if self.budget is None or not self.budget.exhausted():
-                    self._thread.status = status
-                self._put_the_last()
+                self._thread.status = status
+                if self.budget is not None and self._queue.error is None:
+                    self._give_out(self.budget)  # which notes it, as long as this takes notes
         finally:
             self._closed = True
             self._queue.close()
@@ -226,16 +289,8 @@ class Recorder(Receiver):
             self._thread.join()
             termination.not_at_exit(self._close_at_exit)
             self._transfers.forget()
-            self.stopped = None  # through which it would keep the exporter, and that the model
+            self.stopped = self.overhears = None  # through which it would keep the exporter, and that the model
             self._check()
-
-    def _put_the_last(self) -> None:
-        """Queue what is held of the last step, if there is room for it."""
-        budget = self.budget
-        if budget is not None and not budget.exhausted() and self._queue.error is None:
-            self._put(budget.over())
-            if budget.exhausted():
-                self._stop(budget)  # which notes it, as long as this takes notes
 
     def _close_at_exit(self) -> None:
         """Close what nobody closed; the exception that ends the program is why."""

@@ -23,6 +23,8 @@ from tracer.recording.flight import Flight
 from tracer.recording.flight_recorder import FlightRecorder
 from tracer.recording.options import COMMIT_SECONDS, QUEUE_BYTES, Options
 from tracer.recording.own_part import OwnPart, notes
+from tracer.recording.pacing.free_disk import FreeDisk, disk_of
+from tracer.recording.pacing.pacer import Pacer
 from tracer.recording.recorder import Recorder
 from tracer.recording.run import Run, answers_of
 from tracer.stores.locations import Anywhere, Location, location
@@ -89,12 +91,23 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
     compression : str or mapping
         How the data is compressed, on the writer thread: ``"auto"`` (integers are, floats are not; in HDF5 nothing),
         ``"none"``, ``"lz4"`` or ``"zstd"``, or one of them for each kind, such as ``{"activations": "zstd"}``.
+    max_overhead : float or str, optional
+        The share of the training's CPU time that recording may take, such as ``0.03`` or ``"3%"``. It is measured at
+        each step, and what is dear (tensors, their statistics and hashes) is recorded more seldom or more often; if
+        that is not enough, keyframes, too. Losses, inputs, labels, generators and hyperparameters stay as often as they
+        were asked for. Each change stands in the trace, as a note ``schedule``.
     max_bytes : int or str, optional
         The most that the trace may take, such as ``"2GiB"``, counted before compression, with what earlier attempts
-        took; of several ranks, each may take an equal share. The first step that does not fit as a whole ends the
-        recording: the trace is closed, complete up to there, and says so; the training, and `receivers`, go on. To know
-        that, a step's messages are held in memory until it is over. A trace takes some 150 kB before its first message,
-        whatever the bound is.
+        took; of several ranks, each may take an equal share. As it is used up, what is recorded becomes rarer: tensors
+        first, then keyframes, inputs and losses. A step that does not fit is left out. To know that, a step's messages
+        are held in memory until it is over. A trace takes some 150 kB before its first message, whatever the bound is.
+    stop_at_bytes : int or str, optional
+        The same, but everything stays as often as it was asked for, and the first step that does not fit as a whole
+        ends the recording: the trace is closed, complete up to there, and says so; the training, and `receivers`, go
+        on.
+    min_free_disk : int or str, optional
+        How much of the disk stays free; where less is left, the recording ends in the same way. By default 1 GiB, or
+        2 % of the file system if that is less; 0: it does not matter.
     flight : Flight, optional
         Also hold the last steps in full in memory, and write them when something happens, such as a NaN.
     certificate : Certificate, optional
@@ -155,7 +168,10 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         ranks: Iterable[int] | None = None,
         replicated: Literal["once", "every"] = "once",
         compression: str | Mapping[str, str] = "auto",
+        max_overhead: float | str | None = None,
         max_bytes: int | str | None = None,
+        stop_at_bytes: int | str | None = None,
+        min_free_disk: int | str | None = None,
         flight: Flight | None = None,
         certificate: Certificate | None = None,
         command: bool = True,
@@ -250,13 +266,14 @@ def start(
     _doubt_kinds(Compression(options.compression), {*KINDS, *exporter.message_bus.topics, *derived})
     _try_to_register(exporter.message_bus, ordered)
 
-    def stopped(step: int) -> None:
+    def stopped(about: Mapping[str, Any]) -> None:
         if exporter.parts.gate.attached:  # else it has said already what is to be known
             for note in notes(exporter):
                 recorder.note(note)
         exporter.message_bus.unregister(recorder)
+        by = about["by"]
         warn_only(
-            f"the recording to {path} ends before global step {step}, for which max_bytes ({options.max_bytes:,}) "
+            f"the recording to {path} ends before global step {about['global_step']}, for which {by} ({about[by]:,}) "
             "leaves no room; the training goes on",
             stacklevel=2,
         )
@@ -281,11 +298,16 @@ def start(
     except BaseException as error:
         recorder.close(f"failed: {summary(error)}")
         raise
-    if options.flight is None:
-        return Run(path, exporter, recorder)
-    flight = FlightRecorder(options.flight, exporter, recorder)
-    flight.begin()
-    return Run(path, exporter, recorder, flight)
+    flight = None if options.flight is None else FlightRecorder(options.flight, exporter, recorder)
+    if flight is not None:
+        flight.begin()
+    run = Run(path, exporter, recorder, flight)
+    pacer, folder = Pacer.of(options, exporter, recorder), disk_of(path)
+    if pacer is not None:
+        run.paced_by(pacer)
+    if folder is not None:
+        run.paced_by(FreeDisk(folder, options.min_free_disk, exporter, recorder))
+    return run
 
 
 def _try_to_register(bus: MessageBus, receivers: Iterable[Receiver]) -> None:

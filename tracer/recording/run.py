@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +10,9 @@ from tracer.errors import CaptureError
 from tracer.messaging.receiver import Receiver
 from tracer.observing.exporter import Exporter
 from tracer.recording.flight_recorder import FlightRecorder
+from tracer.recording.pacing.first_step import FirstStep, Outlook
+from tracer.recording.pacing.free_disk import FreeDisk
+from tracer.recording.pacing.pacer import Pacer
 from tracer.recording.recorder import Recorder
 from tracer.stores.locations import Location
 
@@ -29,12 +32,23 @@ class Run:
         self.flight = flight
         self.bus = exporter.message_bus
         self.path = path
+        self._between: list[Pacer | FreeDisk | FirstStep] = []
         self.bus.watch(self._know_answers)
 
     def _know_answers(self) -> None:
         """What a subscriber says that joins in the middle of the run is no observation either."""
         if self.recorder is not None:
             self.recorder.derived |= answers_of(self.bus.receivers)
+
+    def paced_by(self, one: Pacer | FreeDisk | FirstStep) -> None:
+        """Have something look after each step, as long as this recording is there."""
+        self._between.append(one)
+        one.begin()
+
+    def tell_outlook(self, tell: Callable[[Outlook], None]) -> None:
+        """Call `tell` when the first step is over that is recorded, with what the recording will take."""
+        if self.recorder is not None:
+            self.paced_by(FirstStep(self.path, self.exporter, self.recorder, tell))
 
     @property
     def global_step(self) -> int:

@@ -214,6 +214,8 @@ class WriterThread(threading.Thread):
         Which the trace gets at its end.
     done : Event
         Set when the thread is at its end. Python takes a thread for ended when waiting for it is interrupted.
+    cpu_seconds : float
+        CPU time of the thread, as of the last batch that it wrote, or commit.
     """
 
     def __init__(
@@ -226,6 +228,7 @@ class WriterThread(threading.Thread):
         self._on_end = on_end
         self.status = "finished"
         self.done = threading.Event()
+        self.cpu_seconds = 0.0
         self._gives_up = False  # whether what waits is no longer written
         self._spoilt: Counter[str] = Counter()
         self._unheld: dict[tuple[str, str], dict[str, Any]] = {}  # problems of messages that no trace can hold
@@ -255,12 +258,14 @@ class WriterThread(threading.Thread):
             while True:
                 while queue.entries and not self._gives_up:
                     self._write_batch()
+                    self.cpu_seconds = time.thread_time()
                     if queue.dropped and self.writer is not None:  # as long as it drops, something waits
                         self._note_drops(self.writer)
                 writer = self.writer
                 if writer is not None:
                     self._note_drops(writer)
                     writer.commit_if_due()
+                self.cpu_seconds = time.thread_time()
                 if not queue.wait_for_more(_patience(writer), in_vain=self._gives_up):
                     break
             if writer is not None:

@@ -325,7 +325,7 @@ def test_steps_that_a_bound_leaves_out_do_not_count_as_recorded() -> None:
     def train(record: Any) -> None:
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with record(model, optimizer, max_bytes=1000):
+        with record(model, optimizer, stop_at_bytes=1000):
             for _ in range(4):
                 model(torch.randn(4, 3)).sum().backward()
                 optimizer.step()

@@ -87,7 +87,7 @@ def test_several_captures_and_a_bound(tmp_path: Path) -> None:
     (tmp_path / "captures.toml").write_text(
         '[[capture]]\nkinds = ["activations"]\nmodules = ["0"]\nevery = 5\n[[capture]]\nkinds = ["weights"]\n'
     )
-    options = ["--config", "captures.toml", "--max-bytes", "1MB"]
+    options = ["--config", "captures.toml", "--stop-at-bytes", "1MB"]
     done = record(tmp_path, *options, "--dry-run", "--json", "train.py", "600")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -101,7 +101,7 @@ def test_several_captures_and_a_bound(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     with tracer.open(tmp_path / "train.zarr") as trace:
         (note,) = [one["stopped"] for one in trace.notes if "stopped" in one]
-    assert abs(told["max_bytes_reached_at_step"] - note["global_step"]) <= 1
+    assert abs(told["stop_at_bytes_reached_at_step"] - note["global_step"]) <= 1
     assert 10 < note["global_step"] < 600
 
 

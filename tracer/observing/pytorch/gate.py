@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from time import thread_time
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -31,7 +34,7 @@ class OpenCall(NamedTuple):
 class Pass:
     """The forward that runs in a thread, or else the last one there."""
 
-    __slots__ = ("batch", "counts", "depth", "in_loss", "inputs", "listening", "tag")
+    __slots__ = ("batch", "counts", "depth", "in_loss", "inputs", "inside", "listening", "tag")
 
     def __init__(self) -> None:
         self.depth = 0  # how many forwards of the root are running
@@ -39,6 +42,7 @@ class Pass:
         self.tag = DEFAULT_TAG
         self.batch = 0  # which one it is of its evaluation
         self.listening = False  # whether hooks have anything to do in it
+        self.inside = False  # and whether those inside the model have
         self.counts: dict[str, int] | None = None  # where its calls are counted, if no more is done with them
         self.inputs: list[OpenCall] = []
 
@@ -68,6 +72,50 @@ class Notes(Protocol):
         """Note that an exception ended an observation, or raise it."""
 
 
+class Meter:
+    """The lock of a gate that also measures the CPU time of whoever holds it, on the thread that does.
+
+    Parameters
+    ----------
+    lock : RLock
+        Which it holds.
+    """
+
+    __slots__ = ("_began", "_depth", "_lock", "_seconds")
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._depth = 0
+        self._seconds = 0.0
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            if not self._depth:
+                self._began = thread_time()
+            self._depth += 1
+        except BaseException:  # an interrupt
+            self._lock.release()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._seconds += thread_time() - self._began
+        self._lock.release()
+
+    def seconds(self) -> float:
+        """CPU seconds so far, for who holds it."""
+        return self._seconds + (thread_time() - self._began if self._depth else 0.0)
+
+    def _is_owned(self) -> bool:
+        """As that of an `RLock`."""
+        return bool(self._lock._is_owned())
+
+
 class Gate:
     """What lets the hooks of an exporter through, and what they share; none of them knows the exporter itself.
 
@@ -83,7 +131,7 @@ class Gate:
         Whether hooks may hang.
     open : bool
         Whether anything is observed now.
-    lock : RLock
+    lock : RLock or Meter
         Held by whatever runs: hooks may fire in several threads.
     passes : PassOfThread
     """
@@ -93,15 +141,21 @@ class Gate:
     def __init__(self, problems: Notes, number: int) -> None:
         self.attached = True
         self.open = True
-        self.lock = threading.RLock()
+        self.lock: Meter | contextlib.AbstractContextManager[Any] = threading.RLock()
         self.passes = PassOfThread()
         self.problems = problems
         self.number = number
 
+    def measured(self) -> Meter:
+        """What measures, from now on, the CPU time of all that goes through the gate."""
+        if not isinstance(self.lock, Meter):
+            self.lock = Meter(self.lock)
+        return self.lock
+
     @property
     def held(self) -> bool:
         """Whether this thread runs code of the exporter, or code that the exporter calls, such as a receiver's."""
-        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # which threading itself uses
+        return bool(self.lock._is_owned())  # type: ignore[union-attr]  # which threading itself uses
 
     def guard(self, what: str, work: Callable[[], object]) -> None:
         """Do work that must not end the training."""

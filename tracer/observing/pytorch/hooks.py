@@ -40,7 +40,7 @@ _OF_ROOT = (Role.BEFORE_ROOT, Role.AFTER_ROOT)
 _OF_OPTIMIZER = (Role.BEFORE_OPTIMIZER, Role.AFTER_OPTIMIZER)
 _IN_GRAPHS = (*_OF_ROOT, Role.BEFORE_FORWARD, Role.AFTER_FORWARD)
 _INNER = (Role.BEFORE_FORWARD, Role.AFTER_FORWARD, Role.AFTER_PARAMETRIZATION, Role.AFTER_REPLACED)
-"""Hooks inside the model, which have nothing to do in a pass that nobody records."""
+"""Hooks inside the model, which have nothing to do in a pass of whose inside nobody records anything."""
 
 
 class Site(NamedTuple):
@@ -145,7 +145,7 @@ class Hook:
             return None
         if self._inner and self.fired:
             running = gate.passes.now
-            if running.depth and not running.listening:  # a pass that nobody records: no more than this
+            if running.depth and not running.inside:  # a pass that nobody records inside: no more than this
                 if running.counts is not None and self.role is Role.AFTER_FORWARD:
                     running.count(self.name)
                 return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,7 +33,7 @@ def dry_run(
     settings : sequence of mapping
         Of the captures, as `tracer.recording.launching.script.captures_of` takes them.
     options : Options
-        Of the recording. ``max_bytes`` does not bound the rehearsals.
+        Of the recording. Its bounds do not bound the rehearsals.
     run_steps : int, optional
         How many steps the whole run has.
 
@@ -47,8 +46,9 @@ def dry_run(
         ``every`` is of the passes of an evaluation, and is in the sums; evaluations may come in other numbers later.
         ``bytes_per_recorded_step``: of a step in which all are recorded; ``bytes_per_step``: in the mean over many
         steps; ``run_steps`` and ``bytes_per_run``: None where it is not known how many steps there are; ``max_bytes``
-        and ``max_bytes_reached_at_step``; ``estimated_cpu_ratio``, made of ``recorded_cpu_ratio``, which was measured
-        over ``steps`` steps that were all recorded; ``steps_seen``.
+        and ``max_bytes_thins_from_step``, ``stop_at_bytes`` and ``stop_at_bytes_reached_at_step``;
+        ``estimated_cpu_ratio``, made of ``recorded_cpu_ratio``, which was measured over ``steps`` steps that were all
+        recorded; ``steps_seen``. What bounds make rarer is in none of these numbers.
 
     Raises
     ------
@@ -61,11 +61,10 @@ def dry_run(
             f"--dry-run runs a script of one process, and this is rank {process.rank} of {process.size}: give it to a "
             "run of one process, whose streams are those of each rank"
         )
-    max_bytes = options.max_bytes
     request = Request(
         program=program,
         settings=settings,
-        options=replace(options, max_bytes=None),
+        options=options.unbounded(),
         purpose="dry-run",
         steps=DRY_RUN_STEPS,
     )
@@ -92,8 +91,10 @@ def dry_run(
         "bytes_per_step": mean,
         "run_steps": run_steps,
         "bytes_per_run": None if run_steps is None else round(sum(_in_run(one, run_steps) for one in streams)),
-        "max_bytes": max_bytes,
-        "max_bytes_reached_at_step": None if max_bytes is None else _reached(streams, told["header"], max_bytes),
+        "max_bytes": options.max_bytes,
+        "max_bytes_thins_from_step": _reached(streams, told["header"], options.max_bytes, share=0.5),
+        "stop_at_bytes": options.stop_at_bytes,
+        "stop_at_bytes_reached_at_step": _reached(streams, told["header"], options.stop_at_bytes),
         "recorded_cpu_ratio": ratio,
         "bare_cpu_ratio": overhead.get("bare_ratio"),
         "estimated_cpu_ratio": None if ratio is None or not full else 1 + (ratio - 1) * mean / full,
@@ -158,8 +159,10 @@ def _padding(stream: Mapping[str, Any]) -> float:
     return more * float(stream["messages_per_recorded_step"])
 
 
-def _reached(streams: Sequence[Mapping[str, Any]], header: int, max_bytes: int) -> int | None:
-    """At which step a trace would be full; None: never."""
+def _reached(streams: Sequence[Mapping[str, Any]], header: int, bound: int | None, share: float = 1.0) -> int | None:
+    """At which step a share of what a bound leaves to messages would be used up; None: never."""
+    if bound is None:
+        return None
     arrays = {
         (one["kind"], one["dtype"])
         if one["bytes_per_message"] < CHUNK_BYTES
@@ -170,16 +173,18 @@ def _reached(streams: Sequence[Mapping[str, Any]], header: int, max_bytes: int) 
     padded = [(one, _padding(one)) for one in streams]
     fixed = BASE_BYTES + header + len(streams) * STREAM_BYTES + len(arrays) * ARRAY_BYTES
 
+    most = fixed + share * (bound - fixed)
+
     def taken(steps: int) -> float:
         return fixed + sum(_in_run(one, steps) + _due(one, steps) * padding for one, padding in padded)
 
     step, stride = 0, 1
-    while taken(step + stride) <= max_bytes:  # up by doubling, then down by halving
+    while taken(step + stride) <= most:  # up by doubling, then down by halving
         step, stride = step + stride, stride * 2
         if stride > 1 << 40:
             return None
     while stride > 1:
         stride //= 2
-        if taken(step + stride) <= max_bytes:
+        if taken(step + stride) <= most:
             step += stride
     return step

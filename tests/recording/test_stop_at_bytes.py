@@ -1,4 +1,4 @@
-"""``max_bytes``: a trace stays below its bound, ends with a whole step and says so, and the training goes on."""
+"""``stop_at_bytes``: a trace stays below its bound, ends with a whole step and says so, and the training goes on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def bounded(path: Path, bound: int | str, count: int, **settings: Any) -> tuple[
     model, optimizer, steps = training(settings.pop("width", 16), settings.pop("layers", 2))
     with (
         warnings.catch_warnings(record=True) as warned,
-        tracer.record(path, model, optimizer, max_bytes=bound, **settings),
+        tracer.record(path, model, optimizer, stop_at_bytes=bound, **settings),
     ):
         warnings.simplefilter("always")
         steps(count)
@@ -78,7 +78,7 @@ def test_a_trace_stays_below_its_bound(
     assert told["status"] == "finished"
     assert len(warned) == 1
     (note,) = [one["stopped"] for one in told["notes"] if "stopped" in one]
-    assert note == {"by": "max_bytes", "max_bytes": bound, "global_step": told["steps"][1] + 1}
+    assert note == {"by": "stop_at_bytes", "stop_at_bytes": bound, "global_step": told["steps"][1] + 1}
     assert f"before global step {note['global_step']}" in warned[0]
 
 
@@ -90,7 +90,10 @@ def test_padding_counts(suffix: str, elements: int, tmp_path: Path) -> None:
     model = torch.nn.Linear(elements, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.ones(1, elements)
-    with pytest.warns(RuntimeWarning, match="max_bytes"), tracer.record(path, model, optimizer, max_bytes=40_000_000):
+    with (
+        pytest.warns(RuntimeWarning, match="stop_at_bytes"),
+        tracer.record(path, model, optimizer, stop_at_bytes=40_000_000),
+    ):
         for _ in range(100):
             optimizer.zero_grad()
             model(inputs).sum().backward()
@@ -149,16 +152,16 @@ def test_training_and_receivers_go_on_unhindered(tmp_path: Path) -> None:
     model, optimizer, steps = training()
     heard = Collect("weights")
     with (
-        pytest.warns(RuntimeWarning, match="max_bytes"),
-        tracer.record(tmp_path / "other.zarr", model, optimizer, receivers=[heard], max_bytes=3_000_000),
+        pytest.warns(RuntimeWarning, match="stop_at_bytes"),
+        tracer.record(tmp_path / "other.zarr", model, optimizer, receivers=[heard], stop_at_bytes=3_000_000),
     ):
         steps(120)
         assert not model[0]._forward_hooks  # activations were for the recorder only
     assert {one.global_step for one in heard.messages} == set(range(120))
 
     with (
-        pytest.warns(RuntimeWarning, match="max_bytes"),
-        tracer.record(tmp_path / "third.zarr", model, optimizer, max_bytes=3_000_000) as run,
+        pytest.warns(RuntimeWarning, match="stop_at_bytes"),
+        tracer.record(tmp_path / "third.zarr", model, optimizer, stop_at_bytes=3_000_000) as run,
     ):
         steps(120)
         deadline = time.monotonic() + 60
@@ -176,7 +179,7 @@ def test_a_warning_that_is_an_error_leaves_a_closed_trace(tmp_path: Path) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message=".*no longer listens.*")
-        with tracer.record(tmp_path / "run.zarr", model, optimizer, max_bytes=3_000_000):
+        with tracer.record(tmp_path / "run.zarr", model, optimizer, stop_at_bytes=3_000_000):
             steps(120)
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert trace.status == "finished"
@@ -198,7 +201,7 @@ def test_a_bound_that_is_not_reached(tmp_path: Path) -> None:
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert trace.info["steps"] == [0, 4]
         assert not any("stopped" in one for one in trace.notes)
-        assert trace.header["recording"]["max_bytes"] == 1 << 30
+        assert trace.header["recording"]["stop_at_bytes"] == 1 << 30
     assert not warned
 
 
@@ -206,11 +209,11 @@ def test_attempts_share_a_bound(tmp_path: Path) -> None:
     """What a first attempt wrote, a second one cannot; together they stay below the bound."""
     bound, path = 5_000_000, tmp_path / "run.zarr"
     model, optimizer, steps = training()
-    with tracer.record(path, model, optimizer, max_bytes=bound):
+    with tracer.record(path, model, optimizer, stop_at_bytes=bound):
         steps(60)
     with (
-        pytest.warns(RuntimeWarning, match="max_bytes"),
-        tracer.record(path, model, optimizer, resume=True, first_step=60, max_bytes=bound),
+        pytest.warns(RuntimeWarning, match="stop_at_bytes"),
+        tracer.record(path, model, optimizer, resume=True, first_step=60, stop_at_bytes=bound),
     ):
         steps(300)
     with tracer.open(path) as trace:
@@ -228,8 +231,8 @@ def test_ranks_have_equal_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     model, optimizer, steps = training()
     with (
-        pytest.warns(RuntimeWarning, match="max_bytes"),
-        tracer.record(tmp_path / "run.zarr", model, optimizer, max_bytes=8_000_000) as run,
+        pytest.warns(RuntimeWarning, match="stop_at_bytes"),
+        tracer.record(tmp_path / "run.zarr", model, optimizer, stop_at_bytes=8_000_000) as run,
     ):
         steps(200)
         assert run.recorder is not None
@@ -259,7 +262,7 @@ def test_what_a_step_costs() -> None:
 
 def test_a_recorder_with_a_budget_of_its_own(tmp_path: Path) -> None:
     """Wired by hand it stops as well, and takes what comes after without a word."""
-    bus, stopped = MessageBus(), list[int]()
+    bus, stopped = MessageBus(), list[Mapping[str, Any]]()
     recorder = Recorder(TraceWriter(tmp_path / "run.zarr"), budget=Budget(500_000), stopped=stopped.append)
     bus.register(recorder)
     for step in range(2000):
@@ -267,8 +270,8 @@ def test_a_recorder_with_a_budget_of_its_own(tmp_path: Path) -> None:
     bus.close()
     assert len(stopped) == 1
     with tracer.open(tmp_path / "run.zarr") as trace:
-        assert [one.global_step for one in trace] == list(range(stopped[0]))
-        assert 0 < stopped[0] < 1000
+        assert [one.global_step for one in trace] == list(range(stopped[0]["global_step"]))
+        assert 0 < stopped[0]["global_step"] < 1000
 
 
 @pytest.mark.parametrize("bound", [0, -5, 2.5, True, "many", "0MB"])
@@ -276,7 +279,7 @@ def test_what_is_no_bound(bound: Any, tmp_path: Path) -> None:
     """It is an error before anything is made, which names what was given."""
     model, optimizer, _ = training()
     with pytest.raises(CaptureError, match="is not a size such as"):
-        tracer.record(tmp_path / "run.zarr", model, optimizer, max_bytes=bound)
+        tracer.record(tmp_path / "run.zarr", model, optimizer, stop_at_bytes=bound)
     assert not (tmp_path / "run.zarr").exists()
 
 
@@ -297,8 +300,8 @@ print(step)
 @pytest.mark.parametrize(
     ("options", "environment"),
     [
-        (["--max-bytes", "4MB"], {}),
-        (["--max-bytes", "1GB"], {"TRACE_MAX_BYTES": "4MB"}),
+        (["--stop-at-bytes", "4MB"], {}),
+        (["--stop-at-bytes", "1GB"], {"TRACE_MAX_BYTES": "4MB"}),
     ],
 )
 def test_trace_record_is_bounded(options: list[str], environment: dict[str, str], tmp_path: Path) -> None:
@@ -315,14 +318,14 @@ def test_trace_record_is_bounded(options: list[str], environment: dict[str, str]
         timeout=120,
     )
     assert (done.returncode, done.stdout) == (0, "299\n"), done.stderr
-    assert "max_bytes" in done.stderr
+    assert "stop_at_bytes" in done.stderr
     runner = CliRunner()
     told = json.loads(runner.invoke(main, ["info", str(tmp_path / "train.zarr"), "--json"]).stdout)
     last = told["steps"][1]
     assert 10 < last < 290
     assert told["stored_bytes"] <= 4_000_000
     lines = runner.invoke(main, ["info", str(tmp_path / "train.zarr")]).stdout.splitlines()
-    assert f"stopped     at max_bytes (4,000,000): nothing from step {last + 1} on" in lines
+    assert f"stopped     at stop_at_bytes (4,000,000): nothing from step {last + 1} on" in lines
 
 
 def test_captures_that_thin_out_make_a_bound_last(tmp_path: Path) -> None:

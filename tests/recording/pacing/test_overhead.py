@@ -1,0 +1,187 @@
+"""``max_overhead``: by clocks that are made up the share is kept to; by real ones, every change is told."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tracer
+from tests.recording.pacing.trainings import PROGRAMS, recorded, scheduled, train
+from tracer import profile
+from tracer.observing.pytorch.gate import Meter
+from tracer.recording.pacing import overhead
+from tracer.recording.pacing.overhead import OverheadBound
+from tracer.recording.pacing.pacer import Pacer
+from tracer.recording.pacing.schedule import Schedule
+
+
+class MadeUp:
+    """A training and its recorder whose costs are given; it moves the clocks by hand.
+
+    Parameters
+    ----------
+    bare : float
+        Seconds of a step without a recorder.
+    costs : dict
+        Seconds that each group takes of the training's thread.
+    writer : float
+        Seconds that the writer takes for a second of the training's thread.
+    noise : float
+        How much each of them varies, as a share.
+    """
+
+    def __init__(self, bare: float, costs: dict[str, float], writer: float, noise: float) -> None:
+        self.bare, self.costs, self.writer_share, self.noise = bare, costs, writer, noise
+        self.thread = self.own = self.cpu_seconds = self.lag = 0.0
+        self.seen = self.seen_bytes = 0
+        self.random = random.Random(0)
+        self.closed = False
+        self.notes: list[Any] = []
+        self.clock = SimpleNamespace(last=None, step=0)
+        problems = SimpleNamespace(note=lambda *about, warn: self.notes.append(about))
+        steps = SimpleNamespace(call_between=lambda _: None)
+        self.parts = SimpleNamespace(clock=self.clock, problems=problems, steps=steps)
+
+    def varied(self, seconds: float) -> float:
+        return seconds * (1 + self.noise * self.random.uniform(-1, 1))
+
+    def set_schedule(self, captures: Any) -> None:
+        pass
+
+    def note(self, note: Any) -> None:
+        self.notes.append(note)
+
+    def wake(self) -> None:
+        pass
+
+    def seconds(self) -> float:
+        return self.own
+
+    def step(self, due: tuple[str, ...]) -> None:
+        """Let the clocks tell of a step in which these groups are due. The writer is late by a step."""
+        taken = sum(self.varied(self.costs.get(group, 0.0)) for group in due)
+        self.own += taken
+        self.thread += taken + self.varied(self.bare)
+        self.cpu_seconds, self.lag = self.cpu_seconds + self.lag, self.writer_share * taken
+        self.seen += 10 * len(due)
+        self.clock.last, self.clock.step = SimpleNamespace(global_step=self.clock.step), self.clock.step + 1
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("writer", [0.0, 1.0])
+@pytest.mark.parametrize("tensors", [0.001, 0.05, 0.3])
+def test_the_share_is_kept_to(tensors: float, writer: float, noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one per cent over 200 steps of a tenth of a second, from the start and with the keyframes."""
+    costs = {"losses": 0.0005, "inputs": 0.0005, "keyframes": 0.05, "tensors": tensors}
+    run: Any = MadeUp(0.1, costs, writer, noise)
+    monkeypatch.setattr(overhead, "thread_time", lambda: run.thread)
+    monkeypatch.setattr(overhead, "process_time", lambda: run.thread + run.cpu_seconds)
+    schedule = Schedule(profile("standard"))
+    bound = OverheadBound(0.05, schedule, run, run)
+    pacer = Pacer(schedule, run, run, [bound], bound)
+    for step in range(402):
+        run.step(schedule.due(step))
+        if step == 1:
+            begin = run.own + run.cpu_seconds + run.lag, run.thread - run.own
+        if step == 201:
+            taken, bare = run.own + run.cpu_seconds + run.lag - begin[0], run.thread - run.own - begin[1]
+            assert taken / bare < 0.06
+        pacer.step_over()
+    taken, bare = run.own + run.cpu_seconds + run.lag - begin[0], run.thread - run.own - begin[1]
+    assert taken / bare < 0.06
+    if tensors == 0.001 and not writer:
+        assert not run.notes  # there is room for all
+    else:
+        assert taken / bare > 0.02  # and it is used
+    assert len(run.notes) < 30
+
+
+def test_a_program_that_becomes_dearer_gets_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The schedule becomes narrower when the steps take longer, and wider again when they take less."""
+    run: Any = MadeUp(0.02, {"losses": 0.0002, "tensors": 0.05}, 0.0, 0.1)
+    monkeypatch.setattr(overhead, "thread_time", lambda: run.thread)
+    monkeypatch.setattr(overhead, "process_time", lambda: run.thread)
+    schedule = Schedule(profile("standard"))
+    bound = OverheadBound(0.05, schedule, run, run)
+    pacer = Pacer(schedule, run, run, [bound], bound)
+    factors = []
+    for bare in (0.02, 0.5, 0.02):
+        run.bare = bare
+        for _ in range(2000):
+            run.step(schedule.due(run.clock.step))
+            pacer.step_over()
+        factors.append(schedule.factors["tensors"])
+    assert factors[0] >= 48
+    assert factors[1] <= 4
+    assert factors[2] >= 48
+
+
+def test_what_cannot_be_rarer_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs and losses stay, though they alone take more than is allowed; the rest comes seldom, and not never."""
+    run: Any = MadeUp(0.01, {"inputs": 0.002, "tensors": 0.01}, 0.0, 0.0)
+    monkeypatch.setattr(overhead, "thread_time", lambda: run.thread)
+    monkeypatch.setattr(overhead, "process_time", lambda: run.thread)
+    schedule = Schedule(profile("standard"))
+    bound = OverheadBound(0.05, schedule, run, run)
+    pacer = Pacer(schedule, run, run, [bound], bound)
+    for _ in range(1000):
+        run.step(schedule.due(run.clock.step))
+        pacer.step_over()
+    assert schedule.factors["inputs"] == schedule.factors["losses"] == 1
+    assert 100 <= schedule.factors["tensors"] <= 2000
+    (told,) = [note for note in run.notes if isinstance(note, tuple)]
+    assert re.search(r"take (19|20|21)(\.\d)?% of a step, so max_overhead \(5%\) cannot be kept to", told[1])
+
+
+@pytest.mark.parametrize("suffix", ["zarr", "h5"])
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("capture", ["full", "standard"])
+def test_every_change_is_in_the_trace(capture: str, program: str, suffix: str, tmp_path: Path) -> None:
+    """What is there, step by step, follows from header and notes alone; and the training is the same to the bit."""
+    path = tmp_path / f"run.{suffix}"
+    steps = 60
+    model = train(path, PROGRAMS[program], steps, capture=profile(capture), max_overhead="1%")
+    with tracer.open(path) as trace:
+        notes = [note["schedule"] for note in trace.notes if "schedule" in note]
+        expected, found = scheduled(trace, steps), recorded(trace)
+        assert trace.header["recording"]["max_overhead"] == 0.01
+        assert not [one for one in trace.notes if "problem" in one and one["problem"]["what"] != "max_overhead"]
+    assert notes
+    assert all(note["why"].startswith("max_overhead 1%: ") for note in notes)
+    for kind in {*expected, *found} - {"epoch_started", "epoch_finished", "buffers", "optimizer_state"}:
+        assert found.get(kind, set()) == expected.get(kind, set()), kind
+    assert found["loss"] == found["input_data"] == set(range(steps))
+    plain = train(None, PROGRAMS[program], steps)
+    for (name, value), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+
+
+def test_a_meter_counts_what_is_inside_once() -> None:
+    """Whoever holds it already is not counted again; and it is a lock."""
+    gate = Exporting().gate
+    meter = gate.measured()
+    assert gate.measured() is meter
+    assert not gate.held
+    with meter:
+        assert gate.held
+        inside = meter.seconds()
+        with meter:
+            sum(range(100_000))
+        assert meter.seconds() > inside
+    after = meter.seconds()
+    sum(range(100_000))
+    assert meter.seconds() == after
+
+
+class Exporting:
+    """An exporter's gate."""
+
+    def __init__(self) -> None:
+        self.gate = tracer.Exporter().parts.gate
+        assert not isinstance(self.gate.lock, Meter)

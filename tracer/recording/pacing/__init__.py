@@ -1,0 +1,1 @@
+"""How often a recording takes what, so that it keeps within its bounds."""

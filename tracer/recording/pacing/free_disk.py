@@ -1,0 +1,77 @@
+"""`FreeDisk`: ends a recording before it fills the disk."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Final, final
+
+from tracer.observing.exporter import Exporter
+from tracer.recording.recorder import Recorder
+from tracer.stores.locations import Location
+
+MOST: Final = 1 << 30
+SHARE: Final = 0.02
+"""By default, the floor is so many bytes, or such a share of the file system, whichever is less."""
+_EVERY_BYTES: Final = 16 << 20
+_EVERY_SECONDS: Final = 1.0
+
+
+def disk_of(path: Location) -> Path | None:
+    """The folder of the file system that a local path is on, or will be; None of a URL."""
+    if not isinstance(path, Path):
+        return None
+    absolute = path.absolute()
+    return next(one for one in (absolute, *absolute.parents) if one.is_dir())
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that this user can still write to a file system."""
+    told = os.statvfs(folder)
+    return told.f_bavail * told.f_frsize
+
+
+@final
+class FreeDisk:
+    """Looks how much of a disk is free when a step is over; where that is too little, nothing more is recorded.
+
+    Parameters
+    ----------
+    folder : Path
+        On the file system that it looks at.
+    floor : int or None
+        Bytes that stay free. By default `MOST`, or `SHARE` of the file system if that is less.
+    exporter : Exporter
+    recorder : Recorder
+        What waits for it is still written.
+    """
+
+    def __init__(self, folder: Path, floor: int | None, exporter: Exporter, recorder: Recorder) -> None:
+        if floor is None:
+            told = os.statvfs(folder)
+            floor = min(MOST, int(SHARE * told.f_blocks * told.f_frsize))
+        self._folder = folder
+        self._floor = floor
+        self._exporter = exporter
+        self._recorder = recorder
+        self._seen = 0
+        self._looked = float("-inf")
+
+    def begin(self) -> None:
+        """Look from now on, unless the floor is 0."""
+        if self._floor:
+            self._exporter.parts.steps.call_between(self.step_over)
+
+    def step_over(self) -> None:
+        """Look, if much was recorded since the last time, or that was long ago."""
+        recorder, now = self._recorder, time.monotonic()
+        if recorder.closed or (recorder.seen_bytes - self._seen < _EVERY_BYTES and now - self._looked < _EVERY_SECONDS):
+            return
+        self._seen, self._looked = recorder.seen_bytes, now
+        try:
+            free = free_bytes(self._folder)
+        except OSError:  # the writer will say what is wrong with it
+            return
+        if free - recorder.waiting_bytes < self._floor:
+            recorder.stop("min_free_disk", self._floor, self._exporter.parts.clock.step)

@@ -1,0 +1,115 @@
+"""`Pacer`: puts schedules in force, as the bounds of a recording ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from tracer.observing.exporter import Exporter
+from tracer.recording.options import Options
+from tracer.recording.pacing.bound import Bound
+from tracer.recording.pacing.overhead import OverheadBound
+from tracer.recording.pacing.schedule import GROUPS, Schedule
+from tracer.recording.pacing.thinning import BytesBound
+from tracer.recording.recorder import Recorder
+
+_SHORTEST = 16
+"""Steps from one change of a schedule to the next, at least, unless that is urgent."""
+_SHARE = 4
+"""And at least one of so many steps that there were, so that a long run does not change its mind all the time."""
+_URGENT = 2
+"""A change is urgent if what is in force is so many times too narrow."""
+
+
+@final
+class Pacer:
+    """Asks its bounds when a step is over, and has the next one observed as often as they allow.
+
+    Each change stands in the trace, as a note. So which steps a trace has of a stream follows from what stands in it.
+
+    Parameters
+    ----------
+    schedule : Schedule
+    exporter : Exporter
+    recorder : Recorder
+    bounds : sequence of Bound
+    overhead : OverheadBound, optional
+        That of them which may ask for what cannot be.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        exporter: Exporter,
+        recorder: Recorder,
+        bounds: Sequence[Bound],
+        overhead: OverheadBound | None = None,
+    ) -> None:
+        self._schedule = schedule
+        self._exporter = exporter
+        self._recorder = recorder
+        self._bounds = bounds
+        self._overhead = overhead
+        self._steps = 0
+        self._changed = 0  # after how many steps it changed last
+
+    @classmethod
+    def of(cls, options: Options, exporter: Exporter, recorder: Recorder) -> Pacer | None:
+        """The pacer of a recording; None if nothing asks for one."""
+        schedule = Schedule(exporter.captures)
+        bounds: list[Bound] = []
+        overhead = None
+        if options.max_overhead is not None:
+            meter = exporter.parts.gate.measured()
+            overhead = OverheadBound(options.max_overhead, schedule, meter, recorder)
+            bounds.append(overhead)
+        if recorder.budget is not None and recorder.budget.thins:
+            bounds.append(BytesBound(recorder.budget, schedule))
+        return cls(schedule, exporter, recorder, bounds, overhead) if bounds else None
+
+    def begin(self) -> None:
+        """Be asked from now on."""
+        self._exporter.set_schedule(self._schedule.captures)
+        self._exporter.parts.steps.call_between(self.step_over)
+
+    def step_over(self) -> None:
+        """Let the bounds take note of the step that has ended, and widen or narrow the schedule."""
+        last = self._exporter.parts.clock.last
+        if last is None or self._recorder.closed:
+            return
+        self._steps += 1
+        due = self._schedule.due(last.global_step)
+        for one in self._bounds:
+            one.step_over(last.global_step, due)
+        self._follow()
+        if self._overhead is not None and (why := self._overhead.shortfall()) is not None:
+            self._overhead = None  # said once
+            self._exporter.parts.problems.note("max_overhead", why, warn=False)
+
+    def _follow(self) -> None:
+        wishes = [one for one in (bound.wish() for bound in self._bounds) if one is not None]
+        before, after = self._schedule.factors, dict[str, int]()
+        is_time = not self._changed or self._steps - self._changed >= max(_SHORTEST, self._steps // _SHARE)
+        for group in GROUPS:
+            least = max((wish.least[group] for wish in wishes), default=1)
+            most = max((wish.most[group] for wish in wishes), default=1)
+            now = before[group]
+            if is_time or least >= _URGENT * now:
+                after[group] = max(least, min(now, most if is_time and wishes else now))
+            else:
+                after[group] = now
+        if after == before:
+            return
+        why = [
+            wish.why
+            for wish in wishes
+            if any(wish.least[group] == after[group] or wish.most[group] == after[group] > 1 for group in GROUPS
+                   if after[group] != before[group])
+        ]  # fmt: skip
+        changes = self._schedule.widen(after)
+        if not changes:
+            return
+        self._changed = self._steps
+        self._exporter.set_schedule(self._schedule.captures)
+        step = self._exporter.parts.clock.step
+        self._recorder.note({"schedule": {"global_step": step, "captures": changes, "why": "; ".join(why)}})

@@ -1,0 +1,137 @@
+"""`Schedule`: how often each group of what is recorded comes, as bounds widen and narrow it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from tracer.messaging.messages import DEFAULT_TAG, KINDS
+from tracer.observing.capture import Capture
+
+GROUPS: Final = ("losses", "inputs", "keyframes", "tensors")
+"""What is widened together, from what is kept for the longest to what is given up first.
+
+``losses`` are losses and the beginnings and ends of steps; ``inputs`` what steps are run again with: inputs, labels,
+generators and hyperparameters as they are; ``keyframes`` what a capture of keyframes takes; ``tensors`` all else.
+"""
+_INPUTS = frozenset(("input_data", "input_labels", "generators", "hyperparameters"))
+_LOSSES = frozenset(("loss", "loss_terms"))
+
+
+def group_of(capture: Capture, kind: str) -> str | None:
+    """The group of a kind in a capture; None of what no step counts: passes that are not training, and epochs.
+
+    Examples
+    --------
+    >>> [group_of(Capture(), kind) for kind in ("loss", "input_data", "weights")]
+    ['losses', 'inputs', 'tensors']
+    >>> group_of(Capture(tags=["eval"]), "weights")
+    """
+    if not capture.takes_tag(DEFAULT_TAG) or KINDS[kind].clock != "global_step":
+        return None
+    if "keyframe" in (capture.kinds or ()):
+        return "keyframes"
+    if kind in _LOSSES or KINDS[kind].event:
+        return "losses"
+    return "inputs" if kind in _INPUTS and capture.beside(kind) is None else "tensors"
+
+
+class _Piece(NamedTuple):
+    """Some kinds of a capture that was given, which are widened together.
+
+    Attributes
+    ----------
+    number : int
+        Of the capture that was given.
+    group : str or None
+        None: it is never widened.
+    whole : bool
+        Whether it has all kinds of that capture.
+    capture : Capture
+        With the kinds, as often as was given.
+    """
+
+    number: int
+    group: str | None
+    whole: bool
+    capture: Capture
+
+
+def _pieces(captures: Iterable[Capture]) -> Iterator[_Piece]:
+    for number, capture in enumerate(captures):
+        kinds: dict[str | None, list[str]] = {}
+        for kind in capture.kinds or ():
+            kinds.setdefault(group_of(capture, kind), []).append(kind)
+        for group, some in kinds.items():
+            whole = len(kinds) == 1
+            yield _Piece(number, group, whole, capture if whole else replace(capture, kinds=tuple(some)))
+
+
+class Schedule:
+    """The captures in force: each as it was given, or of every so many steps that it would be due.
+
+    Parameters
+    ----------
+    captures : iterable of Capture
+        As they were given. The first one that takes a stream decides on it.
+
+    Attributes
+    ----------
+    factors : dict of str to int
+        By group, how many times wider than given the steps are apart.
+    captures : tuple of Capture
+        Those in force, which are more than were given where the kinds of one are of several groups.
+
+    Examples
+    --------
+    >>> schedule = Schedule([Capture(kinds=["loss", "weights"], every=2)])
+    >>> schedule.widen({"tensors": 4})
+    [{'capture': 0, 'kinds': ['weights'], 'every': [2, 8]}]
+    >>> schedule.due(2), schedule.due(8)
+    (('losses',), ('losses', 'tensors'))
+    """
+
+    def __init__(self, captures: Iterable[Capture]) -> None:
+        self._pieces = tuple(_pieces(captures))
+        self.factors = dict.fromkeys(GROUPS, 1)
+        self.captures = tuple(one.capture for one in self._pieces)
+
+    def spacing(self, group: str) -> int | None:
+        """The steps from one that a group is due in to the next, as it was given; None if there is nothing of it."""
+        return min((one.capture.every for one in self._pieces if one.group == group), default=None)
+
+    def due(self, step: int) -> tuple[str, ...]:
+        """The groups that are due in a training step, from the one that comes most often to the rarest."""
+        found = {
+            piece.group
+            for piece, capture in zip(self._pieces, self.captures, strict=True)
+            if piece.group is not None and capture.next_step(step) == step
+        }
+        return tuple(sorted((group for group in GROUPS if group in found), key=self._apart))
+
+    def _apart(self, group: str) -> int:
+        return (self.spacing(group) or 1) * self.factors[group]
+
+    def widen(self, factors: Mapping[str, int]) -> list[dict[str, Any]]:
+        """Put factors in force; what changes with them, as JSON.
+
+        Of each capture that changes its ``capture``, the number among those that were given, its ``kinds``, unless all
+        of that capture changes, and ``every``, before and after.
+        """
+        before, self.factors = self.captures, {**self.factors, **factors}
+        self.captures = tuple(
+            one.capture
+            if self.factors.get(one.group or "", 1) == 1
+            else replace(one.capture, every=one.capture.every * self.factors[one.group or ""])
+            for one in self._pieces
+        )
+        return [
+            {
+                "capture": piece.number,
+                **({} if piece.whole else {"kinds": list(piece.capture.kinds or ())}),
+                "every": [old.every, new.every],
+            }
+            for piece, old, new in zip(self._pieces, before, self.captures, strict=True)
+            if old.every != new.every
+        ]
