@@ -29,6 +29,7 @@ from tracer.recording.certifying.certify import certify
 from tracer.recording.flight import Flight
 from tracer.recording.recorder import Recorder
 from tracer.recording.recording import record
+from tracer.recording.reenacting.reenact import reenact
 from tracer.recording.run import Run
 from tracer.replaying.plan import plan
 from tracer.replaying.replay import replay
@@ -90,6 +91,7 @@ __all__ = [
     "profile",
     "record",
     "recover",
+    "reenact",
     "replay",
     "verify",
 ]
