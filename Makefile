@@ -60,6 +60,7 @@ bench: $(INSTALLED) ## what recording and storing cost, measured in one run
 	$(BIN)/python benchmarks/batch.py
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/budget.py
 	$(BIN)/python benchmarks/objects.py
 	$(BIN)/python benchmarks/metrics.py
 	$(BIN)/python benchmarks/scale.py

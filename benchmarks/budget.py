@@ -1,8 +1,9 @@
 """Whether ``max_overhead`` holds: what recording takes of the CPU, beside a training that nobody records.
 
-Each program trains twice, in two processes that take turns of some steps, so that both have the same machine. What
-counts is the CPU time of all steps but the first ones, with all that was written of them. A bound holds if the recorded
-training took at most one per cent of the bare one more than it allows.
+Each program trains three times, in processes that take turns of some steps, so that all have the same machine: bare,
+bare once more, which shows what the numbers are worth, and recorded. What counts is the CPU time of all steps but the
+first ones, with all that was written of them. A bound holds if the recorded training took at most one per cent of the
+bare one more than it allows. Where losses and inputs alone take more than the bound, it says so, and cannot hold.
 
     python benchmarks/budget.py
 """
@@ -51,8 +52,18 @@ def cnn() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 def mlp() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """Wide layers, whose weights are most of what is dear."""
-    layers = [nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)]
-    return nn.Sequential(*layers), torch.randn(512, 1024), torch.randint(10, (512,))
+    layers = [nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(1024, 10)), torch.randn(512, 64), torch.randint(10, (512,))
+
+
+def large_cnn() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """More arithmetic for each number that is kept."""
+    sizes = [(3, 64), (64, 64), (64, 128), (128, 128)]
+    layers = [
+        part for sizes in sizes for part in (nn.Conv2d(*sizes, 3, padding=1), nn.BatchNorm2d(sizes[1]), nn.ReLU())
+    ]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+    return model, torch.randn(32, 3, 16, 16), torch.randint(10, (32,))
 
 
 def transformer() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -64,6 +75,7 @@ PROGRAMS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor]]] 
     "CNN of the comparison": cnn,
     "MLP, 1024 wide": mlp,
     "transformer, 4 layers": transformer,
+    "CNN with batch norm": large_cnn,
 }
 
 
@@ -106,17 +118,17 @@ def measure(program: str, profile: str, bound: float, steps: int) -> dict[str, A
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        for one in ("", profile)
+        for one in ("", "", profile)
     ]
-    seconds = [[], []]
+    seconds = [[], [], []]
     for number, count in enumerate([COLD_STEPS, *[SEGMENT] * (steps // SEGMENT)]):
-        for which in (0, 1) if number % 2 else (1, 0):
+        for which in [(turn + number) % 3 for turn in range(3)]:
             process = processes[which]
             process.stdin.write(f"{count}\n")
             process.stdin.flush()
             seconds[which].append(float(process.stdout.readline()))
     rests = [process.communicate()[0] for process in processes]
-    bare, recorded = (sum(one[1:]) for one in seconds)
+    bare, again, recorded = (sum(one[1:]) for one in seconds)
     last = [sum(one[-(steps // SEGMENT // 2) :]) for one in seconds]
     return {
         "program": program,
@@ -124,8 +136,9 @@ def measure(program: str, profile: str, bound: float, steps: int) -> dict[str, A
         "bare_step_ms": 1e3 * bare / steps,
         "bound": bound,
         "overhead": recorded / bare - 1,
-        "of_the_last_half": last[1] / last[0] - 1,
-        "notes": json.loads(rests[1]),
+        "of_the_last_half": last[2] / last[0] - 1,
+        "bare_once_more": again / bare - 1,
+        "notes": json.loads(rests[2]),
     }
 
 
@@ -147,14 +160,16 @@ def main() -> int:
         if options.only not in program:
             continue
         found = measure(program, options.profile, options.bound, options.steps)
-        held = held and found["overhead"] <= options.bound + 0.01
+        impossible = any(note.get("problem", {}).get("what") == "max_overhead" for note in found["notes"])
+        held = held and (impossible or found["overhead"] <= options.bound + 0.01)
         if options.json:
             print(json.dumps(found))
             continue
         print(
             f"{program}: a bare step takes {found['bare_step_ms']:.1f} ms; {options.profile} within "
             f"{100 * options.bound:g} % took {100 * found['overhead']:.1f} % over {options.steps} steps, and "
-            f"{100 * found['of_the_last_half']:.1f} % over the last half"
+            f"{100 * found['of_the_last_half']:.1f} % over the last half; bare once more "
+            f"{100 * found['bare_once_more']:+.1f} %"
         )
         for note in found["notes"]:
             about = note.get("schedule")

@@ -47,6 +47,7 @@ LONG = (
 )
 """Their smallest sizes take too long for each `make test`: there it is only seen that they begin."""
 ELSEWHERE = {
+    "budget": "it trains nine networks for a minute each",
     "diff": "its smallest size trains forty networks, and takes a minute",
     "families": "it is how two of the others run programs",
     "gpu": "it needs one, and tests/observing/test_cuda.py is for that",
