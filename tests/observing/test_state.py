@@ -326,3 +326,24 @@ def test_there_is_no_such_profile(tmp_path: Path) -> None:
     """What there is, is said."""
     with pytest.raises(tracer.UnknownNameError, match="no profile 'standart'; did you mean 'standard'"):
         tracer.record(tmp_path / "run.zarr", net(), capture="standart")
+
+
+# -- several models -------------------------------------------------------------------------------------------
+
+
+def test_each_of_several_models_has_its_inputs() -> None:
+    """Their leaves begin with the name of the model, and its forwards are numbered apart."""
+    first, second, heard = nn.Linear(3, 2), nn.Linear(2, 2), Collect("input_data", "generators")
+    exporter = tracer.Exporter(capture=Capture(kinds=["input_data", "generators"]), strict=True)
+    exporter.message_bus.register(heard)
+    exporter.add_modules(("first", first))
+    exporter.add_modules(("second", second))
+    optimizer = OPTIMIZERS["plain"]([*first.parameters(), *second.parameters()])
+    exporter.set_optimizer(optimizer)
+    x, y = torch.ones(4, 3), torch.zeros(5, 2)
+    (second(first(x)).sum() + second(y).sum()).backward()
+    optimizer.step()
+    exporter.detach()
+    found = [(one.leaf, one.call, tuple(one.data.shape)) for one in heard if one.kind == "input_data"]
+    assert found == [("first", 0, (4, 3)), ("second", 0, (4, 2)), ("second", 1, (5, 2))]
+    assert [one.call for one in heard if one.leaf == "torch"] == [0, 1, 2]
