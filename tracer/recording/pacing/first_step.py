@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, final
 
-from tracer.messaging.messages import DEFAULT_TAG, Message
+from tracer.messaging.messages import DEFAULT_TAG, Message, clock_of
 from tracer.observing.exporter import Exporter
 from tracer.recording.budget import ROW_BYTES, stored_bytes
 from tracer.recording.pacing.free_disk import disk_of, free_bytes
@@ -55,6 +55,8 @@ class FirstStep:
         self._exporter.parts.steps.call_between(self.step_over)
 
     def _hear(self, message: Message) -> None:
+        if clock_of(message.kind) == "epoch" or (message.kind == "generators" and message.leaf != "torch"):
+            return  # most steps have none
         data = message.data
         nbytes = ROW_BYTES + (0 if data is None else stored_bytes(tuple(data.shape), data.dtype.itemsize))
         capture = self._exporter.parts.demand.capture_of(message.kind, message.key, message.tag)
