@@ -41,7 +41,7 @@ class Costs:
     --------
     >>> from tracer.observing.capture import Capture
     >>> schedule, costs = Schedule([Capture(kinds=["loss", "weights"])]), Costs()
-    >>> for step in range(40):
+    >>> for step in range(1, 41):
     ...     costs.learn(1.0 if step % 2 else 9.0, ("losses",) if step % 2 else ("losses", "tensors"))
     >>> round(costs.mean(schedule), 2), costs.factors(schedule, 3.0)["tensors"]
     (9.0, 4)
