@@ -469,7 +469,7 @@ def bounded_run(path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         capture = tracer.Capture(kinds=["weights", "biases"])
-        with tracer.record(path, model, optimizer, max_bytes=600_000, capture=capture):
+        with tracer.record(path, model, optimizer, stop_at_bytes=600_000, capture=capture):
             steps(model, optimizer, 400)
 
 

@@ -468,7 +468,7 @@ def bounded(path: Path) -> None:
 
     model, optimizer = small()
     capture = tracer.Capture(kinds=["weights", "biases"])
-    with Rested(tracer.record(path, model, optimizer, commit_seconds=1e6, max_bytes=600_000, capture=capture)):
+    with Rested(tracer.record(path, model, optimizer, commit_seconds=1e6, stop_at_bytes=600_000, capture=capture)):
         train(model, optimizer, 100)
 
 
