@@ -10,10 +10,12 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Self
 
 from tracer.errors import MessageError, did_you_mean
-from tracer.messaging.messages import DEFAULT_TAG, Message, MessageBundle
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message, MessageBundle, kept_of
 from tracer.messaging.receiver import Receiver, describe
 from tracer.messaging.stacks import Stack, Stretch, gathered, has_own_methods, is_newer
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription, matches_tag
+
+_PROBES = "a probe records them: run.probe(name, inputs, every=N), or trace record --probe N"
 
 
 class Subscriber(Receiver):
@@ -300,7 +302,8 @@ def unmet(
     sentences = []
     for receiver in receivers:
         lacking: dict[str, None] = {}
-        hints: dict[str, None] = {}
+        hints: dict[str, str] = {}
+        lost: list[tuple[str, Subscription]] = []
         others = answers - set(receiver.produces)
         for subscription in receiver.subscriptions:
             absent = [
@@ -317,15 +320,17 @@ def unmet(
                 modules = "" if subscription.modules is None else f" of modules {', '.join(subscription.modules)}"
                 of_kind = {kind: {module for known, module, _ in offered if known == kind} for kind in absent}
                 for kind in absent:
-                    if not of_kind[kind]:
-                        hints[did_you_mean(kind, others | {known for known, _, _ in offered})] = None
-                    elif subscription.modules is not None:
-                        hints |= dict.fromkeys(_other_modules(subscription.modules, of_kind[kind]))
                     tags = sorted({tag for known, _, tag in offered if known == kind and tag is not None})
                     elsewhere = tags and not any(matches_tag(subscription.tag, tag) for tag in tags)
                     there = f"; there is tag {', '.join(tags)}" if elsewhere else ""
+                    if not of_kind[kind] and not _stand_ins(kind, subscription, offered):
+                        hints[did_you_mean(kind, others | {kept_of(known)[0] for known, _, _ in offered})] = kind
+                    elif of_kind[kind] and subscription.modules is not None:
+                        hints |= dict.fromkeys(_other_modules(subscription.modules, of_kind[kind]), "")
                     if elsewhere:
-                        hints[_other_tags(receiver, subscription.tag, tags)] = None
+                        hints[_other_tags(receiver, subscription.tag, tags)] = ""
+                    else:
+                        lost.append((kind, subscription))
                     tag = "" if subscription.tag is None else f" (tag {subscription.tag}{there})"
                     lacking[f"{kind}{tag}{modules}"] = None
             elif needs_all and len(observed := [kind for kind in subscription.kinds if kind not in answers]) > 1:
@@ -340,9 +345,50 @@ def unmet(
                 if not set.intersection(*places):
                     lacking[f"{' and '.join(observed)} of one and the same module"] = None
         if lacking:
-            told = f"{describe(receiver)} needs {', '.join(lacking)}, but {source} has {_summary(offered)}"
-            sentences.append(told + "".join(hints))
+            stand_ins = [_stand_ins(kind, one, offered) for kind, one in lost]
+            told = f"{describe(receiver)} needs {', '.join(lacking)}, "
+            if len(stand_ins) == len(lacking) and all(stand_ins):
+                told += f"of which {source} has only {' and '.join(sorted(set.union(*stand_ins)))}"
+            else:
+                told += f"but {source} has {_summary(offered)}"
+            remedies = list(_remedies(receiver, lost, offered))
+            # a name of which a remedy speaks was meant as it is
+            meant = [hint for hint, kind in hints.items() if not kind or not any(kind in one for one in remedies)]
+            sentences.append(told + "".join(dict.fromkeys([*meant, *remedies])))
     return sentences
+
+
+def _stand_ins(
+    kind: str, subscription: Subscription, offered: Sequence[tuple[str, str | None, str | None]]
+) -> set[str]:
+    """What is there in place of the data that a subscription lacks: hashes or statistics."""
+    found = set()
+    for known, module, tag in offered:
+        base, held = kept_of(known)
+        if base == kind != known and subscription.wants(kind, module, tag, None):
+            found.add("hashes" if held == "hash" else held)
+    return found
+
+
+def _remedies(
+    receiver: Receiver,
+    lost: Sequence[tuple[str, Subscription]],
+    offered: Sequence[tuple[str, str | None, str | None]],
+) -> Iterator[str]:
+    """How what a subscriber lacks can be had, of a run or by another one."""
+    again = any(known == "keyframe" for known, _, _ in offered)
+    observed = [(kind, subscription) for kind, subscription in lost if kind in KINDS]
+    if again and any(matches_tag(subscription.tag, DEFAULT_TAG) for _, subscription in observed):
+        # with a kind that is named go all others that are needed
+        needed = sorted(one for one in receiver.needs if one in KINDS)
+        named = "".join(f" -k {kind}" for kind in needed)
+        yield f"; trace reenact RUN --steps A:B{named} SCRIPT.py gives a trace of some steps that has it"
+    elif receiver.same_inputs and any(not matches_tag(one.tag, DEFAULT_TAG) for _, one in observed):
+        yield f"; {_PROBES}"
+    for kind in dict.fromkeys(kind for kind, _ in lost if kind not in KINDS and offered):
+        base, _, name = kind.rpartition("_")
+        if any(base == one or base.startswith(f"{one}_") for one in KINDS):
+            yield f"; {kind} is by its name an answer of {name}, so ask {name}, too"
 
 
 def _other_modules(patterns: Iterable[str], modules: Iterable[str | None]) -> Iterator[str]:
@@ -366,17 +412,24 @@ def _other_tags(receiver: Receiver, wanted: str | None, tags: Sequence[str]) -> 
     else:
         other = f"passes tagged {tag}, so it means something only where these see the same inputs in the same order"
     return (
-        f"; {name} compares the same inputs at different steps, as a probe records them: run.probe(name, inputs, "
-        f"every=N), or trace record --probe N; {name}:tag={tag} compares {other}"
+        f"; {name} compares the same inputs at different steps, as {_PROBES}; {name}:tag={tag} compares {other}"
     )
 
 
 def _summary(offered: Sequence[tuple[str, str | None, str | None]]) -> str:
-    """The kinds that are there, each with its tags unless that is just the training's."""
+    """The kinds that are there, each with its tags unless that is just the training's; then what stands in for data."""
     tags: dict[str, dict[str, None]] = {}
+    held: dict[str, dict[str, None]] = {}
     for kind, _, tag in offered:
-        tags.setdefault(kind, {}).update({} if tag is None else {tag: None})
+        base, what = kept_of(kind)
+        if what == "data":
+            tags.setdefault(kind, {}).update({} if tag is None else {tag: None})
+        else:
+            held.setdefault(base, {})["hashes" if what == "hash" else what] = None
     told = [
         f"{kind} (tag {', '.join(of)})" if list(of) not in ([], [DEFAULT_TAG]) else kind for kind, of in tags.items()
     ]
+    without_data = {kind: " and ".join(sorted(of)) for kind, of in held.items() if DEFAULT_TAG not in tags.get(kind, ())}
+    for words in dict.fromkeys(without_data.values()):
+        told.append(f"{words} of {', '.join(kind for kind, of in without_data.items() if of == words)}")
     return "only " + ", ".join(told) if told else "nothing"
