@@ -11,10 +11,10 @@ import torch
 from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Place, Rule
-from tracer.messaging.messages import KINDS, Message
+from tracer.messaging.messages import DATA_KINDS, KINDS, Message
 
 _FORWARD = frozenset({"input_data", "network_output", "activations", "layer_inputs"})
-_KINDS = tuple(name for name, kind in KINDS.items() if not kind.event)
+_KINDS = tuple(name for name in DATA_KINDS if not KINDS[name].event)
 
 
 @final

@@ -15,8 +15,11 @@ from analyze.rules.rule import Rule
 from analyze.seeing.findings import Checked, Findings, in_time
 from tracer.errors import MessageError, TraceCorruptError
 from tracer.format.journal import Column
+from tracer.messaging.subscriber import run_again
+from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters
 from tracer.replaying.replay import replay
+from tracer.replaying.wanted import wanted_of
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
@@ -173,17 +176,28 @@ def concluded(
     )
 
 
-_DERIVED = {"weights": "weight_updates", "biases": "bias_updates"}
-"""What a replay makes of consecutive messages of a kind."""
+def lacking(rule: Rule, reader: TraceReader, rank: int | None = None) -> str:
+    """What a rule needs and a trace neither has nor a replay derives, in a sentence; empty if there is all.
 
-
-def lacking(rule: Rule, reader: TraceReader) -> str:
-    """What a rule needs and a trace neither has nor a replay derives, in a sentence; empty if there is all."""
-    there = {(one.kind, one.module, one.tag) for one in reader.streams}
-    there |= {(_DERIVED[kind], module, tag) for kind, module, tag in there if kind in _DERIVED}
+    Parameters
+    ----------
+    rule : Rule
+    reader : TraceReader
+    rank : int, optional
+        Of a distributed run; by default the lowest.
+    """
+    rank = min(reader.ranks, default=0) if rank is None else rank
+    wanted = wanted_of(reader, Audience([rule]), Filters(), rank)
+    if not wanted.missing:
+        return ""
+    there = {(one.kind, one.module, one.tag) for one in (*reader.streams, *wanted.derived)}
     absent = [
-        " or ".join(subscription.kinds)
+        subscription.kinds
         for subscription in rule.subscriptions
         if not any(subscription.wants(*one, None) for one in there)
     ]
-    return f"it needs {', '.join(absent)}" if absent else ""
+    told = f"it needs {', '.join(' or '.join(kinds) for kinds in absent)}"
+    known = {one.kind for one in reader.streams}
+    if all(any({f"{kind}_hash", f"{kind}_statistics"} & known for kind in kinds) for kinds in absent):
+        told += ", of which only hashes or statistics were kept"
+    return f"{told}; {run_again(rule.needs)}" if "keyframe" in known else told

@@ -358,6 +358,18 @@ def unmet(
     return sentences
 
 
+def run_again(kinds: Iterable[str], steps: str = "A:B") -> str:
+    """How kinds that a run with keyframes has not kept can be had, in words.
+
+    Examples
+    --------
+    >>> run_again(["weights", "weights_doubled"], "5:6")
+    'trace reenact RUN --steps 5:6 -k weights SCRIPT.py gives a trace of some steps that has it'
+    """
+    named = "".join(f" -k {kind}" for kind in sorted(kinds) if kind in KINDS)
+    return f"trace reenact RUN --steps {steps}{named} SCRIPT.py gives a trace of some steps that has it"
+
+
 def _stand_ins(
     kind: str, subscription: Subscription, offered: Sequence[tuple[str, str | None, str | None]]
 ) -> set[str]:
@@ -379,10 +391,7 @@ def _remedies(
     again = any(known == "keyframe" for known, _, _ in offered)
     observed = [(kind, subscription) for kind, subscription in lost if kind in KINDS]
     if again and any(matches_tag(subscription.tag, DEFAULT_TAG) for _, subscription in observed):
-        # with a kind that is named go all others that are needed
-        needed = sorted(one for one in receiver.needs if one in KINDS)
-        named = "".join(f" -k {kind}" for kind in needed)
-        yield f"; trace reenact RUN --steps A:B{named} SCRIPT.py gives a trace of some steps that has it"
+        yield f"; {run_again(receiver.needs)}"
     elif receiver.same_inputs and any(not matches_tag(one.tag, DEFAULT_TAG) for _, one in observed):
         yield f"; {_PROBES}"
     for kind in dict.fromkeys(kind for kind, _ in lost if kind not in KINDS and offered):
