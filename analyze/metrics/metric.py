@@ -86,7 +86,7 @@ class Metric(Subscriber):
     ) -> None:
         if self.bundled and not isinstance(kinds, str):
             together = SynchronizedSubscription(
-                kinds, tag, subsample, modules, incomplete="drop", statistics=self.takes_statistics
+                kinds, tag, subsample, modules, incomplete="drop", statistics=bool(self.takes_statistics)
             )
             super().__init__(together, produces)
             return

@@ -147,7 +147,9 @@ class Gathering:
         self.ended = False
         if len(reader.ranks) > 1:
             self.found.remarks.append(f"this is rank {rank} of {len(reader.ranks)}; --rank chooses another")
-        self.unjudged = {one.name: lacking(one, reader, rank) or (self.missing(one, reader) if only else "") for one in rules}
+        self.unjudged = {
+            one.name: lacking(one, reader, rank) or (self.missing(one, reader) if only else "") for one in rules
+        }
         self.able = [one for one in rules if not self.unjudged[one.name]]
         self.findings = Findings(self.able)
         self.metrics: list[Subscriber] = []

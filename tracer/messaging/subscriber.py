@@ -420,9 +420,7 @@ def _other_tags(receiver: Receiver, wanted: str | None, tags: Sequence[str]) -> 
         other = "different inputs at each step, so it means something only where every step sees the same batch"
     else:
         other = f"passes tagged {tag}, so it means something only where these see the same inputs in the same order"
-    return (
-        f"; {name} compares the same inputs at different steps, as {_PROBES}; {name}:tag={tag} compares {other}"
-    )
+    return f"; {name} compares the same inputs at different steps, as {_PROBES}; {name}:tag={tag} compares {other}"
 
 
 def _summary(offered: Sequence[tuple[str, str | None, str | None]]) -> str:
@@ -438,7 +436,11 @@ def _summary(offered: Sequence[tuple[str, str | None, str | None]]) -> str:
     told = [
         f"{kind} (tag {', '.join(of)})" if list(of) not in ([], [DEFAULT_TAG]) else kind for kind, of in tags.items()
     ]
-    without_data = {kind: " and ".join(sorted(of)) for kind, of in held.items() if DEFAULT_TAG not in tags.get(kind, ())}
-    for words in dict.fromkeys(without_data.values()):
-        told.append(f"{words} of {', '.join(kind for kind, of in without_data.items() if of == words)}")
+    without_data = {
+        kind: " and ".join(sorted(of)) for kind, of in held.items() if DEFAULT_TAG not in tags.get(kind, ())
+    }
+    told += [
+        f"{words} of {', '.join(kind for kind, of in without_data.items() if of == words)}"
+        for words in dict.fromkeys(without_data.values())
+    ]
     return "only " + ", ".join(told) if told else "nothing"
