@@ -164,6 +164,8 @@ def replay(
             if questions[0].plan.missing:
                 conclude(WRONG_USAGE)
             return
+        for sentence in dict.fromkeys(one for question in questions for one in question.plan.scarce):
+            complain(sentence)
         results = Results()
         damage: TraceError | None = None
         for question in questions:
@@ -377,6 +379,8 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
         click.echo(f"{name} remembers {SCOPES[scope]}: of a part of that it says something else than of the whole")
     for sentence in plan.partial:
         tell(f"partial: {sentence}")
+    for sentence in plan.scarce:
+        tell(f"scarce: {sentence}")
     for sentence in plan.missing:
         tell(f"missing: {sentence}")
 

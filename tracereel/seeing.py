@@ -170,10 +170,15 @@ def blame(trace: str, step: int | None, most: int, as_json: bool) -> None:
     if found.suspects:
         click.echo()
         columns = ("step", "position in batch", "label", "gradient norm", "typical", "input / usual")
-        rows = [(one.step, one.position, one.label, one.norm, one.typical, _size(one)) for one in found.suspects]
+        rows = [(one.step, one.position, one.label, *_gradient(one), _size(one)) for one in found.suspects]
         print_table(columns, rows, right=(*columns[:2], *columns[3:]))
     for sentence in found.unseen:
         tell(f"not seen: {sentence}")
+
+
+def _gradient(one: Suspect) -> tuple[float | None, float | None]:
+    """The norm of its gradient and the usual one, if they were seen."""
+    return (one.norm, one.typical) if one.seen else (None, None)
 
 
 def _size(one: Suspect) -> str:

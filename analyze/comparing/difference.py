@@ -210,7 +210,7 @@ class Difference:
 
     @property
     def identical(self) -> bool:
-        """Whether each message of both traces was compared, and is the same to the bit, or has the same hash."""
+        """Whether each message of both traces was compared, and is the same in both to the bit, or by its hash."""
         return self.compared > 0 and self.complete and not self.differing and not self.by_statistics
 
     @property

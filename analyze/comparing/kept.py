@@ -119,14 +119,17 @@ class Summaries:
             allowed = atol + rtol * np.maximum(np.abs(low), np.abs(high))
             outside = (np.abs(low - lows) > allowed) | (np.abs(high - highs) > allowed)
             longer = self.relative() * norm > (atol * np.sqrt(count) + rtol * norm) * (1 + _EXACT)
-        beyond: NDArray[np.bool_] = outside | longer | self._not_finite() | (count != counts)
-        return beyond
+        found: NDArray[np.bool_] = outside | longer | self._not_finite() | (count != counts)
+        return found
 
     def told(self, number: int) -> tuple[tuple[str, float, float], ...]:
         """What differs in one of them: by name, both values; the norm and the mean first."""
-        columns = ((name, *self._column(name)) for name in _TOLD)
-        values = ((name, float(one[number]), float(other[number])) for name, one, other in columns)
-        return tuple((name, a, b) for name, a, b in values if a != b and not (np.isnan(a) and np.isnan(b)))
+        found = []
+        for name in _TOLD:
+            a, b = (float(one[number]) for one in self._column(name))
+            if a != b and not (np.isnan(a) and np.isnan(b)):
+                found.append((name, a, b))
+        return tuple(found)
 
 
 Differing: TypeAlias = tuple[NDArray[np.int64], Summaries | None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,9 +56,9 @@ class Metric(Subscriber):
         ``scope = "message"``; a new one leaves `version` at 1.
     bundled : bool
         Whether it takes messages of several kinds in complete bundles, or one by one.
-    takes_statistics : bool
+    takes_statistics : bool or "too"
         Whether it takes the statistics of tensors (``weights_statistics``) in place of these, as what goes through
-        `shared` does.
+        `shared` does; ``"too"``: and the tensors, where both are there.
 
     Raises
     ------
@@ -68,7 +68,7 @@ class Metric(Subscriber):
 
     name: ClassVar[str]
     bundled: ClassVar[bool] = True
-    takes_statistics = False
+    takes_statistics: bool | Literal["too"] = False
     __signature__: ClassVar[inspect.Signature]
 
     def __init_subclass__(cls) -> None:
@@ -86,7 +86,7 @@ class Metric(Subscriber):
     ) -> None:
         if self.bundled and not isinstance(kinds, str):
             together = SynchronizedSubscription(
-                kinds, tag, subsample, modules, incomplete="drop", statistics=self.takes_statistics
+                kinds, tag, subsample, modules, incomplete="drop", statistics=bool(self.takes_statistics)
             )
             super().__init__(together, produces)
             return

@@ -7,15 +7,18 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from analyze.metrics.checks import check, is_whole
-from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding
 from analyze.rules.header import modules_of
 from analyze.rules.rule import Place, Rule
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, Message
+from tracer.messaging.subscription import is_doubled
 from tracer.numbers.arrays import as_array
+from tracer.numbers.statistics import are_statistics
 
 _PASSES, _DROPOUT, _NORMALISATION = 0, 1, 2
 _OFFSET = 0.1
@@ -40,12 +43,13 @@ class EvaluationMode(Rule):
     means of a batch normalisation's outputs are not its biases: for half of the channels, the mean of `patience` steps
     is off by more than a tenth of a standard deviation, and by more than 6 standard errors.
     *Needs* ``weight_updates``, and activations of the training passes; of a dropout, a header that says its
-    probability; of a batch normalisation, ``biases``, too.
+    probability; of a batch normalisation, ``biases``, too, and the data of both, not statistics.
     *Source*: S. Ioffe and C. Szegedy, "Batch Normalization", arXiv:1502.03167, for the mean; what dropout does is
     PyTorch's documentation.
     """
 
     name = "evaluation_mode"
+    takes_statistics = "too"
     memory = ("passes", "updated", "before", "means", "biases", "offsets")
     judges = "updates of weights, and training passes"
     numbers = ("why",)
@@ -75,25 +79,31 @@ class EvaluationMode(Rule):
 
     def look(self, message: Message) -> Iterator[Message]:
         """Remember what a step has, and judge what a dropout gives."""
-        data = message.data
-        if data is None or not data.is_floating_point() or not data.numel():
+        data, extent = message.data, Extent.of(message)
+        if data is None or extent is None or not extent.floating or not extent.count:
             return
         if message.kind == "weight_updates":
-            self.updated = self.updated or (message.tag == DEFAULT_TAG and shared(message, "zeros") < data.numel())
+            self.updated = self.updated or (message.tag == DEFAULT_TAG and shared(message, "zeros") < extent.count)
         elif message.kind == "biases":
-            if message.key in self.normalisations:
+            if message.key in self.normalisations and not are_statistics(message.sampling):
                 self.biases[message.key or ""] = as_array(data).astype(np.float64)
         else:
             self.passes.setdefault(message.tag, message)
             if message.kind == "activations" and message.tag == DEFAULT_TAG:
-                zeros, numbers = shared(message, "zeros"), data.numel()
-                judged = numbers >= 1000 and zeros < numbers and not shared(message, "nan")
-                if message.key in self.dropouts and judged:
-                    of_input = self.before[1] if self.before is not None and self.before[0] == numbers else 0
-                    yield from self.judge(message, zeros <= of_input, zeros, of_input, _DROPOUT)
-                if message.key in self.normalisations and data.ndim >= 2 and data.shape[0] >= 4:
-                    self.means[series_of(message)] = Place.of(message), _standardised(as_array(data))
-                self.before = numbers, zeros
+                yield from self._look_at(message, data, extent.count)
+
+    def _look_at(self, message: Message, data: Tensor, numbers: int) -> Iterator[Message]:
+        """Judge what a dropout gives, and remember what a batch normalisation does."""
+        if not is_doubled(message.sampling):  # else its statistics have told that
+            zeros = shared(message, "zeros")
+            judged = numbers >= 1000 and zeros < numbers and not shared(message, "nan")
+            if message.key in self.dropouts and judged:
+                of_input = self.before[1] if self.before is not None and self.before[0] == numbers else 0
+                yield from self.judge(message, zeros <= of_input, zeros, of_input, _DROPOUT)
+            self.before = numbers, zeros
+        of_channels = message.key in self.normalisations and not are_statistics(message.sampling)
+        if of_channels and data.ndim >= 2 and data.shape[0] >= 4:
+            self.means[series_of(message)] = Place.of(message), _standardised(as_array(data))
 
     def look_back(self) -> Iterator[Message]:
         """Judge the passes of a step, and the means of its batch normalisations."""

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import Unpack, final
 
 from analyze.metrics.checks import check, is_number
-from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.inputs import single_number
 from analyze.rules.chance import Chance
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
+from tracer.messaging.subscription import is_doubled
+from tracer.numbers.statistics import are_statistics
 
 _LOSS, _EQUAL, _GROWTH = 0, 1, 2
 
@@ -43,6 +45,7 @@ class PoorInitialisation(Rule):
     """
 
     name = "poor_initialisation"
+    takes_statistics = "too"
     memory = ("scales", "chance")
     judges = "the first step of the run"
     numbers = ("why", "other")
@@ -58,17 +61,22 @@ class PoorInitialisation(Rule):
 
     def look(self, message: Message) -> Iterator[Message]:
         """Judge one message of the first step."""
-        data = message.data
-        if message.global_step > 0 or data is None:
+        data, extent = message.data, Extent.of(message)
+        if message.global_step > 0 or data is None or extent is None:
+            return
+        if message.kind in ("activations", "weights"):
+            if is_doubled(message.sampling):  # its statistics have told all
+                return
+        elif are_statistics(message.sampling):
             return
         if message.kind == "activations":
-            rms = shared(message, "rms") if data.is_floating_point() else math.nan
+            rms = shared(message, "rms") if extent.floating else math.nan
             if math.isfinite(rms) and message.call == 0:
                 self.scales.append((Place.of(message), rms))
         elif message.kind == "weights":
-            if data.ndim >= 2 and data.numel() > 1:
+            if extent.axes >= 2 and extent.count > 1:
                 equal = shared(message, "min") == shared(message, "max")
-                yield from self.judge(message, equal, shared(message, "max"), 0.0, _EQUAL, data.numel())
+                yield from self.judge(message, equal, shared(message, "max"), 0.0, _EQUAL, extent.count)
         elif message.kind != "loss":
             self.chance.hear(message)
         elif message.leaf == "":

@@ -12,14 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.gradients.layer_grams import Geometry, layer_grams
 from analyze.metrics.inputs import as_float64
 from analyze.metrics.streams import Series, series_of
 from analyze.seeing.check import check
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
-from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS
+from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS, STATISTICS_SUFFIX, kept_of
+from tracer.messaging.subscriber import run_again
+from tracer.messaging.subscription import is_doubled
 from tracer.numbers.arrays import as_array
 from tracer.numbers.past import NORMAL, Past
 from tracer.stores.locations import Anywhere
@@ -33,8 +35,10 @@ _DEVIATIONS = 8.0
 _BEFORE = 3
 """A cause is looked for in the step of the spike and in so many recorded steps before it."""
 _COMPARED = tuple(name for name in DATA_KINDS if not KINDS[name].event and name not in ("input_labels", "loss_terms"))
+_SEEN = (*_COMPARED, *(kind + STATISTICS_SUFFIX for kind in _COMPARED))
 _INPUTS = ("input_data", "layer_inputs")
 _FLOATS = ("float", "bfloat")
+_NO_GRADIENTS = "no layer_gradients were recorded, so datapoints cannot be told apart"
 _PER_SAMPLE = ("layer_inputs", "layer_gradients", "weight_gradients", "bias_gradients", "loss", "input_labels")
 
 
@@ -78,6 +82,8 @@ class Suspect:
         The norm of its input, divided by what is usual for those of the steps before; NaN where that is not known.
     odd : bool
         Whether its input left what is usual.
+    seen : bool
+        Whether gradients were recorded that tell datapoints apart; else `norm` and `typical` are NaN.
     """
 
     step: int
@@ -87,6 +93,7 @@ class Suspect:
     label: str = ""
     size: float = math.nan
     odd: bool = False
+    seen: bool = True
 
 
 @dataclass(frozen=True)
@@ -128,10 +135,13 @@ class Blame:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """All of it in JSON values; a size that is not known is null."""
+        """All of it in JSON values; a size, and a gradient that was not recorded, is null."""
         told = asdict(self)
-        for one in told["suspects"]:
-            one["size"] = None if math.isnan(one["size"]) else one["size"]
+        for one, suspect in zip(told["suspects"], self.suspects, strict=True):
+            unknown = [] if suspect.seen else ["norm", "typical"]
+            for name in (*unknown, *(["size"] if math.isnan(suspect.size) else [])):
+                one[name] = None
+            del one["seen"]
         return {**told, "verdict": self.verdict}
 
 
@@ -193,29 +203,31 @@ def blame(path: Anywhere | TraceReader, step: int | None = None, *, most: int = 
         start = step if departure is None else departure.step
         begin = steps.index(start)
         suspects, missing = _suspects(reader, steps[begin : at + 1], steps[max(0, begin - _PAST) : begin])
+        if _NO_GRADIENTS in missing and any(one.kind == "keyframe" for one in reader.streams):
+            missing[missing.index(_NO_GRADIENTS)] += f"; {run_again(_PER_SAMPLE, f'{start}:{step + 1}')}"
         return Blame(str(reader.path), step, why, departure, tuple(suspects[:most]), (*unseen, *missing))
 
 
 def _steps(reader: TraceReader) -> list[int]:
     """The steps of the training that were recorded, ascending."""
-    rows = reader.select(kinds=_COMPARED, tags=DEFAULT_TAG)
+    rows = reader.select(kinds=_SEEN, tags=DEFAULT_TAG)
     return [int(one) for one in np.unique(reader.journal[rows, Column.GLOBAL_STEP])]
 
 
 def _first_departure(reader: TraceReader, steps: Sequence[int], since: int) -> Departure | None:
     """The first message of the steps from `since` on whose norm is unlike those before."""
     past: dict[tuple[str, int, Series], Past] = {}
-    for message in reader.messages(kinds=_COMPARED, tags=DEFAULT_TAG, steps=(steps[0], steps[-1] + 1)):
-        data = message.data
-        if data is None or not data.is_floating_point() or data.numel() == 0:
-            continue
-        norm = shared(message, "norm2")
-        before = past.setdefault((message.kind, message.call, series_of(message)), Past(_PAST))
+    for message in reader.messages(kinds=_SEEN, tags=DEFAULT_TAG, steps=(steps[0], steps[-1] + 1)):
+        extent = Extent.of(message)
+        if extent is None or not extent.floating or extent.count == 0 or is_doubled(message.sampling):
+            continue  # of what has statistics, these are looked at
+        kind, norm = kept_of(message.kind)[0], shared(message, "norm2")
+        before = past.setdefault((kind, message.call, series_of(message)), Past(_PAST))
         if message.global_step >= since and len(before) >= _LEAST_PAST:
             usual = math.exp(before.centre)
             far = max(math.log(_FACTOR), _DEVIATIONS * before.scale)
             if not math.isfinite(norm) or (norm > 0 and math.log(norm) - before.centre > far):
-                return Departure(message.global_step, message.kind, message.key, norm, usual)
+                return Departure(message.global_step, kind, message.key, norm, usual)
         if norm > 0 and math.isfinite(norm):
             before.add(math.log(norm))
     return None
@@ -234,16 +246,18 @@ def _suspects(reader: TraceReader, steps: Sequence[int], before: Sequence[int]) 
         heard = _heard(reader, step)
         norms, remarks = _norms(heard, len(sizes.get(step, ())))
         unseen |= dict.fromkeys(remarks)
-        if norms is None:
-            continue
+        seen = norms is not None
+        if norms is None:  # an odd input is told without
+            norms = np.full(len(sizes.get(step, ())), math.nan)
         labels = _labels(heard, len(norms))
-        typical = float(np.median(norms))
+        typical = float(np.median(norms)) if len(norms) else math.nan
         times, odd = [math.nan] * len(norms), [False] * len(norms)
         if len(usual) >= _LEAST_PAST and len(sizes.get(step, ())) == len(norms):
             times, odd = _beside(sizes[step], np.concatenate(usual))
         found += [
-            Suspect(step, position, float(norm), typical, label, size, is_odd)
+            Suspect(step, position, float(norm), typical, label, size, is_odd, seen)
             for position, (norm, label, size, is_odd) in enumerate(zip(norms, labels, times, odd, strict=True))
+            if is_odd or seen
         ]
     found.sort(key=_suspicion)
     return found, list(unseen)
@@ -333,7 +347,7 @@ def _norms_of_outputs(
     """For want of layer inputs: how large the gradients of a datapoint's outputs are, beside the mean, over layers."""
     rows = [as_float64(calls[min(calls)]) for calls in gradients.values() if calls[min(calls)].ndim >= 2]
     if not rows:
-        return None, ["no layer_gradients were recorded, so datapoints cannot be told apart"]
+        return None, [_NO_GRADIENTS]
     usual = _most_frequent([len(one) for one in rows])
     total = np.zeros(usual)
     with np.errstate(all="ignore"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 
@@ -15,9 +15,11 @@ from analyze.rules.rule import Rule
 from analyze.seeing.findings import Checked, Findings, in_time
 from tracer.errors import MessageError, TraceCorruptError
 from tracer.format.journal import Column
+from tracer.messaging.subscriber import run_again
+from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters
 from tracer.replaying.replay import replay
-from tracer.replaying.updates import derivable, with_pairs
+from tracer.replaying.wanted import wanted_of
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
@@ -124,7 +126,7 @@ def _in_time_and_rank(found: Finding) -> tuple[int, ...]:
 
 def _check_rank(reader: TraceReader, rules: Sequence[Rule], steps: Steps | None) -> Checked:
     """What rules say of a trace that has one rank."""
-    unjudged = lacking(rules, reader)
+    unjudged = {rule.name: lacking(rule, reader) for rule in rules}
     able = [rule for rule in rules if not unjudged[rule.name]]
     findings, damage = Findings(able), ""
     if able:
@@ -174,24 +176,28 @@ def concluded(
     )
 
 
-def lacking(rules: Sequence[Rule], reader: TraceReader, *, grows: bool = False) -> dict[str, str]:
-    """What rules need and a trace neither has nor a replay derives, in a sentence each; empty if there is all.
+def lacking(rule: Rule, reader: TraceReader, rank: int | None = None) -> str:
+    """What a rule needs and a trace neither has nor a replay derives, in a sentence; empty if there is all.
 
-    `grows`: more may be recorded, so that updates may be derived later.
+    Parameters
+    ----------
+    rule : Rule
+    reader : TraceReader
+    rank : int, optional
+        Of a distributed run; by default the lowest.
     """
-    streams = reader.streams
-    updates = derivable(streams, rules, Filters())
-    updates = updates if grows else with_pairs(reader, updates)
-    there = {(one.kind, one.module, one.tag) for one in (*streams, *updates)}
-    again = "keyframe" in {one.kind for one in streams}
-    return {rule.name: _lacking(rule, there, again=again) for rule in rules}
-
-
-def _lacking(rule: Rule, there: Set[tuple[str, str | None, str]], *, again: bool) -> str:
+    rank = min(reader.ranks, default=0) if rank is None else rank
+    wanted = wanted_of(reader, Audience([rule]), Filters(), rank)
+    if not wanted.missing:
+        return ""
+    there = {(one.kind, one.module, one.tag) for one in (*reader.streams, *wanted.derived)}
     absent = [
-        " or ".join(subscription.kinds)
+        subscription.kinds
         for subscription in rule.subscriptions
         if not any(subscription.wants(*one, None) for one in there)
     ]
-    way = ", which trace reenact brings back" if again else ""
-    return f"it needs {', '.join(absent)}{way}" if absent else ""
+    told = f"it needs {', '.join(' or '.join(kinds) for kinds in absent)}"
+    known = {one.kind for one in reader.streams}
+    if all(any({f"{kind}_hash", f"{kind}_statistics"} & known for kind in kinds) for kinds in absent):
+        told += ", of which only hashes or statistics were kept"
+    return f"{told}; {run_again(rule.needs)}" if "keyframe" in known else told

@@ -25,7 +25,7 @@ from tracer.trace.reader import TraceReader
 
 POINTS = 8_000_000
 """So many values are kept of all series together, at most; 24 bytes each."""
-_MEASURED = tuple(name for name in DATA_KINDS if not KINDS[name].event)
+_MEASURED = (*(name for name in DATA_KINDS if not KINDS[name].event), "hyperparameters")
 
 
 def gather(
@@ -147,9 +147,9 @@ class Gathering:
         self.ended = False
         if len(reader.ranks) > 1:
             self.found.remarks.append(f"this is rank {rank} of {len(reader.ranks)}; --rank chooses another")
-        self.grows = grows
-        told = lacking(rules, reader, grows=grows)
-        self.unjudged = {one.name: told[one.name] or (self.missing(one, reader) if only else "") for one in rules}
+        self.unjudged = {
+            one.name: lacking(one, reader, rank) or (self.missing(one, reader) if only else "") for one in rules
+        }
         self.able = [one for one in rules if not self.unjudged[one.name]]
         self.findings = Findings(self.able)
         self.metrics: list[Subscriber] = []
@@ -172,8 +172,7 @@ class Gathering:
     def answerable(self, reader: TraceReader) -> list[str]:
         """What `answering` would be by what the trace has now."""
         metrics, rules = self.asked
-        told = lacking(rules, reader, grows=self.grows)
-        judging = [one.name for one in rules if not told[one.name]]
+        judging = [one.name for one in rules if not lacking(one, reader, self.found.rank)]
         return judging + [describe(one) for one in metrics if not self.missing(one, reader)]
 
     def _look(self, reader: TraceReader) -> None:

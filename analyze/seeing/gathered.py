@@ -24,6 +24,8 @@ RATIO, GRADIENT, WEIGHT, SIGNAL, DEAD, BAD = (
     *("dead share", "numbers not finite"),
 )
 """What is measured of each layer, whatever is asked."""
+LEARNING_RATE = "learning rate"
+"""What hyperparameters tell of each group of an optimizer's parameters."""
 
 
 class Key(NamedTuple):

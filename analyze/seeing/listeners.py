@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 
 from analyze.metrics.elementwise.activation_rate import activation_rate
-from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.similarity.similarity import Similarity
 from analyze.seeing.course import Course
 from analyze.seeing.findings import Findings
@@ -16,6 +16,7 @@ from analyze.seeing.gathered import (
     BAD,
     DEAD,
     GRADIENT,
+    LEARNING_RATE,
     RATIO,
     SIGNAL,
     WEIGHT,
@@ -28,8 +29,9 @@ from analyze.seeing.matrices import Matrices, Role
 from tracer.messaging.messages import DEFAULT_TAG, Message
 from tracer.messaging.receiver import Receiver, describe
 from tracer.messaging.subscriber import Subscriber
-from tracer.messaging.subscription import Subscription
+from tracer.messaging.subscription import Subscription, is_doubled
 from tracer.numbers.arrays import as_array
+from tracer.numbers.statistics import are_statistics
 
 AROUND = 15
 """So many steps before and after a finding are kept as they are."""
@@ -46,7 +48,7 @@ class Measures(Subscriber):
     scope = "stream"
 
     def __init__(self, into: Gathered, kinds: Sequence[str]) -> None:
-        super().__init__([Subscription(kinds, None)], ())
+        super().__init__([Subscription(kinds, None, statistics="too")], ())
         self.into = into
         self.weights: dict[tuple[str | None, int], float] = {}
 
@@ -59,14 +61,28 @@ class Measures(Subscriber):
 
     def compute(self, message: Message) -> Iterator[Message]:
         """Measure one message."""
-        data = message.data
-        if data is None or data.is_complex() or not data.numel():
+        data, extent = message.data, Extent.of(message)
+        if data is None or extent is None or data.is_complex() or not extent.count:
             return
-        kind, step = message.kind, message.global_step
-        if kind in LOSSES:
+        if message.kind == "hyperparameters":
+            self._rate(message)
+            return
+        if message.kind in LOSSES:
             self._loss(message)
-        if not data.is_floating_point():
+        if not extent.floating:
             return
+        if not is_doubled(message.sampling):  # else its statistics have told that
+            self._numbers(message)
+        alive = message.kind != "activations" or message.tag != DEFAULT_TAG or are_statistics(message.sampling)
+        if not alive and data.ndim > 1 and shared(message, "min") == 0:
+            self._course(DEAD, message).add(
+                message.global_step, activation_rate(as_array(data), threshold=0.0).death_rate
+            )
+        yield from ()
+
+    def _numbers(self, message: Message) -> None:
+        """What follows from the moments of a message."""
+        kind, step = message.kind, message.global_step
         bad = shared(message, "nan") + shared(message, "inf") if message.key is not None else 0.0
         if bad:
             self._course(BAD, message).add(step, bad)
@@ -84,9 +100,16 @@ class Measures(Subscriber):
             self._course(GRADIENT, message).add(step, shared(message, "norm2"))
         elif kind == "layer_gradients":
             self._course(SIGNAL, message).add(step, shared(message, "norm2"))
-        elif kind == "activations" and data.ndim > 1 and shared(message, "min") == 0:
-            self._course(DEAD, message).add(step, activation_rate(as_array(data), threshold=0.0).death_rate)
-        yield from ()
+
+    def _rate(self, message: Message) -> None:
+        """The learning rate of a group of parameters."""
+        names = (message.sampling or {}).get("entries")
+        if message.data is None or not isinstance(names, list) or "lr" not in names:
+            return
+        key = Key(LEARNING_RATE, f"group {message.leaf}", message.tag, message.rank)
+        if key not in self.into.courses:
+            self.into.courses[key] = self.into.course()
+        self.into.courses[key].add(message.global_step, float(message.data[names.index("lr")]))
 
     def _loss(self, message: Message) -> None:
         if message.key is not None or message.data is None or message.data.numel() != 1:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from analyze.seeing.gathered import Gathered
 from analyze.seeing.layers import layers
-from analyze.seeing.panels import arrays, curves, heat, loss, provenance, rules, similarity, table, zoom
+from analyze.seeing.panels import arrays, curves, heat, loss, provenance, rates, rules, similarity, table, zoom
 from analyze.seeing.panels.panel import Panel
 from analyze.seeing.words import text
 from analyze.tables.escapes import printable
@@ -94,6 +94,7 @@ def panels_of(
     packs, known = curves.lines_of(shown, order)
     return [
         loss.panel(shown, references, steps),
+        rates.panel(shown, steps),
         heat.panel(shown, references[0] if references else None, order, steps),
         zoom.panel(found, order),
         table.panel(order, set(known), known[: curves.SELECTED]),

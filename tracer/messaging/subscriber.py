@@ -10,10 +10,12 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Self
 
 from tracer.errors import MessageError, did_you_mean
-from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS, Message, MessageBundle
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message, MessageBundle, kept_of
 from tracer.messaging.receiver import Receiver, describe
 from tracer.messaging.stacks import Stack, Stretch, gathered, has_own_methods, is_newer
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription, matches_tag
+
+_PROBES = "a probe records them: run.probe(name, inputs, every=N), or trace record --probe N"
 
 
 class Subscriber(Receiver):
@@ -53,9 +55,6 @@ class Subscriber(Receiver):
         does not mind to be asked the same again. `compute_many` then answers them; its default loops over `compute`.
     reduction : str
         The one ``reduce`` of `tracer.Capture` that does not spoil its answers, because it is made for it.
-    needs_model : bool
-        Whether it asks for derivatives of the loss, which only a live run or a re-enactment has. Its `know_objective`
-        is then told of each loss that it wants what can be asked of it, before the message of that loss comes.
 
     Examples
     --------
@@ -300,11 +299,11 @@ def unmet(
     """
     receivers = tuple(receivers)
     answers = {kind for receiver in receivers for kind in receiver.produces}
-    recorded = {kind for kind, _, _ in offered if _beside(kind) is None and kind not in STATE_KINDS}
     sentences = []
     for receiver in receivers:
         lacking: dict[str, None] = {}
-        hints: dict[str, None] = {}
+        hints: dict[str, str] = {}
+        lost: list[tuple[str, Subscription]] = []
         others = answers - set(receiver.produces)
         for subscription in receiver.subscriptions:
             absent = [
@@ -321,15 +320,17 @@ def unmet(
                 modules = "" if subscription.modules is None else f" of modules {', '.join(subscription.modules)}"
                 of_kind = {kind: {module for known, module, _ in offered if known == kind} for kind in absent}
                 for kind in absent:
-                    if not of_kind[kind]:
-                        hints[did_you_mean(kind, others | recorded)] = None
-                    elif subscription.modules is not None:
-                        hints |= dict.fromkeys(_other_modules(subscription.modules, of_kind[kind]))
                     tags = sorted({tag for known, _, tag in offered if known == kind and tag is not None})
                     elsewhere = tags and not any(matches_tag(subscription.tag, tag) for tag in tags)
                     there = f"; there is tag {', '.join(tags)}" if elsewhere else ""
+                    if not of_kind[kind] and not _stand_ins(kind, subscription, offered):
+                        hints[did_you_mean(kind, others | {kept_of(known)[0] for known, _, _ in offered})] = kind
+                    elif of_kind[kind] and subscription.modules is not None:
+                        hints |= dict.fromkeys(_other_modules(subscription.modules, of_kind[kind]), "")
                     if elsewhere:
-                        hints[_other_tags(receiver, subscription.tag, tags)] = None
+                        hints[_other_tags(receiver, subscription.tag, tags)] = ""
+                    else:
+                        lost.append((kind, subscription))
                     tag = "" if subscription.tag is None else f" (tag {subscription.tag}{there})"
                     lacking[f"{kind}{tag}{modules}"] = None
             elif needs_all and len(observed := [kind for kind in subscription.kinds if kind not in answers]) > 1:
@@ -344,9 +345,59 @@ def unmet(
                 if not set.intersection(*places):
                     lacking[f"{' and '.join(observed)} of one and the same module"] = None
         if lacking:
-            told = f"{describe(receiver)} needs {', '.join(lacking)}, but {source} has {_summary(offered)}"
-            sentences.append(told + "".join(hints))
+            stand_ins = [_stand_ins(kind, one, offered) for kind, one in lost]
+            told = f"{describe(receiver)} needs {', '.join(lacking)}, "
+            if len(stand_ins) == len(lacking) and all(stand_ins):
+                told += f"of which {source} has only {' and '.join(sorted(set.union(*stand_ins)))}"
+            else:
+                told += f"but {source} has {_summary(offered)}"
+            remedies = list(_remedies(receiver, lost, offered))
+            # a name of which a remedy speaks was meant as it is
+            meant = [hint for hint, kind in hints.items() if not kind or not any(kind in one for one in remedies)]
+            sentences.append(told + "".join(dict.fromkeys([*meant, *remedies])))
     return sentences
+
+
+def run_again(kinds: Iterable[str], steps: str = "A:B") -> str:
+    """How kinds that a run with keyframes has not kept can be had, in words.
+
+    Examples
+    --------
+    >>> run_again(["weights", "weights_doubled"], "5:6")
+    'trace reenact RUN --steps 5:6 -k weights SCRIPT.py gives a trace of some steps that has it'
+    """
+    named = "".join(f" -k {kind}" for kind in sorted(kinds) if kind in KINDS)
+    return f"trace reenact RUN --steps {steps}{named} SCRIPT.py gives a trace of some steps that has it"
+
+
+def _stand_ins(
+    kind: str, subscription: Subscription, offered: Sequence[tuple[str, str | None, str | None]]
+) -> set[str]:
+    """What is there in place of the data that a subscription lacks: hashes or statistics."""
+    found = set()
+    for known, module, tag in offered:
+        base, held = kept_of(known)
+        if base == kind != known and subscription.wants(kind, module, tag, None):
+            found.add("hashes" if held == "hash" else held)
+    return found
+
+
+def _remedies(
+    receiver: Receiver,
+    lost: Sequence[tuple[str, Subscription]],
+    offered: Sequence[tuple[str, str | None, str | None]],
+) -> Iterator[str]:
+    """How what a subscriber lacks can be had, of a run or by another one."""
+    again = any(known == "keyframe" for known, _, _ in offered)
+    observed = [(kind, subscription) for kind, subscription in lost if kind in KINDS]
+    if again and any(matches_tag(subscription.tag, DEFAULT_TAG) for _, subscription in observed):
+        yield f"; {run_again(receiver.needs)}"
+    elif receiver.same_inputs and any(not matches_tag(one.tag, DEFAULT_TAG) for _, one in observed):
+        yield f"; {_PROBES}"
+    for kind in dict.fromkeys(kind for kind, _ in lost if kind not in KINDS and offered):
+        base, _, name = kind.rpartition("_")
+        if any(base == one or base.startswith(f"{one}_") for one in KINDS):
+            yield f"; {kind} is by its name an answer of {name}, so ask {name}, too"
 
 
 def _other_modules(patterns: Iterable[str], modules: Iterable[str | None]) -> Iterator[str]:
@@ -369,34 +420,27 @@ def _other_tags(receiver: Receiver, wanted: str | None, tags: Sequence[str]) -> 
         other = "different inputs at each step, so it means something only where every step sees the same batch"
     else:
         other = f"passes tagged {tag}, so it means something only where these see the same inputs in the same order"
-    return (
-        f"; {name} compares the same inputs at different steps, as a probe records them: run.probe(name, inputs, "
-        f"every=N), or trace record --probe N; {name}:tag={tag} compares {other}"
-    )
-
-
-_COMPANIONS = {"hash": "hashes", "statistics": "statistics"}
-"""What stands behind the kind of data in that of what is kept beside it, and what that is called."""
-
-
-def _beside(kind: str) -> str | None:
-    """What is kept of messages of another kind under this kind; None if it is a kind of its own."""
-    base, _, companion = kind.rpartition("_")
-    return _COMPANIONS.get(companion) if base in KINDS else None
+    return f"; {name} compares the same inputs at different steps, as {_PROBES}; {name}:tag={tag} compares {other}"
 
 
 def _summary(offered: Sequence[tuple[str, str | None, str | None]]) -> str:
-    """The kinds that are there, each with its tags unless that is just the training's; state is not told."""
+    """The kinds that are there, each with its tags unless that is just the training's; then what stands in for data."""
     tags: dict[str, dict[str, None]] = {}
-    beside: dict[str, set[str]] = {}
+    held: dict[str, dict[str, None]] = {}
     for kind, _, tag in offered:
-        found = _beside(kind)
-        if found is not None:
-            beside.setdefault(found, set()).add(kind)
-        elif kind not in STATE_KINDS:
+        base, what = kept_of(kind)
+        if what == "data":
             tags.setdefault(kind, {}).update({} if tag is None else {tag: None})
+        else:
+            held.setdefault(base, {})["hashes" if what == "hash" else what] = None
     told = [
         f"{kind} (tag {', '.join(of)})" if list(of) not in ([], [DEFAULT_TAG]) else kind for kind, of in tags.items()
     ]
-    told += [f"{companion} of {len(kinds)} kinds" for companion, kinds in beside.items()]
+    without_data = {
+        kind: " and ".join(sorted(of)) for kind, of in held.items() if DEFAULT_TAG not in tags.get(kind, ())
+    }
+    told += [
+        f"{words} of {', '.join(kind for kind, of in without_data.items() if of == words)}"
+        for words in dict.fromkeys(without_data.values())
+    ]
     return "only " + ", ".join(told) if told else "nothing"

@@ -34,9 +34,10 @@ class Subscription:
         the global step.
     modules : str, iterable of str, or None
         Globs over dotted module paths; None means all. Network messages have no module and always pass.
-    statistics : bool
+    statistics : bool or "too"
         Whether statistics (``weights_statistics``) are taken in place of the data, where a capture has kept them. Of a
-        tensor of which both are there the statistics are taken. They come as messages of the kind of the data.
+        tensor of which both are there the statistics are taken, or with ``"too"`` both; see `is_doubled`. They come as
+        messages of the kind of the data.
 
     Raises
     ------
@@ -59,7 +60,7 @@ class Subscription:
         subsample: int = 1,
         modules: str | Iterable[str] | None = None,
         *,
-        statistics: bool = False,
+        statistics: bool | Literal["too"] = False,
     ) -> None:
         self.kinds: tuple[str, ...] = (kinds,) if isinstance(kinds, str) else tuple(kinds)
         if not self.kinds or not all(isinstance(kind, str) and kind for kind in self.kinds):
@@ -100,8 +101,8 @@ class Subscription:
         taken = stack.of_sources(self.wants)
         import numpy as np
 
-        if self.statistics and stack.samplings is not None and stack.kind in self.kinds:
-            doubled = np.array([_is_doubled(one) for one in stack.samplings], np.bool_)
+        if self.statistics is True and stack.samplings is not None and stack.kind in self.kinds:
+            doubled = np.array([is_doubled(one) for one in stack.samplings], np.bool_)
             taken = taken & ~doubled[stack.heads.source_ids]
         return taken if self.subsample == 1 else taken & (stack.steps % self.subsample == 0)
 
@@ -117,7 +118,7 @@ class Subscription:
     def _as_data(self, message: Message) -> Message | None:
         """A message as one of `kinds`; None if its statistics come, too."""
         if message.kind in self.kinds:
-            return None if _is_doubled(message.sampling) else message
+            return None if self.statistics is True and is_doubled(message.sampling) else message
         kind = self.stands_for(message.kind)
         return None if kind is None else of_kind(message, kind)
 
@@ -235,8 +236,8 @@ class SynchronizedSubscription(Subscription):
         return bundle
 
 
-def _is_doubled(sampling: Mapping[str, Any] | None) -> bool:
-    """Whether the sampling of a message says that its statistics are there, too."""
+def is_doubled(sampling: Mapping[str, Any] | None) -> bool:
+    """Whether the sampling of a message with data says that its statistics come as a message, too."""
     beside = None if sampling is None else sampling.get("beside")
     return isinstance(beside, list) and "statistics" in beside
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
+from tracer.messaging.messages import STATISTICS_SUFFIX, kept_of
 from tracer.messaging.receiver import Receiver, Scope
 from tracer.replaying.audience import Audience
 from tracer.replaying.due import due_windows
@@ -48,6 +49,9 @@ class Plan:
     partial : list of str
         A sentence for each receiver that is made for whole tensors, where the trace holds only some elements of each,
         or one number (see `tracer.Subscriber.spoiled_by`): its answers are about what the trace holds.
+    scarce : list of str
+        A sentence for each kind that is wanted and whose data the trace holds at a few steps, and hashes or statistics,
+        which nobody takes in place of it, at others.
     """
 
     trace: str
@@ -60,6 +64,7 @@ class Plan:
     missing: list[str]
     memory: dict[str, Scope]
     partial: list[str]
+    scarce: list[str] = field(default_factory=list)
 
     def describe(self) -> dict[str, Any]:
         """The plan as JSON."""
@@ -73,6 +78,7 @@ class Plan:
             "missing": list(self.missing),
             "memory": dict(self.memory),
             "partial": list(self.partial),
+            "scarce": list(self.scarce),
         }
 
 
@@ -99,10 +105,16 @@ def plan_of(reader: TraceReader, audience: Audience, filters: Filters, rank: int
     """The plan of a replay of one rank."""
     wanted = wanted_of(reader, audience, filters, rank)
     derived = {one.id: one for one in wanted.derived}
+    scarce = {one.id: one.kind for one in wanted.streams if _is_scarce(one, reader, audience)}
+    steps: dict[str, set[int]] = {kind: set() for kind in scarce.values()}
     read = nbytes = 0
     for found in due_windows(reader, wanted, filters):
         read, nbytes = read + int(found.where.sum()), nbytes + found.bytes
         firsts = found.pairs[:, 0]
+        for number, rows in by_stream(found.window.journal[found.where, Column.STREAM]).items() if scarce else ():
+            if number in scarce:
+                there = found.window.journal[found.where, Column.GLOBAL_STEP][rows]
+                steps[scarce[number]].update(np.unique(there).tolist())
         for number, places in by_stream(found.window.journal[firsts, Column.STREAM]).items():
             derived[number] = _more(derived[number], found.window, firsts[places])
     updates = [one for one in derived.values() if one.count]
@@ -117,7 +129,34 @@ def plan_of(reader: TraceReader, audience: Audience, filters: Filters, rank: int
         missing=wanted.missing,
         memory=audience.memories(),
         partial=wanted.partial,
+        scarce=[_told(kind, sorted(at)) for kind, at in steps.items() if at],
     )
+
+
+def _is_scarce(stream: StreamInfo, reader: TraceReader, audience: Audience) -> bool:
+    """Whether a stream has data at some steps only, and hashes or statistics, which nobody takes for it, at others."""
+    taken = {one.stands_for(stream.kind + STATISTICS_SUFFIX) for each in audience.asking for one in each.subscriptions}
+    if kept_of(stream.kind)[1] != "data" or stream.kind in taken:
+        return False
+    same = (stream.module, stream.tag, stream.leaf, stream.rank)
+    return any(
+        kept_of(one.kind)[0] == stream.kind != one.kind
+        and (one.module, one.tag, one.leaf, one.rank) == same
+        and one.count > stream.count
+        for one in reader.streams
+    )
+
+
+_SHOWN = 8
+
+
+def _told(kind: str, steps: list[int]) -> str:
+    """At which steps there is data of a kind."""
+    shown = ", ".join(map(str, steps[:_SHOWN]))
+    what = "step" if len(steps) == 1 else f"{len(steps):,} steps"
+    rest = f", … {steps[-1]}" if len(steps) > _SHOWN else ""
+    at = f"{what} {shown}" if len(steps) == 1 else f"{what}: {shown}{rest}"
+    return f"the data of {kind} is there at {at}; at others only hashes or statistics of it are"
 
 
 def _more(stream: StreamInfo, window: TraceReader, rows: NDArray[np.int64]) -> StreamInfo:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.format.journal import Column
-from tracer.messaging.messages import DEFAULT_TAG, clock_of
+from tracer.messaging.messages import clock_of
 from tracer.messaging.receiver import Receiver
 from tracer.messaging.subscriber import unmet
 from tracer.replaying.audience import Audience
@@ -119,16 +119,6 @@ def _stands_for_another(stream: StreamInfo, audience: Audience, filters: Filters
     return any(kind not in (None, stream.kind) and filters.let_through_as(kind, stream) for kind in kinds)
 
 
-def _way_out(reader: TraceReader, streams: Sequence[StreamInfo], audience: Audience) -> str:
-    """How steps of a run with keyframes give what was not recorded; empty for other traces."""
-    if all(stream.kind != "keyframe" for stream in streams):
-        return ""
-    subscriptions = [one for receiver in audience.asking for one in receiver.subscriptions]
-    if any(one.tag not in (None, DEFAULT_TAG) for one in subscriptions):
-        return f"; `trace reenact {reader.path} --probe FILE --every-keyframe SCRIPT.py` makes a trace that has probes"
-    return f"; `trace replay {reader.path} --steps A:B --reenact SCRIPT.py` runs steps again, which then have all of it"
-
-
 def wanted_of(reader: TraceReader, audience: Audience, filters: Filters, rank: int, *, growing: bool = False) -> Wanted:
     """What receivers get of one rank; few rows of the journal are read for it.
 
@@ -157,7 +147,7 @@ def wanted_of(reader: TraceReader, audience: Audience, filters: Filters, rank: i
     if missing and len(derived) < len(possible):
         missing = lacking(with_pairs(reader, possible))  # nothing is missing that there is at other steps
     if missing:
-        missing[-1] += filters.meant_modules(streams) + _way_out(reader, streams, audience)
+        missing[-1] += filters.meant_modules(streams)
     missing = audience.refusals(reader.path) + missing
     wanted = [stream for stream in offered if asking(stream, audience.asking)]
     return Wanted(

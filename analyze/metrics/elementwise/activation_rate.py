@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, check_word, is_number, is_whole
+from analyze.metrics.elementwise.sharing import shared
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.streams import Stream, packed, stream_of, unpacked
 from tracer.messaging.messages import KINDS, Message
+from tracer.messaging.subscription import is_doubled
 from tracer.numbers.arrays import Array, as_array
+from tracer.numbers.statistics import are_statistics
 
+_Past: TypeAlias = dict[Stream, deque[tuple[NDArray[np.float64], int]]]
+_NOTHING = 1e-8
+"""Thresholds up to here tell what is zero but for rounding, as a count of zeros does."""
 Units: TypeAlias = Literal["auto", "first", "second", "last"]
 
 
@@ -125,6 +131,8 @@ class ActivationRate(PerMessage):
     Notes
     -----
     *Formula*: :math:`r_c` = share of :math:`|x_{nc\dots}|` above the threshold, over datapoints, positions and window.
+    Of statistics of a tensor, which count its zeros over all units together, it answers the activation rate alone, with
+    a threshold of 0, if `threshold` is at most 1e-8; where the tensor is there, too, it answers the death rate of that.
     *Cost*: one pass over the data, O(n).
     *Invariant to* the order of the datapoints and of the units, and to signs.
     *Edge values*: NaN for empty data; where NaN occurs the activation rate is NaN, and so is the death rate. A window
@@ -148,7 +156,7 @@ class ActivationRate(PerMessage):
 
     name = "activation_rate"
     scope = "stream"
-    version = 2
+    version = 3
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign")
 
@@ -163,39 +171,63 @@ class ActivationRate(PerMessage):
     ) -> None:
         _check(threshold, units)
         check(is_whole(window, 1), "the window of an activation rate is a positive integer", window)
+        self.takes_statistics = "too" if threshold <= _NOTHING else False
         super().__init__(kind, (f"{kind}_activation_rate", f"{kind}_death_rate"), **where)
         self.threshold, self.units, self.window = threshold, units, window
         of_parameter = kind in KINDS and not KINDS[kind].batched
         self._units: Units = "first" if units == "auto" and of_parameter else units
-        self._past: dict[Stream, deque[tuple[NDArray[np.float64], int]]] = {}
+        self._past: _Past = {}
+        self._past_of_statistics: _Past = {}
+
+    def compute(self, message: Message) -> Iterator[Message]:
+        """Answer with the rates that can be had of a message, and are not answered of its statistics."""
+        answers = list(super().compute(message))
+        if are_statistics(message.sampling):
+            return iter(answers[:1])
+        told_of = self.takes_statistics and is_doubled(message.sampling)
+        return iter(answers[1:] if told_of else answers)
 
     def measure(self, message: Message) -> tuple[float, float]:
         """The rates of the window that the message ends."""
-        array = as_array(message.data)
-        # a bias is a vector of units
-        units = "last" if array.ndim < 2 else self._units
-        active, count = _counts(array, self.threshold, units)
+        past = self._past
+        if are_statistics(message.sampling):
+            past, nan, count = self._past_of_statistics, shared(message, "nan"), int(shared(message, "count"))
+            active = np.array([math.nan if nan else count - shared(message, "zeros")])
+        else:
+            array = as_array(message.data)
+            # a bias is a vector of units
+            units = "last" if array.ndim < 2 else self._units
+            active, count = _counts(array, self.threshold, units)
         if self.window > 1:
-            past = self._past.setdefault(stream_of(message), deque(maxlen=self.window))
-            if past and past[-1][0].shape != active.shape:
-                past.clear()
-            past.append((active, count))
-            active = np.sum([one for one, _ in past], axis=0)
-            count = sum(size for _, size in past)
+            window = past.setdefault(stream_of(message), deque(maxlen=self.window))
+            if window and window[-1][0].shape != active.shape:
+                window.clear()
+            window.append((active, count))
+            active = np.sum([one for one, _ in window], axis=0)
+            count = sum(size for _, size in window)
         found = _activity(active, count)
         return found.activation_rate, found.death_rate
 
     def state_dict(self) -> dict[str, Any]:
         """The counts of the last messages of each stream."""
-        past = {
-            stream: {"active": [active for active, _ in past], "counts": [size for _, size in past]}
-            for stream, past in self._past.items()
-        }
-        return {"past": packed(past)}
+        return {"past": _packed(self._past), "statistics": _packed(self._past_of_statistics)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another stopped."""
-        self._past = {
+        self._past = self._unpacked(state["past"])
+        self._past_of_statistics = self._unpacked(state.get("statistics", ()))
+
+    def _unpacked(self, state: Iterable[Mapping[str, Any]]) -> _Past:
+        return {
             stream: deque(zip(one["active"], one["counts"], strict=True), maxlen=self.window)
-            for stream, one in unpacked(state["past"]).items()
+            for stream, one in unpacked(state).items()
         }
+
+
+def _packed(past: _Past) -> list[dict[str, Any]]:
+    return packed(
+        {
+            stream: {"active": [active for active, _ in window], "counts": [size for _, size in window]}
+            for stream, window in past.items()
+        }
+    )

@@ -27,7 +27,7 @@ TAGS = {
     *("thead", "tbody", "tr", "th", "td", "dl", "dt", "dd", "details", "summary", "script", "br"),
 }
 """What the page is made of, and nothing else."""
-PARTS = ["loss", "heat", "zoom", "layers", "rules", "curves", "arrays", "similarity", "provenance"]
+PARTS = ["loss", "rates", "heat", "zoom", "layers", "rules", "curves", "arrays", "similarity", "provenance"]
 """In this order."""
 
 
