@@ -393,7 +393,8 @@ def _remedies(
     if again and any(matches_tag(subscription.tag, DEFAULT_TAG) for _, subscription in observed):
         yield f"; {run_again(receiver.needs)}"
     elif receiver.same_inputs and any(not matches_tag(one.tag, DEFAULT_TAG) for _, one in observed):
-        yield f"; {_PROBES}"
+        late = "; trace reenact RUN --probe FILE --every-keyframe SCRIPT.py makes one of this run"
+        yield f"; {_PROBES}" + (late if any(kind == "keyframe" for kind, _, _ in offered) else "")
     for kind in dict.fromkeys(kind for kind, _ in lost if kind not in KINDS and offered):
         base, _, name = kind.rpartition("_")
         if any(base == one or base.startswith(f"{one}_") for one in KINDS):
