@@ -1,4 +1,4 @@
-"""What can be asked of a run that kept hashes and statistics: every metric and every rule answers, or says how it can."""
+"""What can be asked of a run that kept hashes and statistics: each metric and rule answers, or says how it can."""
 
 from __future__ import annotations
 

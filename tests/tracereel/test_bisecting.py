@@ -61,7 +61,7 @@ def told(folder: Path, *words: str) -> Any:
 
 
 def test_both_runs_are_run_again_around_the_step(folder: Path) -> None:
-    """The step, kind and module are those of full recordings, and so are the elements; the scripts' output is theirs."""
+    """The step, kind and module are those of full recordings, and so are the elements."""
     expected = diff(folder / "a-full.zarr", folder / "b-full.zarr")
     assert expected.first is not None
     words = ["a.zarr", "b.zarr", "--reenact", "train.py", "--reenact", "train.py --below 0.95"]
