@@ -6,7 +6,7 @@ import ctypes
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -19,8 +19,10 @@ import tracer
 from analyze.registry import parse
 from tracer import Capture, Collect, ModuleMessage
 from tracer.errors import CaptureError
-from tracer.messaging.messages import DATA_KINDS
-from tracer.numbers.statistics import ENTRIES, statistics_of
+from tracer.messaging.messages import DATA_KINDS, Message
+from tracer.messaging.stacks import Stretch
+from tracer.messaging.subscription import Subscription, is_doubled
+from tracer.numbers.statistics import ENTRIES, are_statistics, statistics_of
 from tracer.observing.hashes import PIECE, hash_of
 
 LAYOUTS = {
@@ -249,3 +251,31 @@ def test_a_message_that_is_made_by_hand() -> None:
     assert norm.wants("weights_statistics", "fc", "default", 0)
     assert [float(one.data) for one in norm.receive(message)] == [5.0]
     assert not parse("norm:kind=weights,order=3").wants("weights_statistics", "fc", "default", 0)
+
+
+@pytest.mark.parametrize("statistics", [False, True, "too"])
+def test_what_a_subscription_takes_of_both(statistics: bool | Literal["too"], tmp_path: Path) -> None:
+    """The data, its statistics in place of it, or both; singly and by the thousand."""
+    train(tmp_path / "run.zarr", [Capture(kinds=["weights"], every=2), Capture(kinds=["weights"], reduce="statistics")])
+    some = Subscription("weights", statistics=statistics)
+    with tracer.open(tmp_path / "run.zarr") as reader:
+        messages = [one for one in reader.messages() if some.wants(one.kind, one.key, one.tag, one.step)]
+        taken = [one for message in messages for one in some.take(message)]
+        assert {one.kind for one in taken} == {"weights"}
+        held = {
+            (are_statistics(one.sampling), one.key, one.global_step): is_doubled(one.sampling)
+            for one in taken
+            if isinstance(one, Message)
+        }
+        steps = {step for _, _, step in held}
+        of_data = {step for of_statistics, _, step in held if not of_statistics}
+        every = set(range(max(steps) + 1))
+        assert of_data == (set() if statistics is True else {step for step in every if step % 2 == 0})
+        assert {step for of_statistics, _, step in held if of_statistics} == (every if statistics else set())
+        assert all(doubled is not of_statistics for (of_statistics, *_), doubled in held.items())
+        stretches = [
+            one for one in reader.stretches(np.ones(len(reader.journal), np.bool_)) if isinstance(one, Stretch)
+        ]
+        for stack in (one for stretch in stretches for one in stretch.stacks):
+            if some.stands_for(stack.kind):
+                assert some.takes(stack).tolist() == [bool(list(some.take(one))) for one in stack]

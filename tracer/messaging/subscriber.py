@@ -327,7 +327,7 @@ def unmet(
                         hints[did_you_mean(kind, others | {kept_of(known)[0] for known, _, _ in offered})] = kind
                     elif of_kind[kind] and subscription.modules is not None:
                         hints |= dict.fromkeys(_other_modules(subscription.modules, of_kind[kind]), "")
-                    if elsewhere:
+                    if elsewhere and not _stand_ins(kind, subscription, offered):
                         hints[_other_tags(receiver, subscription.tag, tags)] = ""
                     else:
                         lost.append((kind, subscription))

@@ -130,7 +130,7 @@ def test_unused_generators_do_not_make_runs_part(tmp_path: Path) -> None:
     paths = []
     for number in range(2):
         paths.append(tmp_path / f"{number}.zarr")
-        np.random.seed(number)  # noqa: NPY002 - what programs draw from
+        np.random.seed(number)  # noqa: NPY002 - the generator whose state is recorded
         BASE.run(paths[-1], capture=STANDARD)
     found = diff(*paths)
     assert not found.parted
