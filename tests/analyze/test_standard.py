@@ -252,3 +252,14 @@ def test_probes_answer_what_needs_them(tmp_path: Path) -> None:
     found = [one for one in analyze(path, "svcca") if one.kind == "activations_svcca"]
     assert found
     assert all(math.isfinite(one.value) for one in found)
+
+
+def test_weights_of_few_steps_give_no_updates(tmp_path: Path) -> None:
+    """A check of a trace that has weights now and then, and no updates, leaves out rules that need these."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=tracer.Capture(kinds=["weights"], every=3)):
+        for _ in range(9):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+    assert "changed_between_steps" in check(tmp_path / "run.zarr").unjudged
