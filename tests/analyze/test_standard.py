@@ -79,6 +79,7 @@ REMEDIES = (
     r"run\.probe\(name, inputs, every=N\), or trace record --probe N",
     r"; \w+ is by its name an answer of (\w+), so ask \1, too",
     r"; (\w+):tag=eval takes what is there",
+    r"needs the model, which no replay has; `trace reenact \S+ --subscriber \w+ SCRIPT\.py` runs recorded steps again",
 )
 
 
