@@ -9,6 +9,7 @@ import click
 
 from tracer.messaging.receiver import Around, Receiver
 from tracereel import options
+from tracereel.again import trace_of_steps
 from tracereel.checks import RESULT_SUFFIXES, TRACE_SUFFIXES, check_new
 from tracereel.errors import DIFFERENT, FAILED, WRONG_USAGE, Failure, wrong_usage
 from tracereel.options import Steps
@@ -140,7 +141,7 @@ def reenact(
     start, stop, stride = steps_again
     if stop is None or stride != 1:
         raise click.BadParameter("it is START:STOP, without a stride, or one step", param_hint="--steps")
-    called = out or f"{Path(run).with_suffix('')}.steps-{start}-{stop}.zarr"
+    called = out or trace_of_steps(run, (start, stop))
     target = check_new(called, TRACE_SUFFIXES, overwrite or this_process().size > 1)
     from tracer.observing.capture import Capture
     from tracer.recording.options import Options

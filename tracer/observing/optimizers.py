@@ -143,7 +143,7 @@ class Optimizers:
         now, before = self._forwards
         if not self.of_unknown_order or optimizer is self.ender or self.ender is None or not before:
             return False
-        place = self._place_of(optimizer)
+        place = self.place_of(optimizer)
         if place is None or place in self._late or self._share(self.ender, optimizer):
             return False
         trained = self._tops_of(optimizer)
@@ -151,13 +151,14 @@ class Optimizers:
 
     def is_last(self, optimizer: Optimizer) -> None:
         """Let an optimizer that stepped after the one that was taken for the last end steps from now on."""
-        place = self._place_of(optimizer)
+        place = self.place_of(optimizer)
         if place is not None:
             self._late.add(place)
             self._stepped.add(place)
             self._place = place
 
-    def _place_of(self, optimizer: object) -> int | None:
+    def place_of(self, optimizer: object) -> int | None:
+        """The number of an optimizer among all; None if it is not one of them."""
         return next((place for place, one in enumerate(self.all) if one is optimizer), None)
 
     def steps_inside(self, optimizer: Optimizer) -> bool:
@@ -169,7 +170,7 @@ class Optimizers:
             return False
         for frame in frames():
             if frame.f_code is _STEP and (running := frame.f_locals.get("self")) is not optimizer:
-                outer = self._place_of(running)
+                outer = self.place_of(running)
                 if outer is not None and self._share(self.all[outer], optimizer):
                     if optimizer is self.ender:
                         self._place = outer
@@ -202,7 +203,7 @@ class Optimizers:
             return True
         if not self.found:
             return False
-        place = self._place_of(optimizer)
+        place = self.place_of(optimizer)
         if place is None:
             return False
         times = self._waiting[place] = self._waiting.get(place, 0) + 1

@@ -82,7 +82,7 @@ class State(Part):
             self._waiting = optimizer, parameters
             return
         if "hyperparameters" in self.demand.of_state:
-            place = next((number for number, one in enumerate(self.optimizers.all) if one is optimizer), 0)
+            place = self.optimizers.place_of(optimizer) or 0
             for number, group in enumerate(optimizer.param_groups):
                 found = hyperparameters(group)
                 vector = torch.tensor(list(found.values()), dtype=torch.float64, device="cpu")

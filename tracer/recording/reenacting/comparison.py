@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tracer.messaging.messages import DEFAULT_TAG, Message
+from tracer.messaging.messages import DEFAULT_TAG, Message, kept_of
 from tracer.messaging.receiver import Receiver
-from tracer.observing.capture import observed
 from tracer.observing.hashes import hash_of
 from tracer.recording.reenacting.recorded import Place, Recorded, RecordedStep
 
@@ -152,11 +151,11 @@ class Comparison(Receiver):
         return ()
 
     def _compare(self, message: Message, data: Tensor, found: RecordedStep) -> None:
-        kind = observed(message.kind)
+        kind, held = kept_of(message.kind)
         place = Place(kind, message.key, message.leaf, message.call)
-        if message.kind == f"{kind}_hash" and place in found.hashes:
+        if held == "hash" and place in found.hashes:
             same, by = int(data) == found.hashes[place], None
-        elif message.kind == kind and place in found.values:
+        elif held == "data" and place in found.values:
             old = found.values[place]
             same = hash_of(old) == hash_of(data)
             by = None if same or old.shape != data.shape else float((old.double() - data.double()).abs().max())

@@ -177,8 +177,7 @@ class Feed:
 
     def _optimizer_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Give an optimizer that steps its hyperparameters."""
-        every = self._exporter.parts.optimizers.all
-        place = next((number for number, one in enumerate(every) if one is optimizer), None)
+        place = self._exporter.parts.optimizers.place_of(optimizer)
         # one with a closure steps before the first forward
         if place is not None and self._is_fed():
             for number, group in enumerate(optimizer.param_groups):

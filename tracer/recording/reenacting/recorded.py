@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tracer.errors import CaptureError
-from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS, Message, clock_of
-from tracer.observing.capture import observed
+from tracer.format.journal import Column
+from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS, Message, clock_of, kept_of
 from tracer.observing.clock import At
 from tracer.observing.hashes import hash_of
 from tracer.stores.locations import Anywhere, location
@@ -101,15 +101,15 @@ class RecordedStep:
         elif kind == "hyperparameters":
             names = (message.sampling or {}).get("entries", [])
             self.hyperparameters[message.leaf] = dict(zip(names, data.tolist(), strict=True))
-        elif observed(kind) in DATA_KINDS:
+        elif kept_of(kind)[0] in DATA_KINDS:
             self._add_value(message, data)
 
     def _add_value(self, message: Message, data: Tensor) -> None:
-        kind = observed(message.kind)
+        kind, held = kept_of(message.kind)
         place = Place(kind, message.key, message.leaf, message.call)
-        if message.kind == f"{kind}_hash":
+        if held == "hash":
             self.hashes[place] = int(data)
-        elif message.kind != kind:
+        elif held != "data":
             return
         elif _is_part(message.sampling):
             self.in_part.add(kind)
@@ -174,7 +174,7 @@ class Recorded:
 
     @property
     def _observed(self) -> set[str]:
-        return {observed(one.kind) for one in self.trace.streams if one.tag == DEFAULT_TAG and one.count}
+        return {kept_of(one.kind)[0] for one in self.trace.streams if one.tag == DEFAULT_TAG and one.count}
 
     @property
     def optimizers(self) -> int:
@@ -218,6 +218,17 @@ class Recorded:
                 parameters[message.kind, key] = data
         assert at is not None, "the step has a keyframe"
         return Keyframe(at, parameters, buffers, states)
+
+    def kept(self, start: int, stop: int) -> dict[int, dict[str, bool]]:
+        """By global step, the kinds that a trace has of the training, and whether whole; no data is read for it."""
+        window = self.trace.within(start, stop)
+        rows = window.select(steps=(start, stop), tags=DEFAULT_TAG, ranks=self._ranks)
+        streams = {one.id: one for one in window.streams}
+        found: dict[int, dict[str, bool]] = {}
+        for number, step in window.journal[rows][:, [Column.STREAM, Column.GLOBAL_STEP]].tolist():
+            stream, kinds = streams[number], found.setdefault(step, {})
+            kinds[stream.kind] = kinds.get(stream.kind, False) or not _is_part(stream.sampling)
+        return found
 
     def step(self, number: int) -> RecordedStep:
         """What was recorded of the training in a global step; the last one that was asked for is kept."""

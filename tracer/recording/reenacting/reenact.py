@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -85,13 +86,14 @@ def plan_of(recorded: Recorded, steps: tuple[int, int], *, allow_different: bool
             f"{trace.path} was recorded with torch {was}, and this is torch {now}, whose numbers may differ in the "
             "last bits: install that version, or allow differences"
         )
+    kept = recorded.kept(keyframe.at.global_step, stop)
     for step in range(keyframe.at.global_step, stop):
-        found = recorded.step(step)
-        if found.at is None:
+        if step not in kept:
             raise CaptureError(f"{trace.path} has nothing of step {step:,}, so it cannot be run again")
-        for kind, kept in (("generators", found.generators), ("input_data", found.inputs)):
-            if not kept:
-                part = ", but only a part of each tensor" if kind in found.in_part else ""
+        for kind in ("generators", "input_data"):
+            whole = kept[step].get(kind)
+            if not whole:
+                part = "" if whole is None else ", but only a part of each tensor"
                 raise CaptureError(
                     f"{trace.path} has no {kind} of step {step:,}{part}, so {steps_named(steps)} cannot be run again "
                     f"from the keyframe of step {keyframe.at.global_step:,}: record generators, hyperparameters, "
@@ -109,17 +111,12 @@ def captures_for(plan: Plan, asked: Sequence[Capture]) -> tuple[Capture, ...]:
     kinds, modules = plan.recorded.kinds, plan.recorded.modules
     compared = Capture(
         kinds=[kind for kind in kinds if kind not in ("loss", "loss_terms")] or ["input_data"],
-        modules=[_escaped(path) for path in modules] or None,
+        modules=[glob.escape(path) for path in modules] or None,
         tags=(DEFAULT_TAG,),
         reduce="hash",
         start=first,
     )
     return (events, *wanted, compared)
-
-
-def _escaped(path: str) -> str:
-    """A glob that matches this path only."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in path)
 
 
 class Reenactment:
