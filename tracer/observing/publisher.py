@@ -337,10 +337,13 @@ class Publisher:
             source, scale, owned = unscaled(source, scale), None, True
         for capture in captures:
             chosen = source if capture is EVERYTHING else capture.select(kind, source, self.demand.module_at(path))
+            keeping = capture.in_place_of(kind, chosen)
+            if keeping is not capture:
+                chosen = keeping.select(kind, source)
             if scale is not None:
                 chosen = unscaled(chosen, scale)
             self.release(
-                capture, stream, chosen, source, number, at, owned=owned, placement=placement,
+                keeping, stream, chosen, source, number, at, owned=owned, placement=placement,
                 twice=capture is captures[-1] and has_statistics(captures, kind),
             )  # fmt: skip
 
