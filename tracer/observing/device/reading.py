@@ -107,6 +107,7 @@ class Reader:
         self._device = device
         words = [word - (1 << 64 if word >> 63 else 0) for word in kernels.TABLE]
         self._table = torch.tensor(words, device=device).view(torch.uint64)
+        self._compiled: dict[Any, Any] = {}
         self._last: _Reading | None = None
 
     def hashed(self, tensor: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ class Reader:
         return self._last
 
     def _launch(self, tensor: Tensor) -> tuple[Tensor | None, Tensor]:
-        plain = tensor.detach().resolve_conj().resolve_neg()
+        plain = (tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg()
         flat = plain.contiguous().reshape(-1)
         counted = plain.dtype in _COUNTED
         if not counted or plain.dtype is torch.bool:
@@ -147,17 +148,28 @@ class Reader:
         hashed = torch.empty((), dtype=torch.int64, device=self._device)
         wide = plain.dtype is torch.float64
         exponent = exponent_of(flat) if wide else entries
-        kernels.read[(pieces,)](
-            flat, size, pieces, work, self._table, entries, hashed, exponent, *text,
-            PARTS=parts, BLOCKS=_BLOCKS, STAGES=_STAGES, EVEN=size % 16 == 0,
-            STATISTICS=counted, PRECISE=plain.dtype in _PRECISE, WIDE=wide, num_warps=_WARPS,
-        )  # fmt: skip
+        even, aligned = size % 16 == 0, flat.data_ptr() % 16 == 0
+        self._run(
+            kernels.read,
+            pieces,
+            ("read", plain.dtype, even, aligned),
+            (flat, size, pieces, work, self._table, entries, hashed, exponent, *text),
+            (parts, _BLOCKS, _STAGES, even, counted, plain.dtype in _PRECISE, wide),
+        )
         if pieces > 1:
-            kernels.unite[(1,)](
-                pieces, work, self._table, entries, hashed, exponent, text[0],
-                STATISTICS=counted, WIDE=wide, num_warps=_WARPS,
-            )  # fmt: skip
+            given = pieces, work, self._table, entries, hashed, exponent, text[0]
+            self._run(kernels.unite, 1, ("unite", counted, wide), given, (counted, wide))
         return entries if counted else None, hashed
+
+    def _run(
+        self, kernel: Any, programs: int, variant: Any, given: tuple[Any, ...], constants: tuple[Any, ...]
+    ) -> None:
+        """Launch a kernel; one that was compiled before by itself, because Triton takes long to find it again."""
+        compiled = self._compiled.get(variant)
+        if compiled is not None:
+            compiled[programs, 1, 1](*given, *constants)
+        else:
+            self._compiled[variant] = kernel[programs, 1, 1](*given, *constants, num_warps=_WARPS)
 
 
 @lru_cache(maxsize=4096)
