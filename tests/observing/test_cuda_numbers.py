@@ -83,6 +83,16 @@ def test_large_tensors(triton: None) -> None:
     assert (found["total"], found["max"], found["count"]) == (len(x) + 6, 7, len(x))
 
 
+def test_no_copy_is_made(triton: None) -> None:
+    """Of a tensor that lies in C order, an eighth of its memory is enough for both."""
+    x = torch.zeros(100_000_000, dtype=torch.bfloat16, device=DEVICE)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    BESIDE["statistics"](x), BESIDE["hash"](x)
+    assert torch.cuda.max_memory_allocated() - before <= x.nbytes // 8
+
+
 @pytest.mark.parametrize("by", ["kernels", "operations"])
 def test_nothing_waits(by: str, triton: None) -> None:
     """No question makes the host wait for the device, whatever the dtype is, once each has been asked."""
