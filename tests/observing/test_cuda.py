@@ -26,8 +26,8 @@ import tracer
 from analyze.registry import parse, subscribers
 from tracer import Capture, Collect
 from tracer.messaging.messages import DATA_KINDS, KINDS
-from tracer.observing.capture import PIECE, REDUCTIONS
 from tracer.observing.pytorch import compiled
+from tracer.observing.reductions import PIECE, REDUCTIONS
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda"

@@ -17,19 +17,15 @@ from tracer import walking
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS, Message, kept_of
 from tracer.messaging.subscription import matches_tag
-from tracer.numbers.statistics import ENTRIES, statistics_of
-from tracer.observing.hashes import PIECE, hash_of
+from tracer.numbers.statistics import ENTRIES
+from tracer.observing.beside import BESIDE
+from tracer.observing.hashes import PIECE
 from tracer.observing.reductions import DTYPES, REDUCTIONS, nothing
 from tracer.observing.sketches import Sketch
 from tracer.shown import table
 
 _LOSSES = ("loss", "loss_terms")
 _AS_THEY_ARE = (*_LOSSES, "generators", "hyperparameters")
-BESIDE: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "hash": lambda x: torch.tensor(hash_of(x)),
-    "statistics": statistics_of,
-}
-"""Reductions whose messages have a kind of their own, such as ``weights_hash``, beside that of the data."""
 _HASHED_WHERE_LARGE = ("input_data", "input_labels", "network_output")
 """Kinds that `Capture.hash_above` is of."""
 DEFAULT_KINDS: tuple[str, ...] = tuple(

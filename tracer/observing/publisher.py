@@ -322,8 +322,10 @@ class Publisher:
             return
         placement = self.place(data)
         source = local(data)
-        if source.requires_grad or type(source) is not Tensor:
-            source = source.detach()
+        if source.requires_grad or type(source) is not Tensor or source.is_cuda:
+            source = (
+                source.detach()
+            )  # a device is asked twice of one reading only of a tensor that is of this call alone
         if source.layout is not torch.strided:
             source, owned = source.to_dense(), True
         if self.collecting is not None:
