@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -112,7 +113,9 @@ def test_nothing_waits(by: str, triton: None) -> None:
 def no_debug_mode() -> Iterator[None]:
     """Waiting is allowed again after each test."""
     yield
-    torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is a prototype
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_nothing_else_has_a_part_in_it(triton: None) -> None:

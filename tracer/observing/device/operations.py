@@ -7,6 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from tracer.observing.reductions import power_of_two
+
 PART: Final = 1 << 24
 """So many numbers at once become float64, which bounds the memory that they take."""
 _NAN, _INF, _ZERO, _COUNT, _TOTAL, _SQUARES, _ABSOLUTE, _SECOND, _CENTRE, _REST, _LOW, _HIGH = range(12)
@@ -59,7 +61,7 @@ def exponent_of(flat: Tensor) -> Tensor:
 def _raised(values: Tensor, exponent: Tensor) -> Tensor:
     """Numbers times two to a power, which may be beyond what a number can be."""
     half = (exponent / 2).floor()
-    return torch.ldexp(torch.ldexp(values, half), exponent - half)
+    return values * power_of_two(half) * power_of_two(exponent - half)
 
 
 def _moments(part: Tensor, exponent: Tensor | None) -> Tensor:
