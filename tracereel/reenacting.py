@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -119,7 +121,7 @@ def reenact(
     """
     if module is None and not program:
         raise click.UsageError("there is no script to run: trace reenact RUN --steps A:B SCRIPT.py [ARGS]...")
-    _become_launcher(run, program, module)
+    _run_by_launcher(run, program, module)
     from tracer.trace.claiming import this_process
 
     script = program_of(program, module)
@@ -170,6 +172,7 @@ def reenact(
     asked.give()
     ctx = click.get_current_context()
     if verdict.first is not None:
+        _tell_launcher()
         ctx.exit(DIFFERENT)
     ctx.exit(0 if verdict.complete else status or FAILED)
 
@@ -219,14 +222,39 @@ class _Asked:
             show(self._results.to_table())
 
 
-def _become_launcher(run: str, program: tuple[str, ...], module: str | None) -> None:
-    """Become torchrun or accelerate, if the program is that: each of its processes runs its rank's steps again."""
+_DIFFERENCES = "TRACE_DIFFERENCES"
+"""Names the folder in which a rank that found a difference leaves a file, because its launcher ends with 1 then."""
+
+
+def _run_by_launcher(run: str, program: tuple[str, ...], module: str | None) -> None:
+    """Run torchrun or accelerate, if the program is that, and end: each of its processes runs its rank's steps again.
+
+    The launcher runs in this process, which gets the signals that are meant for it.
+    """
     from tracer.recording.launching import launchers
 
     launcher = launchers.launcher_of(program, module)
-    if launcher is not None:
-        words = ["reenact", run, *click.get_current_context().meta[OPTIONS]]
-        launchers.become(launcher, words, program=str(Path(__file__).absolute().with_name("__main__.py")))
+    if launcher is None:
+        return
+    from tracer.recording.launching.program import Program
+    from tracer.recording.launching.script import unwatched
+
+    ctx = click.get_current_context()
+    command = ["reenact", run, *ctx.meta[OPTIONS]]
+    file = str(Path(__file__).absolute().with_name("__main__.py"))
+    arguments = launchers.arguments_for(launcher, command, program=file)
+    with TemporaryDirectory(prefix="trace-") as folder:
+        os.environ[_DIFFERENCES] = folder
+        status = unwatched(Program(script=launcher.module, arguments=arguments, module=True))
+        ctx.exit(DIFFERENT if os.listdir(folder) else status)
+
+
+def _tell_launcher() -> None:
+    """Let the command that started this rank's launcher know that there is a difference."""
+    from tracer.trace.claiming import this_process
+
+    if _DIFFERENCES in os.environ:
+        Path(os.environ[_DIFFERENCES], str(this_process().rank)).touch()
 
 
 def _probe(

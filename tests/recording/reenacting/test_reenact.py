@@ -265,6 +265,20 @@ def test_a_script_that_fails(recorded: Any) -> None:
     assert "the script ended before the last of them was over" in done.stdout
 
 
+def test_a_launcher_hides_no_difference(recorded: Any) -> None:
+    """Torchrun ends with 1 whatever its processes end with; the command ends with 5, or as the script that fails."""
+    folder = recorded("cnn")
+    torchrun = ("torchrun", "--standalone", "--nproc-per-node", "1")
+    words = ("--steps", "13:16", "--out", "launched.zarr", *torchrun)
+    other = again(folder, *words, "train.py", "0", "0.5")
+    assert other.returncode == 5, other.stderr
+    assert "weight_gradients of '0' of step 10 is different" in other.stdout
+    (folder / "raising.py").write_text("1 / 0")
+    failed = again(folder, *words, "raising.py")
+    assert failed.returncode == 1, failed.stderr
+    assert "ZeroDivisionError" in failed.stderr
+
+
 # -- two ranks ------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +316,12 @@ def test_two_ranks_run_again(tmp_path: Path) -> None:
             }
 
     assert told("again.zarr") == told("full.zarr")
+    (tmp_path / "other.py").write_text(
+        (HEAD + TWO_RANKS).replace("(model(a), b)", "(model(a), b).mul(1 + dist.get_rank())")
+    )
+    other = run("reenact", "run.zarr", "--steps", "13:16", "--out", "other.zarr", *torchrun[:-1], "other.py")
+    assert other.returncode == 5, other.stderr
+    assert "is different" in other.stdout
     alone = run("reenact", "run.zarr", "--steps", "13:16", "train.py")
     assert alone.returncode == 2
     assert "is of 2 ranks, and this is rank 0 of 1" in alone.stderr
