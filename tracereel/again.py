@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+import tracer
 from tracereel.checks import TRACE_SUFFIXES
 from tracereel.errors import DIFFERENT, WRONG_USAGE, Failure
 from tracereel.printing import say
@@ -66,18 +67,21 @@ class Again(NamedTuple):
     identical: bool
 
 
-def trace_of_steps(run: str, steps: tuple[int, int]) -> str:
+def trace_of_steps(run: str, steps: tuple[int, int], attempt: int | None = None) -> str:
     """Where steps of a run that are run again are recorded by default.
 
     Examples
     --------
     >>> trace_of_steps("runs/a.zarr", (8, 10))
     'runs/a.steps-8-10.zarr'
+    >>> trace_of_steps("runs/a.zarr", (8, 10), attempt=0)
+    'runs/a.attempt-0.steps-8-10.zarr'
     """
-    return f"{_stem(run)}.steps-{steps[0]}-{steps[1]}.zarr"
+    of_attempt = "" if attempt is None else f".attempt-{attempt}"
+    return f"{_stem(run)}{of_attempt}.steps-{steps[0]}-{steps[1]}.zarr"
 
 
-def recorded_again(run: str, script: Script, steps: tuple[int, int]) -> Again:
+def recorded_again(run: str, script: Script, steps: tuple[int, int], attempt: int | None = None) -> Again:
     """The trace of steps of a run that were run again; they are, unless that was done before.
 
     Raises
@@ -85,27 +89,36 @@ def recorded_again(run: str, script: Script, steps: tuple[int, int]) -> Again:
     Failure
         If they cannot be run again, or something else is where their trace is to be.
     """
+    out = trace_of_steps(run, steps, attempt)
+    there = found_again(run, steps, attempt)
+    if there is not None and there.identical:
+        return there
+    say(f"running steps {steps[0]}:{steps[1]} of {run} again, into {out}")
+    return of_a_run(run, script, steps, out, run, attempt=attempt, overwrite=True)
+
+
+def found_again(run: str, steps: tuple[int, int], attempt: int | None = None) -> Again | None:
+    """The trace of steps of a run that were run again before; None if there is none of the run as it is now.
+
+    Raises
+    ------
+    Failure
+        If something else is where their trace is to be.
+    """
+    from tracer.recording.reenacting.recorded import recorded_run
     from tracer.stores.locations import location
     from tracer.stores.opening import exists
 
-    out = trace_of_steps(run, steps)
-    if exists(location(out)):
-        there = _verdict(out)
-        if not _is_of(out, run, steps):
-            raise Failure(f"{out} is already there, and is not of steps {steps[0]}:{steps[1]} of {run}; move it away")
-        if there.identical:
-            return there
-    say(f"running steps {steps[0]}:{steps[1]} of {run} again, into {out}")
-    return of_a_run(run, script, steps, out, run, overwrite=True)
-
-
-def _is_of(out: str, run: str, steps: tuple[int, int]) -> bool:
-    """Whether a trace is of all that a plain recording has of these steps of a run."""
-    import tracer
-
-    with tracer.open(out) as reader, tracer.open(run) as original:
+    out = trace_of_steps(run, steps, attempt)
+    if not exists(location(out)):
+        return None
+    with tracer.open(out) as reader:
         about = reader.header.get("reenacts") or {}
-        return about.get("run") == str(original.path) and about.get("steps") == list(steps)
+    with recorded_run(run, attempt) as recorded:
+        now = recorded.describe()
+    if about.get("run") != now["run"] or about.get("steps") != list(steps):
+        raise Failure(f"{out} is already there, and is not of steps {steps[0]}:{steps[1]} of {run}; move it away")
+    return _verdict(out) if {name: about.get(name) for name in now} == now else None
 
 
 def _stem(run: str) -> str:
@@ -114,7 +127,16 @@ def _stem(run: str) -> str:
     return next((path.removesuffix(suffix) for suffix in TRACE_SUFFIXES if path.endswith(suffix)), path)
 
 
-def of_a_run(run: str, script: Script, steps: tuple[int, int], out: str, name: str, *, overwrite: bool) -> Again:
+def of_a_run(
+    run: str,
+    script: Script,
+    steps: tuple[int, int],
+    out: str,
+    name: str,
+    *,
+    attempt: int | None = None,
+    overwrite: bool,
+) -> Again:
     """Run steps of one run again, in a process of its own."""
     from tracer.recording.reenacting.comparison import steps_named
     from tracer.recording.reenacting.reenact import OF_STEPS
@@ -122,6 +144,7 @@ def of_a_run(run: str, script: Script, steps: tuple[int, int], out: str, name: s
     start, stop = steps
     kinds = [word for kind in OF_STEPS for word in ("-k", kind)]
     chosen = ["--steps", f"{start}:{stop}", "--out", out, *kinds, *(["--overwrite"] if overwrite else [])]
+    chosen += [] if attempt is None else ["--attempt", str(attempt)]
     command = [sys.executable, "-m", "tracereel", "reenact", run, *chosen, *script.arguments]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
@@ -135,7 +158,6 @@ def of_a_run(run: str, script: Script, steps: tuple[int, int], out: str, name: s
 
 def _verdict(out: str) -> Again:
     """What the trace of a re-enactment says of it."""
-    import tracer
     from tracer.recording.reenacting.comparison import Verdict
 
     with tracer.open(out) as reader:

@@ -21,6 +21,7 @@ from tracereel.programs import OPTIONS, ProgramCommand, program_of
 if TYPE_CHECKING:
     from analyze.tables.results import Results
     from tracer.recording.launching.program import Program
+    from tracer.recording.reenacting.late_probes import LateProbe
     from tracer.stores.locations import Location
 
 
@@ -61,6 +62,10 @@ class ReenactCommand(ProgramCommand):
     help="The global steps to run again: start inclusive, stop exclusive, or one. With --probe: those whose keyframes "
     "are taken.",
 )
+@options.attempt(
+    help="Of a run that was resumed: run the steps again as this attempt left them, counted from 0.  [default: the "
+    "last]",
+)
 @click.option(
     "--out", metavar="PATH", type=click.Path(), help="Trace to make, .zarr or .h5.  [default: RUN.steps-A-B.zarr]"
 )
@@ -97,6 +102,7 @@ def reenact(
     program: tuple[str, ...],
     module: str | None,
     steps_again: tuple[int, int | None, int] | None,
+    attempt: int | None,
     out: str | None,
     kinds: tuple[str, ...],
     modules: tuple[str, ...],
@@ -132,8 +138,11 @@ def reenact(
             raise click.UsageError("--probe makes a trace, which trace replay asks; -s is for steps that are run again")
         called = out or f"{Path(run).with_suffix('')}.probes.zarr"
         target = check_new(called, TRACE_SUFFIXES, overwrite or this_process().size > 1)
+        from tracer.recording.reenacting.late_probes import LateProbe
+
         span = None if steps_again is None else steps_again[:2]
-        _probe(run, script, late_probe, probe_labels, span, target, kinds, modules, overwrite=overwrite)
+        given = LateProbe(_inputs(late_probe), None if probe_labels is None else _array(probe_labels), span, attempt)
+        _probe(run, script, given, target, kinds, modules, overwrite=overwrite)
         say(f"recorded in {called}, with the tag probe: trace info {called}")
         return
     if probe_labels is not None or every_keyframe:
@@ -143,7 +152,7 @@ def reenact(
     start, stop, stride = steps_again
     if stop is None or stride != 1:
         raise click.BadParameter("it is START:STOP, without a stride, or one step", param_hint="--steps")
-    called = out or trace_of_steps(run, (start, stop))
+    called = out or trace_of_steps(run, (start, stop), attempt)
     target = check_new(called, TRACE_SUFFIXES, overwrite or this_process().size > 1)
     from tracer.observing.capture import Capture
     from tracer.recording.options import Options
@@ -161,6 +170,7 @@ def reenact(
         captures=[Capture(kinds=kinds or of_steps().kinds, modules=modules or None)],
         options=Options(overwrite=overwrite),
         receivers=asked.receivers,
+        attempt=attempt,
         allow_different=allow_different,
     )
     if as_json:
@@ -260,9 +270,7 @@ def _tell_launcher() -> None:
 def _probe(
     run: str,
     script: Program,
-    inputs: str,
-    labels: str | None,
-    steps: tuple[int, int | None] | None,
+    probe: LateProbe,
     target: Location,
     kinds: tuple[str, ...],
     modules: tuple[str, ...],
@@ -270,13 +278,12 @@ def _probe(
     overwrite: bool,
 ) -> None:
     from tracer.recording.options import Options
-    from tracer.recording.reenacting.late_probes import LateProbe, probe_script
+    from tracer.recording.reenacting.late_probes import probe_script
 
-    given = LateProbe(_inputs(inputs), None if labels is None else _array(labels), steps)
     done = probe_script(
         run,
         script,
-        given,
+        probe,
         out=target,
         kinds=kinds,
         modules=modules or None,
