@@ -8,11 +8,14 @@ import sys
 from typing import NamedTuple
 
 import tracer
+from tracer.secrets import STARS
 from tracereel.checks import TRACE_SUFFIXES
 from tracereel.errors import DIFFERENT, WRONG_USAGE, Failure
 from tracereel.printing import say
 from tracereel.programs import program_of
 
+RECORDED = "recorded"
+"""In the place of a script: the command that a run was recorded with."""
 MODULE = "-m"
 """The first word of a command line that runs a module."""
 
@@ -39,6 +42,26 @@ class Script(NamedTuple):
             raise Failure(f"--reenact {line!r} names no script", WRONG_USAGE)
         if words[0] != MODULE:
             program_of(tuple(words), None)
+        return cls(tuple(words))
+
+    @classmethod
+    def of(cls, line: str, run: str) -> Script:
+        """The script that a line names, as `parse` reads it; of ``recorded``, that of the command that was recorded.
+
+        Raises
+        ------
+        Failure
+            If the line names none, or the run does not tell its command, or hides a part of it.
+        """
+        if line != RECORDED:
+            return cls.parse(line)
+        with tracer.open(run) as reader:
+            words = reader.header.get("argv")
+        if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+            raise Failure(f"{run} does not tell its command: give --reenact 'SCRIPT.py [ARGS]'", WRONG_USAGE)
+        if any(STARS in word for word in words):
+            raise Failure(f"{run} hides a part of its command: give --reenact 'SCRIPT.py [ARGS]'", WRONG_USAGE)
+        program_of(tuple(words), None)
         return cls(tuple(words))
 
     @property
@@ -81,7 +104,9 @@ def trace_of_steps(run: str, steps: tuple[int, int], attempt: int | None = None)
     return f"{_stem(run)}{of_attempt}.steps-{steps[0]}-{steps[1]}.zarr"
 
 
-def recorded_again(run: str, script: Script, steps: tuple[int, int], attempt: int | None = None) -> Again:
+def recorded_again(
+    run: str, script: Script, steps: tuple[int, int], attempt: int | None = None, out: str | None = None
+) -> Again:
     """The trace of steps of a run that were run again; they are, unless that was done before.
 
     Raises
@@ -89,15 +114,15 @@ def recorded_again(run: str, script: Script, steps: tuple[int, int], attempt: in
     Failure
         If they cannot be run again, or something else is where their trace is to be.
     """
-    out = trace_of_steps(run, steps, attempt)
-    there = found_again(run, steps, attempt)
+    out = out or trace_of_steps(run, steps, attempt)
+    there = found_again(run, steps, out, attempt)
     if there is not None and there.identical:
         return there
     say(f"running steps {steps[0]}:{steps[1]} of {run} again, into {out}")
     return of_a_run(run, script, steps, out, run, attempt=attempt, overwrite=True)
 
 
-def found_again(run: str, steps: tuple[int, int], attempt: int | None = None) -> Again | None:
+def found_again(run: str, steps: tuple[int, int], out: str, attempt: int | None = None) -> Again | None:
     """The trace of steps of a run that were run again before; None if there is none of the run as it is now.
 
     Raises
@@ -109,7 +134,6 @@ def found_again(run: str, steps: tuple[int, int], attempt: int | None = None) ->
     from tracer.stores.locations import location
     from tracer.stores.opening import exists
 
-    out = trace_of_steps(run, steps, attempt)
     if not exists(location(out)):
         return None
     with tracer.open(out) as reader:

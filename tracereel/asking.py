@@ -117,7 +117,8 @@ class Outputs(NamedTuple):
     "--reenact",
     metavar="'SCRIPT.py [ARGS]'",
     help="With --steps A:B: run these steps again by the script that trained, into RUN.steps-A-B.zarr unless they are "
-    "there, and ask that. A value that is not as it was recorded ends this with 5.",
+    "there, and ask that. recorded in its place: the command that the trace tells. A value that is not as it was "
+    "recorded ends this with 5.",
 )
 @options.attempt(
     help="With --reenact, of a run that was resumed: the attempt whose steps are run again.  [default: the last]",
@@ -200,7 +201,7 @@ def _run_again(trace: str, line: str, steps: tuple[int, int], attempt: int | Non
     """The trace of steps that are run again, if they are what the run was."""
     from tracereel.again import Script, recorded_again
 
-    found = recorded_again(trace, Script.parse(line), steps, attempt)
+    found = recorded_again(trace, Script.of(line, trace), steps, attempt)
     if not found.identical:
         raise Failure(f"{found.verdict}; they are in {found.trace}", DIFFERENT)
     say(found.verdict)

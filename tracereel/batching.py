@@ -16,11 +16,12 @@ from tracereel.checks import check_installed
 from tracereel.command import Command, conclude
 from tracereel.errors import SOME_FAILED, wrong_usage
 from tracereel.options import Filters
-from tracereel.printing import plain_warnings, print_json, say, size
+from tracereel.printing import plain_warnings, print_json, say, size, tell
 
 if TYPE_CHECKING:
     from analyze.batching.batch_results import BatchResults
     from analyze.batching.units import Failure
+    from tracereel.lacking import StepsAgain
 
 
 @click.command(
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     examples=[
         "trace batch runs/ -s norm -s spectral_norm --out answers --table answers.parquet",
         "trace batch a.zarr b.zarr -s svcca:tag=probe --pairs all --out answers",
+        "trace batch runs/ -s spectral_norm --steps 295:305 --reenact recorded --out answers",
     ],
 )
 @options.traces
@@ -46,6 +48,13 @@ if TYPE_CHECKING:
     "--pairs",
     type=click.Choice(["all", "first"]),
     help="Compare the layers of each two runs, or of each with the first; for svcca, cka and their like.",
+)
+@click.option(
+    "--reenact",
+    metavar="'SCRIPT.py [ARGS]'",
+    help="With --steps A:B: of traces that lack what is asked, run these steps again by the script that trained, one "
+    "trace after the other, into DIR/reenacted, and ask that. recorded in its place: by the command that each trace "
+    "tells. Steps that cannot be run again, or give something else, are a failure of their trace.",
 )
 @options.number(
     "--workers",
@@ -71,6 +80,7 @@ def batch(
     specs: tuple[str, ...],
     out: str,
     filters: Filters,
+    reenact: str | None,
     scheduler: str | None,
     slurm: str | None,
     memory: int | None,
@@ -99,14 +109,17 @@ def batch(
     from analyze.batching.progress import display
 
     asked: dict[str, Any] = {**filters.of_a_rank, **work, "part_bytes": work["part_bytes"] or PART_BYTES}
+    again = None if reenact is None else _again(reenact, specs, filters, out, work, only_plan=only_plan or dry_run)
+    asked["replacement"] = again
     with wrong_usage(), plain_warnings():
         cluster = None if slurm is None else options_of(slurm)
         if only_plan or dry_run:
             plan = plan_batch(traces, specs, out, **asked)
+            steps = {} if again is None else {"reenact": again.planned}
             if only_plan:
-                print_json(plan.describe())
+                print_json(plan.describe() | steps)
             else:
-                _print_estimate(estimate(plan, out, work["workers"]), as_json)
+                _print_estimate(estimate(plan, out, work["workers"]) | steps, as_json)
             return
         with own_program(), display(sys.stderr) as progress:
             results = run_batch(
@@ -116,6 +129,23 @@ def batch(
     _print_results(results, as_json)
     if results.failures:
         conclude(SOME_FAILED)
+
+
+def _again(
+    line: str, specs: tuple[str, ...], filters: Filters, out: str, work: Mapping[str, Any], *, only_plan: bool
+) -> StepsAgain:
+    """What runs steps again; refuses what does not go with that."""
+    if filters.steps is None or filters.steps[1] is None or (len(filters.steps) > 2 and filters.steps[2] != 1):
+        raise click.UsageError("--reenact needs --steps A:B, the steps to run again, without a stride")
+    for name in ("pairs", "part"):
+        if work[name] is not None:
+            raise click.UsageError(
+                f"--reenact does not go with --{name}: a batch without it leaves traces of the steps in "
+                f"{out}/reenacted, which can then be asked like others"
+            )
+    from tracereel.lacking import StepsAgain
+
+    return StepsAgain(line, specs, filters.of_a_rank, out, only_plan=only_plan)
 
 
 def _print_results(results: BatchResults, as_json: bool) -> None:
@@ -156,6 +186,8 @@ def _print_estimate(estimate: Mapping[str, Any], as_json: bool) -> None:
         f"would compute {estimate['parts']:,} parts of {estimate['traces']:,} traces, {size(estimate['bytes'])}; "
         f"{estimate['cached']:,} are there already, {estimate['failed']:,} cannot be computed"
     )
+    for one in estimate.get("reenact", ()):
+        tell(f"would first run {one['runs']:,} steps of {one['trace']} again, from step {one['keyframe']:,}")
     basis = ", ".join(f"{spec}: {parts}" for spec, parts in estimate["measured"].items())
     if estimate["parts"]:
         click.echo(
