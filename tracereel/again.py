@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import tracer
@@ -21,9 +22,18 @@ MODULE = "-m"
 
 
 class Script(NamedTuple):
-    """A training script and its arguments, as a command line has them."""
+    """A training script and its arguments.
+
+    Attributes
+    ----------
+    words : tuple of str
+        As a command line has them.
+    environment : mapping or None
+        With which it runs; None: with that of this process.
+    """
 
     words: tuple[str, ...]
+    environment: Mapping[str, str] | None = None
 
     @classmethod
     def parse(cls, line: str) -> Script:
@@ -171,7 +181,13 @@ def of_a_run(
     chosen += [] if attempt is None else ["--attempt", str(attempt)]
     command = [sys.executable, "-m", "tracereel", "reenact", run, *chosen, *script.arguments]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+        command,
+        env=script.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     if done.returncode not in (0, DIFFERENT):
         said = [line for line in done.stderr.splitlines() if line.strip()]

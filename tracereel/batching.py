@@ -21,7 +21,6 @@ from tracereel.printing import plain_warnings, print_json, say, size, tell
 if TYPE_CHECKING:
     from analyze.batching.batch_results import BatchResults
     from analyze.batching.units import Failure
-    from tracereel.lacking import StepsAgain
 
 
 @click.command(
@@ -99,6 +98,7 @@ def batch(
     check_installed("pyarrow", "tables", "a batch")
     from analyze.batching.engines import ONE_THREAD, own_program
 
+    environment = dict(os.environ)
     if "numpy" not in sys.modules:  # it reads this when it is imported
         os.environ |= ONE_THREAD
     from analyze.batching.batch import batch as run_batch
@@ -109,7 +109,14 @@ def batch(
     from analyze.batching.progress import display
 
     asked: dict[str, Any] = {**filters.of_a_rank, **work, "part_bytes": work["part_bytes"] or PART_BYTES}
-    again = None if reenact is None else _again(reenact, specs, filters, out, work, only_plan=only_plan or dry_run)
+    again = None
+    if reenact is not None:
+        _check_again(filters, work, out)
+        from tracereel.lacking import StepsAgain
+
+        again = StepsAgain(
+            reenact, specs, filters.of_a_rank, out, environment=environment, only_plan=only_plan or dry_run
+        )
     asked["replacement"] = again
     with wrong_usage(), plain_warnings():
         cluster = None if slurm is None else options_of(slurm)
@@ -131,10 +138,8 @@ def batch(
         conclude(SOME_FAILED)
 
 
-def _again(
-    line: str, specs: tuple[str, ...], filters: Filters, out: str, work: Mapping[str, Any], *, only_plan: bool
-) -> StepsAgain:
-    """What runs steps again; refuses what does not go with that."""
+def _check_again(filters: Filters, work: Mapping[str, Any], out: str) -> None:
+    """Refuse what does not go with steps that are run again."""
     if filters.steps is None or filters.steps[1] is None or (len(filters.steps) > 2 and filters.steps[2] != 1):
         raise click.UsageError("--reenact needs --steps A:B, the steps to run again, without a stride")
     for name in ("pairs", "part"):
@@ -143,9 +148,6 @@ def _again(
                 f"--reenact does not go with --{name}: a batch without it leaves traces of the steps in "
                 f"{out}/reenacted, which can then be asked like others"
             )
-    from tracereel.lacking import StepsAgain
-
-    return StepsAgain(line, specs, filters.of_a_rank, out, only_plan=only_plan)
 
 
 def _print_results(results: BatchResults, as_json: bool) -> None:

@@ -32,6 +32,8 @@ class StepsAgain:
         What is replayed, as `tracer.plan` takes it, with ``steps``.
     out : str
         The folder of the batch.
+    environment : mapping
+        With which scripts run. That of a batch, which computes with one thread, would give their sums other last bits.
     only_plan : bool
         Whether nothing is run.
 
@@ -47,11 +49,19 @@ class StepsAgain:
     """
 
     def __init__(
-        self, line: str, specs: Sequence[str], filters: Mapping[str, Any], out: str, *, only_plan: bool = False
+        self,
+        line: str,
+        specs: Sequence[str],
+        filters: Mapping[str, Any],
+        out: str,
+        *,
+        environment: Mapping[str, str],
+        only_plan: bool,
     ) -> None:
         if line != RECORDED:
             Script.parse(line)
         self._line, self._specs, self._filters, self._out, self._only_plan = line, specs, filters, out, only_plan
+        self._environment = environment
         self._steps: tuple[int, int] = filters["steps"][:2]
         self.planned: list[dict[str, Any]] = []
 
@@ -69,7 +79,7 @@ class StepsAgain:
         name = f"{sha256(where(trace).encode(errors='surrogateescape')).hexdigest()[:8]}-{trace.rpartition('/')[2]}"
         out = trace_of_steps(f"{self._out.rstrip('/')}/{FOLDER}/{name}", self._steps)
         try:
-            script = Script.of(self._line, trace)
+            script = Script.of(self._line, trace)._replace(environment=self._environment)
             if self._only_plan:
                 return self._plan(trace, out)
             found = recorded_again(trace, script, self._steps, out=out)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 import tracer
-from tests.recording.reenacting.test_reenact import KEYFRAMES, trace
+from tests.recording.reenacting.test_reenact import ENVIRONMENT, KEYFRAMES, trace
 
 SCRIPT = """
 import sys, torch
@@ -118,6 +120,17 @@ def test_what_cannot_be_run_again_is_a_failure_of_its_trace(folder: Path) -> Non
     silent = trace(folder, "batch", "silent.zarr", *ASKED, "--reenact", "recorded", "--out", "others")
     assert silent.returncode == 4
     assert "silent.zarr does not tell its command: give --reenact 'SCRIPT.py [ARGS]'" in silent.stderr
+
+
+def test_a_script_has_the_threads_of_its_user(folder: Path) -> None:
+    """A batch computes with one thread, which would change the last bits of what is run again."""
+    told = "import os; open('threads', 'w').write(os.environ['OMP_NUM_THREADS'])\n"
+    (folder / "train.py").write_text(told + SCRIPT)
+    words = ("batch", "runs/a.zarr", *ASKED, "--reenact", "recorded", "--out", "answers")
+    command = [sys.executable, "-m", "tracereel", *words]  # not forked, because what is imported matters
+    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "2"}
+    subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
+    assert (folder / "threads").read_text() == "2"
 
 
 @pytest.mark.parametrize(
