@@ -117,8 +117,8 @@ class Outputs(NamedTuple):
     "--reenact",
     metavar="'SCRIPT.py [ARGS]'",
     help="With --steps A:B: run these steps again by the script that trained, into RUN.steps-A-B.zarr unless they are "
-    "there, and ask that. recorded in its place: the command that the trace tells. A value that is not as it was "
-    "recorded ends this with 5.",
+    "there, and ask that. With the word recorded, by the command that the trace tells. The exit code is 5 if a value "
+    "is not as it was recorded.",
 )
 @options.attempt(
     help="With --reenact, of a run that was resumed: the attempt whose steps are run again.  [default: the last]",

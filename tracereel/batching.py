@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     "--reenact",
     metavar="'SCRIPT.py [ARGS]'",
     help="With --steps A:B: of traces that lack what is asked, run these steps again by the script that trained, one "
-    "trace after the other, into DIR/reenacted, and ask that. recorded in its place: by the command that each trace "
-    "tells. Steps that cannot be run again, or give something else, are a failure of their trace.",
+    "trace after the other, into DIR/reenacted, and ask that. With the word recorded, by the command that each trace "
+    "tells. A trace whose steps cannot be run again, or come out otherwise, is a failure.",
 )
 @options.number(
     "--workers",

@@ -59,8 +59,9 @@ class ReenactCommand(ProgramCommand):
     "--steps",
     "steps_again",
     type=Steps(),
-    help="The global steps to run again: start inclusive, stop exclusive, or one. With --probe: those whose keyframes "
-    "are taken.",
+    metavar="A:B",
+    help="The global steps to run again: A:B without B itself, or one step. With --probe: take the keyframes among "
+    "these steps.",
 )
 @options.attempt(
     help="Of a run that was resumed: run the steps again as this attempt left them, counted from 0.  [default: the "
@@ -69,7 +70,7 @@ class ReenactCommand(ProgramCommand):
 @click.option(
     "--out", metavar="PATH", type=click.Path(), help="Trace to make, .zarr or .h5.  [default: RUN.steps-A-B.zarr]"
 )
-@options.kinds(help="Record this kind of these steps; may be repeated.  [default: all that a plain recording has]")
+@options.kinds(help="Record this kind; may be repeated.  [default: what the profile full keeps of steps]")
 @options.modules(help="Record modules that match; repeatable.")
 @options.several(
     "-s", "--subscriber", "specs", metavar="NAME[:key=value,...]",
@@ -90,7 +91,8 @@ class ReenactCommand(ProgramCommand):
 @options.flag("--every-keyframe", help="With --probe: take every keyframe of the run.")
 @options.flag(
     "--allow-different",
-    help="Go on after the first value that is not as it was recorded, and with another version of PyTorch.",
+    help="Go on after a step with another value, and with another version of PyTorch; the exit code stays 5 where a "
+    "value is different.",
 )
 @click.option("--module", "module", metavar="NAME", help="Run a module, as python -m does; its arguments follow.")
 @options.overwrite
@@ -115,15 +117,19 @@ def reenact(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Run some steps of a recorded run again, and record all of them.
+    """Run some steps of a recorded run again, record all that they have, and prove that they are the same.
 
-    SCRIPT.py, with the arguments that it had, runs from its beginning. When it has taken a step, the model gets the
-    state of the last keyframe in RUN before the steps; from then on it gets the inputs, labels, random generators and
-    hyperparameters that RUN holds, until the last step is over. Then the script is ended with SystemExit. What it
-    writes, it writes; TRACE_REHEARSAL in its environment is reenact, so that it can tell.
+    RUN is a trace with keyframes, as the profile standard keeps them. SCRIPT.py, with the arguments that it had, runs
+    from its beginning. After its first step the model gets the state of the last keyframe before the steps. From then
+    on it gets the inputs, labels, states of random generators and hyperparameters that RUN holds. After the last of the
+    steps the script is ended with SystemExit. Files that it writes until then are written; TRACE_REHEARSAL=reenact in
+    its environment lets it leave them out.
 
-    Every value that RUN holds of these steps, or the hash of it, is compared with what comes out. The exit code is 5 if
-    one is different. trace info shows the verdict in the new trace.
+    Each value is compared with the one in RUN, or with its hash. At the first step with another value the script is
+    ended, and the exit code is 5. trace info shows the verdict in the new trace.
+
+    Of a run of several ranks, torchrun or accelerate launch, with its options and its script, stands in the place of
+    SCRIPT.py.
     """
     if module is None and not program:
         raise click.UsageError("there is no script to run: trace reenact RUN --steps A:B SCRIPT.py [ARGS]...")
