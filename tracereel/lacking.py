@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 import tracer
 from analyze import registry
 from analyze.batching.planning import where
 from tracer.errors import CaptureError
+from tracer.format.journal import Column
+from tracer.messaging.messages import DEFAULT_TAG, clock_of, kept_of
 from tracer.recording.reenacting.recorded import recorded_run
 from tracer.recording.reenacting.reenact import plan_of
+from tracer.replaying.plan import Plan
+from tracer.trace.streams import StreamInfo
 from tracereel.again import RECORDED, Script, found_again, recorded_again, trace_of_steps
 from tracereel.errors import Failure
 
@@ -92,11 +99,15 @@ class StepsAgain:
     def _has_all(self, trace: str) -> bool:
         """Whether a rank of a trace has what is asked, at all of the steps."""
         with tracer.open(trace) as reader:
-            for rank in reader.ranks:
-                plan = tracer.plan(reader, *map(registry.parse, self._specs), rank=rank, **self._filters)
-                if not plan.missing and not plan.scarce:
-                    return True
-        return False
+            return any(self._rank_has_all(reader.of_rank(rank), rank) for rank in reader.ranks)
+
+    def _rank_has_all(self, reader: tracer.TraceReader, rank: int) -> bool:
+        # together, because one may take the answers of another
+        if tracer.plan(reader, *map(registry.parse, self._specs), rank=rank, **self._filters).missing:
+            return False
+        kept = _Kept.of(reader, self._steps)
+        plans = (tracer.plan(reader, registry.parse(spec), rank=rank, **self._filters) for spec in self._specs)
+        return all(kept.has_all_of(plan) for plan in plans)
 
     def _plan(self, trace: str, out: str) -> str | None:
         there = found_again(trace, self._steps, out)
@@ -107,3 +118,58 @@ class StepsAgain:
         about = {"keyframe": plan.keyframe.at.global_step, "steps": list(self._steps), "runs": plan.count}
         self.planned.append({"trace": trace, **about, "out": out})
         return None
+
+
+class _Kept(NamedTuple):
+    """At which of some steps a trace has what.
+
+    Attributes
+    ----------
+    trained : set of int
+        The steps of which it has anything of the training.
+    by_stream : mapping of int to set of int
+        The steps of each stream.
+    by_place : mapping of tuple to set of int
+        The steps at which there is a tensor's data, a hash or statistics of it.
+    """
+
+    trained: set[int]
+    by_stream: Mapping[int, set[int]]
+    by_place: Mapping[tuple[Any, ...], set[int]]
+
+    @classmethod
+    def of(cls, reader: tracer.TraceReader, steps: tuple[int, int]) -> _Kept:
+        """What one rank of a trace has of some steps; no data is read for it."""
+        window = reader.within(*steps)
+        rows = window.journal[window.select(steps=steps)][:, [Column.STREAM, Column.GLOBAL_STEP]]
+        found = cls(set(), defaultdict(set), defaultdict(set))
+        for number, step in np.unique(rows, axis=0).tolist():
+            stream = reader.streams[number]
+            found.by_stream[number].add(step)
+            found.by_place[_place(stream)].add(step)
+            if stream.tag == DEFAULT_TAG and clock_of(stream.kind) == "global_step":
+                found.trained.add(step)
+        return found
+
+    def has_all_of(self, plan: Plan) -> bool:
+        """Whether each kind that a plan reads of the training is there at each step.
+
+        And each tensor at all steps at which there is a hash or statistics of it.
+        """
+        places: dict[tuple[Any, ...], set[int]] = defaultdict(set)
+        kinds: dict[str, set[int]] = defaultdict(set)
+        for one in plan.streams:
+            steps = self.by_stream.get(one.id, set())
+            places[_place(one)] |= steps
+            if one.tag == DEFAULT_TAG and clock_of(one.kind) == "global_step":
+                kinds[kept_of(one.kind)[0]] |= steps
+        return (
+            all(steps >= self.by_place.get(place, set()) for place, steps in places.items())
+            and all(steps >= self.trained for steps in kinds.values())
+            and all(one.count >= len(self.trained) for one in plan.derived)
+        )
+
+
+def _place(stream: StreamInfo) -> tuple[Any, ...]:
+    """Of which tensor a stream keeps data, hashes or statistics."""
+    return kept_of(stream.kind)[0], stream.module, stream.tag, stream.leaf, stream.rank

@@ -122,6 +122,33 @@ def test_what_cannot_be_run_again_is_a_failure_of_its_trace(folder: Path) -> Non
     assert "silent.zarr does not tell its command: give --reenact 'SCRIPT.py [ARGS]'" in silent.stderr
 
 
+@pytest.mark.parametrize(
+    ("specs", "steps", "again"),
+    [
+        (["spectral_norm"], "13:16", ["a", "statistics"]),  # no weights
+        (["spectral_norm"], "9:12", ["a", "statistics"]),  # weights of a keyframe among them
+        (["spectral_norm"], "10:11", []),  # those of a keyframe
+        (["norm:kind=weights"], "13:16", ["a"]),
+        (["norm:kind=weights", "spectral_norm"], "13:16", ["a", "statistics"]),  # one of them takes statistics
+        (["norm:kind=weights"], "9:12", ["a"]),  # the other has statistics
+        (["norm:kind=loss"], "9:12", []),
+        (["ratio"], "13:16", ["a"]),
+    ],
+)
+def test_what_a_trace_has_is_not_run_again(specs: list[str], steps: str, again: list[str], folder: Path) -> None:
+    """Only where it lacks something at one of the steps; a full recording lacks nothing."""
+    statistics = [*KEYFRAMES[:2], {"reduce": "statistics", "tags": ["default"]}]
+    (folder / "statistics.json").write_text(json.dumps(statistics))
+    words = ("record", "--config", "statistics.json", "--out", "runs/statistics.zarr", "train.py", "8")
+    assert trace(folder, *words).returncode == 0
+    (folder / "runs/b.zarr").rename(folder / "b.zarr")
+    asked = [word for spec in specs for word in ("-s", spec)]
+    done = trace(folder, "batch", "runs", *asked, "--steps", steps, "--reenact", "recorded", "--out", "out", "--plan")
+    found = json.loads(done.stdout)
+    assert [Path(one["trace"]).stem for one in found["reenact"]] == again
+    assert found["failures"] == []
+
+
 def test_a_script_has_the_threads_of_its_user(folder: Path) -> None:
     """A batch computes with one thread, which would change the last bits of what is run again."""
     told = "import os; open('threads', 'w').write(os.environ['OMP_NUM_THREADS'])\n"
