@@ -34,7 +34,8 @@ _FACTOR = 3.0
 _DEVIATIONS = 8.0
 _BEFORE = 3
 """A cause is looked for in the step of the spike and in so many recorded steps before it."""
-_COMPARED = tuple(name for name in DATA_KINDS if not KINDS[name].event and name not in ("input_labels", "loss_terms"))
+_NOT_COMPARED = ("sample_ids", "input_labels", "loss_terms")
+_COMPARED = tuple(name for name in DATA_KINDS if not KINDS[name].event and name not in _NOT_COMPARED)
 _SEEN = (*_COMPARED, *(kind + STATISTICS_SUFFIX for kind in _COMPARED))
 _INPUTS = ("input_data", "layer_inputs")
 _FLOATS = ("float", "bfloat")

@@ -26,7 +26,16 @@ def _standard() -> list[dict[str, Any]]:
     return [
         # before the keyframes, because the first capture that takes a stream decides on it
         {
-            "kinds": [*_EVENTS, "loss_terms", "loss", "input_data", "input_labels", "generators", "hyperparameters"],
+            "kinds": [
+                *_EVENTS,
+                "loss_terms",
+                "loss",
+                "input_data",
+                "sample_ids",
+                "input_labels",
+                "generators",
+                "hyperparameters",
+            ],
             "tags": training,
         },
         {"kinds": ["weights", "biases", *STATE_KINDS], "every": KEYFRAME_EVERY, "tags": training},
@@ -66,9 +75,9 @@ def profile(name: str) -> tuple[Capture, ...]:
     ``light``
         Losses and hyperparameters.
     ``standard``
-        At every step the losses, statistics and a hash of every tensor, inputs, labels, hyperparameters and the states
-        of the random generators; at every 50th step a keyframe. ``trace reenact`` brings back everything else. Of
-        evaluations outputs, labels and losses.
+        At every step the losses, statistics and a hash of every tensor, inputs, sample ids, labels, hyperparameters and
+        the states of the random generators; at every 50th step a keyframe. ``trace reenact`` brings back everything
+        else. Of evaluations outputs, labels and losses.
     ``full``
         Everything, at every step; of evaluations outputs, labels and losses.
 
@@ -80,6 +89,6 @@ def profile(name: str) -> tuple[Capture, ...]:
     Examples
     --------
     >>> [capture.reduce or len(capture.kinds) for capture in profile("standard")]
-    [10, 7, 'statistics', 'hash', 4]
+    [11, 7, 'statistics', 'hash', 4]
     """
     return tuple(map(Capture.from_mapping, settings_of(name)))
