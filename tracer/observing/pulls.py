@@ -116,9 +116,14 @@ class Pulls:
         return len(self._last)
 
     @property
-    def ahead(self) -> int:
-        """How many batches were given after the one that the last forward was of."""
-        return self._count - 1 - self._used
+    def waiting(self) -> list[Pulled]:
+        """The batches that were given after the one that the last forward was of, by iterators that are still there."""
+        return [one for one in self._there() if one.number > self._used]
+
+    def _there(self) -> list[Pulled]:
+        """The last batches of iterators that are still there. What the others gave is used, or never will be."""
+        there = [*self._sources.values()]
+        return [one for one in self._last if one.source in there]
 
     def add(self, iterator: Any, ids: Sequence[int], batch: Any, forwards: int) -> Pulled:
         """Take note of a batch.
@@ -170,6 +175,12 @@ class Pulls:
             self._used = found.number
         return found
 
+    def use_first(self) -> None:
+        """Take the first batch that waits for the one that the last forward was of."""
+        waiting = self.waiting
+        if waiting:
+            self._used = waiting[0].number
+
     def _next_copied(self, inputs: Sequence[Tensor], forwards: int | None) -> Pulled | None:
         """The batch that follows the one that was copied for the forward before."""
         if self._copied is None or forwards is None or self._copied[1] != forwards - 1:
@@ -192,7 +203,7 @@ class Pulls:
         last = self._last[-1] if self._last else None
         if last is None or not last.source.in_turn:
             return None
-        if any(one is not last and one.forwards == last.forwards for one in self._last):
+        if any(one is not last and one.forwards == last.forwards for one in self._there()):
             return None
         return last if any(one.ndim and len(one) == len(last.ids) for one in inputs) else None
 
