@@ -190,6 +190,11 @@ class Recorded:
         return sorted({one.module for one in self.trace.streams if one.module is not None and one.tag == DEFAULT_TAG})
 
     @property
+    def has_samples(self) -> bool:
+        """Whether there are sample ids."""
+        return "sample_ids" in self._observed
+
+    @property
     def _observed(self) -> set[str]:
         return {kept_of(one.kind)[0] for one in self.trace.streams if one.tag == DEFAULT_TAG and one.count}
 

@@ -112,11 +112,13 @@ def plan_of(
 
 
 def captures_for(plan: Plan, asked: Sequence[Capture]) -> tuple[Capture, ...]:
-    """The captures of a re-enactment: what is asked of its steps, and hashes of what was recorded of all."""
+    """The captures of a re-enactment: what is asked of its steps, hashes of what was recorded, and ids if there are."""
     start, stop = plan.steps
     wanted = tuple(replace(one, start=max(one.start, start), stop=min(one.stop or stop, stop)) for one in asked)
     first = plan.keyframe.at.global_step
-    events = Capture(kinds=("batch_started", "batch_finished", "loss", "loss_terms"), tags=(DEFAULT_TAG,), start=first)
+    ids = ("sample_ids",) if plan.recorded.has_samples else ()
+    always = ("batch_started", "batch_finished", "loss", "loss_terms", *ids)
+    events = Capture(kinds=always, tags=(DEFAULT_TAG,), start=first)
     kinds, modules = plan.recorded.kinds, plan.recorded.modules
     compared = Capture(
         kinds=[kind for kind in kinds if kind not in ("loss", "loss_terms")] or ["input_data"],
