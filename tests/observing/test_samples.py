@@ -26,6 +26,7 @@ from tracer import Capture, Collect
 from tracer.errors import MessageError
 from tracer.observing.capture import DEFAULT_KINDS
 from tracer.observing.exporter import Exporter
+from tracer.observing.pulls import Pulled
 
 COUNT = 22
 KINDS = ("input_data", "sample_ids")
@@ -163,6 +164,21 @@ def test_batches_that_are_drawn_ahead(made: str, workers: int) -> None:
     assert len(ids(training.heard)) == 12
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_copies_are_looked_at_once(in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look at numbers on a device is to wait for it. Which batch comes next is known from the one before."""
+    looked: list[int] = []
+    is_copied = Pulled.is_copied
+    monkeypatch.setattr(Pulled, "is_copied", lambda self, *rest: looked.append(self.number) or is_copied(self, *rest))
+    training = Training()
+    loader, move = DataLoader(data(), 2, shuffle=True), MADE["a copy"][0]
+    for x in (move(x) for x, _ in loader) if in_turn else ahead(loader, move):
+        training.step(x)
+    assert ids(training.heard) == expected(training.heard)
+    # of batches that are drawn ahead, the first one of two, and the last one, after which none is drawn
+    assert len(looked) == (1 if in_turn else 2 + 11)
+
+
 def test_what_is_not_known_is_not_said() -> None:
     """What was computed from a batch, where batches are drawn ahead or left out: nobody knows from which."""
     training = Training()
@@ -259,6 +275,21 @@ def test_a_batch_that_fails(workers: int) -> None:
             continue
         training.step(x.double().float())
     assert [row for _, _, row in ids(training.heard)] == [[1, 2], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.uint8, torch.bool, torch.bfloat16, torch.uint16, torch.float8_e4m3fn, torch.complex64, torch.complex32],
+)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_any_numbers(dtype: torch.dtype) -> None:
+    """Of every dtype, and beside tensors of none, of one number and sparse ones."""
+    training = Training()
+    batches = [(x, x.to(dtype), torch.zeros(0), torch.tensor(3.0), x.to_sparse()) for x in numbers().split(2)]
+    for x, *_ in DataLoader(batches, batch_size=None):
+        training.step(x.double().float())
+    assert [row for _, _, row in ids(training.heard)] == [[number] for number in range(11)]
+    assert training.exporter.problems == []
 
 
 def test_several_models() -> None:

@@ -92,7 +92,11 @@ class Pulled:
         """Whether tensors have the elements of its own, as far as they have their shapes; `known`: by tensor's id."""
         found = False
         for one in tensors:
-            alike = [elements for shape, elements in self._elements if shape == one.shape]
+            alike = [
+                elements
+                for shape, elements in self._elements
+                if shape == one.shape and elements.is_complex() == one.is_complex()
+            ]
             if alike:
                 if id(one) not in known:
                     known[id(one)] = elements_of(one).cpu()
@@ -209,11 +213,13 @@ class Pulls:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has memory and elements of its own."""
+    """Whether a tensor has memory of its own, and elements that can be compared."""
     return (
         tensor.layout is torch.strided
         and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
-        and (torch._C._functorch.peek_interpreter_stack() is None and tensor.numel() > 0)
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and tensor.numel() > 0
+        and tensor.dtype is not torch.complex32
     )
 
 

@@ -29,7 +29,7 @@ from tracer.observing.pytorch.tensors import leaves
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.observing.state import LEFT, SCALER
 from tracer.recording.reenacting.batches import Batches
-from tracer.recording.reenacting.recorded import Keyframe, Recorded, RecordedStep
+from tracer.recording.reenacting.recorded import Keyframe, Place, Recorded, RecordedStep
 
 
 class Ended(SystemExit):
@@ -165,8 +165,8 @@ class Feed:
         there = [(leaf, one) for leaf, one in leaves({name: arguments} if name else arguments) if not one.requires_grad]
         given = found.inputs.get(own_call, {})
         if there and not given:
-            if (name, own_call) in found.samples:  # then they are the data set's, and their hash is compared
-                return
+            if found.samples and all(Place("input_data", None, leaf, own_call) in found.hashes for leaf, _ in there):
+                return  # they are the data set's, or drawn by the script, and their hash is compared
             part = " (only a part of each was)" if "input_data" in found.in_part else ""
             raise CaptureError(
                 f"what the model was given in forward {own_call} of step {step:,} was not recorded{part}, so the step "
