@@ -340,6 +340,64 @@ def test_ids_by_hand_without_a_loader(tmp_path: Path) -> None:
         assert message.sampling == {"rows": 2}
 
 
+def test_ids_by_hand_without_an_optimizer() -> None:
+    """Where each forward is a step, and of several models, of which the one that comes next has them."""
+    training = Training()
+    training.exporter.set_optimizer(None)
+    for number in range(3):
+        training.exporter.samples([number])
+        training.model(torch.ones(1, 3))
+    training.exporter.finish()
+    assert ids(training.heard) == [(0, 0, [0]), (1, 0, [1]), (2, 0, [2])]
+    one, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    exporter, heard = Exporter(capture=Capture(kinds=KINDS, every=2), strict=True), Collect("*")
+    exporter.message_bus.register(heard)
+    for name, model in (("one", one), ("other", other)):
+        exporter.add_modules((name, model))
+    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], 1e-4)
+    exporter.set_optimizer(optimizer)
+    for number in range(4):
+        if number != 2:
+            exporter.samples([number])
+        (one(torch.ones(1, 3)) + other(torch.ones(1, 3))).sum().backward()
+        optimizer.step()
+    assert [(m.global_step, m.leaf, m.data.tolist()) for m in find(heard, "sample_ids")] == [(0, "one", [0])]
+
+
+class OfList(nn.Module):
+    """Takes images as a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, images: list[Tensor]) -> Tensor:
+        found: Tensor = self.layer(torch.stack(images))
+        return found
+
+
+def test_a_batch_of_many_tensors() -> None:
+    """A list of 20 images, of which some are compared."""
+    model = OfList()
+    optimizer = sgd(model, 1e-4)
+    exporter, heard = watch(model, optimizer, kinds=("sample_ids",))
+    batches = torch.arange(6 * 20 * 3.0).reshape(6, 20, 3)
+    order = [3, 5, 0, 1, 2, 4]
+    loader = DataLoader([[one, 0] for one in batches], batch_size=None, sampler=order)
+    for images in ahead(loader, lambda images: images.double().float()):
+        optimizer.zero_grad()
+        model(list(images)).sum().backward()
+        optimizer.step()
+    assert ids(heard) == []  # what was computed from a batch
+    listed = DataLoader([list(one) for one in batches], batch_size=None, sampler=order)
+    for images in ahead([[one] for one in listed], lambda images: [one.double().float() for one in images]):
+        optimizer.zero_grad()
+        model(images).sum().backward()
+        optimizer.step()
+    assert [row for _, _, row in ids(heard)] == [[one] for one in order]
+    exporter.detach()
+
+
 @pytest.mark.parametrize(
     ("given", "found"),
     [

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +21,8 @@ _KEPT: Final = 16
 """So many batches may be drawn ahead of the forwards that they are for."""
 _ELEMENTS: Final = 256
 """By so many elements of a tensor a copy of it is known."""
+_COMPARED: Final = 8
+"""So many tensors of a batch are compared, at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +77,7 @@ class Pulled:
                 continue
             extent = 1 + sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
             self._memory.append((StorageWeakRef(one.untyped_storage()), int(one.storage_offset()), extent))
-            if one.is_cpu:
+            if one.is_cpu and len(self._elements) < _COMPARED:
                 self._elements.append((one.shape, elements_of(one)))
 
     def holds(self, tensor: Tensor) -> bool:
@@ -91,7 +94,7 @@ class Pulled:
     def is_copied(self, tensors: Iterable[Tensor], known: dict[int, Tensor]) -> bool:
         """Whether tensors have the elements of its own, as far as they have their shapes; `known`: by tensor's id."""
         found = False
-        for one in tensors:
+        for one in islice(tensors, _COMPARED):
             alike = [
                 elements
                 for shape, elements in self._elements

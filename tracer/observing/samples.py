@@ -22,7 +22,7 @@ class Samples(Part):
     def __init__(self, ground: Ground) -> None:
         super().__init__(ground)
         self._pulls = Pulls()
-        self._given: tuple[int, Tensor] | None = None  # the step that they are for, and the ids
+        self._given: tuple[int, Tensor] | None = None  # the training forwards before, and the ids of the next one
         self._calls: dict[str, int] = {}  # the training forwards of a step, by the name of the model
         self._step = -1  # which step that is
         self._pid = os.getpid()
@@ -47,21 +47,25 @@ class Samples(Part):
         tensor = _as_ids(ids)
         if self.gate.open:
             with self.gate.lock:
-                self._given = self.clock.step, tensor
+                self._given = self.forwards.training, tensor
 
     def forward_begins(self, name: str, arguments: Any) -> None:
-        """Publish the ids of a forward that is recorded; `name`: of which of several models."""
+        """Publish the ids of a forward, if it is recorded; `name`: of which of several models."""
         running = self.gate.passes.now
         training = running.tag == DEFAULT_TAG
-        call = self._count(name) if training else running.batch
-        if not self.demand.wanted("sample_ids", None, running.tag) or self.publisher.collecting is not None:
+        given = self._taken() if training else None
+        if not running.listening or self.publisher.collecting is not None:
             return
-        ids = self._taken() if training else None
-        if ids is None:
-            pulled = self._pulls.of_forward(arguments, None if name else self.forwards.seen) if self._pulls else None
-            ids = None if pulled is None else torch.tensor(pulled.ids, dtype=torch.int64, device="cpu")
-        if ids is not None:
-            self.publisher.publish("sample_ids", None, ids, running.tag, name, call)
+        call = self._count(name) if training else running.batch
+        if self.demand.wanted("sample_ids", None, running.tag):
+            ids = self._pulled(name, arguments) if given is None else given
+            if ids is not None:
+                self.publisher.publish("sample_ids", None, ids, running.tag, name, call)
+
+    def _pulled(self, name: str, arguments: Any) -> Tensor | None:
+        """The ids of the batch that a forward is of."""
+        pulled = self._pulls.of_forward(arguments, None if name else self.forwards.seen) if self._pulls else None
+        return None if pulled is None else torch.tensor(pulled.ids, dtype=torch.int64, device="cpu")
 
     def _count(self, name: str) -> int:
         """Count a training forward of a model; returns its number in the step."""
@@ -73,9 +77,9 @@ class Samples(Part):
         return call
 
     def _taken(self) -> Tensor | None:
-        """What the user gave for this forward."""
+        """What the user gave for this forward. What was given for one that nobody saw is dropped."""
         given, self._given = self._given, None
-        return given[1] if given is not None and given[0] == self.clock.began.global_step else None
+        return given[1] if given is not None and self.forwards.training - given[0] <= 1 else None
 
     def forget(self) -> None:
         """Forget all batches."""
