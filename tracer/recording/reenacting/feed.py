@@ -291,7 +291,8 @@ def _give(what: str, tensor: Tensor, given: Tensor | None, step: int) -> None:
             f"{what} in step {step:,} is {_said(tensor)}, and was {_said(given)} when the run was recorded: another "
             "script, or other arguments"
         )
-    new = given.to(tensor.device)
+    # a copy, because what a trace holds lies anywhere in memory, and the last bits of sums depend on where numbers lie
+    new = given.to(tensor.device, copy=True)
     for layout, axes in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
         if tensor.ndim == axes and tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous():
             new = new.contiguous(memory_format=layout)
