@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data.distributed import DistributedSampler
 
 import tracer
-from tests.recording.reenacting.scripts import HEAD, SCRIPTS
+from tests.recording.reenacting.scripts import HEAD, SCRIPTS, TWO_RANKS
 from tests.recording.reenacting.test_reenact import trace, values
 from tracer.messaging.messages import STATE_KINDS
 from tracer.observing.hashes import hash_of
@@ -124,7 +127,7 @@ def test_the_data_set_gives_the_inputs(name: str, steps: tuple[int, int], record
 def test_what_is_no_datapoint_is_drawn_again(recorded: Any) -> None:
     """The noise that a generator is given has no ids; the script draws it as it did, and its hash verifies it."""
     folder = recorded("gan")
-    done = again(folder, "--steps", "20:22", "--json", "train.py")
+    done = again(folder, "--steps", "11:14", "--json", "train.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["compared"] > 20
     with tracer.open(folder / "run.zarr") as reader:
@@ -212,3 +215,25 @@ def test_ids_come_back(recorded: Any) -> None:
             found.append([(one.global_step, one.call, one.data.tolist()) for one in messages])
     assert found[0] == found[1]
     assert len(found[0]) == 6
+
+
+@pytest.mark.slow
+def test_two_ranks_have_their_own(tmp_path: Path) -> None:
+    """Each rank's datapoints are those of its sampler, and its DataLoader fetches these when it runs again."""
+    (tmp_path / "train.py").write_text(HEAD + TWO_RANKS)
+    (tmp_path / "ids.json").write_text(json.dumps(IDS))
+    environment = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    torchrun = ("torchrun", "--nproc-per-node", "2", "train.py")
+    done = trace(tmp_path, "record", "--config", "ids.json", "--out", "run.zarr", *torchrun, **environment)
+    assert done.returncode == 0, done.stderr
+    found: dict[int, list[list[int]]] = {0: [], 1: []}
+    with tracer.open(tmp_path / "run.zarr") as reader:
+        for one in reader.messages("sample_ids", steps=(5, 10)):
+            found[one.rank].append(one.data.tolist())
+    for rank, rows in found.items():
+        sampler = DistributedSampler(range(60), num_replicas=2, rank=rank)  # type: ignore[arg-type]
+        sampler.set_epoch(1)
+        assert [one for row in rows for one in row] == list(sampler)
+    done = trace(tmp_path, "reenact", "run.zarr", "--steps", "13:16", *torchrun, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("are equal to the bit") == 2
