@@ -131,10 +131,10 @@ class Passes(Part):
         if self.fed is not None and self.is_training(module):
             self.fed(name, args, kwargs)
         self.enter(module)
-        arguments = {name: arguments_of(args, kwargs)}
         if running.listening:
+            arguments = {name: arguments_of(args, kwargs)}
             self.publisher.publish_leaves("input_data", None, arguments, running.tag)
-        self.samples.forward_begins(name, arguments)
+            self.samples.forward_begins(name, arguments)
 
     # -- hooks of the model ---------------------------------------------------------------------------------
 
@@ -193,10 +193,11 @@ class Passes(Part):
         self.enter(module)
         if self.offered is not None and self.user_tag is None and not traced():
             self.gate.guard("the inputs of a probe", functools.partial(self._offer, module, args, kwargs))
-        arguments = arguments_of(args, kwargs)
         if running.listening or running.counts is not None:
+            arguments = arguments_of(args, kwargs)
             self.publisher.publish_leaves("input_data", None, arguments, running.tag)
-        self.samples.forward_begins("", arguments)
+            if running.listening:
+                self.samples.forward_begins("", arguments)
 
     def _offer(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.offered is not None and self.offered(module, self.now.tag == EVAL_TAG, args, kwargs):

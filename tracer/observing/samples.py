@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +16,21 @@ from tracer.observing.part import Ground, Part
 from tracer.observing.pulls import Pulls
 
 
+class _Given(NamedTuple):
+    """Ids that the user gave, how many training forwards there had been, and the step."""
+
+    ids: Tensor
+    forwards: int
+    step: int
+
+
 class Samples(Part):
     """Publishes the sample ids of forwards: those of the batch that a DataLoader gave, or that the user gives."""
 
     def __init__(self, ground: Ground) -> None:
         super().__init__(ground)
         self._pulls = Pulls()
-        self._given: tuple[int, Tensor] | None = None  # the training forwards before, and the ids of the next one
+        self._given: _Given | None = None
         self._calls: dict[str, int] = {}  # the training forwards of a step, by the name of the model
         self._step = -1  # which step that is
         self._pid = os.getpid()
@@ -47,18 +55,17 @@ class Samples(Part):
         tensor = _as_ids(ids)
         if self.gate.open:
             with self.gate.lock:
-                self._given = self.forwards.training, tensor
+                self._given = _Given(tensor, self.forwards.training, self.clock.step)
 
     def forward_begins(self, name: str, arguments: Any) -> None:
-        """Publish the ids of a forward, if it is recorded; `name`: of which of several models."""
+        """Publish the ids of a forward that is recorded; `name`: of which of several models."""
         running = self.gate.passes.now
         training = running.tag == DEFAULT_TAG
-        given = self._taken() if training else None
-        if not running.listening or self.publisher.collecting is not None:
-            return
         call = self._count(name) if training else running.batch
-        if self.demand.wanted("sample_ids", None, running.tag):
-            ids = self._pulled(name, arguments) if given is None else given
+        if self.publisher.collecting is None and self.demand.wanted("sample_ids", None, running.tag):
+            ids = self._taken(name) if training else None
+            if ids is None:
+                ids = self._pulled(name, arguments)
             if ids is not None:
                 self.publisher.publish("sample_ids", None, ids, running.tag, name, call)
 
@@ -76,10 +83,14 @@ class Samples(Part):
         self._calls[name] = call + 1
         return call
 
-    def _taken(self) -> Tensor | None:
-        """What the user gave for this forward. What was given for one that nobody saw is dropped."""
+    def _taken(self, name: str) -> Tensor | None:
+        """What the user gave for this forward. What was given for one that is not recorded is dropped."""
         given, self._given = self._given, None
-        return given[1] if given is not None and self.forwards.training - given[0] <= 1 else None
+        if given is None:
+            return None
+        # forwards of several models are not counted
+        due = given.step == self.clock.step if name else given.forwards == self.forwards.training - 1
+        return given.ids if due else None
 
     def forget(self) -> None:
         """Forget all batches."""
