@@ -134,19 +134,25 @@ def idle(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> It
 
 @contextlib.contextmanager
 def recorded(
-    model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, *, capture: tracer.Capture
+    model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, **options: Any
 ) -> Iterator[Callable[[], None]]:
     """`tracer.record`; what is given waits until all that was recorded is written."""
-    with tracer.record(folder / "run.zarr", model, optimizer, capture=capture) as run:
+    with tracer.record(folder / "run.zarr", model, optimizer, **options) as run:
         yield run.recorder.wait_until_written
 
 
+FIRST = 3
+"""Steps of each variant that are not measured."""
 OBSERVED = ("activations", "layer_gradients", "weight_gradients", "weight_updates")
 VARIANTS: dict[str, Any] = {
     "bare": None,
     "hooks that do nothing": idle,
     "tracer, nothing recorded": functools.partial(recorded, capture=tracer.Capture(every=10**9, start=1)),
     "tracer, norms, every step": functools.partial(recorded, capture=tracer.Capture(kinds=OBSERVED, reduce="norm")),
+    "tracer, statistics and hashes, every step": functools.partial(
+        recorded, capture=[tracer.Capture(kinds=OBSERVED, reduce=name) for name in ("statistics", "hash")]
+    ),
+    "tracer, profile standard, at most 5 %": functools.partial(recorded, capture="standard", max_overhead=0.05),
     "tracer, 4096 elements, every step": functools.partial(
         recorded, capture=tracer.Capture(kinds=OBSERVED, elements=4096)
     ),
@@ -157,6 +163,15 @@ VARIANTS: dict[str, Any] = {
         recorded, capture=tracer.Capture(kinds=("weight_gradients", "bias_gradients"), dtype="bfloat16", every=10)
     ),
 }
+
+
+def steps_with_statistics(path: Path) -> int | None:
+    """At how many steps a trace has statistics; None if it has no such streams."""
+    if not path.exists():
+        return None
+    with tracer.open(path) as trace:
+        found = {message.global_step for message in trace.messages("weight_gradients_statistics")}
+    return len(found) or None
 
 
 class Training:
@@ -206,7 +221,7 @@ def measure(part: str, make: Any, options: argparse.Namespace, folder: Path) -> 
         own = folder / f"{part}{number}"
         own.mkdir()
         trainings[name] = Training(make, watch, own, options.device, options.tiny)
-        trainings[name].segment(3)
+        trainings[name].segment(FIRST)
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     order = random.Random(0)
     for _ in range(options.rounds):
@@ -215,8 +230,10 @@ def measure(part: str, make: Any, options: argparse.Namespace, folder: Path) -> 
         for name in turns:
             seconds[name].append(trainings[name].segment(options.steps))
     prints = {one.fingerprint() for one in trainings.values()}
-    for one in trainings.values():
+    kept = {}
+    for number, (name, one) in enumerate(trainings.items()):
         one.stack.close()
+        kept[name] = steps_with_statistics(folder / f"{part}{number}" / "run.zarr")
     if len(prints) > 1:
         print(
             f"{part}: the weights of the variants differ, though all kernels should be deterministic", file=sys.stderr
@@ -227,7 +244,8 @@ def measure(part: str, make: Any, options: argparse.Namespace, folder: Path) -> 
         span = {"median": statistics.median(own_ratios), "low": min(own_ratios), "high": max(own_ratios)}
         more = (trainings[name].peak - trainings["bare"].peak) / 1e6
         step = 1e3 * statistics.median(found) / options.steps
-        rows.append({"part": part, "variant": name, "ms": step, "more_device_mb": more, **span})
+        steps = {"steps": FIRST + options.rounds * options.steps, "steps_with_statistics": kept[name]}
+        rows.append({"part": part, "variant": name, "ms": step, "more_device_mb": more, **span, **steps})
     return rows
 
 
@@ -239,7 +257,9 @@ def show(rows: list[dict[str, Any]]) -> None:
             print(f"\n{row['part']}, {what} {row['ms']:.2f} ms: median (min-max), more memory")
         else:
             span = f"{row['median']:7.3f} ({row['low']:.3f}-{row['high']:.3f})"
-            print(f"{row['variant']:38} {span} {row['more_device_mb']:+8.0f} MB", flush=True)
+            steps = row["steps_with_statistics"]
+            of = "" if steps is None else f"  statistics of {steps} of {row['steps']} steps"
+            print(f"{row['variant']:42} {span} {row['more_device_mb']:+8.0f} MB{of}", flush=True)
 
 
 def main() -> int:

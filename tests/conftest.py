@@ -29,6 +29,10 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+# what `trace record` records where a test does not say it
+os.environ["TRACE_RECORD_PROFILE"] = "full"
+
+
 @pytest.fixture(scope="module", autouse=True)
 def small_collections() -> None:
     """What lives when a file of tests begins lives on: the many collections that tests ask for do not look at it."""

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
@@ -49,7 +50,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @functools.cache
     def record(line: str) -> Path:
         folder = examples(tmp_path_factory.mktemp("recorded"))
-        with contextlib.chdir(folder):
+        with contextlib.chdir(folder), mock.patch.dict(os.environ):
+            del os.environ["TRACE_RECORD_PROFILE"]  # a reader has none
             run(sys.executable, str(ROOT / "cli.py"), *shlex.split(line, comments=True)[1:])
         return folder
 

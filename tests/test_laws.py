@@ -507,7 +507,14 @@ def test_differentiating_changes_nothing(capture: Capture, unwatched: dict[str, 
 def test_watching_a_functional_loss_changes_nothing(unwatched: dict[str, Any], tmp_path: Path) -> None:
     """A loss function of torch is itself again afterwards, and the training the same."""
     original, training = F.cross_entropy, Training.new()
-    with tracer.record(tmp_path / "run.zarr", training.model, training.optimizer, loss=F.cross_entropy, strict=True):
+    with tracer.record(
+        tmp_path / "run.zarr",
+        training.model,
+        training.optimizer,
+        loss=F.cross_entropy,
+        strict=True,
+        capture=tracer.Capture(),
+    ):
         assert F.cross_entropy is not original
         training.run()
     assert F.cross_entropy is original
@@ -520,7 +527,9 @@ def test_watching_without_the_optimizer_changes_nothing(
 ) -> None:
     """The same holds for an exporter that does not know the optimizer, which hangs hooks on parameters."""
     training = Training.new()
-    with tracer.record(tmp_path / "run.zarr", training.model, optimizer, loss=training.loss, strict=True) as run:
+    with tracer.record(
+        tmp_path / "run.zarr", training.model, optimizer, loss=training.loss, strict=True, capture=tracer.Capture()
+    ) as run:
         training.run(run, between=run.step if optimizer == () else lambda: None)
     assert training.state() == unwatched
     assert hooks_of(training.model, training.optimizer, training.loss) == 0
@@ -571,7 +580,14 @@ def test_models_copy_and_pickle_while_watched(optimizer: str, tmp_path: Path) ->
 def test_models_copy_and_pickle_afterwards(tmp_path: Path) -> None:
     """After a recording the model and the optimizer copy and pickle, and the copies have no hooks."""
     training = Training.new()
-    with tracer.record(tmp_path / "run.zarr", training.model, training.optimizer, loss=training.loss, strict=True):
+    with tracer.record(
+        tmp_path / "run.zarr",
+        training.model,
+        training.optimizer,
+        loss=training.loss,
+        strict=True,
+        capture=tracer.Capture(),
+    ):
         training.run()
     x, _ = batch(0)
     expected = training.model.eval()(x)
@@ -585,7 +601,9 @@ def test_models_copy_and_pickle_afterwards(tmp_path: Path) -> None:
 def test_a_pickled_watched_model_loads_without_this_project(tmp_path: Path) -> None:
     """What is pickled in the middle of a recording names nothing of this project, so it loads without it."""
     training = Training.new()
-    with tracer.record(tmp_path / "run.zarr", training.model, training.optimizer, strict=True):
+    with tracer.record(
+        tmp_path / "run.zarr", training.model, training.optimizer, strict=True, capture=tracer.Capture()
+    ):
         assert b"tracer" not in pickle.dumps(training.model)
 
 
@@ -593,7 +611,9 @@ def test_an_exception_leaves_no_hooks(tmp_path: Path) -> None:
     """Hooks are gone too when the training ends in an exception, and the exception is the user's own."""
     training = Training.new()
     with pytest.raises(ZeroDivisionError):
-        with tracer.record(tmp_path / "run.zarr", training.model, training.optimizer, loss=F.cross_entropy):
+        with tracer.record(
+            tmp_path / "run.zarr", training.model, training.optimizer, loss=F.cross_entropy, capture=tracer.Capture()
+        ):
             training.model(batch(0)[0])
             raise ZeroDivisionError
     assert hooks_of(training.model, training.optimizer) == 0
@@ -719,7 +739,9 @@ def test_replaying_never_doubles(live: Live, times: int) -> None:
 def test_a_subscriber_that_joins_late_leaves_nothing_in_the_trace(tmp_path: Path) -> None:
     """The answers of a subscriber that is registered in the middle of a run are no observations either."""
     training, heard = Training.new(), Collect("weights_norm2")
-    with tracer.record(tmp_path / "run.zarr", training.model, training.optimizer, strict=True) as run:
+    with tracer.record(
+        tmp_path / "run.zarr", training.model, training.optimizer, strict=True, capture=tracer.Capture()
+    ) as run:
         run.bus.register(parse("norm"))
         run.bus.register(heard)
         training.run(run)

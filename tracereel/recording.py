@@ -163,8 +163,9 @@ _CAPTURE = ("kinds", "modules", "every", "start", "stop", "rows", "positions", "
 @click.option(
     "--profile",
     type=click.Choice(["light", "standard", "full"]),
-    help="What to record, by a name: losses; or of every tensor statistics and a hash, and keyframes, from which trace "
-    "reenact brings back the rest; or everything.",
+    help="What to record, by a name: losses; or of every tensor statistics and a hash, within --max-overhead 5%, and "
+    "keyframes, from which trace reenact brings back the rest; or everything.  [default: standard, if no option says "
+    "what is recorded]",
 )
 @click.option("--config", metavar="FILE", help="Settings of tracer.Capture as TOML or JSON; options here win.")
 @options.size(
@@ -216,7 +217,7 @@ _CAPTURE = ("kinds", "modules", "every", "start", "stop", "rows", "positions", "
 @options.share(
     "--max-overhead",
     help="The share of the training's CPU time that recording may take, such as 3%: tensors, statistics and hashes, "
-    "and then keyframes, are recorded as often as that allows.",
+    "and then keyframes, are recorded as often as that allows.  [default: with the profile standard 5%]",
 )
 @options.size(
     "--max-bytes",
@@ -275,9 +276,11 @@ _CAPTURE = ("kinds", "modules", "every", "start", "stop", "rows", "positions", "
 @options.number("--run-steps", help="With --dry-run: how many steps the whole run has, to tell its bytes.")
 @options.number(
     "--probe",
+    least=0,
     help="Also run the model, in eval mode and without a trace in the training, on the first N datapoints that it was "
     "given (in an evaluation, if one comes before the first probe, else in training), and record that under the tag "
-    "probe: for svcca, cka and their like.",
+    "probe: for svcca, cka and their like.  [default: with the profile standard 64, of one batch, after every 50 "
+    "steps; else 0]",
 )
 @options.number(
     "--probe-every",
@@ -300,6 +303,8 @@ def record(
     profile: str | None,
     recorder: FlightOptions,
     config: str | None,
+    probe: int | None,
+    probe_every: int,
     no_command: bool,
     stop_on: str | None,
     rules: tuple[str, ...],
@@ -337,15 +342,20 @@ def record(
     called = out or f"{title_of(script)}.zarr"
     target = _target(called, may_exist=given["overwrite"] or given["resume"] or rehearsals.only_dry_run)
     chosen_here = {name: given[name] for name in _CAPTURE if given[name] not in (None, ())}
+    profile = _profile(profile, config, chosen_here)
     settings = _settings(profile, config, chosen_here)
     with _wrong_settings():
+        from tracer.observing.probes import ProbePlan
         from tracer.recording.launching.script import captures_of
         from tracer.recording.options import Options
         from tracer.trace.compression import Compression
 
         captures = captures_of(settings)
         codecs = Compression.parse(given["compression"]).choice
-        chosen = Options.among({**given, "compression": codecs, "command": not no_command})
+        plan = None if probe is None else ProbePlan(probe, every=probe_every)
+        chosen = Options.among({**given, "probe": plan, "compression": codecs, "command": not no_command})
+        if profile is not None:
+            chosen = chosen.of_profile(profile)
     if rehearsals.only_dry_run:
         _dry_run(script, settings, chosen, rehearsals)
         return
@@ -431,16 +441,25 @@ def _run_unwatched(program: Program) -> NoReturn:
     click.get_current_context().exit(unwatched(program))
 
 
+def _profile(given: str | None, config: str | None, chosen: Mapping[str, Any]) -> str | None:
+    """The profile to record; None if a file, or what is chosen on the command line, says what is recorded."""
+    others = ["--config"] if config is not None else [f"--{name}".removesuffix("s") for name in chosen]
+    if not others:
+        from tracer.observing.profiles import DEFAULT_PROFILE
+
+        return given or DEFAULT_PROFILE
+    if given is not None and click.get_current_context().get_parameter_source("profile") is _GIVEN[0]:
+        raise click.UsageError(
+            f"--profile {given} says what is recorded, and {others[0]} does, too: give one of them; --dry-run prints "
+            "the profile as a file for --config, which can be changed"
+        )
+    return None
+
+
 def _settings(profile: str | None, config: str | None, chosen: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The settings of the captures: those of a profile, or of a file within what is chosen on the command line."""
     if profile is None:
         return [{**described, **chosen} for described in (_read_config(config) if config is not None else [{}])]
-    others = ["--config"] if config is not None else [f"--{name}".removesuffix("s") for name in chosen]
-    if others:
-        raise click.UsageError(
-            f"--profile {profile} says what is recorded, and {others[0]} does, too: give one of them; --dry-run prints "
-            "the profile as a file for --config, which can be changed"
-        )
     from tracer.observing.profiles import settings_of
 
     return settings_of(profile)

@@ -135,7 +135,7 @@ def at(message: tracer.Message) -> tuple[int, int, int, int]:
 def test_counters_tags_losses_and_labels(tmp_path: Path) -> None:
     """Two batches a step, the odd one alone; validation belongs to its epoch; the sanity check is not there."""
     model, path = Classifier(), tmp_path / "run.zarr"
-    fit = trainer(TraceCallback(path), accumulate_grad_batches=2)
+    fit = trainer(TraceCallback(path, capture=tracer.Capture()), accumulate_grad_batches=2)
     fit.fit(model, loader(), loader())
     assert (fit.global_step, fit.current_epoch, status(path)) == (6, 2, "finished")
     losses = [one for one in read(path, "loss") if one.tag == "default"]
@@ -170,7 +170,7 @@ def test_what_becomes_of_a_sum_is_the_loss(tmp_path: Path, reduction: str, scale
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         plugins = [pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)]
     options = {"accumulate_grad_batches": 2, "max_epochs": 1, "num_sanity_val_steps": 0, "plugins": plugins}
-    trainer(TraceCallback(path), **options).fit(model, loader(), loader())
+    trainer(TraceCallback(path, capture=tracer.Capture()), **options).fit(model, loader(), loader())
     losses = [one for one in read(path, "loss") if one.tag == "default"]
     assert [at(one) for one in losses] == [(0, 0, 0, 0), (0, 0, 0, 1), (1, 1, 0, 0), (1, 1, 0, 1), (2, 2, 0, 0)]
     for one, loss in zip(losses, model.differentiated, strict=True):
@@ -186,7 +186,9 @@ def test_a_loss_of_ones_own_is_recorded_after_a_validation(tmp_path: Path) -> No
     """That the validation called a function of torch's says nothing of the training's loss; nor does a scale."""
     model, path = OwnLoss(), tmp_path / "run.zarr"
     precision = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
-    trainer(TraceCallback(path), val_check_interval=1, plugins=[precision]).fit(model, loader(), loader())
+    trainer(TraceCallback(path, capture=tracer.Capture()), val_check_interval=1, plugins=[precision]).fit(
+        model, loader(), loader()
+    )
     losses = [one for one in read(path, "loss") if one.tag == "default"]
     assert [at(one)[0] for one in losses] == list(range(10))
     assert all(torch.equal(one.data, loss) for one, (loss, _) in zip(losses, model.seen, strict=True))
@@ -202,7 +204,7 @@ def test_training_is_the_same(tmp_path: Path, kind: type[Classifier]) -> None:
         trainer(*callbacks).fit(model, loader(), loader())
         return [one.detach() for one in model.parameters()]
 
-    assert all(map(torch.equal, weights(), weights(TraceCallback(tmp_path / "run.zarr"))))
+    assert all(map(torch.equal, weights(), weights(TraceCallback(tmp_path / "run.zarr", capture=tracer.Capture()))))
 
 
 def test_a_loss_of_ones_own_and_a_module(tmp_path: Path) -> None:
@@ -225,7 +227,7 @@ def test_exceptions_close_the_trace(tmp_path: Path, error: type[BaseException]) 
     try:
         # after Ctrl-C, Lightning shuts down and leaves the program
         with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
-            trainer(TraceCallback(path)).fit(model, loader(), loader())
+            trainer(TraceCallback(path, capture=tracer.Capture())).fit(model, loader(), loader())
     finally:
         signal.signal(signal.SIGINT, before)
     assert status(path) == f"failed: {error.__name__}: as the test wants it"
@@ -241,14 +243,16 @@ def test_resuming(tmp_path: Path, every: int, fail_at: int) -> None:
     first = Classifier()
     first.net[2].p = 0.0  # Lightning does not restore the random generators
     state = {name: value.clone() for name, value in first.state_dict().items()}
-    trainer(TraceCallback(whole)).fit(first, loader(), loader())
+    trainer(TraceCallback(whole, capture=tracer.Capture())).fit(first, loader(), loader())
 
     def attempt(fail_at: int | None, checkpoint: Path | None) -> list[Tensor]:
         model = Classifier(fail_at=fail_at)
         model.load_state_dict(state)
         model.net[2].p = 0.0
         keep = pl.callbacks.ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=every, save_top_k=1)
-        trainer(TraceCallback(path, resume=True), keep).fit(model, loader(), loader(), ckpt_path=checkpoint)
+        trainer(TraceCallback(path, resume=True, capture=tracer.Capture()), keep).fit(
+            model, loader(), loader(), ckpt_path=checkpoint
+        )
         return [loss for loss, _ in model.seen]
 
     with pytest.raises(ValueError, match="as the test wants it"):
@@ -273,10 +277,10 @@ def test_two_optimizers_resume_at_the_recorders_step(tmp_path: Path) -> None:
     """Lightning counts a step for each optimizer, a trace a step for all; the checkpoint says which step comes next."""
     path = tmp_path / "run.zarr"
     keep = pl.callbacks.ModelCheckpoint(tmp_path, filename="last")
-    first = trainer(TraceCallback(path), keep, max_epochs=1)
+    first = trainer(TraceCallback(path, capture=tracer.Capture()), keep, max_epochs=1)
     first.fit(Duel(), loader(), loader())
     assert first.global_step == 10
-    second = trainer(TraceCallback(path, resume=True), max_epochs=2)
+    second = trainer(TraceCallback(path, resume=True, capture=tracer.Capture()), max_epochs=2)
     second.fit(Duel(), loader(), loader(), ckpt_path=tmp_path / "last.ckpt")
     finished = [(one.global_step, one.train_step, one.epoch) for one in read(path, "batch_finished")]
     assert finished == [(step, step % 5, step // 5) for step in range(10)]
@@ -293,7 +297,7 @@ def test_two_optimizers_resume_from_a_checkpoint_written_afterwards(tmp_path: Pa
                 raise ValueError("as the test wants it")
             super().training_step(batch, index)
 
-    first = trainer(TraceCallback(path), max_epochs=2 if fail_at else 1)
+    first = trainer(TraceCallback(path, capture=tracer.Capture()), max_epochs=2 if fail_at else 1)
     if fail_at is None:
         first.fit(Fails(), loader())
     else:
@@ -304,7 +308,7 @@ def test_two_optimizers_resume_from_a_checkpoint_written_afterwards(tmp_path: Pa
     first.save_checkpoint(checkpoint)
     # one that is made of it without training keeps the step, too
     for _ in range(2):
-        second = trainer(TraceCallback(path, resume=True), max_epochs=3)
+        second = trainer(TraceCallback(path, resume=True, capture=tracer.Capture()), max_epochs=3)
         second.fit(Duel(), loader(), ckpt_path=checkpoint)
     finished = [one.global_step for one in read(path, "batch_finished")]
     assert finished == list(range(second.global_step // 2))
@@ -313,7 +317,7 @@ def test_two_optimizers_resume_from_a_checkpoint_written_afterwards(tmp_path: Pa
 def test_two_optimizers_go_on_in_one_program(tmp_path: Path) -> None:
     """`fit` is called again with the same callback: from where it ended, or, with another trainer, from the start."""
     path = tmp_path / "run.zarr"
-    callback = TraceCallback(path, resume=True)
+    callback = TraceCallback(path, resume=True, capture=tracer.Capture())
     model = Duel()
     first = trainer(callback, max_epochs=1)
     first.fit(model, loader())
@@ -321,7 +325,7 @@ def test_two_optimizers_go_on_in_one_program(tmp_path: Path) -> None:
     first.fit(model, loader())
     assert [one.global_step for one in read(path, "batch_finished")] == list(range(10))
     fresh = tmp_path / "fresh.zarr"
-    callback = TraceCallback(fresh, overwrite=True)
+    callback = TraceCallback(fresh, overwrite=True, capture=tracer.Capture())
     for _ in range(2):
         trainer(callback, max_epochs=1).fit(Duel(), loader())
         assert [one.global_step for one in read(fresh, "batch_finished")] == list(range(5))
@@ -333,7 +337,9 @@ def test_a_new_trace_of_a_run_that_goes_on(tmp_path: Path) -> None:
     first = trainer(max_epochs=1)
     first.fit(Classifier(), loader())
     first.save_checkpoint(tmp_path / "first.ckpt")
-    trainer(TraceCallback(path), max_epochs=2).fit(Classifier(), loader(), ckpt_path=tmp_path / "first.ckpt")
+    trainer(TraceCallback(path, capture=tracer.Capture()), max_epochs=2).fit(
+        Classifier(), loader(), ckpt_path=tmp_path / "first.ckpt"
+    )
     finished = [(one.global_step, one.train_step, one.epoch) for one in read(path, "batch_finished")]
     assert finished == [(5 + step, step, 1) for step in range(5)]
 
@@ -342,7 +348,7 @@ def test_a_compiled_model_has_its_own_names(tmp_path: Path) -> None:
     """The wrapper is looked through."""
     path = tmp_path / "run.zarr"
     model = torch.compile(Classifier(), backend="eager", disable=True)
-    trainer(TraceCallback(path), max_epochs=1).fit(model, loader())
+    trainer(TraceCallback(path, capture=tracer.Capture()), max_epochs=1).fit(model, loader())
     assert {one.module for one in read(path, "weights")} == {"net.0", "net.3"}
 
 
@@ -353,8 +359,10 @@ def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="no option of a trace callback 'first_step'"):
         TraceCallback(tmp_path / "run.zarr", first_step=3)
     with pytest.raises(CaptureError, match="Classifier has no module 'nett'; its children are net"):
-        trainer(TraceCallback(tmp_path / "run.zarr", module="nett")).fit(Classifier(), loader())
+        trainer(TraceCallback(tmp_path / "run.zarr", module="nett", capture=tracer.Capture())).fit(
+            Classifier(), loader()
+        )
     (tmp_path / "run.zarr").mkdir()
     (tmp_path / "run.zarr" / "something").touch()
     with pytest.raises(TraceExistsError):
-        trainer(TraceCallback(tmp_path / "run.zarr")).fit(Classifier(), loader())
+        trainer(TraceCallback(tmp_path / "run.zarr", capture=tracer.Capture())).fit(Classifier(), loader())

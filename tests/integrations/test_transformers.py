@@ -106,7 +106,13 @@ def at(message: tracer.Message) -> tuple[int, int, int, int]:
 def test_counters_tags_losses_and_labels(tmp_path: Path) -> None:
     """Two batches a step, the odd one alone; the evaluation of an epoch belongs to it."""
     path, watch = tmp_path / "run.zarr", Watch()
-    fit = trainer(tmp_path, TraceCallback(path), watch, gradient_accumulation_steps=2, eval_strategy="epoch")
+    fit = trainer(
+        tmp_path,
+        TraceCallback(path, capture=tracer.Capture()),
+        watch,
+        gradient_accumulation_steps=2,
+        eval_strategy="epoch",
+    )
     fit.train()
     assert (fit.state.global_step, status(path)) == (6, "finished")
     losses = [one for one in read(path, "loss") if one.tag == "default"]
@@ -141,7 +147,7 @@ def test_training_is_the_same(tmp_path: Path) -> None:
         fit.train()
         return [one.detach() for one in fit.model.parameters()]
 
-    assert all(map(torch.equal, weights(), weights(TraceCallback(tmp_path / "run.zarr"))))
+    assert all(map(torch.equal, weights(), weights(TraceCallback(tmp_path / "run.zarr", capture=tracer.Capture()))))
 
 
 def test_a_model_is_copied_and_pickled_while_it_is_recorded(tmp_path: Path) -> None:
@@ -153,7 +159,7 @@ def test_a_model_is_copied_and_pickled_while_it_is_recorded(tmp_path: Path) -> N
             torch.save(kwargs["model"], tmp_path / "model.pt")
 
     path = tmp_path / "run.zarr"
-    trainer(tmp_path, TraceCallback(path), Copy(), max_steps=2).train()
+    trainer(tmp_path, TraceCallback(path, capture=tracer.Capture()), Copy(), max_steps=2).train()
     assert [at(one)[0] for one in read(path, "loss")] == [0, 1]
     assert b"tracer" not in (tmp_path / "model.pt").read_bytes()
 
@@ -162,7 +168,7 @@ def test_a_loss_outside_the_model(tmp_path: Path) -> None:
     """It is named as for `tracer.record`."""
     path = tmp_path / "run.zarr"
     loss = nn.functional.cross_entropy
-    fit = trainer(tmp_path, TraceCallback(path, loss=loss), max_steps=2)
+    fit = trainer(tmp_path, TraceCallback(path, loss=loss, capture=tracer.Capture()), max_steps=2)
     fit.compute_loss_func = lambda out, labels, **_: nn.functional.cross_entropy(
         out["logits"].flatten(0, 1), labels.flatten()
     )
@@ -203,7 +209,11 @@ def test_the_loss_is_what_the_trainer_differentiates(tmp_path: Path, way: str) -
         options = {"torch_compile": True, "torch_compile_backend": "eager"}
     own = Tensor.backward
     fit = trainer(
-        tmp_path, TraceCallback(path, **named), gradient_accumulation_steps=2, eval_strategy="epoch", **options
+        tmp_path,
+        TraceCallback(path, **named, capture=tracer.Capture()),
+        gradient_accumulation_steps=2,
+        eval_strategy="epoch",
+        **options,
     )
     if way in ("named", "unnamed"):
         fit.compute_loss_func = summed
@@ -241,7 +251,7 @@ def test_who_is_told_of_backward(tmp_path: Path) -> None:
     try:
         for number in range(2):
             path = tmp_path / f"wrapped{number}.zarr"
-            fit = trainer(tmp_path, TraceCallback(path), Wrap(), max_steps=2)
+            fit = trainer(tmp_path, TraceCallback(path, capture=tracer.Capture()), Wrap(), max_steps=2)
             fit.compute_loss_func = summed
             fit.train()
             assert len(read(path, "loss")) == 2
@@ -252,7 +262,7 @@ def test_who_is_told_of_backward(tmp_path: Path) -> None:
 def test_max_steps_end_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     """The trainer calls that the end of the epoch, and so does the trace."""
     path = tmp_path / "run.h5"
-    trainer(tmp_path, TraceCallback(path), max_steps=7).train()
+    trainer(tmp_path, TraceCallback(path, capture=tracer.Capture()), max_steps=7).train()
     finished = [(one.global_step, one.train_step, one.epoch) for one in read(path, "batch_finished")]
     assert finished == [(step, step % 5, step // 5) for step in range(7)]
     assert [one.epoch for one in read(path, "epoch_finished")] == [0, 1]
@@ -264,7 +274,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer(folder, TraceCallback(folder / "run.zarr")).train()
+        trainer(folder, TraceCallback(folder / "run.zarr", capture=tracer.Capture())).train()
     return folder / "run.zarr"
 
 
@@ -274,10 +284,12 @@ def test_resuming(tmp_path: Path, whole: Path, every: int, fail_at: int) -> None
     path = tmp_path / "run.zarr"
     saves = {"save_strategy": "steps", "save_steps": every}
     with pytest.raises(ValueError, match="as the test wants it"):
-        with TraceCallback(path, resume=True) as callback:
+        with TraceCallback(path, resume=True, capture=tracer.Capture()) as callback:
             trainer(tmp_path, callback, Watch(fail_at), **saves).train()
     assert status(path) == "failed: ValueError: as the test wants it"
-    trainer(tmp_path, TraceCallback(path, resume=True), **saves).train(resume_from_checkpoint=True)
+    trainer(tmp_path, TraceCallback(path, resume=True, capture=tracer.Capture()), **saves).train(
+        resume_from_checkpoint=True
+    )
     assert status(path) == "finished"
     for kind in ("weights", "weight_gradients", "loss", "epoch_started", "epoch_finished", "batch_finished"):
         expected, resumed = read(whole, kind), read(path, kind)
@@ -290,7 +302,9 @@ def test_a_compiled_model_has_its_own_names(tmp_path: Path) -> None:
     """The wrapper is looked through."""
     path = tmp_path / "run.zarr"
     model = torch.compile(gpt2(), backend="eager", disable=True)
-    trainer(tmp_path, TraceCallback(path), model=model, max_steps=1, remove_unused_columns=False).train()
+    trainer(
+        tmp_path, TraceCallback(path, capture=tracer.Capture()), model=model, max_steps=1, remove_unused_columns=False
+    ).train()
     names = {one.module for one in read(path, "weights")}
     assert "transformer.h.0.attn.c_attn" in names
     assert not any("_orig_mod" in name for name in names)
@@ -299,7 +313,7 @@ def test_a_compiled_model_has_its_own_names(tmp_path: Path) -> None:
 def test_beginning_again_closes_what_was_open(tmp_path: Path) -> None:
     """A callback that is used again after an exception that was caught leaves no hooks and no open trace."""
     path, watch = tmp_path / "run.zarr", Watch(fail_at=2)
-    callback = TraceCallback(path, resume=True)
+    callback = TraceCallback(path, resume=True, capture=tracer.Capture())
     fit = trainer(tmp_path, callback, watch)
     with pytest.raises(ValueError, match="as the test wants it"):
         fit.train()
@@ -334,6 +348,7 @@ def deaths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, in
         textwrap.dedent(f"""
         import json, os, signal, sys
         from pathlib import Path
+        import tracer
         import transformers
         from test_transformers import ENDINGS, TraceCallback, trainer
 
@@ -353,7 +368,7 @@ def deaths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, in
             (folder / "codes.json").write_text(json.dumps(codes))
             sys.exit(0)
         ending = ENDINGS[name][0]
-        trainer(folder, TraceCallback(folder / name), Die()).train()
+        trainer(folder, TraceCallback(folder / name, capture=tracer.Capture()), Die()).train()
         """)
     )
     here = Path(__file__).parent
@@ -379,4 +394,4 @@ def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="no option of a trace callback 'captures'; did you mean 'capture'"):
         TraceCallback(tmp_path / "run.zarr", captures=[])
     with pytest.raises(CaptureError, match="nothing is being recorded"):
-        _ = TraceCallback(tmp_path / "run.zarr").run
+        _ = TraceCallback(tmp_path / "run.zarr", capture=tracer.Capture()).run

@@ -187,7 +187,7 @@ def compare(
         called = model if backend is None else torch.compile(model, backend=backend)
         recording: Any = contextlib.nullcontext()
         if recorded:
-            recording = tracer.record(folder / "run.zarr", model, optimizer, capture=capture)
+            recording = tracer.record(folder / "run.zarr", model, optimizer, capture=capture or tracer.Capture())
         with recording, warnings.catch_warnings():
             # a compiled graph has no gradient of an output that is its own input, as an identity's is: that is told
             warnings.filterwarnings("ignore", ".*inside torch.compile cannot be watched", RuntimeWarning)

@@ -40,7 +40,9 @@ def train(
     acting = Actor(model, optimizer, **actor) if actor is not None else None
     history = []
     listeners = [*receivers, *([acting] if acting else [])]
-    with tracer.record(path, model, optimizer, loss=loss, receivers=listeners, strict=True) as run:
+    with tracer.record(
+        path, model, optimizer, loss=loss, receivers=listeners, strict=True, capture=tracer.Capture()
+    ) as run:
         run.probe("probe", x)
         for _ in range(steps):
             optimizer.zero_grad()
@@ -123,7 +125,15 @@ def test_the_learning_rate_brings_the_ratio_to_its_target(tmp_path: Path) -> Non
         heard = Collect()
         rule = analyze.LearningRateFromRatio(target=2e-3, window=2)
         receivers = [analyze.Ratio(), rule, analyze.MessageMean(), *([Actor(model, optimizer)] if acts else []), heard]
-        with tracer.record(tmp_path / f"{acts}.zarr", model, optimizer, loss=loss, receivers=receivers, strict=True):
+        with tracer.record(
+            tmp_path / f"{acts}.zarr",
+            model,
+            optimizer,
+            loss=loss,
+            receivers=receivers,
+            strict=True,
+            capture=tracer.Capture(),
+        ):
             for _ in range(24):
                 optimizer.zero_grad()
                 loss(model(x), y).backward()
@@ -196,7 +206,9 @@ def test_a_failing_action_is_taken_off_with_a_warning(tmp_path: Path) -> None:
     optimizer, loss = torch.optim.SGD(model.parameters(), lr=1e-3), nn.CrossEntropyLoss()
     receivers = [analyze.SVCCA(), analyze.Freeze(threshold=0.1), Actor(nn.Linear(2, 2))]
     with pytest.warns(RuntimeWarning, match=r"actor failed .*names the module '0', which the model does not have"):
-        with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=loss, receivers=receivers) as run:
+        with tracer.record(
+            tmp_path / "run.zarr", model, optimizer, loss=loss, receivers=receivers, capture=tracer.Capture()
+        ) as run:
             run.probe("probe", x)
             for _ in range(3):
                 optimizer.zero_grad()

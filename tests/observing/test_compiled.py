@@ -1024,7 +1024,11 @@ def test_a_trace_of_a_compiled_run(tmp_path: Path) -> None:
         optimizer = sgd(model)
         run = torch.compile(model, backend="aot_eager", fullgraph=True)
         path = tmp_path / "run.zarr"
-        with tracer.record(path, run, optimizer, strict=True) if record else contextlib.nullcontext():
+        with (
+            tracer.record(path, run, optimizer, strict=True, capture=tracer.Capture())
+            if record
+            else contextlib.nullcontext()
+        ):
             had = loop(run, optimizer, 3)
         trained.append(Trained(model, None, [], ended(model, [optimizer]), had))
     assert_same_end(*trained)

@@ -26,8 +26,8 @@ import tracer
 from analyze.registry import parse, subscribers
 from tracer import Capture, Collect
 from tracer.messaging.messages import DATA_KINDS, KINDS
-from tracer.observing.capture import PIECE, REDUCTIONS
 from tracer.observing.pytorch import compiled
+from tracer.observing.reductions import PIECE, REDUCTIONS
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda"
@@ -171,7 +171,9 @@ def test_values_and_the_training(suffix: str, tmp_path: Path) -> None:
     train(bare, optimizer, given)
     without = state(bare)
     model, optimizer = make()
-    with tracer.record(tmp_path / f"run.{suffix}", model, optimizer, loss=F.cross_entropy, strict=True):
+    with tracer.record(
+        tmp_path / f"run.{suffix}", model, optimizer, loss=F.cross_entropy, strict=True, capture=tracer.Capture()
+    ):
         train(model, optimizer, given)
     assert all(torch.equal(*pair) for pair in zip(state(model), without, strict=True))
     with tracer.open(tmp_path / f"run.{suffix}") as trace:
@@ -194,7 +196,9 @@ def test_gradients_against_autograd(tmp_path: Path) -> None:
     gradients = torch.autograd.grad(F.cross_entropy(z, y), list(names.values()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     heard = Collect("*")
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, receivers=[heard], strict=True):
+    with tracer.record(
+        tmp_path / "run.zarr", model, optimizer, receivers=[heard], strict=True, capture=tracer.Capture()
+    ):
         train(model, optimizer, [(x.to(DEVICE), y.to(DEVICE))])
     with tracer.open(tmp_path / "run.zarr") as trace:
         stored = {f"{one.kind} {one.key}": one.data for one in trace.messages() if one.data is not None}
@@ -233,7 +237,7 @@ def test_copies_wait_for_work_that_is_late(tmp_path: Path) -> None:
             return x * 1.0
 
     model = nn.Sequential(Slow())
-    with tracer.record(tmp_path / "run.zarr", model, (), strict=True) as run:
+    with tracer.record(tmp_path / "run.zarr", model, (), strict=True, capture=tracer.Capture()) as run:
         for step in range(50):
             output = model(torch.full((1 << 18,), float(step), device=DEVICE))
             output.zero_()  # after the record was asked for
@@ -254,7 +258,7 @@ def test_a_stream_of_the_users_own(tmp_path: Path) -> None:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         model, optimizer = make()
-        with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True):
+        with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True, capture=tracer.Capture()):
             train(model, optimizer, given)
     with tracer.open(tmp_path / "run.zarr") as trace:
         for kind, module in (("activations", "conv"), ("layer_gradients", "head"), ("weight_updates", "shared")):
@@ -345,7 +349,9 @@ def test_grad_scaler(fused: bool, tmp_path: Path) -> None:
     without = state(bare)
     model, optimizer = made()
     heard = Collect("*")
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, receivers=[heard], strict=True):
+    with tracer.record(
+        tmp_path / "run.zarr", model, optimizer, receivers=[heard], strict=True, capture=tracer.Capture()
+    ):
         run(model, optimizer)
     assert all(torch.equal(*pair) for pair in zip(state(model), without, strict=True))
     assert [one.global_step for one in heard.of("skipped_step")] == [1]
@@ -367,7 +373,7 @@ def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
             return x, x.t(), x[:0], x[0, 0]
 
     values = torch.randn(4, 6).to(dtype).to(DEVICE)
-    with tracer.record(tmp_path / "run.zarr", nn.Sequential(Given()), (), strict=True) as run:
+    with tracer.record(tmp_path / "run.zarr", nn.Sequential(Given()), (), strict=True, capture=tracer.Capture()) as run:
         run.exporter.model(values)
         run.step()
     with tracer.open(tmp_path / "run.zarr") as trace:
@@ -441,7 +447,7 @@ def test_probes_leave_the_devices_generator_alone(tmp_path: Path) -> None:
     train(bare, optimizer, given)
     without = state(bare)
     model, optimizer = make()
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True) as run:
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True, capture=tracer.Capture()) as run:
         run.probe("fixed", given[0][0], given[0][1], every=1, batch_size=5)
         train(model, optimizer, given)
     assert all(torch.equal(*pair) for pair in zip(state(model), without, strict=True))
@@ -491,7 +497,7 @@ def test_a_step_that_is_captured_whole(tmp_path: Path) -> None:
         optimizer.step()
 
     with pytest.warns(RuntimeWarning, match="while a CUDA graph is captured"):
-        with tracer.record(tmp_path / "run.zarr", model, optimizer):
+        with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=tracer.Capture()):
             beside = torch.cuda.Stream()
             beside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(beside):
@@ -571,7 +577,7 @@ def test_compiled(how: str, tmp_path: Path) -> None:
         model.drop.p = 0.0
         compiled_model = torch.compile(model, fullgraph=True, **how_made)
         if recorded:
-            with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True):
+            with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True, capture=tracer.Capture()):
                 train(compiled_model, optimizer, given)
         else:
             train(compiled_model, optimizer, given)
@@ -771,7 +777,7 @@ def test_no_memory_left_for_the_copies(tmp_path: Path) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, (before + (128 << 20)) / total))
     try:
         with pytest.warns(RuntimeWarning, match="memory"):
-            with tracer.record(tmp_path / "run.zarr", model, optimizer) as run:
+            with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=tracer.Capture()) as run:
                 for _ in range(3):
                     optimizer.zero_grad()
                     model(held)
@@ -795,7 +801,9 @@ def test_memory_of_the_device_is_given_back(tmp_path: Path) -> None:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     bound = 1 << 20
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True, queue_bytes=bound):
+    with tracer.record(
+        tmp_path / "run.zarr", model, optimizer, strict=True, queue_bytes=bound, capture=tracer.Capture()
+    ):
         for _ in range(200):
             train(model, optimizer, given)
     written = sum(one.stat().st_size for one in (tmp_path / "run.zarr").rglob("*") if one.is_file())
@@ -828,7 +836,7 @@ def test_ranks(wrapper: str, tmp_path: Path) -> None:
             for one in (model.conv, model.shared, model.head, model):
                 torch.distributed.fsdp.fully_shard(one)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-        with tracer.record(tmp_path / "run.zarr", wrapped, optimizer, strict=True):
+        with tracer.record(tmp_path / "run.zarr", wrapped, optimizer, strict=True, capture=tracer.Capture()):
             train(wrapped, optimizer, given)
     finally:
         torch.distributed.destroy_process_group()

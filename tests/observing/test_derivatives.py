@@ -402,7 +402,9 @@ def failure(model: nn.Module, loss: Callable[[], Tensor], path: Path, **settings
     before = [one.detach().clone() for one in model.parameters()]
     with (
         pytest.warns(RuntimeWarning, match="Asking failed on loss of global step 0 and no longer listens"),
-        tracer.record(path, model, optimizer, loss=F.cross_entropy, receivers=[asking, heard]) as run,
+        tracer.record(
+            path, model, optimizer, loss=F.cross_entropy, receivers=[asking, heard], capture=tracer.Capture()
+        ) as run,
     ):
         loss().backward()
         optimizer.step()
@@ -488,6 +490,7 @@ def test_losses_that_come_too_late_are_not_told(how: str, tmp_path: Path) -> Non
             optimizers,
             receivers=[parse("hessian_trace")],
             logs=["loss"] if how == "logged" else [],
+            capture=tracer.Capture(),
         ) as run,
     ):
         loss = F.cross_entropy(model(x), y)

@@ -111,7 +111,9 @@ def test_a_compiled_model_trains_on(fullgraph: bool, tmp_path: Path, dynamo: Non
                 optimizer.step()
 
         if watched:
-            with tracer.record(tmp_path / "run.zarr", compiled, optimizer, loss=loss, strict=True):
+            with tracer.record(
+                tmp_path / "run.zarr", compiled, optimizer, loss=loss, strict=True, capture=tracer.Capture()
+            ):
                 steps()
         else:
             steps()

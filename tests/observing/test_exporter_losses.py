@@ -149,7 +149,7 @@ def test_a_loss_that_is_never_called_is_told(tmp_path: Path) -> None:
     mine = F.mse_loss
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=F.mse_loss):
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=F.mse_loss, capture=tracer.Capture()):
         mine(model(torch.ones(4, 3)), torch.zeros(4, 2)).backward()
         optimizer.step()
     assert any(note.get("problem", {}).get("what") == "loss" for note in tracer.open(tmp_path / "run.zarr").notes)
@@ -241,7 +241,7 @@ def test_epochs_that_nobody_ends_are_noted(told: bool, tmp_path: Path) -> None:
     """A loop that calls no `epoch_finished` has one epoch, and the trace says why."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tracer.record(tmp_path / "run.zarr", model, optimizer) as run:
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=tracer.Capture()) as run:
         for _ in range(2):
             model(torch.randn(5, 3)).sum().backward()
             optimizer.step()
@@ -267,8 +267,12 @@ def test_logged_kinds_can_be_asked_for_live(tmp_path: Path) -> None:
     from analyze import Loss
 
     with pytest.raises(CaptureError, match="needs lr"):
-        tracer.record(tmp_path / "a.zarr", nn.Linear(3, 2), receivers=[Loss("lr")]).__enter__()
-    with tracer.record(tmp_path / "b.zarr", nn.Linear(3, 2), receivers=[Loss("lr"), heard], logs="lr") as run:
+        tracer.record(
+            tmp_path / "a.zarr", nn.Linear(3, 2), receivers=[Loss("lr")], capture=tracer.Capture()
+        ).__enter__()
+    with tracer.record(
+        tmp_path / "b.zarr", nn.Linear(3, 2), receivers=[Loss("lr"), heard], logs="lr", capture=tracer.Capture()
+    ) as run:
         run.log("lr", 0.25)
     assert [float(one.data) for one in heard] == [0.25]
 

@@ -221,7 +221,7 @@ def test_transforms_of_torch_func_are_left_alone() -> None:
 def test_lazy_modules_are_watched_once_they_have_a_shape(tmp_path: Path) -> None:
     """A model with lazy parameters can be recorded from before its first forward."""
     model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 2))
-    with tracer.record(tmp_path / "run.zarr", model, strict=True):
+    with tracer.record(tmp_path / "run.zarr", model, strict=True, capture=tracer.Capture()):
         for _ in range(3):
             model(torch.randn(5, 3)).sum().backward()
     with tracer.open(tmp_path / "run.zarr") as trace:
@@ -235,7 +235,7 @@ def test_batches_of_different_sizes(tmp_path: Path) -> None:
     """A smaller last batch is recorded in its own shape."""
     model, heard = mlp(), Collect()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tracer.record(tmp_path / "run.h5", model, optimizer, receivers=[heard], strict=True):
+    with tracer.record(tmp_path / "run.h5", model, optimizer, receivers=[heard], strict=True, capture=tracer.Capture()):
         for size in (4, 4, 1):
             model(torch.randn(size, 3)).sum().backward()
             optimizer.step()

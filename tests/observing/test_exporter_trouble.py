@@ -144,7 +144,9 @@ def test_a_failing_subscriber_is_taken_off(how: str, tmp_path: Path) -> None:
     model, heard = mlp(), Collect()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.warns(RuntimeWarning, match="no longer listens; the training goes on") as caught:
-        with tracer.record(tmp_path / "run.zarr", model, optimizer, receivers=[Faulty(how), heard]) as run:
+        with tracer.record(
+            tmp_path / "run.zarr", model, optimizer, receivers=[Faulty(how), heard], capture=tracer.Capture()
+        ) as run:
             train(model, optimizer, 3)
             run.epoch_finished()
     assert len(caught) == 1
@@ -294,7 +296,7 @@ def test_a_spoilt_message_is_not_recorded(tmp_path: Path) -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with (
         pytest.warns(RuntimeWarning, match="changed the data"),
-        tracer.record(tmp_path / "run.zarr", model, optimizer, receivers=[Spoiler()]),
+        tracer.record(tmp_path / "run.zarr", model, optimizer, receivers=[Spoiler()], capture=tracer.Capture()),
     ):
         for _ in range(3):
             optimizer.zero_grad()

@@ -222,7 +222,7 @@ def test_a_trace_has_each_tensor_under_its_own_name(what: str, compiled: bool, t
     weight, bias = model.layer.weight.detach().clone(), model.layer.bias.detach().clone()
     x = torch.randn(2, 3)
     torch._dynamo.reset()
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True):
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True, capture=tracer.Capture()):
         run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
         run(x).backward()
         optimizer.step()

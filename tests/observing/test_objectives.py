@@ -49,7 +49,9 @@ def recorded(path: Path, train: Callable[[Training, Any], None], **options: Any)
     plain, watched = Training(), Training()
     train(plain, _Nobody())
     options = {"loss": F.cross_entropy, **options}
-    with tracer.record(path, watched.model, watched.optimizer, strict=True, **options) as run:
+    with tracer.record(
+        path, watched.model, watched.optimizer, strict=True, **{"capture": tracer.Capture(), **options}
+    ) as run:
         train(watched, run)
     assert all(map(torch.equal, plain.weights(), watched.weights()))
     return tracer.open(path)
@@ -460,7 +462,9 @@ def test_the_last_evaluation_is_there_although_nothing_follows(tmp_path: Path) -
     for number, error in enumerate((None, ValueError)):
         training, path = Training(), tmp_path / f"{number}.zarr"
         try:
-            with tracer.record(path, training.model, training.optimizer, loss=F.cross_entropy):
+            with tracer.record(
+                path, training.model, training.optimizer, loss=F.cross_entropy, capture=tracer.Capture()
+            ):
                 training.step(F.cross_entropy(training.model(X), Y))
                 (kept, *_) = evaluate(training, lambda out: F.cross_entropy(out, Y[:4]))
                 if error is not None:
@@ -489,7 +493,9 @@ def test_losses_of_two_optimizers_have_their_names(order: str, tmp_path: Path) -
     model, kept = Pair(), {}
     critic, generator = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model.critic, model.generator))
     path = tmp_path / "run.zarr"
-    with tracer.record(path, model, [critic, generator], loss="binary_cross_entropy_with_logits", strict=True):
+    with tracer.record(
+        path, model, [critic, generator], loss="binary_cross_entropy_with_logits", strict=True, capture=tracer.Capture()
+    ):
         for step in range(3):
             fake = model.generator(X[:, :2])
             real_loss = F.binary_cross_entropy_with_logits(model.critic(X), torch.ones(8, 1))
@@ -521,7 +527,7 @@ def test_one_loss_of_two_optimizers_has_no_name(tmp_path: Path) -> None:
     training = Training()
     optimizers = [torch.optim.SGD(training.model[place].parameters(), lr=0.1) for place in (0, 2)]
     path, kept = tmp_path / "run.zarr", []
-    with tracer.record(path, training.model, optimizers, loss=F.cross_entropy):
+    with tracer.record(path, training.model, optimizers, loss=F.cross_entropy, capture=tracer.Capture()):
         for _ in range(3):
             loss = F.cross_entropy(training.model(X), Y)
             kept.append(float(loss.detach()))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tracer
+from tracer.observing.probes import ProbePlan
 from tracer.recording.run import Run
 
 
@@ -60,7 +61,7 @@ def recorded(path: Path, batches: list[Tensor], evaluation: Tensor | None = None
         capture = tracer.Capture(kinds=["weights", "layer_inputs", "activations", "network_output"])
         context = tracer.record(path, model, optimizer, capture=capture)
         runs.append(context.__enter__())
-        runs[0].exporter.probe_first("probe", 5, every=every)
+        runs[0].exporter.probe_first(ProbePlan(5, every=every))
         contexts.append(context)
 
     contexts: list[Any] = []

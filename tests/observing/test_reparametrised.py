@@ -364,7 +364,7 @@ def test_what_no_hook_sets_anew(tmp_path: Path) -> None:
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     prune.l1_unstructured(attention.out_proj, "weight", amount=0.5)
     optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
-    with tracer.record(tmp_path / "run.zarr", attention, optimizer, strict=True):
+    with tracer.record(tmp_path / "run.zarr", attention, optimizer, strict=True, capture=tracer.Capture()):
         for _ in range(2):
             x = torch.randn(2, 3, 4)
             output, _ = attention(x, x, x)
@@ -415,7 +415,7 @@ def test_it_comes_and_goes_in_mid_run(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 2))
     used: list[Tensor] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True):
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True, capture=tracer.Capture()):
         for step in range(6):
             if step == 2:
                 prune.l1_unstructured(model[0], "weight", amount=0.5)

@@ -130,7 +130,7 @@ def train(make: Callable[[], Any], where: str, path: Path | None = None, strict:
     if path is None:
         loop(lambda *_: None)
     else:
-        with tracer.record(path, model, optimizer, strict=strict) as run:
+        with tracer.record(path, model, optimizer, strict=strict, capture=tracer.Capture()) as run:
             loop(run.log)
     return list(ended(nn.ModuleList([model.first, model.last]), [optimizer]).items())
 
@@ -281,7 +281,7 @@ def test_updates_of_unsigned_numbers(tmp_path: Path) -> None:
 
     model = Codes()
     optimizer = torch.optim.SGD([model.weight, model.bias], lr=0.1)
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True):
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True, capture=tracer.Capture()):
         for dtype, width in dtypes.items():
             getattr(model, f"of{width}").data = torch.tensor([2**width - 1, 0], dtype=dtype)
 

@@ -354,7 +354,7 @@ def test_the_same_names_as_on_one_process(folder: Path, tmp_path: Path) -> None:
     model = two_ranks.Network().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     path = tmp_path / "one.zarr"
-    with tracer.record(path, model, optimizer):
+    with tracer.record(path, model, optimizer, capture=tracer.Capture()):
         for step in range(2):
             optimizer.zero_grad()
             model(two_ranks.batch(0, step)).square().mean().backward()
@@ -406,7 +406,9 @@ def test_derivatives_of_a_distributed_model(how: str, told: str, tmp_path: Path)
                 if record:
                     receivers = [parse("hessian_trace"), heard]
                     path = tmp_path / "run.zarr"
-                    run = stack.enter_context(tracer.record(path, model, optimizer, receivers=receivers))
+                    run = stack.enter_context(
+                        tracer.record(path, model, optimizer, receivers=receivers, capture=tracer.Capture())
+                    )
                     if told:
                         stack.enter_context(pytest.warns(RuntimeWarning, match=told))
                 for step in range(3):
@@ -439,7 +441,9 @@ def test_a_sharded_model_on_one_rank(tmp_path: Path) -> None:
             before = model[0].weight._local_tensor.clone()
             with contextlib.ExitStack() as stack:
                 if record:
-                    run = stack.enter_context(tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True))
+                    run = stack.enter_context(
+                        tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True, capture=tracer.Capture())
+                    )
                     with pytest.raises(CaptureError, match="a pass of one rank waits for all others"):
                         run.probe("fixed", torch.ones(2, 3))
                 output = model(torch.ones(2, 3))
@@ -581,7 +585,7 @@ def test_options_are_checked(tmp_path: Path) -> None:
     """Before anything is made."""
     model = nn.Linear(2, 2)
     with pytest.raises(CaptureError, match="replicated is 'once' or 'every'"):
-        tracer.record(tmp_path / "run.zarr", model, replicated="twice").__enter__()  # type: ignore[arg-type]
+        tracer.record(tmp_path / "run.zarr", model, replicated="twice", capture=tracer.Capture()).__enter__()  # type: ignore[arg-type]
     assert not (tmp_path / "run.zarr").exists()
 
 

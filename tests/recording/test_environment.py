@@ -22,7 +22,7 @@ def train(path: Path, steps: int = 3, **settings: object) -> int:
     """Train and record; the step that the run says comes next."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tracer.record(path, model, optimizer, **settings) as run:  # type: ignore[arg-type]
+    with tracer.record(path, model, optimizer, **{"capture": tracer.Capture(), **settings}) as run:  # type: ignore[arg-type]
         run.probe("probe", torch.ones(2, 3))
         for _ in range(steps):
             optimizer.zero_grad()
@@ -151,7 +151,7 @@ def test_variables_are_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("TRACE_RECORD_DURABLE", "perhaps", "'perhaps' is not a valid boolean"),
         ("TRACE_RECORD_KIND", "wieghts", "did you mean 'weights'?"),
         ("TRACE_RECORD_DTYPE", "float17", "did you mean 'float16'"),
-        ("TRACE_RECORD_COMPRESSION", "gzip", "auto, lz4, none, zstd"),
+        ("TRACE_RECORD_COMPRESSION", "gzip", "auto, lz4, lz4-noshuffle, none, zstd"),
         ("TRACE_DISABLE", "sometimes", "1 turns recording off"),
     ],
 )

@@ -71,7 +71,7 @@ def train(
     if path is None:
         loop(None)
     else:
-        with tracer.record(path, model, optimizer, **options) as run:
+        with tracer.record(path, model, optimizer, **{"capture": tracer.Capture(), **options}) as run:
             loop(run)
     return model
 
@@ -446,7 +446,9 @@ def test_skipped_steps_are_no_reason(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, flight=Flight(when=["non_finite"])) as run:
+    with tracer.record(
+        tmp_path / "run.zarr", model, optimizer, flight=Flight(when=["non_finite"]), capture=tracer.Capture()
+    ) as run:
         for _ in range(8):
             optimizer.zero_grad()
             loss = (1000 * model(torch.ones(3, 4))).square().mean()
@@ -516,7 +518,7 @@ def test_a_forked_child_ends_by_the_signal(tmp_path: Path) -> None:
         import os, signal, torch, tracer
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with tracer.record("run.zarr", model, optimizer, flight=tracer.Flight()):
+        with tracer.record("run.zarr", model, optimizer, flight=tracer.Flight(), capture=tracer.Capture()):
             child = os.fork()
             if not child:
                 os.kill(os.getpid(), signal.SIGUSR1)
@@ -708,7 +710,7 @@ def test_on_a_device(bad: int | None, tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = network().cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with tracer.record(tmp_path / name, model, optimizer, **options) as run:
+        with tracer.record(tmp_path / name, model, optimizer, **{"capture": tracer.Capture(), **options}) as run:
             for step in range(20):
                 inputs = torch.randn(8, 6, device="cuda")
                 if step == bad:

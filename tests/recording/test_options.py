@@ -12,10 +12,11 @@ import pytest
 
 import tracer
 from tracer import Capture, CaptureError, Flight
+from tracer.observing.probes import ProbePlan
 from tracer.recording.options import Options
 from tracereel.main import main
 
-OF_THE_LAUNCHER = {"probe", "probe_every"}
+OF_THE_LAUNCHER = {"probe", "overhead_credit", "keyframe_bytes"}
 IN_MORE_FORMS = {"max_overhead", "max_bytes", "stop_at_bytes", "min_free_disk"}
 
 
@@ -32,7 +33,7 @@ def test_the_command_has_the_same_defaults() -> None:
     """What a command line without options gives is what `Options` has by itself."""
     parent = click.Context(main, **main.context_settings)
     given = main.commands["record"].make_context("record", ["train.py"], parent=parent).params
-    assert given.keys() >= OF_THE_LAUNCHER
+    assert given.pop("probe") is None
     assert given.pop("compression") == ()  # it is given for each kind
     assert Options.among(given) == Options()
 
@@ -40,7 +41,7 @@ def test_the_command_has_the_same_defaults() -> None:
 def test_options_are_json() -> None:
     """A rehearsal is told of them in a file."""
     flight = Flight(before=3, when=["loss"], bytes="1MB", capture=Capture(every=2))
-    options = Options(compression={"loss": "zstd"}, max_bytes=1000, commit_steps=3, probe=8, flight=flight)
+    options = Options(compression={"loss": "zstd"}, max_bytes=1000, commit_steps=3, probe=ProbePlan(8), flight=flight)
     assert Options(**json.loads(json.dumps(asdict(options)))) == options
     options = Options(max_overhead="3%", stop_at_bytes="1MB", min_free_disk=0)  # type: ignore[arg-type]
     assert (options.max_overhead, options.stop_at_bytes, options.min_free_disk) == (0.03, 1_000_000, 0)

@@ -214,7 +214,7 @@ def test_a_durable_recording_waits_for_the_disk(suffix: str, tmp_path: Path, mon
     monkeypatch.setattr(os, "fsync", noting)
     path = tmp_path / f"run.{suffix}"
     model, optimizer, steps = training()
-    with tracer.record(path, model, optimizer, durable=True, commit_steps=1):
+    with tracer.record(path, model, optimizer, durable=True, commit_steps=1, capture=tracer.Capture()):
         steps(2)
     if suffix == "zarr":
         shards = {str(file) for file in path.rglob("*") if file.is_file() and file.name != "zarr.json"}
@@ -224,7 +224,7 @@ def test_a_durable_recording_waits_for_the_disk(suffix: str, tmp_path: Path, mon
         assert str(tmp_path) in synced
         assert any(name.endswith("run.h5") for name in synced)
     synced.clear()
-    with tracer.record(tmp_path / f"other.{suffix}", model, optimizer):
+    with tracer.record(tmp_path / f"other.{suffix}", model, optimizer, capture=tracer.Capture()):
         steps(2)
     assert not synced
 
@@ -263,7 +263,9 @@ def test_a_full_disk_does_not_end_the_training(suffix: str, tmp_path: Path, monk
     heard = Collect("loss", "batch_finished")
     before = model[0].weight.detach().clone()
     with pytest.warns(RuntimeWarning) as caught:
-        with tracer.record(path, model, optimizer, receivers=[heard], commit_seconds=0.1) as run:
+        with tracer.record(
+            path, model, optimizer, receivers=[heard], commit_seconds=0.1, capture=tracer.Capture()
+        ) as run:
             steps(3)
             deadline = time.monotonic() + 10
             while run.recorder._queue.error is None and time.monotonic() < deadline:
@@ -292,7 +294,9 @@ def test_a_full_disk_is_an_error_under_strict(tmp_path: Path, monkeypatch: pytes
             closed.append(self)
 
     with pytest.raises(TraceError, match="No space left"):
-        with tracer.record(tmp_path / "run.zarr", model, optimizer, receivers=[Closing()], strict=True):
+        with tracer.record(
+            tmp_path / "run.zarr", model, optimizer, receivers=[Closing()], strict=True, capture=tracer.Capture()
+        ):
             steps(3)
     assert not model[0]._forward_hooks
     assert len(closed) == 1
@@ -304,7 +308,7 @@ def test_an_exception_in_the_block_is_the_status(suffix: str, error: BaseExcepti
     """What ends a run stands in the trace, what was recorded is there, and the exception goes on to the user."""
     model, optimizer, steps = training()
     with pytest.raises(type(error)) as raised:
-        with tracer.record(tmp_path / f"run.{suffix}", model, optimizer):
+        with tracer.record(tmp_path / f"run.{suffix}", model, optimizer, capture=tracer.Capture()):
             steps(2)
             raise error
     assert raised.value is error
@@ -326,16 +330,18 @@ def test_a_receiver_that_cannot_close_ends_no_training(tmp_path: Path) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with pytest.raises(KeyError, match="mine"):
-                with tracer.record(tmp_path / f"{number}.zarr", model, receivers=[Stuck()], strict=strict):
+                with tracer.record(
+                    tmp_path / f"{number}.zarr", model, receivers=[Stuck()], strict=strict, capture=tracer.Capture()
+                ):
                     raise KeyError("mine")
         assert len(caught) == 1
     with pytest.warns(RuntimeWarning, match="could not be closed: OSError: stuck"):
-        with tracer.record(tmp_path / "2.zarr", model, optimizer, receivers=[Stuck()]):
+        with tracer.record(tmp_path / "2.zarr", model, optimizer, receivers=[Stuck()], capture=tracer.Capture()):
             steps(1)
     assert tracer.open(tmp_path / "2.zarr").status == "finished"
     with (
         pytest.raises(OSError, match="stuck"),
-        tracer.record(tmp_path / "3.zarr", model, receivers=[Stuck()], strict=True),
+        tracer.record(tmp_path / "3.zarr", model, receivers=[Stuck()], strict=True, capture=tracer.Capture()),
     ):
         pass
     assert tracer.open(tmp_path / "3.zarr").status == "finished"
@@ -348,7 +354,7 @@ def test_nothing_is_overwritten_unasked(suffix: str, what: str, tmp_path: Path) 
     path = tmp_path / f"run.{suffix}"
     model, optimizer, steps = training()
     if what == "trace":
-        with tracer.record(path, model, optimizer):
+        with tracer.record(path, model, optimizer, capture=tracer.Capture()):
             steps(2)
     elif suffix == "zarr":
         path.mkdir()
@@ -357,16 +363,16 @@ def test_nothing_is_overwritten_unasked(suffix: str, what: str, tmp_path: Path) 
         path.write_text("precious data")
     files = {one: one.read_bytes() for one in sorted(tmp_path.rglob("*")) if one.is_file()}
     with pytest.raises(TraceExistsError):
-        tracer.record(path, model, optimizer).__enter__()
+        tracer.record(path, model, optimizer, capture=tracer.Capture()).__enter__()
     assert not model._forward_pre_hooks
     assert {one: one.read_bytes() for one in sorted(tmp_path.rglob("*")) if one.is_file()} == files
     if what == "trace":
-        with tracer.record(path, model, optimizer, overwrite=True):
+        with tracer.record(path, model, optimizer, overwrite=True, capture=tracer.Capture()):
             steps(1)
         assert tracer.open(path).array("weights", "0")[0].tolist() == [0]
     else:
         with pytest.raises(TraceExistsError):
-            tracer.record(path, model, optimizer, overwrite=True).__enter__()
+            tracer.record(path, model, optimizer, overwrite=True, capture=tracer.Capture()).__enter__()
         assert {one: one.read_bytes() for one in sorted(tmp_path.rglob("*")) if one.is_file()} == files
 
 
@@ -409,7 +415,9 @@ def test_receivers_come_in_any_order(tmp_path: Path) -> None:
     model, optimizer, steps = training()
     heard = Collect("c")
     receivers = [Answers("b", "c"), heard, Answers("a", "b"), Answers("weights", "a")]
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, receivers=receivers, strict=True):
+    with tracer.record(
+        tmp_path / "run.zarr", model, optimizer, receivers=receivers, strict=True, capture=tracer.Capture()
+    ):
         steps(2)
     assert [(one.global_step, one.key) for one in heard] == [(0, "0"), (0, "2"), (1, "0"), (1, "2")]
 
@@ -436,7 +444,7 @@ def test_the_header_says_what_is_known(tmp_path: Path) -> None:
 def test_what_the_user_says_is_recorded(suffix: str, tmp_path: Path) -> None:
     """The methods of the run reach the trace: log, tag, probe, step and epoch_finished."""
     model, _, _ = training()
-    with tracer.record(tmp_path / f"run.{suffix}", model, (), strict=True) as run:
+    with tracer.record(tmp_path / f"run.{suffix}", model, (), strict=True, capture=tracer.Capture()) as run:
         run.probe("probe", torch.zeros(2, 3), every=2)
         for step in range(4):
             model(torch.randn(5, 3)).sum().backward()
@@ -458,7 +466,7 @@ def test_what_the_user_says_is_recorded(suffix: str, tmp_path: Path) -> None:
 def test_nothing_trained_is_a_trace_too(tmp_path: Path) -> None:
     """A run without a step gives a trace without messages."""
     model, optimizer, _ = training()
-    with tracer.record(tmp_path / "run.h5", model, optimizer):
+    with tracer.record(tmp_path / "run.h5", model, optimizer, capture=tracer.Capture()):
         pass
     with tracer.open(tmp_path / "run.h5") as trace:
         assert (len(trace), trace.status) == (0, "finished")
@@ -553,7 +561,7 @@ def test_a_forked_child_does_not_write(suffix: str, leave: str, tmp_path: Path) 
     script = (
         PREAMBLE
         + f"""
-    with tracer.record("run.{suffix}", model, optimizer) as run:
+    with tracer.record("run.{suffix}", model, optimizer, capture=tracer.Capture()) as run:
         for _ in range(20):
             step()
         child = os.fork()
@@ -583,7 +591,7 @@ def test_a_recording_that_nobody_closes_says_nothing(suffix: str, tmp_path: Path
     script = (
         PREAMBLE
         + f"""
-    run = tracer.record("run.{suffix}", model, optimizer)
+    run = tracer.record("run.{suffix}", model, optimizer, capture=tracer.Capture())
     run.__enter__()
     step()
     """
@@ -601,7 +609,7 @@ def test_a_killed_run_reads_as_interrupted(suffix: str, tmp_path: Path) -> None:
     script = (
         PREAMBLE
         + f"""
-    with tracer.record("run.{suffix}", model, optimizer, commit_seconds=0.2) as run:
+    with tracer.record("run.{suffix}", model, optimizer, commit_seconds=0.2, capture=tracer.Capture()) as run:
         for number in range(10**6):
             step()
             if number % 10 == 0:
@@ -685,7 +693,7 @@ def test_wrong_options_leave_nothing(tmp_path: Path, options: dict[str, Any]) ->
     """An option that is none is said before anything is made, so that the corrected call works."""
     model = nn.Linear(2, 2)
     with pytest.raises(CaptureError, match=next(iter(options))):
-        tracer.record(tmp_path / "run.h5", model, None, **options).__enter__()
+        tracer.record(tmp_path / "run.h5", model, None, **{"capture": tracer.Capture(), **options}).__enter__()
     assert not any(tmp_path.iterdir())
     assert not model._forward_hooks
 
@@ -701,10 +709,10 @@ def test_a_path_is_free_after_its_writer_failed(tmp_path: Path, suffix: str, mon
 
     with monkeypatch.context() as patched, pytest.warns(RuntimeWarning):
         patched.setattr(tracer.TraceWriter, "write_many", fail)
-        with tracer.record(path, model, None, commit_seconds=0.1) as run:
+        with tracer.record(path, model, None, commit_seconds=0.1, capture=tracer.Capture()) as run:
             model(torch.ones(1, 2)).sum().backward()
             run.recorder._thread.join(10)  # type: ignore[union-attr] # it records
-    with tracer.record(path, model, None, overwrite=True):
+    with tracer.record(path, model, None, overwrite=True, capture=tracer.Capture()):
         model(torch.ones(1, 2)).sum().backward()
     assert tracer.open(path).status == "finished"
 
@@ -718,7 +726,7 @@ def test_a_recording_that_has_ended_keeps_nothing_alive(tmp_path: Path, suffix: 
     gc.collect()
     gc.disable()
     try:
-        with tracer.record(path, model, optimizer):
+        with tracer.record(path, model, optimizer, capture=tracer.Capture()):
             for _ in range(2):
                 optimizer.zero_grad()
                 model(torch.ones(4, 3)).sum().backward()

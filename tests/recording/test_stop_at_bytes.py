@@ -48,7 +48,7 @@ def bounded(path: Path, bound: int | str, count: int, **settings: Any) -> tuple[
     model, optimizer, steps = training(settings.pop("width", 16), settings.pop("layers", 2))
     with (
         warnings.catch_warnings(record=True) as warned,
-        tracer.record(path, model, optimizer, stop_at_bytes=bound, **settings),
+        tracer.record(path, model, optimizer, stop_at_bytes=bound, **{"capture": tracer.Capture(), **settings}),
     ):
         warnings.simplefilter("always")
         steps(count)
@@ -92,7 +92,7 @@ def test_padding_counts(suffix: str, elements: int, tmp_path: Path) -> None:
     inputs = torch.ones(1, elements)
     with (
         pytest.warns(RuntimeWarning, match="stop_at_bytes"),
-        tracer.record(path, model, optimizer, stop_at_bytes=40_000_000),
+        tracer.record(path, model, optimizer, stop_at_bytes=40_000_000, capture=tracer.Capture()),
     ):
         for _ in range(100):
             optimizer.zero_grad()
@@ -107,7 +107,7 @@ def test_the_last_step_is_whole(suffix: str, tmp_path: Path) -> None:
     """Every step that is there has all its messages, with the values of an unbounded recording, and none is missing."""
     bounded(tmp_path / f"run.{suffix}", 3_000_000, 120)
     model, optimizer, steps = training()
-    with tracer.record(tmp_path / f"whole.{suffix}", model, optimizer):
+    with tracer.record(tmp_path / f"whole.{suffix}", model, optimizer, capture=tracer.Capture()):
         steps(120)
     with tracer.open(tmp_path / f"run.{suffix}") as trace, tracer.open(tmp_path / f"whole.{suffix}") as whole:
         found, expected = list(trace), list(whole)
@@ -153,7 +153,14 @@ def test_training_and_receivers_go_on_unhindered(tmp_path: Path) -> None:
     heard = Collect("weights")
     with (
         pytest.warns(RuntimeWarning, match="stop_at_bytes"),
-        tracer.record(tmp_path / "other.zarr", model, optimizer, receivers=[heard], stop_at_bytes=3_000_000),
+        tracer.record(
+            tmp_path / "other.zarr",
+            model,
+            optimizer,
+            receivers=[heard],
+            stop_at_bytes=3_000_000,
+            capture=tracer.Capture(),
+        ),
     ):
         steps(120)
         assert not model[0]._forward_hooks  # activations were for the recorder only
@@ -161,7 +168,9 @@ def test_training_and_receivers_go_on_unhindered(tmp_path: Path) -> None:
 
     with (
         pytest.warns(RuntimeWarning, match="stop_at_bytes"),
-        tracer.record(tmp_path / "third.zarr", model, optimizer, stop_at_bytes=3_000_000) as run,
+        tracer.record(
+            tmp_path / "third.zarr", model, optimizer, stop_at_bytes=3_000_000, capture=tracer.Capture()
+        ) as run,
     ):
         steps(120)
         deadline = time.monotonic() + 60
@@ -179,7 +188,7 @@ def test_a_warning_that_is_an_error_leaves_a_closed_trace(tmp_path: Path) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message=".*no longer listens.*")
-        with tracer.record(tmp_path / "run.zarr", model, optimizer, stop_at_bytes=3_000_000):
+        with tracer.record(tmp_path / "run.zarr", model, optimizer, stop_at_bytes=3_000_000, capture=tracer.Capture()):
             steps(120)
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert trace.status == "finished"
@@ -209,11 +218,13 @@ def test_attempts_share_a_bound(tmp_path: Path) -> None:
     """What a first attempt wrote, a second one cannot; together they stay below the bound."""
     bound, path = 5_000_000, tmp_path / "run.zarr"
     model, optimizer, steps = training()
-    with tracer.record(path, model, optimizer, stop_at_bytes=bound):
+    with tracer.record(path, model, optimizer, stop_at_bytes=bound, capture=tracer.Capture()):
         steps(60)
     with (
         pytest.warns(RuntimeWarning, match="stop_at_bytes"),
-        tracer.record(path, model, optimizer, resume=True, first_step=60, stop_at_bytes=bound),
+        tracer.record(
+            path, model, optimizer, resume=True, first_step=60, stop_at_bytes=bound, capture=tracer.Capture()
+        ),
     ):
         steps(300)
     with tracer.open(path) as trace:
@@ -232,7 +243,9 @@ def test_ranks_have_equal_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     model, optimizer, steps = training()
     with (
         pytest.warns(RuntimeWarning, match="stop_at_bytes"),
-        tracer.record(tmp_path / "run.zarr", model, optimizer, stop_at_bytes=8_000_000) as run,
+        tracer.record(
+            tmp_path / "run.zarr", model, optimizer, stop_at_bytes=8_000_000, capture=tracer.Capture()
+        ) as run,
     ):
         steps(200)
         assert run.recorder is not None
@@ -279,7 +292,7 @@ def test_what_is_no_bound(bound: Any, tmp_path: Path) -> None:
     """It is an error before anything is made, which names what was given."""
     model, optimizer, _ = training()
     with pytest.raises(CaptureError, match="is not a size such as"):
-        tracer.record(tmp_path / "run.zarr", model, optimizer, stop_at_bytes=bound)
+        tracer.record(tmp_path / "run.zarr", model, optimizer, stop_at_bytes=bound, capture=tracer.Capture())
     assert not (tmp_path / "run.zarr").exists()
 
 
@@ -347,7 +360,7 @@ def test_a_bound_that_a_later_attempt_did_not_have_is_not_told(tmp_path: Path, s
         (stopped,) = [note["stopped"] for note in trace.notes if "stopped" in note]
     first = stopped["global_step"]
     model, optimizer, steps = training()
-    with tracer.record(path, model, optimizer, resume=True, first_step=first):
+    with tracer.record(path, model, optimizer, resume=True, first_step=first, capture=tracer.Capture()):
         steps(5)
     with tracer.TraceReader(path) as trace:
         assert not [note for note in trace.notes if "stopped" in note]
@@ -358,7 +371,7 @@ def test_a_bound_that_a_later_attempt_did_not_have_is_not_told(tmp_path: Path, s
     # what is missing between the attempts is still told
     again = tmp_path / f"other.{suffix}"
     bounded(again, 3_000_000, 120)
-    with tracer.record(again, model, optimizer, resume=True, first_step=first + 3):
+    with tracer.record(again, model, optimizer, resume=True, first_step=first + 3, capture=tracer.Capture()):
         steps(1)
     with tracer.TraceReader(again) as trace:
         assert [note for note in trace.notes if "stopped" in note]

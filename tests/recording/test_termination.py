@@ -40,7 +40,7 @@ if mode == "own before":
     signal.signal(signal.SIGTERM, handler)
 model = torch.nn.Linear(4, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with tracer.record(path, model, optimizer, commit_seconds=3600) as run:
+with tracer.record(path, model, optimizer, commit_seconds=3600, capture=tracer.Capture()) as run:
     if mode == "own after":
         signal.signal(signal.SIGTERM, handler)
     elif mode == "composed":
@@ -171,10 +171,10 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 if who == "recorder":
     recorder = tracer.Recorder(tracer.TraceWriter(path, commit_seconds=3600))
 elif who == "record":
-    kept = tracer.record(path, model, optimizer, commit_seconds=3600)
+    kept = tracer.record(path, model, optimizer, commit_seconds=3600, capture=tracer.Capture())
     kept.__enter__()
 elif who == "callback":
-    kept = Recording(path, {"commit_seconds": 3600})
+    kept = Recording(path, {"commit_seconds": 3600, "capture": tracer.Capture()})
     kept.begin(model, [optimizer], 0, 0)
 elif who == "recorders":
     kept = ForwardOutput(trace=path, optimizer=optimizer).modules(model)
@@ -265,7 +265,7 @@ import tracer
 
 model = torch.nn.Linear(4, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-kept = tracer.record(sys.argv[1], model, optimizer, commit_seconds=3600)
+kept = tracer.record(sys.argv[1], model, optimizer, commit_seconds=3600, capture=tracer.Capture())
 kept.__enter__()
 
 def train():
@@ -405,7 +405,7 @@ elif how == "finish":
             return super().finish()
     model = torch.nn.Linear(2, 2)
     try:
-        with tracer.record(path, model, (), receivers=[Interrupted()]):
+        with tracer.record(path, model, (), receivers=[Interrupted()], capture=tracer.Capture()):
             model(torch.ones(3, 2)).sum().backward()
     except KeyboardInterrupt:
         print(len(model._forward_hooks), len(model._forward_pre_hooks), flush=True)
@@ -417,7 +417,7 @@ elif how == "own":
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     model = torch.nn.Linear(2, 2)
-    run = stack.enter_context(tracer.record(path, model, (), logs=["last"]))
+    run = stack.enter_context(tracer.record(path, model, (), logs=["last"], capture=tracer.Capture()))
     atexit.register(lambda: run.log("last", 1.0))
 else:
     recorder = Recorder(TraceWriter(path, commit_seconds=3600))
@@ -593,7 +593,7 @@ def test_what_is_dropped_anywhere_is_closed(tmp_path: Path, where: str, monkeypa
 def test_how_a_program_leaves_its_recording(tmp_path: Path, code: object, status: str) -> None:
     """`sys.exit` in the ``with`` block ends the training as it does the program; the exception goes on."""
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(SystemExit), tracer.record(tmp_path / "run.zarr", model, ()) as run:
+    with pytest.raises(SystemExit), tracer.record(tmp_path / "run.zarr", model, (), capture=tracer.Capture()) as run:
         for _ in range(3):
             run.step()
         sys.exit(code)  # type: ignore[arg-type]
@@ -604,7 +604,7 @@ def test_how_a_program_leaves_its_recording(tmp_path: Path, code: object, status
 def test_a_last_word_within_a_loop_ends_it(tmp_path: Path) -> None:
     """Nobody knows what would have come."""
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(SystemExit), tracer.record(tmp_path / "run.zarr", model, ()) as run:
+    with pytest.raises(SystemExit), tracer.record(tmp_path / "run.zarr", model, (), capture=tracer.Capture()) as run:
         for _ in range(3):
             run.step()
             sys.exit("diverged")

@@ -252,14 +252,18 @@ def train(situation: Situation, path: Path | None) -> dict[str, Any]:
             watched = model
             optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
             if path is not None:
-                stack.enter_context(tracer.record(path, watched, optimizer, **settings))
+                stack.enter_context(
+                    tracer.record(path, watched, optimizer, **{"capture": tracer.Capture(), **settings})
+                )
             wrapped = situation.wrap(model)
             optimizer.param_groups.clear()
             optimizer.add_param_group({"params": list(wrapped.parameters())})
         else:
             optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
             if path is not None:
-                stack.enter_context(tracer.record(path, wrapped, optimizer, strict=True, **settings))
+                stack.enter_context(
+                    tracer.record(path, wrapped, optimizer, strict=True, **{"capture": tracer.Capture(), **settings})
+                )
         begun = collectives()
         for step in range(STEPS):
             optimizer.zero_grad()

@@ -50,7 +50,7 @@ def trace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     path = tmp_path_factory.mktemp("replay") / f"run.{request.param}"
     model, loss = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), nn.MSELoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tracer.record(path, model, optimizer, loss=loss, strict=True) as run:
+    with tracer.record(path, model, optimizer, loss=loss, strict=True, capture=tracer.Capture()) as run:
         run.probe("probe", torch.randn(4, 3), every=3)
         for step in range(STEPS):
             optimizer.zero_grad()

@@ -405,7 +405,9 @@ def test_record_and_replay(url: str) -> None:
     model, loss = torch.nn.Sequential(torch.nn.Linear(6, 300), torch.nn.Linear(300, 2)), torch.nn.MSELoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     live, again = tracer.Collect("weights", "loss"), tracer.Collect("weights", "loss")
-    with tracer.record(url, model, optimizer, loss=loss, receivers=[live], commit_steps=2) as run:
+    with tracer.record(
+        url, model, optimizer, loss=loss, receivers=[live], commit_steps=2, capture=tracer.Capture()
+    ) as run:
         assert str(run.path) == url
         for _ in range(5):
             optimizer.zero_grad()
@@ -692,7 +694,9 @@ def test_gone_for_good(url: str, line: Line, server: int, monkeypatch: pytest.Mo
     losses = []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        with tracer.record(url, model, optimizer, loss=loss, commit_steps=1, queue_bytes=20000):
+        with tracer.record(
+            url, model, optimizer, loss=loss, commit_steps=1, queue_bytes=20000, capture=tracer.Capture()
+        ):
             for step in range(40):
                 optimizer.zero_grad()
                 value = loss(model(torch.ones(5, 6)), torch.zeros(5, 2))
@@ -966,7 +970,7 @@ def test_a_run_that_was_killed_as_it_began_is_resumed(url: str, killed: int) -> 
     store.close()
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())
-    with tracer.record(url, model, optimizer, resume=True):
+    with tracer.record(url, model, optimizer, resume=True, capture=tracer.Capture()):
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.ones(4, 3)).sum().backward()
@@ -995,7 +999,7 @@ def test_recorded_again_after_a_restart(url: str) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())
     for options, steps in (({}, 3), ({"resume": True, "first_step": 2}, 4), ({"overwrite": True}, 1)):
-        with tracer.record(url, model, optimizer, **options):  # type: ignore[arg-type] # options of several types
+        with tracer.record(url, model, optimizer, **{"capture": tracer.Capture(), **options}):  # type: ignore[arg-type] # options of several types
             for _ in range(steps):
                 optimizer.zero_grad()
                 model(torch.ones(4, 3)).sum().backward()

@@ -151,7 +151,7 @@ def test_a_rank_resumes_while_another_makes_its_part(tmp_path: Path, monkeypatch
         this_launch(rank, 2, monkeypatch)
         model = nn.Linear(4, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with tracer.record(path, model, optimizer, **settings):
+        with tracer.record(path, model, optimizer, **{"capture": tracer.Capture(), **settings}):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
 
@@ -228,12 +228,15 @@ def test_resume_goes_on_where_the_checkpoint_was(tmp_path: Path, suffix: str) ->
     """The optimizer says the step; the result is the trace of a run that was never interrupted, bit for bit."""
     whole, path = tmp_path / f"whole{suffix}", tmp_path / f"run{suffix}"
     model, optimizer = adam()
-    with tracer.record(whole, model, optimizer) as run:
+    with tracer.record(whole, model, optimizer, capture=tracer.Capture()) as run:
         train(run, model, optimizer, 5)
         run.epoch_finished()
         train(run, model, optimizer, 5)
     model, optimizer = adam()
-    with pytest.raises(KeyboardInterrupt), tracer.record(path, model, optimizer, resume=True) as run:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        tracer.record(path, model, optimizer, resume=True, capture=tracer.Capture()) as run,
+    ):
         train(run, model, optimizer, 5)
         run.epoch_finished()
         train(run, model, optimizer, 1)
@@ -245,7 +248,7 @@ def test_resume_goes_on_where_the_checkpoint_was(tmp_path: Path, suffix: str) ->
     model, optimizer = adam(seed=1)
     model.load_state_dict(state[0])
     optimizer.load_state_dict(state[1])
-    with tracer.record(path, model, optimizer, resume=True) as run:
+    with tracer.record(path, model, optimizer, resume=True, capture=tracer.Capture()) as run:
         assert (run.global_step, run.exporter.train_step, run.exporter.epoch) == (6, 1, 1)
         train(run, model, optimizer, 4)
     with TraceReader(whole) as one, TraceReader(path) as other:
@@ -336,7 +339,7 @@ def test_a_run_that_was_killed_before_its_root_was_written_is_resumed(tmp_path: 
     with pytest.raises(TraceError):
         TraceReader(path)
     model, optimizer = adam()
-    with tracer.record(path, model, optimizer, resume=True) as run:
+    with tracer.record(path, model, optimizer, resume=True, capture=tracer.Capture()) as run:
         train(run, model, optimizer, 2)
     with TraceReader(path) as trace:
         assert [message.global_step for message in trace.messages("weights", "0")] == [0, 1]
@@ -353,7 +356,10 @@ def test_a_folder_of_something_else_is_no_beginning(tmp_path: Path) -> None:
         for name in names:
             (path / name).write_text(json.dumps({"zarr_format": 3, "node_type": "group"} | attributes))
         model, optimizer = adam()
-        with pytest.raises(TraceError, match="is not a trace"), tracer.record(path, model, optimizer, resume=True):
+        with (
+            pytest.raises(TraceError, match="is not a trace"),
+            tracer.record(path, model, optimizer, resume=True, capture=tracer.Capture()),
+        ):
             pass
         assert sorted(os.listdir(path)) == names
 
@@ -363,9 +369,9 @@ def test_an_empty_folder_may_be_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     path.mkdir()
     model, optimizer = adam()
-    with pytest.raises(TraceExistsError), tracer.record(path, model, optimizer):
+    with pytest.raises(TraceExistsError), tracer.record(path, model, optimizer, capture=tracer.Capture()):
         pass
-    with tracer.record(path, model, optimizer, overwrite=True) as run:
+    with tracer.record(path, model, optimizer, overwrite=True, capture=tracer.Capture()) as run:
         train(run, model, optimizer, 1)
     assert tracer.verify(path).intact
 
@@ -393,7 +399,7 @@ def test_resuming_at_any_step_counts_on(tmp_path: Path, stop: int, every: int) -
     for first_step in range(1, stop + 1):
         copy = tmp_path / f"{first_step}.zarr"
         shutil.copytree(path, copy)
-        with tracer.record(copy, model, optimizer, resume=True, first_step=first_step) as run:
+        with tracer.record(copy, model, optimizer, resume=True, first_step=first_step, capture=tracer.Capture()) as run:
             train(run, model, optimizer, 1)
         with tracer.open(copy) as reader:
             at = reader.journal[reader.select("batch_started")] if every == 1 else reader.journal
@@ -410,12 +416,12 @@ def test_where_to_resume_has_to_be_known(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tracer.record(path, model, optimizer) as run:
+    with tracer.record(path, model, optimizer, capture=tracer.Capture()) as run:
         for _ in range(2):
             train(run, model, optimizer, 4)
             run.epoch_finished()
     with pytest.raises(CaptureError, match="first_step="):
-        tracer.record(path, model, optimizer, resume=True).__enter__()
+        tracer.record(path, model, optimizer, resume=True, capture=tracer.Capture()).__enter__()
     assert [*model.modules()][-1]._forward_hooks == {}
     for first_step, first_epoch, expected in (
         (6, None, (6, 2, 1)),
@@ -424,14 +430,14 @@ def test_where_to_resume_has_to_be_known(tmp_path: Path) -> None:
         (6, 3, (6, 0, 3)),
     ):
         options = {"first_step": first_step, "first_epoch": first_epoch}
-        with tracer.record(path, model, optimizer, resume=True, **options) as run:
+        with tracer.record(path, model, optimizer, resume=True, **{"capture": tracer.Capture(), **options}) as run:
             exporter = run.exporter
             assert (exporter.global_step, exporter.train_step, exporter.epoch) == expected
     for wrong in (-1, 1.5, True):
         with pytest.raises(CaptureError, match="first_step"):
-            tracer.record(path, model, optimizer, resume=True, first_step=wrong)
+            tracer.record(path, model, optimizer, resume=True, first_step=wrong, capture=tracer.Capture())
     with pytest.raises(CaptureError, match="resume=True"):
-        tracer.record(path, model, optimizer, first_step=3)
+        tracer.record(path, model, optimizer, first_step=3, capture=tracer.Capture())
 
 
 def test_an_optimizer_that_never_stepped_begins_at_zero(tmp_path: Path) -> None:
@@ -439,7 +445,7 @@ def test_an_optimizer_that_never_stepped_begins_at_zero(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     for _ in range(2):
         model, optimizer = adam()
-        with tracer.record(path, model, optimizer, resume=True) as run:
+        with tracer.record(path, model, optimizer, resume=True, capture=tracer.Capture()) as run:
             train(run, model, optimizer, 3)
     with TraceReader(path) as reader:
         assert reader.array("weights", "0")[0].tolist() == [0, 1, 2]

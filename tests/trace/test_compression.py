@@ -68,13 +68,13 @@ def test_a_choice_for_each_kind() -> None:
 @pytest.mark.parametrize(
     ("choice", "error", "said"),
     [
-        ("gzip", UnknownNameError, "auto, lz4, none, zstd"),
+        ("gzip", UnknownNameError, "auto, lz4, lz4-noshuffle, none, zstd"),
         ("lz", UnknownNameError, "did you mean 'lz4'"),
-        ({"weights": "bzip2"}, UnknownNameError, "auto, lz4, none, zstd"),
-        ({"weights": 3}, CaptureError, "auto, none, lz4, zstd"),
-        ({3: "lz4"}, CaptureError, "auto, none, lz4, zstd"),
-        (7, CaptureError, "auto, none, lz4, zstd"),
-        (None, CaptureError, "auto, none, lz4, zstd"),
+        ({"weights": "bzip2"}, UnknownNameError, "auto, lz4, lz4-noshuffle, none, zstd"),
+        ({"weights": 3}, CaptureError, "auto, none, lz4, lz4-noshuffle, zstd"),
+        ({3: "lz4"}, CaptureError, "auto, none, lz4, lz4-noshuffle, zstd"),
+        (7, CaptureError, "auto, none, lz4, lz4-noshuffle, zstd"),
+        (None, CaptureError, "auto, none, lz4, lz4-noshuffle, zstd"),
     ],
 )
 def test_choices_that_are_none(tmp_path: Path, choice: Any, error: type[Exception], said: str) -> None:
@@ -84,7 +84,7 @@ def test_choices_that_are_none(tmp_path: Path, choice: Any, error: type[Exceptio
         writer.write(NetworkMessage(kind="loss", global_step=0, train_step=0, epoch=0, data=torch.zeros(())))
     for attempt in (
         lambda: TraceWriter(tmp_path / "new.zarr", compression=choice),
-        lambda: tracer.record(tmp_path / "new.zarr", model, compression=choice),
+        lambda: tracer.record(tmp_path / "new.zarr", model, compression=choice, capture=tracer.Capture()),
         lambda: convert(tmp_path / "run.zarr", tmp_path / "new.zarr", compression=choice),
     ):
         with pytest.raises(error, match=said):
@@ -101,7 +101,7 @@ def test_kinds_and_words_that_are_wrong(tmp_path: Path) -> None:
     for words in (["lz4", "zstd"], ["loss=lz4", "loss=lz4"]):
         with pytest.raises(CaptureError, match="twice"):
             Compression.parse(words)
-    with pytest.raises(UnknownNameError, match="lz4, zstd"):
+    with pytest.raises(UnknownNameError, match="lz4, lz4-noshuffle, zstd"):
         create_store(tmp_path / "new.h5").create("a", dtype="int8", shape=(), chunk_bytes=8, compression="none")
 
 
@@ -598,11 +598,13 @@ def test_a_copy_is_compressed_anew(tmp_path: Path) -> None:
 
 
 def test_recording_compresses(tmp_path: Path) -> None:
-    """What `record` is told reaches the pools: labels are compressed by default, and activations where it is asked."""
+    """What `record` is told reaches the pools; labels and inputs are compressed by default."""
     model, loss = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()), torch.nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     path = tmp_path / "run.zarr"
-    with tracer.record(path, model, optimizer, loss=loss, compression={"activations": "zstd"}):
+    with tracer.record(
+        path, model, optimizer, loss=loss, compression={"activations": "zstd"}, capture=tracer.Capture()
+    ):
         for _ in range(3):
             optimizer.zero_grad()
             loss(model(torch.randn(300, 64)), torch.randint(64, (300,))).backward()
@@ -612,7 +614,7 @@ def test_recording_compresses(tmp_path: Path) -> None:
         for file in path.rglob("zarr.json")
         if "blosc" in file.read_text() and "shape" in json.loads(file.read_text())
     }
-    assert compressed == {"activations/0", "activations/1", "pools/input_labels/int64"}
+    assert compressed == {"activations/0", "activations/1", "pools/input_labels/int64", "input_data/%~network"}
 
 
 @pytest.mark.filterwarnings("error")
@@ -621,11 +623,11 @@ def test_a_kind_that_is_misspelt_is_told_of(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     with (
         pytest.warns(RuntimeWarning, match="messages of kind 'activation'; did you mean 'activations'\\?"),
-        tracer.record(tmp_path / "run.zarr", model, (), compression={"activation": "zstd"}),
+        tracer.record(tmp_path / "run.zarr", model, (), compression={"activation": "zstd"}, capture=tracer.Capture()),
     ):
         pass
     choice = {"my_own": "zstd", "weights": "lz4"}
-    with tracer.record(tmp_path / "other.zarr", model, (), compression=choice) as run:
+    with tracer.record(tmp_path / "other.zarr", model, (), compression=choice, capture=tracer.Capture()) as run:
         run.log("my_own", torch.zeros(9))
     with TraceReader(tmp_path / "other.zarr") as trace:
         assert "my_own" in {stream.kind for stream in trace.streams}

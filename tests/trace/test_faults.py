@@ -230,7 +230,7 @@ def test_a_training_on_a_small_disk(small_disk: Path, suffix: str) -> None:
     model = torch.nn.Linear(200, 200)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.warns(RuntimeWarning, match="No space left on device"):
-        with tracer.record(path, model, optimizer) as run:
+        with tracer.record(path, model, optimizer, capture=tracer.Capture()) as run:
             for _ in range(40):
                 optimizer.zero_grad()
                 model(torch.ones(3, 200)).sum().backward()
@@ -255,7 +255,7 @@ def test_a_disk_that_takes_nothing(read_only_disk: Path, suffix: str) -> None:
         with pytest.raises(TraceError, match=r"cannot write .*: Read-only file system$"):
             TraceWriter(path)
         with pytest.raises(TraceError, match=r"cannot write .*: Read-only file system$"):
-            tracer.record(path, torch.nn.Linear(2, 2), ()).__enter__()
+            tracer.record(path, torch.nn.Linear(2, 2), (), capture=tracer.Capture()).__enter__()
 
 
 @every_format
@@ -531,7 +531,7 @@ def test_a_trace_that_is_removed_while_it_is_recorded(tmp_path: Path, suffix: st
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         pytest.warns(RuntimeWarning, match="removed|No such file"),
-        tracer.record(path, model, optimizer, commit_steps=1) as run,
+        tracer.record(path, model, optimizer, commit_steps=1, capture=tracer.Capture()) as run,
     ):
         for step in range(30):
             optimizer.zero_grad()

@@ -47,7 +47,10 @@ def test_nothing_is_written_where_it_would_be_a_part_of_a_trace(tmp_path: Path) 
         with pytest.raises(TraceExistsError, match="part of"):
             TraceWriter(tmp_path / name, overwrite=True)
     model, optimizer = adam()
-    with pytest.raises(TraceExistsError, match="part of"), tracer.record(tmp_path / "run.rank7.h5", model, optimizer):
+    with (
+        pytest.raises(TraceExistsError, match="part of"),
+        tracer.record(tmp_path / "run.rank7.h5", model, optimizer, capture=tracer.Capture()),
+    ):
         pass
     assert sorted(one.name for one in tmp_path.iterdir()) == ["run.h5", "run.rank1.h5"]
     assert (tmp_path / "run.rank1.h5").read_bytes() == before
@@ -69,7 +72,7 @@ def test_a_living_trace_is_not_resumed(tmp_path: Path) -> None:
         model, optimizer = adam()
         for options in ({"resume": True}, {"overwrite": True}, {}):
             with pytest.raises(TraceExistsError):
-                tracer.record(path, model, optimizer, **options).__enter__()
+                tracer.record(path, model, optimizer, **{"capture": tracer.Capture(), **options}).__enter__()
         other.send_signal(signal.SIGKILL)
         # it stays in the list of processes until it is waited for, and is dead all the same
         while TraceReader(path).status == "recording":
@@ -110,14 +113,14 @@ def test_a_trace_is_one_by_whatever_way_it_is_named(tmp_path: Path, suffix: str)
     (tmp_path / "folder").symlink_to(tmp_path / "runs")
     (tmp_path / "links" / f"latest{suffix}").symlink_to(path)
     model, optimizer = adam()
-    with tracer.record(path, model, optimizer) as run:
+    with tracer.record(path, model, optimizer, capture=tracer.Capture()) as run:
         train(run, model, optimizer, 3)
         for other in (tmp_path / "runs" / ".." / "runs" / path.name, tmp_path / "folder" / path.name):
             for options in ({"overwrite": True}, {"resume": True, "first_step": 1}):
                 with pytest.raises(TraceExistsError):
-                    tracer.record(other, *adam(), **options).__enter__()  # type: ignore[arg-type] # of several types
+                    tracer.record(other, *adam(), **{"capture": tracer.Capture(), **options}).__enter__()  # type: ignore[arg-type] # of several types
         train(run, model, optimizer, 3)
-    with tracer.record(path, *adam(), resume=True, first_step=4) as run:
+    with tracer.record(path, *adam(), resume=True, first_step=4, capture=tracer.Capture()) as run:
         train(run, run.exporter.model, run.exporter.parts.optimizers.all[0], 4)
     with TraceReader(path) as trace, TraceReader(tmp_path / "links" / f"latest{suffix}") as linked:
         assert len(linked.attempts) == 2
@@ -140,17 +143,17 @@ def test_one_process_does_not_write_twice(tmp_path: Path) -> None:
     """A second recording of a trace that this process records is refused, also one that would resume it."""
     path = tmp_path / "run.zarr"
     model, optimizer = adam()
-    with tracer.record(path, model, optimizer) as run:
+    with tracer.record(path, model, optimizer, capture=tracer.Capture()) as run:
         train(run, model, optimizer, 3)
         run.recorder.writer.commit()  # type: ignore[union-attr] # it records
         for options in ({"resume": True, "first_step": 1}, {"overwrite": True}, {}):
             with pytest.raises(TraceExistsError):
-                tracer.record(path, *adam(), **options).__enter__()  # type: ignore[arg-type] # of several types
+                tracer.record(path, *adam(), **{"capture": tracer.Capture(), **options}).__enter__()  # type: ignore[arg-type] # of several types
         train(run, model, optimizer, 3)
     with TraceReader(path) as reader:
         assert reader.array("weights", "0")[0].tolist() == [*range(6)]
     with pytest.raises(CaptureError, match="one of them"):
-        tracer.record(path, model, optimizer, resume=True, overwrite=True)
+        tracer.record(path, model, optimizer, resume=True, overwrite=True, capture=tracer.Capture())
 
 
 def test_a_rank_that_is_done_early_keeps_no_other_from_beginning(
@@ -161,13 +164,13 @@ def test_a_rank_that_is_done_early_keeps_no_other_from_beginning(
     for rank in (0, 1):
         in_rank(monkeypatch, rank)
         model, optimizer = adam()
-        with tracer.record(path, model, optimizer) as run:
+        with tracer.record(path, model, optimizer, capture=tracer.Capture()) as run:
             train(run, model, optimizer, 2)
     assert TraceReader(path).ranks == [0, 1]
     monkeypatch.setattr("tracer.trace.claiming.FRESH_SECONDS", -1.0)
     in_rank(monkeypatch, 2, size=3)
     with pytest.raises(TraceExistsError):
-        tracer.record(path, *adam()).__enter__()
+        tracer.record(path, *adam(), capture=tracer.Capture()).__enter__()
 
 
 def test_files_of_another_run_beside_a_trace(tmp_path: Path) -> None:
@@ -253,7 +256,9 @@ def test_a_link_is_not_overwritten(tmp_path: Path, suffix: str) -> None:
     assert "began" not in done.output
     model = nn.Linear(2, 2)
     with pytest.raises(TraceExistsError, match="is a link to"):
-        tracer.record(link, model, torch.optim.SGD(model.parameters(), lr=0.1), overwrite=True).__enter__()
+        tracer.record(
+            link, model, torch.optim.SGD(model.parameters(), lr=0.1), overwrite=True, capture=tracer.Capture()
+        ).__enter__()
     assert told(real) == before
 
 

@@ -354,7 +354,7 @@ def test_ranks_record_into_one_trace(tmp_path: Path, suffix: str, monkeypatch: p
         for rank in range(size):
             in_rank(monkeypatch, rank, size, port=29500 + size)
             model, optimizer = adam(rank)
-            recording = tracer.record(path, model, optimizer, overwrite=overwrite)
+            recording = tracer.record(path, model, optimizer, overwrite=overwrite, capture=tracer.Capture())
             runs.append((recording, recording.__enter__(), model, optimizer))
         for recording, run, model, optimizer in runs:
             train(run, model, optimizer, 3)
@@ -365,7 +365,7 @@ def test_ranks_record_into_one_trace(tmp_path: Path, suffix: str, monkeypatch: p
             assert len({part.header["run_id"] for part in reader._parts.shown}) == 1
         in_rank(monkeypatch, 1, size, port=29999)
         with pytest.raises(TraceExistsError, match="already exists"):
-            tracer.record(path, *adam()).__enter__()
+            tracer.record(path, *adam(), capture=tracer.Capture()).__enter__()
 
 
 def test_only_chosen_ranks_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +374,7 @@ def test_only_chosen_ranks_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for rank in (1, 0):
         in_rank(monkeypatch, rank)
         model, optimizer = adam()
-        with tracer.record(path, model, optimizer, ranks=[0]) as run:
+        with tracer.record(path, model, optimizer, ranks=[0], capture=tracer.Capture()) as run:
             run.log("mine", 1.0)
             train(run, model, optimizer, 2)
         assert path.exists() is (rank == 0)
@@ -401,7 +401,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(3, 2))
 ddp = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-with tracer.record(sys.argv[1], ddp, optimizer):
+with tracer.record(sys.argv[1], ddp, optimizer, capture=tracer.Capture()):
     for step in range(3):
         optimizer.zero_grad()
         ddp(torch.full((2, 3), float(dist.get_rank() + 1))).sum().backward()

@@ -157,7 +157,7 @@ def test_a_recording_stays_in_its_folder(tmp_path: Path, suffix: str, monkeypatc
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Sequential(torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recording = tracer.record(f"run{suffix}", model, optimizer)
+    recording = tracer.record(f"run{suffix}", model, optimizer, capture=tracer.Capture())
     callback = Recording(f"trainer{suffix}", {})
     recorder = ForwardOutput(trace=f"outputs{suffix}")
     monkeypatch.chdir("elsewhere")

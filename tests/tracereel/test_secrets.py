@@ -182,7 +182,7 @@ def test_record_can_leave_the_command_out(tmp_path: Path) -> None:
     """From Python, too."""
     model = torch.nn.Linear(2, 2)
     for command in (True, False):
-        with tracer.record(tmp_path / f"{command}.zarr", model, (), command=command) as run:
+        with tracer.record(tmp_path / f"{command}.zarr", model, (), command=command, capture=tracer.Capture()) as run:
             run.step()
         with tracer.open(tmp_path / f"{command}.zarr") as trace:
             assert ("argv" in trace.header) == command
@@ -226,7 +226,7 @@ def test_a_batch_keeps_no_secret(tmp_path: Path) -> None:
     from analyze.batching.batch import batch
 
     model = torch.nn.Linear(2, 2)
-    with tracer.record(tmp_path / "run.zarr", model, ()) as run:
+    with tracer.record(tmp_path / "run.zarr", model, (), capture=tracer.Capture()) as run:
         run.step()
     (tmp_path / "fails.py").write_text(FAILS)
     results = batch([tmp_path / "run.zarr"], [f"{tmp_path / 'fails.py'}:Fails"], tmp_path / "answers", workers=0)

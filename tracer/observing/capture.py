@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from typing import Any
@@ -17,19 +17,17 @@ from tracer import walking
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS, Message, kept_of
 from tracer.messaging.subscription import matches_tag
-from tracer.numbers.statistics import ENTRIES, statistics_of
-from tracer.observing.hashes import PIECE, hash_of
+from tracer.numbers.statistics import ENTRIES
+from tracer.observing.beside import BESIDE
+from tracer.observing.hashes import PIECE
 from tracer.observing.reductions import DTYPES, REDUCTIONS, nothing
 from tracer.observing.sketches import Sketch
 from tracer.shown import table
 
 _LOSSES = ("loss", "loss_terms")
 _AS_THEY_ARE = (*_LOSSES, "sample_ids", "generators", "hyperparameters")
-BESIDE: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "hash": lambda x: torch.tensor(hash_of(x)),
-    "statistics": statistics_of,
-}
-"""Reductions whose messages have a kind of their own, such as ``weights_hash``, beside that of the data."""
+_HASHED_WHERE_LARGE = ("input_data", "input_labels", "network_output")
+"""Kinds that `Capture.hash_above` is of."""
 DEFAULT_KINDS: tuple[str, ...] = tuple(
     kind for kind in KINDS if kind not in ("sample_ids", "layer_inputs", "input_gradients", *STATE_KINDS)
 )
@@ -89,6 +87,9 @@ class Capture:
     elements : int, optional
         Keep a fixed random choice of so many elements, in flat order, as a vector. Equally sized tensors share their
         choice, so a weight, its gradient and its update stay aligned.
+    hash_above : int, optional
+        Of ``input_data``, ``input_labels`` and ``network_output`` (and no other kinds): where more than so many bytes
+        of a tensor would be kept, keep only a hash of it, as ``reduce="hash"`` does.
     dtype : str, optional
         ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``: cast floating-point data (but not losses).
         Numbers beyond its range become infinite; how many, of which streams, stands in the trace.
@@ -137,6 +138,7 @@ class Capture:
     rows: int | None = None
     positions: int | None = None
     elements: int | None = None
+    hash_above: int | None = None
     dtype: str | None = None
     reduce: str | Callable[..., Tensor] | None = None
     seed: int = 0
@@ -159,7 +161,10 @@ class Capture:
         for one in self.types or ():
             if not (isinstance(one, type) and issubclass(one, nn.Module)):
                 raise CaptureError(f"types of a capture are classes of modules, such as torch.nn.Conv2d, not {one!r}")
-        for name, least in (("every", 1), ("start", 0), ("rows", 1), ("positions", 1), ("elements", 1), ("depth", -1)):
+        for name, least in (
+            *(("every", 1), ("start", 0), ("rows", 1), ("positions", 1), ("elements", 1), ("depth", -1)),
+            ("hash_above", 0),
+        ):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise CaptureError(f"{name} of a capture is an integer of at least {least}, not {value!r}")
@@ -185,6 +190,16 @@ class Capture:
         for name in ("dtype", "positions", "elements", "condition"):
             if self.reduce in BESIDE and getattr(self, name) is not None:
                 raise CaptureError(f'reduce="{self.reduce}" is of whole tensors as they are: leave out {name}')
+        if self.hash_above is not None:
+            for name in ("condition", "reduce"):
+                if getattr(self, name) is not None:
+                    raise CaptureError(f"hash_above keeps large tensors by their hash alone: leave out {name}")
+            for kind in self.kinds or ():
+                if kind not in _HASHED_WHERE_LARGE and kind not in _AS_THEY_ARE and not KINDS[kind].event:
+                    raise CaptureError(
+                        f"hash_above is of {', '.join(_HASHED_WHERE_LARGE)}, not of {kind}: give {kind} a capture of "
+                        "its own"
+                    )
         for name in ("condition", "reduce"):
             value = getattr(self, name)
             named = name == "reduce" and isinstance(value, str)
@@ -328,6 +343,11 @@ class Capture:
         name = self.beside(kind)
         return kind if name is None else f"{kind}_{name}"
 
+    def kinds_of_messages(self, kind: str) -> tuple[str, ...]:
+        """The kinds that the messages of what it keeps of a kind may have: of large tensors, that of hashes."""
+        hashes = self.hash_above is not None and kind in _HASHED_WHERE_LARGE
+        return (kind, self._of_hashes.published(kind)) if hashes else (self.published(kind),)
+
     # -- how much -------------------------------------------------------------------------------------------
 
     def select(self, kind: str, data: Tensor, module: nn.Module | None = None) -> Tensor:
@@ -424,7 +444,16 @@ class Capture:
     @cached_property
     def everything(self) -> bool:
         """Whether it keeps each tensor that it observes, and all of it as it is."""
-        return not self.choices and self.condition is None
+        return not self.choices and self.condition is None and self.hash_above is None
+
+    def in_place_of(self, kind: str, chosen: Tensor) -> Capture:
+        """Of what it has chosen of a tensor, the capture that keeps it: itself, or for large tensors one of hashes."""
+        small = self.hash_above is None or kind not in _HASHED_WHERE_LARGE or chosen.nbytes <= self.hash_above
+        return self if small else self._of_hashes
+
+    @cached_property
+    def _of_hashes(self) -> Capture:
+        return replace(self, hash_above=None, positions=None, elements=None, dtype=None, reduce="hash")
 
     def sampling(
         self, kind: str, shape: Sequence[int], module: nn.Module | None = None, *, floating: bool = True

@@ -208,9 +208,10 @@ class Demand:
     def _register_topics(self, captures: Iterable[Capture]) -> None:
         for capture in captures:
             for kind in capture.kinds or ():
-                if capture.published(kind) not in self.bus.topics:
-                    topic: Topic = "network" if KINDS[kind].network else "module"
-                    self.bus.register_topic(capture.published(kind), topic)
+                topic: Topic = "network" if KINDS[kind].network else "module"
+                for name in capture.kinds_of_messages(kind):
+                    if name not in self.bus.topics:
+                        self.bus.register_topic(name, topic)
 
     @property
     def _all_captures(self) -> Captures:
@@ -293,7 +294,8 @@ class Demand:
 
     def published(self, kind: str, path: str | None) -> set[str]:
         """The kinds of the messages that can be observed of a stream: its own, of its hashes, of its statistics."""
-        return {capture.published(kind) for capture in self.captures_of(kind, path, None)}
+        captures = self.captures_of(kind, path, None)
+        return {name for capture in captures for name in capture.kinds_of_messages(kind)}
 
     def asked(self, kind: str, path: str | None) -> bool:
         """Whether some receiver asks for a stream in some pass, and a capture allows it."""

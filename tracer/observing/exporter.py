@@ -23,6 +23,7 @@ from tracer.observing.demand import Apart
 from tracer.observing.optimizers import observable
 from tracer.observing.part import Ground
 from tracer.observing.parts import Parts
+from tracer.observing.probes import PROBE, ProbePlan
 from tracer.observing.pytorch.leaves import arguments_of
 from tracer.observing.pytorch.wrappers import unwrap
 
@@ -331,7 +332,7 @@ class Exporter:
         """
         self.parts.probes.add(name, inputs, labels, every, batch_size)
 
-    def probe_first(self, name: str, count: int, *, every: int = 1) -> None:
+    def probe_first(self, plan: ProbePlan, name: str = PROBE) -> None:
         """Probe the model on the first datapoints that it is given itself, of whose calls copies are kept.
 
         They are those of evaluations, if there was one before the first `every` steps were over, else the training's.
@@ -340,14 +341,12 @@ class Exporter:
 
         Parameters
         ----------
+        plan : ProbePlan
+            Of further calls datapoints are taken only as long as their tensors have the same shapes otherwise.
         name : str
-            The tag.
-        count : int
-            Datapoints, at most: of further calls only as long as their tensors have the same shapes otherwise.
-        every : int
-            Steps between two passes.
+            The tag. `probe` may take it over.
         """
-        self.parts.probes.add_first(name, count, every)
+        self.parts.probes.add_first(name, plan)
 
     # -- callbacks for hand-written loops -------------------------------------------------------------------
 

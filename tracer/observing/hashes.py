@@ -38,11 +38,21 @@ def hash_of(tensor: Tensor) -> int:
     >>> hash_of(one) == hash_of(one.t().contiguous().t()), hash_of(one) == hash_of(one.flatten())
     (True, False)
     """
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    whole = xxhash.xxh3_64(f"{dtype} {list(tensor.shape)}\n".encode())
+    whole = xxhash.xxh3_64(text_of(tensor.dtype, tensor.shape))
     for piece in _pieces(tensor):
         whole.update(xxhash.xxh3_64_digest(piece))
     return int.from_bytes(whole.digest(), "big", signed=True)
+
+
+def text_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    r"""The text that a hash begins with.
+
+    Examples
+    --------
+    >>> text_of(torch.float32, torch.Size([2, 3]))
+    b'float32 [2, 3]\n'
+    """
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}\n".encode()
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:

@@ -8,7 +8,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,37 @@ from tracer.observing.pytorch.autograd import with_subclasses
 from tracer.observing.pytorch.tensors import leaves, unobservable
 from tracer.observing.restoring import undisturbed
 
+PROBE: Final = "probe"
+"""The tag of the passes of a `ProbePlan`; metrics of representations listen to it."""
 NO_PROBES = (
     "the model's parameters are distributed, so a pass of one rank waits for all others; evaluate it yourself, on all "
     "ranks, within `run.tag(name)`"
 )
 """Why sharded models are not probed."""
+
+
+class ProbePlan(NamedTuple):
+    """A probe of the first datapoints that the model is given, as `Exporter.probe_first` takes it.
+
+    Attributes
+    ----------
+    datapoints : int
+        At most; 0: there is no probe.
+    every : int
+        Steps between two passes.
+    calls : int or None
+        Of how many calls they are taken at most; None: of as many as it takes.
+    by_default : bool
+        Whether nobody asked for it: then the trace alone says why there is none.
+    """
+
+    datapoints: int
+    every: int = 100
+    calls: int | None = None
+    by_default: bool = False
+
+    def __bool__(self) -> bool:
+        return self.datapoints > 0
 
 
 class Probe:
@@ -39,6 +65,7 @@ class Probe:
         self.labels = labels
         self.every = every
         self.batch_size = batch_size
+        self.by_default = False
         self.last: int | None = None
 
     def batches(self) -> Iterator[Any]:
@@ -90,15 +117,14 @@ class FirstInputs(Probe):
     ----------
     name : str
         The tag.
-    count : int
-        The number of datapoints: rows along the first axis of the first tensor among the arguments.
-    every : int
-        The number of steps before the first pass, and between two passes.
+    plan : ProbePlan
+        Datapoints are rows along the first axis of the first tensor among the arguments.
     """
 
-    def __init__(self, name: str, count: int, every: int) -> None:
-        super().__init__(name, None, None, every, None)
-        self.count = count
+    def __init__(self, name: str, plan: ProbePlan) -> None:
+        super().__init__(name, None, None, plan.every, None)
+        self._plan = plan
+        self.by_default = plan.by_default
         self.refusal = "the model was never called"
         """The reason why there are no inputs."""
         self._given: dict[bool, list[tuple[int, Arguments]]] = {}
@@ -120,7 +146,7 @@ class FirstInputs(Probe):
             self._model, self._given = weakref.ref(model), {}
         kept = self._given.setdefault(evaluation, [])
         have = sum(size for size, _ in kept)
-        if have >= self.count or (kept and kept[-1][0] == 0):
+        if have >= self._plan.datapoints or len(kept) == self._plan.calls or (kept and kept[-1][0] == 0):
             return
         call = Arguments(tuple(args), dict(kwargs))
         tensors = [tensor for _, tensor in leaves(call)]
@@ -131,13 +157,13 @@ class FirstInputs(Probe):
         if kept and not _alike(kept[0], (size, call)):
             kept.append((0, call))  # marks that no more are kept
             return
-        part = slice(0, self.count - have)
+        part = slice(0, self._plan.datapoints - have)
 
         def copy_of(tensor: Tensor) -> Tensor:
             whole = tensor.detach()
             return (whole[part] if _has_rows(whole, size) else whole).clone()
 
-        kept.append((min(size, self.count - have), map_tensors(call, copy_of)))
+        kept.append((min(size, self._plan.datapoints - have), map_tensors(call, copy_of)))
 
     def ready(self, model: nn.Module) -> bool:
         """Choose the inputs from the calls that were kept, unless they are chosen; whether there are any."""
@@ -253,7 +279,9 @@ class Probes(Part):
                 f"probe {name!r} would make the parameters of a lazy model, and with other random numbers than the "
                 "training would: run the model once before"
             )
-        if not isinstance(name, str) or name in ("", DEFAULT_TAG, EVAL_TAG) or any(p.name == name for p in self._all):
+        # one that a recording takes by itself gives way
+        known = [one for one in self._all if one.name != name or not isinstance(one, FirstInputs)]
+        if not isinstance(name, str) or name in ("", DEFAULT_TAG, EVAL_TAG) or any(p.name == name for p in known):
             raise CaptureError(f"a probe's name is a tag of its own, not {name!r}")
         for what, number in (("every", every), ("batch_size", batch_size)):
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
@@ -263,11 +291,13 @@ class Probes(Part):
         probe = Probe(name, inputs, labels, every, batch_size)
         self.demand.leave_times(name)
         self._run(probe)  # a probe that cannot run is an error of the caller, and is raised now
-        self._all.append(probe)
+        if len(known) < len(self._all):
+            self.passes.offered = None
+        self._all = [*known, probe]
 
-    def add_first(self, name: str, count: int, every: int) -> None:
+    def add_first(self, name: str, plan: ProbePlan) -> None:
         """Run the model on the first inputs that it is given."""
-        probe = FirstInputs(name, count, every)
+        probe = FirstInputs(name, plan)
         self._all.append(probe)
         self.demand.leave_times(name)
         self.passes.offered = probe.offer
@@ -292,7 +322,7 @@ class Probes(Part):
             if isinstance(probe, FirstInputs) and not probe.settled:
                 alone = self.models.root is not None
                 why = probe.refusal if alone else "there is not one model, but none or several"
-                self.problems.note(f"probe {probe.name!r}", why)
+                self.problems.note(f"probe {probe.name!r}", why, warn=not probe.by_default)
 
     def _run(self, probe: Probe) -> None:
         root = self.models.root
@@ -302,7 +332,7 @@ class Probes(Part):
         if not self.gate.open or not self.demand.hears(probe.name):
             return
         if self.models.is_sharded:
-            self.problems.note(f"probe {probe.name!r}", NO_PROBES)
+            self.problems.note(f"probe {probe.name!r}", NO_PROBES, warn=not probe.by_default)
             return
         running, passes = self.gate.passes.now, self.passes
         collected: dict[tuple[str, str | None, int, str], list[Tensor]] = {}

@@ -3,57 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tracer.errors import UnknownNameError
-from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, KINDS, STATE_KINDS
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS
 from tracer.observing.capture import DEFAULT_KINDS, Capture
+from tracer.observing.probes import PROBE, ProbePlan
 
+DEFAULT_PROFILE: Final = "standard"
+"""What is recorded where nobody says."""
 KEYFRAME_EVERY: Final = 50
-"""Steps from one keyframe to the next, in the profile ``standard``."""
+"""Steps from one keyframe to the next, and from one probe to the next, in the profile ``standard``."""
+_LARGE: Final = 8 << 20
+"""Bytes of inputs, labels or outputs of a batch above which ``standard`` keeps only their hash."""
+_WIDE: Final = "sketch:k=256"
+"""What ``standard`` keeps of the activations of a probe: of wider layers, estimates."""
 
 _EVENTS = tuple(name for name, kind in KINDS.items() if kind.event and not kind.state)
-_OUTCOMES = ("network_output", "input_labels", "loss_terms", "loss")
+_LOSSES = ("loss_terms", "loss")
+_OUTCOMES = ("network_output", "input_labels", *_LOSSES)
+
+
+class _Profile(NamedTuple):
+    """What a profile records.
+
+    Attributes
+    ----------
+    captures : callable
+        Gives the settings of the captures (`tracer.Capture.from_mapping`).
+    options : Mapping of str to object
+        The options of the recording (`tracer.recording.options.Options`) that hold unless others are given.
+    """
+
+    captures: Callable[[], list[dict[str, Any]]]
+    options: Mapping[str, Any]
 
 
 def _light() -> list[dict[str, Any]]:
-    return [{"kinds": [*_EVENTS, "loss_terms", "loss", "hyperparameters"]}]
+    return [{"kinds": [*_EVENTS, *_LOSSES, "hyperparameters"]}]
 
 
 def _standard() -> list[dict[str, Any]]:
     training = [DEFAULT_TAG]
-    beside = [kind for kind in DEFAULT_KINDS if kind not in (*_EVENTS, "loss_terms", "loss")]
+    steps = [kind for kind in DEFAULT_KINDS if kind not in (*_EVENTS, *_LOSSES)]
+    inputs = ["input_data", "input_labels"]
     return [
         # before the keyframes, because the first capture that takes a stream decides on it
         {
-            "kinds": [
-                *_EVENTS,
-                "loss_terms",
-                "loss",
-                "input_data",
-                "sample_ids",
-                "input_labels",
-                "generators",
-                "hyperparameters",
-            ],
+            "kinds": [*_EVENTS, *_LOSSES, *inputs, "sample_ids", "generators", "hyperparameters"],
             "tags": training,
+            "hash_above": _LARGE,
         },
         {"kinds": ["weights", "biases", *STATE_KINDS], "every": KEYFRAME_EVERY, "tags": training},
-        {"kinds": beside, "reduce": "statistics", "tags": training},
-        {"kinds": beside, "reduce": "hash", "tags": training},
-        {"kinds": _OUTCOMES, "tags": [EVAL_TAG]},
+        {"kinds": steps, "reduce": "statistics", "tags": training},
+        {"kinds": [kind for kind in steps if kind not in inputs], "reduce": "hash", "tags": training},
+        {"kinds": list(_OUTCOMES), "tags": [f"!{DEFAULT_TAG}"], "hash_above": _LARGE},
+        {"kinds": ["activations"], "tags": [f"*{PROBE}*"], "positions": 16, "reduce": _WIDE},
     ]
 
 
 def _full() -> list[dict[str, Any]]:
-    return [
-        {"kinds": list(DEFAULT_KINDS), "tags": [f"!{EVAL_TAG}"]},
-        {"kinds": _OUTCOMES, "tags": [EVAL_TAG]},
-    ]
+    return [{"kinds": list(DEFAULT_KINDS)}]
 
 
-PROFILES: Mapping[str, Callable[[], list[dict[str, Any]]]] = {"light": _light, "standard": _standard, "full": _full}
-"""By name, what gives the settings of the captures (`tracer.Capture.from_mapping`)."""
+_PROFILES: Mapping[str, _Profile] = {
+    "light": _Profile(_light, {}),
+    "standard": _Profile(
+        _standard,
+        {
+            "max_overhead": 0.05,
+            "keyframe_bytes": 64 << 20,
+            "overhead_credit": 1.0,  # so that a short training is recorded at every step
+            "probe": ProbePlan(64, every=KEYFRAME_EVERY, calls=1, by_default=True),
+        },
+    ),
+    "full": _Profile(_full, {}),
+}
+
+
+def _profile(name: str) -> _Profile:
+    if name not in _PROFILES:
+        raise UnknownNameError.of("profile", str(name), _PROFILES)
+    return _PROFILES[name]
 
 
 def settings_of(name: str) -> list[dict[str, Any]]:
@@ -64,9 +95,18 @@ def settings_of(name: str) -> list[dict[str, Any]]:
     UnknownNameError
         If there is no such profile.
     """
-    if name not in PROFILES:
-        raise UnknownNameError.of("profile", str(name), PROFILES)
-    return PROFILES[name]()
+    return _profile(name).captures()
+
+
+def options_of(name: str) -> Mapping[str, Any]:
+    """The options of a recording that hold with a profile, unless others are given.
+
+    Raises
+    ------
+    UnknownNameError
+        If there is no such profile.
+    """
+    return _profile(name).options
 
 
 def profile(name: str) -> tuple[Capture, ...]:
@@ -75,11 +115,13 @@ def profile(name: str) -> tuple[Capture, ...]:
     ``light``
         Losses and hyperparameters.
     ``standard``
-        At every step the losses, statistics and a hash of every tensor, inputs, sample ids, labels, hyperparameters and
-        the states of the random generators; at every 50th step a keyframe. ``trace reenact`` brings back everything
-        else. Of evaluations outputs, labels and losses.
+        The default. At every step losses, inputs, labels, sample ids, hyperparameters and the states of the random
+        generators; at every 50th step a keyframe; statistics and a hash of every tensor as often as 5 % of the
+        training's CPU time allow, after a first second. ``trace reenact`` brings back everything else. Of evaluations
+        outputs, labels and losses. Under the tag ``probe``, after every 50 steps, activations of the first datapoints,
+        at most 64 of one batch. Of inputs, labels and outputs of a batch above 8 MiB only a hash is kept.
     ``full``
-        Everything, at every step; of evaluations outputs, labels and losses.
+        Everything, at every step and of every evaluation.
 
     Raises
     ------
@@ -89,6 +131,6 @@ def profile(name: str) -> tuple[Capture, ...]:
     Examples
     --------
     >>> [capture.reduce or len(capture.kinds) for capture in profile("standard")]
-    [11, 7, 'statistics', 'hash', 4]
+    [11, 7, 'statistics', 'hash', 4, 'sketch:k=256']
     """
     return tuple(map(Capture.from_mapping, settings_of(name)))

@@ -322,8 +322,10 @@ class Publisher:
             return
         placement = self.place(data)
         source = local(data)
-        if source.requires_grad or type(source) is not Tensor:
-            source = source.detach()
+        if source.requires_grad or type(source) is not Tensor or source.is_cuda:
+            source = (
+                source.detach()
+            )  # a device is asked twice of one reading only of a tensor that is of this call alone
         if source.layout is not torch.strided:
             source, owned = source.to_dense(), True
         if self.collecting is not None:
@@ -337,10 +339,13 @@ class Publisher:
             source, scale, owned = unscaled(source, scale), None, True
         for capture in captures:
             chosen = source if capture is EVERYTHING else capture.select(kind, source, self.demand.module_at(path))
+            keeping = capture.in_place_of(kind, chosen)
+            if keeping is not capture:
+                chosen = keeping.select(kind, source)
             if scale is not None:
                 chosen = unscaled(chosen, scale)
             self.release(
-                capture, stream, chosen, source, number, at, owned=owned, placement=placement,
+                keeping, stream, chosen, source, number, at, owned=owned, placement=placement,
                 twice=capture is captures[-1] and has_statistics(captures, kind),
             )  # fmt: skip
 

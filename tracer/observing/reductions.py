@@ -52,6 +52,17 @@ def _precise(x: Tensor) -> torch.dtype:
     return torch.complex128 if x.is_complex() else torch.float64
 
 
+def power_of_two(exponent: Tensor) -> Tensor:
+    """Two to powers from -1022 to 1023, smaller ones as -1022; float64. `torch.ldexp` is not exact on every device.
+
+    Examples
+    --------
+    >>> power_of_two(torch.tensor([-1, 0, 10])).tolist()
+    [0.5, 1.0, 1024.0]
+    """
+    return (exponent.long().clamp(min=-1022) + 1023).bitwise_left_shift(52).view(torch.float64)
+
+
 def _scale(x: Tensor) -> Tensor | None:
     """A power of two to divide by, so that squares and sums stay within float64; None if they do anyway."""
     if x.dtype not in (torch.float64, torch.complex128):
@@ -60,7 +71,7 @@ def _scale(x: Tensor) -> Tensor | None:
     if not size.is_cuda and 1e-100 < float(size) < 1e100:
         return None
     exponent = torch.frexp(size).exponent - 1
-    return torch.where(size.isfinite() & (size > 0), torch.ldexp(torch.ones_like(size), exponent), 1.0)
+    return torch.where(size.isfinite() & (size > 0), power_of_two(exponent), 1.0)
 
 
 def _in_range(statistic: Callable[[Tensor, Tensor | None], Tensor]) -> Callable[[Tensor], Tensor]:

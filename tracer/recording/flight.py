@@ -96,6 +96,8 @@ class Flight:
             raise CaptureError(f"capture of a flight recorder is a tracer.Capture or several, not {self.capture!r}")
         if any(one.runs for one in captures):
             raise CaptureError("a flight recorder holds no running reductions: of what it drops they would not know")
+        if any(one.hash_above is not None for one in captures):
+            raise CaptureError("a flight recorder holds tensors whole, whatever their size: leave out hash_above")
         object.__setattr__(self, "when", when)
         object.__setattr__(self, "bytes", held)
         object.__setattr__(self, "capture", None if self.capture is None else captures)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
 from tracer.errors import CaptureError
+from tracer.observing.probes import ProbePlan
+from tracer.observing.profiles import options_of
 from tracer.recording import environment
 from tracer.recording.flight import Flight
 from tracer.trace.certificate import Certificate
@@ -16,7 +18,6 @@ QUEUE_BYTES: Final = 256 << 20
 """How much data may wait for the writer thread before the training waits for it."""
 COMMIT_SECONDS: Final = 2.0
 """After how many seconds at most what was recorded is safe."""
-PROBE_EVERY: Final = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +29,13 @@ class Options:
 
     Attributes
     ----------
-    probe : int, optional
-        Of ``trace record`` only: record under the tag ``probe`` what the model makes of so many datapoints; see
-        `Exporter.probe_first`.
-    probe_every : int
-        Steps between two of these passes.
+    probe : ProbePlan, optional
+        Record under the tag ``probe`` what the model makes of its first datapoints; see `Exporter.probe_first`. Only
+        ``trace record`` and profiles give it.
+    overhead_credit : float, optional
+        Seconds that the recording may take before `max_overhead` holds. Only profiles give it, with their bound.
+    keyframe_bytes : int, optional
+        What keyframes may take as often as they were asked for; from then on they are spread. Only profiles give it.
     disabled : bool
         Whether steps are only counted and nothing is recorded (``TRACE_DISABLE``).
     reenacts : mapping, optional
@@ -61,14 +64,15 @@ class Options:
     replicated: Literal["once", "every"] = "once"
     compression: str | Mapping[str, str] = "auto"
     max_overhead: float | None = None
+    overhead_credit: float | None = None
+    keyframe_bytes: int | None = None
     max_bytes: int | None = None
     stop_at_bytes: int | None = None
     min_free_disk: int | None = None
     flight: Flight | None = None
     certificate: Certificate | None = None
     command: bool = True
-    probe: int | None = None
-    probe_every: int = PROBE_EVERY
+    probe: ProbePlan | None = None
     disabled: bool = False
     reenacts: Mapping[str, Any] | None = None
 
@@ -99,6 +103,7 @@ class Options:
             "max_overhead": None if self.max_overhead is None else environment.share_of(self.max_overhead),
             "min_free_disk": None if self.min_free_disk is None else environment.size_of(self.min_free_disk, least=0),
             "ranks": None if self.ranks is None else tuple(self.ranks),
+            "probe": None if self.probe is None else ProbePlan(*self.probe),
             "compression": dict(Compression(self.compression).choice),
             "flight": Flight.of(self.flight) if isinstance(self.flight, Mapping) else self.flight,
         }
@@ -110,6 +115,19 @@ class Options:
         """The options among values by their names, such as all parameters of a function."""
         return cls(**{one.name: given[one.name] for one in fields(cls) if one.name in given})
 
+    def of_profile(self, name: str) -> Options:
+        """The same, with the options of a profile where none were given.
+
+        Raises
+        ------
+        UnknownNameError
+            If there is no such profile.
+        """
+        missing = {one: value for one, value in options_of(name).items() if getattr(self, one) is None}
+        if self.max_overhead is not None:
+            missing.pop("overhead_credit", None)
+        return replace(self, **missing)
+
     def in_this_environment(self) -> Options:
         """The same, within what ``TRACE_MAX_BYTES`` and ``TRACE_DISABLE`` allow."""
         max_bytes, stop_at_bytes = environment.bounds_or(self.max_bytes, self.stop_at_bytes)
@@ -117,7 +135,9 @@ class Options:
 
     def unbounded(self) -> Options:
         """The same, without bounds of bytes and of overhead."""
-        return replace(self, max_bytes=None, stop_at_bytes=None, max_overhead=None)
+        return replace(
+            self, max_bytes=None, stop_at_bytes=None, max_overhead=None, overhead_credit=None, keyframe_bytes=None
+        )
 
     def _bounds(self) -> dict[str, int | None]:
         return {"max_bytes": self.max_bytes, "stop_at_bytes": self.stop_at_bytes}
@@ -125,7 +145,7 @@ class Options:
     def describe(self) -> dict[str, Any]:
         """Those that a trace's header tells, as JSON."""
         told = ("queue_bytes", "on_full", "commit_steps", "commit_seconds", "durable")
-        bounds = ("max_overhead", "max_bytes", "stop_at_bytes", "min_free_disk")
+        bounds = ("max_overhead", "overhead_credit", "keyframe_bytes", "max_bytes", "stop_at_bytes", "min_free_disk")
         return {name: getattr(self, name) for name in (*told, *bounds)}
 
 

@@ -16,7 +16,7 @@ from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.messaging.receiver import Receiver, in_order
 from tracer.observing.capture import Capture
 from tracer.observing.exporter import Exporter
-from tracer.observing.profiles import profile
+from tracer.observing.profiles import DEFAULT_PROFILE, profile
 from tracer.recording import environment, termination
 from tracer.recording.family import Member
 from tracer.recording.flight import Flight
@@ -53,7 +53,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         The ``loss`` of the training is what ``backward`` is called on, whether or not this is given; where you log
         another with ``run.log("loss", value)``, it is that.
     capture : Capture, iterable of Capture or str
-        What to observe; also the bound of what `receivers` can get. A name is that of a `tracer.profile`.
+        What to observe; also the bound of what `receivers` can get. A name is that of a `tracer.profile`; by default
+        ``"standard"``. ``tracer.Capture()`` observes everything.
     receivers : iterable of Receiver
         Subscribers that listen live, on the same bus, to the same messages that are recorded.
     logs : iterable of str
@@ -89,10 +90,12 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         Whether weights that several ranks hold alike, their gradients (as averaged) and their updates are recorded by
         the lowest of these ranks only, or by each: to see whether they drift apart.
     compression : str or mapping
-        How the data is compressed, on the writer thread: ``"auto"`` (integers are, floats are not; in HDF5 nothing),
-        ``"none"``, ``"lz4"`` or ``"zstd"``, or one of them for each kind, such as ``{"activations": "zstd"}``.
+        How the data is compressed, on the writer thread: ``"auto"`` (integers and inputs are, other floats are not; in
+        HDF5 nothing), ``"none"``, ``"lz4"``, ``"lz4-noshuffle"`` or ``"zstd"``, or one of them for each kind, such as
+        ``{"activations": "zstd"}``.
     max_overhead : float or str, optional
-        The share of the training's CPU time that recording may take, such as ``0.03`` or ``"3%"``. It is measured at
+        The share of the training's CPU time that recording may take, such as ``0.03`` or ``"3%"``; by default 5 % with
+        the profile ``standard``, else no bound. It is measured at
         each step, and what is dear (tensors, their statistics and hashes) is recorded more seldom or more often; if
         that is not enough, keyframes, too. Losses, inputs, labels, generators and hyperparameters stay as often as they
         were asked for. Each change stands in the trace, as a note ``schedule``.
@@ -134,7 +137,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
     >>> path = tempfile.mkdtemp() + "/run.zarr"
     >>> model, loss = torch.nn.Linear(3, 2), torch.nn.MSELoss()
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> with tracer.record(path, model, optimizer, loss=loss):
+    >>> with tracer.record(path, model, optimizer, loss=loss, capture=tracer.Capture()):
     ...     for _ in range(4):
     ...         optimizer.zero_grad()
     ...         loss(model(torch.ones(5, 3)), torch.zeros(5, 2)).backward()
@@ -180,12 +183,17 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         given = locals()
         self.path = location(environment.path_or(path))
         """Where the trace is written."""
-        self._options = Options.among(given).in_this_environment()
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
-        captures = Capture() if capture is None else profile(capture) if isinstance(capture, str) else capture
-        self._captures = tuple(captures) if isinstance(captures, Iterable) else (captures,)
+        options = Options.among(given)
+        if capture is None or isinstance(capture, str):
+            name = DEFAULT_PROFILE if capture is None else capture
+            options, captures = options.of_profile(name), profile(name)
+        else:
+            captures = tuple(capture) if isinstance(capture, Iterable) else (capture,)
+        self._options = options.in_this_environment()
+        self._captures = captures
         if not self._captures or not all(isinstance(one, Capture) for one in self._captures):
             raise CaptureError(f"capture is a tracer.Capture or several of them, not {capture!r}")
         self._receivers = tuple(receivers)
@@ -198,6 +206,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             exporter.set_model(self._model)
             exporter.set_optimizer(self._optimizer)
             exporter.watch_backward()
+            if self._options.probe:
+                exporter.probe_first(self._options.probe)
             if self._loss is not None:
                 exporter.set_loss(self._loss)
             for kind in self._logs:

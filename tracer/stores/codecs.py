@@ -66,6 +66,7 @@ class Codec:
 CODECS: Mapping[str, Codec] = MappingProxyType(
     {
         "lz4": Codec("lz4", "lz4", 5, "bitshuffle"),
+        "lz4-noshuffle": Codec("lz4-noshuffle", "lz4", 5, "noshuffle"),
         "zstd": Codec("zstd", "zstd", 1, "shuffle"),
     }
 )

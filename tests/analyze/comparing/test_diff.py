@@ -369,7 +369,7 @@ def record(path: Path, model: nn.Module, seed: int = 0, **options: Any) -> Path:
     torch.manual_seed(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     draw = torch.Generator().manual_seed(5)
-    with tracer.record(path, model, optimizer, loss=nn.functional.mse_loss, **options):
+    with tracer.record(path, model, optimizer, loss=nn.functional.mse_loss, **{"capture": tracer.Capture(), **options}):
         for _ in range(3):
             x = torch.randn(6, 4, generator=draw)
             optimizer.zero_grad()

@@ -187,7 +187,7 @@ def train(path: Path, *, fused: bool = False, rounding: float = 0.0, fault: Faul
     model = NETWORKS["rnn"]()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, foreach=False, fused=fused)
     loss = nn.functional.cross_entropy
-    with tracer.record(path, model, optimizer, loss=loss):
+    with tracer.record(path, model, optimizer, loss=loss, capture=tracer.Capture()):
         for step, (x, y) in enumerate(batches("rnn", 16, 0)):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()

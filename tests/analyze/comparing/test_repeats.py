@@ -196,7 +196,13 @@ def train(path: Path, *, rounding: float, first: int = 0, fault: int = -1) -> Pa
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     with tracer.record(
-        path, model, optimizer, loss=nn.functional.cross_entropy, resume=bool(first), first_step=first or None
+        path,
+        model,
+        optimizer,
+        loss=nn.functional.cross_entropy,
+        resume=bool(first),
+        first_step=first or None,
+        capture=tracer.Capture(),
     ):
         for step, (x, y) in enumerate(batches("rnn", 18, 0)):
             if step < first:

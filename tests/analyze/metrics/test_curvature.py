@@ -80,7 +80,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Collec
     wishes += ["hessian_trace:exact=0,probes=30,as=estimated", "tictrace:exact=3,probes=30,as=estimated"]
     path = tmp_path_factory.mktemp("curvature") / "run.zarr"
     receivers = [*map(parse, wishes), heard]
-    with tracer.record(path, net, optimizer, loss=F.cross_entropy, receivers=receivers, strict=True):
+    with tracer.record(
+        path, net, optimizer, loss=F.cross_entropy, receivers=receivers, strict=True, capture=tracer.Capture()
+    ):
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
             x = torch.randn(6, 1, 4, 4, generator=generator, dtype=torch.float64)
@@ -240,7 +242,15 @@ def test_a_loss_that_is_not_finite_is_answered(tmp_path: Path) -> None:
     net, heard = nn.Linear(4, 3), Collect("loss_*")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     receivers = [*map(parse, ("hessian_eigen", "hessian_trace", "ticdiag", "tictrace")), heard]
-    with tracer.record(tmp_path / "run.zarr", net, optimizer, loss=F.cross_entropy, receivers=receivers, strict=True):
+    with tracer.record(
+        tmp_path / "run.zarr",
+        net,
+        optimizer,
+        loss=F.cross_entropy,
+        receivers=receivers,
+        strict=True,
+        capture=tracer.Capture(),
+    ):
         for step in range(2):
             x = torch.full((5, 4), torch.nan if step else 1.0)
             F.cross_entropy(net(x), torch.arange(5) % 3).backward()
@@ -340,7 +350,9 @@ def test_live_runs_of_one_training_say_the_same(tmp_path: Path) -> None:
         torch.manual_seed(number)
         np.random.seed(number)  # noqa: NPY002 - whatever it is
         receivers = [parse("hessian_trace:exact=0"), parse("hessian_eigen:exact=0"), heard]
-        with tracer.record(tmp_path / f"{number}.zarr", net, optimizer, receivers=receivers, strict=True):
+        with tracer.record(
+            tmp_path / f"{number}.zarr", net, optimizer, receivers=receivers, strict=True, capture=tracer.Capture()
+        ):
             F.cross_entropy(net(x), y).backward()
             optimizer.step()
         told.append([(one.kind, one.data.tolist()) for one in heard if one.data is not None])

@@ -212,7 +212,9 @@ def test_moments_are_those_of_torch_adam(tmp_path: Path) -> None:
     rule = analyze.AdamMoments(learning_rate=0.02, beta1=0.8, beta2=0.95, eps=1e-6)
     receivers = [rule, analyze.Norm("weight_updates"), heard]
     loss, seconds = nn.CrossEntropyLoss(), []
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=loss, receivers=receivers, strict=True):
+    with tracer.record(
+        tmp_path / "run.zarr", model, optimizer, loss=loss, receivers=receivers, strict=True, capture=tracer.Capture()
+    ):
         for step in range(1, 8):
             optimizer.zero_grad()
             loss(model(x), y).backward()
@@ -540,7 +542,9 @@ def test_forgetting_of_training_batches_by_id(tmp_path: Path) -> None:
     model, loss = nn.Linear(4, 3), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
     history = []
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=loss, strict=True) as run:
+    with tracer.record(
+        tmp_path / "run.zarr", model, optimizer, loss=loss, strict=True, capture=tracer.Capture()
+    ) as run:
         for _ in range(4):
             correct = torch.zeros(30, dtype=torch.int64)
             for rows in torch.randperm(30).split(8):

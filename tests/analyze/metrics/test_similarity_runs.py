@@ -308,7 +308,9 @@ def test_live_equals_replay(wish: str, tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     x = torch.randn(40, 6)
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, receivers=[parse(wish), live]) as run:
+    with tracer.record(
+        tmp_path / "run.zarr", model, optimizer, receivers=[parse(wish), live], capture=tracer.Capture()
+    ) as run:
         run.probe("probe", x, batch_size=16)
         for _ in range(3):
             optimizer.zero_grad()

@@ -485,7 +485,7 @@ def test_a_run_that_is_resumed_with_another_capture(tmp_path: Path, reduces: tup
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         receivers, first = [parse("sketched_rank:k=16,tag=probe"), live], 2 * attempt if attempt else None
         options: dict[str, Any] = {"capture": capture, "receivers": receivers, "resume": True, "first_step": first}
-        with tracer.record(path, model, optimizer, **options) as run:
+        with tracer.record(path, model, optimizer, **{"capture": tracer.Capture(), **options}) as run:
             run.probe("probe", x, every=1)
             for _ in range(2):
                 optimizer.zero_grad()

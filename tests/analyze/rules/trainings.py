@@ -464,7 +464,7 @@ class Training:
         self.fault.prepare(model)
         optimizer = _optimizer(self.optimizer, self.fault.groups(model), self.rate)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        with tracer.record(path, model, optimizer, loss=F.cross_entropy, **options):
+        with tracer.record(path, model, optimizer, loss=F.cross_entropy, **{"capture": tracer.Capture(), **options}):
             for step, (x, y) in enumerate(batches(self.network, self.steps, self.seed)):
                 for group in optimizer.param_groups:
                     of_fault = self.fault.rate(step, names[id(group["params"][0])])

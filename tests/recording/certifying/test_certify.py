@@ -355,7 +355,11 @@ def test_the_certificate_stands_in_the_trace(tmp_path: Path) -> None:
     """`tracer.record` keeps it, and ``info`` shows it, for people and as JSON."""
     certificate = tracer.certify(trainer(), steps=3)
     path = tmp_path / "run.zarr"
-    trainer()(lambda *given, **more: tracer.record(path, *given, certificate=certificate, **more))
+    trainer()(
+        lambda *given, **more: tracer.record(
+            path, *given, certificate=certificate, **{"capture": tracer.Capture(), **more}
+        )
+    )
     runner = CliRunner()
     told = json.loads(runner.invoke(main, ["info", str(path), "--json"]).stdout)["header"]["certificate"]
     assert told == certificate.describe()
@@ -652,7 +656,7 @@ def train(record=None):
     with record(model, opt): steps()
 if "inside" in sys.argv:
     certificate = tracer.certify(train, steps=3)
-    train(lambda *given: tracer.record("run.zarr", *given, certificate=certificate))
+    train(lambda *given: tracer.record("run.zarr", *given, certificate=certificate, capture=tracer.Capture()))
 else:
     train()
 dist.barrier()

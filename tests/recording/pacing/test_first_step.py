@@ -33,7 +33,7 @@ def outlook(path: Path, steps: int, **settings: Any) -> list[Outlook]:
     """What is told of a recording of so many steps."""
     told: list[Outlook] = []
     model, optimizer, inputs, labels = mlp()
-    with tracer.record(path, model, optimizer, **settings) as run:
+    with tracer.record(path, model, optimizer, **{"capture": tracer.Capture(), **settings}) as run:
         run.tell_outlook(told.append)
         for _ in range(steps):
             optimizer.zero_grad()
@@ -67,8 +67,12 @@ def test_a_first_step_without_messages(tmp_path: Path) -> None:
         (["--profile", "standard", "--max-overhead", "5%"], "recording the profile standard: ", " steps"),
         (["-k", "weights"], "recording weights: ", " steps"),
         (["-k", "loss", "--every", "2"], "recording loss, of some of the steps: ", " steps"),
-        (["--max-bytes", "10MB"], "recording 17 kinds of messages: ", "becoming rarer to stay within 10.0 MB"),
-        (["--stop-at-bytes", "10MB"], "recording 17 kinds of messages: ", " steps"),
+        (
+            ["--every", "1", "--max-bytes", "10MB"],
+            "recording 17 kinds of messages: ",
+            "to stay within 10.0 MB",
+        ),
+        (["--stop-at-bytes", "10MB"], "recording the profile full: ", " steps"),
     ],
 )
 def test_trace_record_says_it(options: list[str], begin: str, end: str, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_disk_is_never_filled(suffix: str, small_disk: Path, monkeypatch: pyte
     path, floor = small_disk / f"run.{suffix}", 8_000_000
     with (
         pytest.warns(RuntimeWarning, match="min_free_disk"),
-        tracer.record(path, model, optimizer, min_free_disk=floor) as run,
+        tracer.record(path, model, optimizer, min_free_disk=floor, capture=tracer.Capture()) as run,
     ):
         for _ in range(100):
             optimizer.zero_grad()
@@ -67,7 +67,9 @@ def test_what_is_held_is_still_written(bounds: dict[str, str], tmp_path: Path, m
     monkeypatch.setattr(free_disk, "free_bytes", lambda folder: next(left))
     with pytest.warns(RuntimeWarning, match="ends before global step 4, for which min_free_disk"):
         model, optimizer, inputs, labels = mlp()
-        with tracer.record(tmp_path / "run.zarr", model, optimizer, min_free_disk="1kB", **bounds):
+        with tracer.record(
+            tmp_path / "run.zarr", model, optimizer, min_free_disk="1kB", **{"capture": tracer.Capture(), **bounds}
+        ):
             for _ in range(10):
                 optimizer.zero_grad()
                 torch.nn.functional.cross_entropy(model(inputs), labels).backward()

@@ -131,7 +131,10 @@ def test_a_bound_below_everything_ends_it(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     path = tmp_path / "run.zarr"
-    with pytest.warns(RuntimeWarning, match="max_bytes"), tracer.record(path, model, optimizer, max_bytes="1kB"):
+    with (
+        pytest.warns(RuntimeWarning, match="max_bytes"),
+        tracer.record(path, model, optimizer, max_bytes="1kB", capture=tracer.Capture()),
+    ):
         for _ in range(500):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()

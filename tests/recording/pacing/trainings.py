@@ -55,7 +55,7 @@ def train(path: Path | None, make: Callable[[], Made], steps: int, **settings: A
         return model
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with tracer.record(path, model, optimizer, loss=loss, **settings):
+        with tracer.record(path, model, optimizer, loss=loss, **{"capture": tracer.Capture(), **settings}):
             run()
     return model
 

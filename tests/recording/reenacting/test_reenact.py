@@ -370,7 +370,11 @@ def test_metrics_that_need_the_model(recorded: Any) -> None:
     setup, loop = body.split("for step in range(30):")
     exec(setup, namespace)
     with tracer.record(
-        folder / "live.zarr", namespace["model"], namespace["optimizer"], receivers=[HessianTrace(), live]
+        folder / "live.zarr",
+        namespace["model"],
+        namespace["optimizer"],
+        receivers=[HessianTrace(), live],
+        capture=tracer.Capture(),
     ):
         exec("for step in range(15):" + loop, namespace)
     expected = {one.global_step: float(one.data) for one in live}
@@ -401,7 +405,9 @@ def test_late_probes_are_those_of_a_live_run(recorded: Any) -> None:
     setup, loop = (HEAD.replace("sys.argv", "['train.py']") + SCRIPTS["own loss"]).split("for step in range(30):")
     namespace: dict[str, Any] = {}
     exec(setup, namespace)
-    with tracer.record(folder / "probed.zarr", namespace["model"], namespace["optimizer"], overwrite=True) as run:
+    with tracer.record(
+        folder / "probed.zarr", namespace["model"], namespace["optimizer"], overwrite=True, capture=tracer.Capture()
+    ) as run:
         run.probe("probe", torch.from_numpy(inputs), torch.arange(20) % 3, every=10)
         exec("for step in range(29):" + loop, namespace)
 

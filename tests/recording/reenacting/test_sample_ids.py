@@ -124,6 +124,20 @@ def test_the_data_set_gives_the_inputs(name: str, steps: tuple[int, int], record
         assert hash_of(tensor) == hash_of(expected[place]), place
 
 
+def test_large_inputs_are_kept_as_a_hash(recorded: Any) -> None:
+    """Of batches that are larger than `hash_above`, the data set gives inputs and labels."""
+    folder = recorded("augmented")
+    first = {**IDS[0], "kinds": [*IDS[0]["kinds"], "input_data", "input_labels"], "hash_above": 8 * 3}
+    (folder / "large.json").write_text(json.dumps([first, *IDS[1:]]))
+    done = trace(folder, "record", "--config", "large.json", "--out", "large.zarr", "train.py")
+    assert done.returncode == 0, done.stderr
+    with tracer.open(folder / "large.zarr") as reader:
+        assert {one.kind for one in reader.streams} >= {"input_data_hash", "input_labels_hash", "sample_ids"}
+        assert not {"input_data", "input_labels"} & {one.kind for one in reader.streams}
+    done = trace(folder, "reenact", "large.zarr", "--steps", "11:14", "--overwrite", "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_what_is_no_datapoint_is_drawn_again(recorded: Any) -> None:
     """The noise that a generator is given has no ids; the script draws it as it did, and its hash verifies it."""
     folder = recorded("gan")

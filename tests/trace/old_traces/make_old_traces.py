@@ -410,7 +410,9 @@ def resumed_run(path: Path) -> None:
     kept: dict[str, Any] = {}
     for last, count in ((False, 6), (False, 2), (True, 3)):
         try:
-            with tracer.record(path, model, optimizer, resume=True, loss=nn.functional.cross_entropy) as run:
+            with tracer.record(
+                path, model, optimizer, resume=True, loss=nn.functional.cross_entropy, capture=tracer.Capture()
+            ) as run:
                 for step in range(count):
                     steps(model, optimizer, 1)
                     if step == 3:
@@ -440,7 +442,9 @@ def ranks_run(path: Path, *, resume: bool = False) -> None:
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(29500 + attempt)}
             model, optimizer = seeded()
             first: dict[str, Any] = {"resume": True, "first_step": 2 * attempt} if resume else {}
-            recording = tracer.record(path, model, optimizer, loss=nn.functional.cross_entropy, **first)
+            recording = tracer.record(
+                path, model, optimizer, loss=nn.functional.cross_entropy, **{"capture": tracer.Capture(), **first}
+            )
             runs.append((recording, recording.__enter__(), model, optimizer))
         for rank, (recording, run, model, optimizer) in enumerate(runs):
             torch.manual_seed(rank)
@@ -455,7 +459,7 @@ def failed_run(path: Path) -> None:
     """A training that raises an exception in the midst of a step."""
     model, optimizer = seeded()
     try:
-        with tracer.record(path, model, optimizer):
+        with tracer.record(path, model, optimizer, capture=tracer.Capture()):
             steps(model, optimizer, 2)
             model(torch.randn(4, 3))
             raise ValueError("loss is not finite: ä")
@@ -497,7 +501,9 @@ def _fails_once() -> Callable[[Tensor], Tensor]:
 def killed_run(path: Path, committed: int) -> None:
     """A training that is killed when so many steps are committed, in the midst of another."""
     model, optimizer = seeded()
-    with tracer.record(path, model, optimizer, loss=nn.functional.cross_entropy, commit_seconds=1e6) as run:
+    with tracer.record(
+        path, model, optimizer, loss=nn.functional.cross_entropy, commit_seconds=1e6, capture=tracer.Capture()
+    ) as run:
         recorder = run.recorder
         assert recorder is not None
         assert recorder.writer is not None
@@ -544,7 +550,9 @@ def distributed_run(folder: Path) -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             torch.manual_seed(0 if name == "tensor-parallel" else torch.distributed.get_rank())
             path = folder / f"{name}{suffix}"
-            with tracer.record(path, model, optimizer, loss=nn.functional.cross_entropy, **options) as run:
+            with tracer.record(
+                path, model, optimizer, loss=nn.functional.cross_entropy, **{"capture": tracer.Capture(), **options}
+            ) as run:
                 steps(model, optimizer, 2)
                 run.epoch_finished()
             torch.distributed.barrier()

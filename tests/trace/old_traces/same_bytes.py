@@ -361,7 +361,9 @@ def recorded(training: Callable[[Callable[..., Any]], None], settings: dict[str,
 
     def record(path: Path) -> None:
         def begin(*arguments: Any, **more: Any) -> Any:
-            recording = tracer.record(path, *arguments, commit_seconds=1e6, **{**more, **settings})
+            recording = tracer.record(
+                path, *arguments, commit_seconds=1e6, **{**more, **settings}, capture=tracer.Capture()
+            )
             return Rested(recording)
 
         training(begin)
@@ -455,7 +457,7 @@ def failed(path: Path) -> None:
 
     model, optimizer = small()
     try:
-        with Rested(tracer.record(path, model, optimizer, commit_seconds=1e6)):
+        with Rested(tracer.record(path, model, optimizer, commit_seconds=1e6, capture=tracer.Capture())):
             train(model, optimizer, 2)
             raise ValueError("not finite: ä")
     except ValueError:
@@ -478,7 +480,11 @@ def resumed(path: Path) -> None:
 
     model, optimizer = small()
     for first in (0, 3, 4):
-        with Rested(tracer.record(path, model, optimizer, resume=True, first_step=first, commit_seconds=1e6)) as run:
+        with Rested(
+            tracer.record(
+                path, model, optimizer, resume=True, first_step=first, commit_seconds=1e6, capture=tracer.Capture()
+            )
+        ) as run:
             train(model, optimizer, 4)
             run.epoch_finished()
 
@@ -490,7 +496,7 @@ def ranks(path: Path) -> None:
     for rank in range(2):
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "same"}
         model, optimizer = small()
-        with Rested(tracer.record(path, model, optimizer, commit_seconds=1e6)):
+        with Rested(tracer.record(path, model, optimizer, commit_seconds=1e6, capture=tracer.Capture())):
             train(model, optimizer, 3)
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         del os.environ[name]

@@ -25,13 +25,13 @@ from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.observing.capture import Capture, observed
 from tracer.observing.optimizers import steps_within
+from tracer.observing.probes import PROBE
 from tracer.observing.pytorch.loss_graph import behind
 from tracer.observing.pytorch.patches import Differentiating
 from tracer.recording.certifying.fingerprint import fingerprint
 from tracer.recording.certifying.rehearsal import PATIENCE, Request
 from tracer.recording.certifying.verdict import Rehearsal
 from tracer.recording.launching.script import captures_of, run, unwatched
-from tracer.recording.launching.session import PROBE
 from tracer.recording.launching.trained import models_of, names_of
 from tracer.recording.run import Run
 from tracer.trace.claiming import this_process
@@ -99,14 +99,15 @@ class _OfScript(Rehearsal):
             return unwatched(request.program)
         captures = captures_of(request.settings)
         is_dry = request.purpose == "dry-run"
-        # so often that some of the probes are seen
-        probe_every = min(request.options.probe_every, 1 if is_dry else max(1, request.steps // 2))
+        probe = request.options.probe
+        if probe:  # so often that some of the passes are seen
+            probe = probe._replace(every=min(probe.every, 1 if is_dry else max(1, request.steps // 2)))
         status = run(
             request.program,
             out=request.trace,
             # of all steps, so that a dry run sees in the first ones what is recorded later
             captures=[replace(one, every=1, start=0, stop=None) for one in captures] if is_dry else captures,
-            options=replace(request.options, probe_every=probe_every),
+            options=replace(request.options, probe=probe),
             began=self._started,
             required=True,
         )
@@ -132,7 +133,8 @@ class _OfScript(Rehearsal):
                 clock = KINDS[kind].clock if kind in KINDS else "global_step"
                 probed, training = one.tag == PROBE, one.tag == DEFAULT_TAG
                 thinned = not probed and kind in KINDS and clock == "global_step"
-                every = self._request.options.probe_every if probed else capture.every if thinned else 1
+                probe = self._request.options.probe
+                every = probe.every if probed and probe else capture.every if thinned else 1
                 calls = rows[rows[:, Column.STREAM] == one.id, Column.CALL]
                 aside = clock != "epoch" and not probed and not (training and thinned)
                 # the numbers of a module's calls are those of the passes, if it is called once in each

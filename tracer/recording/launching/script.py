@@ -93,7 +93,7 @@ def run(
     # before the script runs, which may have what is imported logged
     backend_of(target)
     Compression(options.compression).load(plainly=target.suffix.lower() == ".zarr")
-    if options.probe is not None and not any(one.kinds is None or {*one.kinds} & {*PROBED} for one in captures):
+    if options.probe and not any(one.kinds is None or {*one.kinds} & {*PROBED} for one in captures):
         raise CaptureError(f"a probe gives {', '.join(PROBED)}, and the capture takes none of them")
     session = Session(Recipe(program.script, target, tuple(captures), options), receivers)
     error: BaseException | None = None

@@ -36,9 +36,6 @@ from tracer.recording.run import Run
 from tracer.stores.locations import Location
 from tracer.trace.claiming import of_launch
 
-PROBE = "probe"
-"""The tag of the passes that the option `probe` asks for; metrics of representations listen to it."""
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -110,8 +107,8 @@ class Session:
         exporter.parts.models.looked_at = self._models.not_trained
         exporter.set_loss(LOSS_FUNCTIONS)
         exporter.parts.optimizers.found = True
-        if options.probe is not None:
-            exporter.probe_first(PROBE, options.probe, every=options.probe_every)
+        if options.probe:
+            exporter.probe_first(options.probe)
         self.run: Run = start(recipe.out, exporter, receivers, options, member=recipe.member)
         exporter.parts.clock.starting = self._begin(exporter.parts.clock.starting)
         self.epochs = Epochs(exporter)

@@ -60,9 +60,11 @@ class OverheadBound:
     meter : Meter
         Of the exporter's gate.
     recorder : Recorder
+    credit : float
+        Seconds that the recording may take before the bound holds.
     """
 
-    def __init__(self, bound: float, schedule: Schedule, meter: Meter, recorder: Recorder) -> None:
+    def __init__(self, bound: float, schedule: Schedule, meter: Meter, recorder: Recorder, credit: float = 0.0) -> None:
         self._bound = bound
         self._schedule = schedule
         self._meter = meter
@@ -72,6 +74,7 @@ class OverheadBound:
         self._last: _Clocks | None = None
         self._bare = 0.0  # seconds of a step without a recorder
         self._spread = 1.0  # of what the process takes without a recorder, the share of the training's thread
+        self._credit = credit
         self._debt = 0.0  # seconds that were taken too much
         # seconds that the writer took, and that it was thought to take; old ones count less
         self._writer = (_DOUBT, _DOUBT)
@@ -98,6 +101,9 @@ class OverheadBound:
         self._spread += newest * (bare / others - self._spread if others else 0.0)
         taken = own + self._spread * guess * seconds / guessed
         self._costs.learn(taken, due)
+        self._credit -= taken
+        if self._credit > 0:
+            return
         # what cannot be made rarer is no debt
         may = max(self._bound * bare, self._costs.fixed(self._schedule) + 0.1 * self._bound * bare)
         most = self._bound * self._bare * _HORIZON
@@ -112,7 +118,7 @@ class OverheadBound:
 
     def wish(self) -> Wish | None:
         """The factors at which the bound holds, and what is owed is paid back."""
-        if self._steps <= _COLD_STEPS:
+        if self._steps <= _COLD_STEPS or self._credit > 0:
             return None
         bound = self._bound * self._bare
         allowed = _AIM * bound - max(self._debt, 0.0) / (2 * _HORIZON)

@@ -8,6 +8,7 @@ from typing import final
 from tracer.observing.exporter import Exporter
 from tracer.recording.options import Options
 from tracer.recording.pacing.bound import Bound
+from tracer.recording.pacing.keyframes import KeyframeSpread
 from tracer.recording.pacing.overhead import OverheadBound
 from tracer.recording.pacing.schedule import GROUPS, Schedule
 from tracer.recording.pacing.thinning import BytesBound
@@ -61,8 +62,10 @@ class Pacer:
         overhead = None
         if options.max_overhead is not None:
             meter = exporter.parts.gate.measured()
-            overhead = OverheadBound(options.max_overhead, schedule, meter, recorder)
+            overhead = OverheadBound(options.max_overhead, schedule, meter, recorder, options.overhead_credit or 0.0)
             bounds.append(overhead)
+        if options.keyframe_bytes is not None:
+            bounds.append(KeyframeSpread(options.keyframe_bytes, schedule, recorder))
         if recorder.budget is not None and recorder.budget.thins:
             bounds.append(BytesBound(recorder.budget, schedule))
         return cls(schedule, exporter, recorder, bounds, overhead) if bounds else None

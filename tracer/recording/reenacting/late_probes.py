@@ -15,10 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.observing.capture import Capture
 from tracer.observing.exporter import Exporter
+from tracer.observing.probes import PROBE
 from tracer.observing.publisher import PROBED
 from tracer.recording.launching.program import Program
 from tracer.recording.launching.script import run
-from tracer.recording.launching.session import PROBE
 from tracer.recording.options import Options
 from tracer.recording.reenacting.feed import Ended, restore
 from tracer.recording.reenacting.recorded import Recorded, recorded_run

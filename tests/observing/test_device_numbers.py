@@ -1,0 +1,151 @@
+"""Hashes and statistics as they are made on devices, tried on the processor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.observing.device_cases import FEW, SIZES, laid_out, numbers, odd, of_sizes, wrong_entries, wrong_hash
+from tracer.observing.device import operations, reading
+from tracer.observing.device.operations import statistics_by_operations
+
+ROOT = Path(__file__).parents[2]
+WAITS = ("_local_scalar_dense", "item", "_to_copy", "nonzero", "equal", "is_nonzero", "unique", "_unique2")
+"""Operators that make the host wait for a device, or bring a tensor to another one."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that compute something, and names those that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view:
+            self.count += 1
+        if name in WAITS and (name != "_to_copy" or (kwargs or {}).get("device") is not None):
+            self.waits.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cases", [lambda: of_sizes(FEW), laid_out, odd], ids=["sizes", "layouts", "odd numbers"])
+def test_statistics_by_operations_are_those_of_the_host(cases: Any) -> None:
+    """Counts and extremes exactly, sums to 1e-12."""
+    for name, x in cases():
+        assert wrong_entries(x, statistics_by_operations(x)) == [], name
+
+
+def test_statistics_of_parts_are_united(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors that become float64 a part after the other."""
+    monkeypatch.setattr(operations, "PART", 7000)
+    for name, x in odd():
+        if "at the beginning" not in name:  # whose deviations from it are infinite
+            assert wrong_entries(x, statistics_by_operations(x)) == [], name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int64", "bool", "complex64"])
+def test_operations_are_few_and_none_waits(dtype: str) -> None:
+    """Whatever the size is, and under autocast, in inference mode and under deterministic algorithms, too."""
+    counts = []
+    for size in (1, 50, 70000):
+        x = numbers(dtype, size)
+        with Launches() as launches:
+            expected = statistics_by_operations(x)
+        assert launches.waits == []
+        counts.append(launches.count)
+        with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+            torch.testing.assert_close(statistics_by_operations(x), expected, rtol=0, atol=0, equal_nan=True)
+    assert max(counts) <= 80, counts
+
+
+def test_waits_are_found() -> None:
+    """What the test above rests on."""
+    with Launches() as launches:
+        torch.ones(2).sum().item()
+    assert launches.waits == ["_local_scalar_dense"]
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashes are made on the host, statistics by operations; a warning says so once."""
+    monkeypatch.setattr(reading, "_readers", {})
+    monkeypatch.setitem(sys.modules, "tracer.observing.device.kernels", None)  # which cannot be imported
+    x = numbers("float32", 300)
+    with pytest.warns(RuntimeWarning, match="made on the host, for which the training waits, because Triton fails"):
+        assert wrong_hash(x, reading.hash_on_device(x)) == []
+    assert wrong_hash(x, reading.hash_on_device(x)) == []
+    assert wrong_entries(x, reading.statistics_on_device(x)) == []
+
+
+def interpreted() -> Iterator[str]:
+    """What is wrong with what Triton's interpreter makes of the kernels; for a process of its own."""
+    bytes_of_all_lengths = [(f"uint8 {size}", numbers("uint8", size)) for size in SIZES]
+    for name, x in [*bytes_of_all_lengths, *of_sizes(FEW), *laid_out(), *odd()]:
+        yield from (f"{name}: {wrong}" for wrong in wrong_hash(x, reading.hash_on_device(x)))
+        yield from (f"{name}: {wrong}" for wrong in wrong_entries(x, reading.statistics_on_device(x)))
+    for size in (2_000_000, 9_000_000):  # whose digests are many
+        x = numbers("uint8", size)
+        yield from (f"{size}: {wrong}" for wrong in wrong_hash(x, reading.hash_on_device(x)))
+
+
+def readings() -> Iterator[int]:
+    """How often a tensor was read, after each question; for a process of its own."""
+    from tracer.observing.device import kernels
+
+    class Counted:
+        """The kernel, and how often it was launched."""
+
+        def __init__(self, kernel: Any) -> None:
+            self.kernel, self.count = kernel, 0
+
+        def __getitem__(self, grid: Any) -> Any:
+            self.count += 1
+            return self.kernel[grid]
+
+    counted = Counted(kernels.read)
+    kernels.read = counted
+    x = numbers("float32", 300)
+
+    def ask(question: Any, tensor: Tensor) -> int:
+        question(tensor)
+        return counted.count
+
+    yield ask(reading.statistics_on_device, x)
+    yield ask(reading.hash_on_device, x)  # is answered of the same reading
+    yield ask(reading.hash_on_device, x)
+    x.add_(1)
+    yield ask(reading.statistics_on_device, x)
+    yield ask(reading.hash_on_device, x[:])  # another tensor
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the device, in test_cuda_numbers.py")
+@pytest.mark.parametrize("program", ["interpreted", "readings"])
+def test_kernels_in_the_interpreter(program: str) -> None:
+    """Hashes to the bit and statistics, of all dtypes, layouts and lengths; one reading for both."""
+    triton = pytest.importorskip("triton")
+    if np.lib.NumpyVersion(np.__version__) >= "2.4.0" and triton.__version__ < "3.7":
+        pytest.skip("this Triton's interpreter makes numbers of arrays of one element, which this NumPy refuses")
+    code = (
+        "import warnings; warnings.simplefilter('ignore')\n"
+        f"from tests.observing.test_device_numbers import {program}\nprint(list({program}()))"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    expected = {"interpreted": "[]", "readings": "[1, 1, 2, 3, 4]"}
+    assert done.stdout.strip() == expected[program]
+    assert "Triton fails" not in done.stderr

@@ -1,0 +1,224 @@
+"""What is recorded where nobody says what is to be recorded: the profile ``standard``."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tracer
+from tests import processes
+from tracer import Capture, CaptureError
+from tracer.observing.probes import ProbePlan
+from tracer.observing.profiles import options_of
+from tracer.recording.options import Options
+
+SCRIPT = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+x, y = torch.randn(64, 6), torch.randint(3, (64,))
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+optimizer, loss = torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss()
+for step in range(104):
+    optimizer.zero_grad()
+    loss(model(x[step % 4 * 16:][:16]), y[step % 4 * 16:][:16]).backward()
+    optimizer.step()
+"""
+
+
+def train(path: Path, steps: int = 4, **options: Any) -> tracer.TraceReader:
+    """A recorded training of a small network, and its trace."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(16, 6), torch.randint(3, (16,))
+    with tracer.record(path, model, optimizer, loss=nn.functional.cross_entropy, **options):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return tracer.open(path)
+
+
+def command(folder: Path, *arguments: str, **environment: str) -> tuple[int, str, str]:
+    """The exit code, stdout and stderr of ``trace``, in an environment that names no profile."""
+    given = {name: value for name, value in os.environ.items() if name != "TRACE_RECORD_PROFILE"}
+    done = processes.run(
+        [sys.executable, "-m", "tracereel", *arguments],
+        cwd=folder, env={**given, **environment}, capture_output=True, text=True, check=False, timeout=180,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_record_without_a_capture_is_standard(tmp_path: Path) -> None:
+    """With its captures, its bound and its probe."""
+    with train(tmp_path / "run.zarr") as trace:
+        assert trace.header["capture"] == [one.describe() for one in tracer.profile("standard")]
+        assert trace.header["recording"]["max_overhead"] == 0.05
+        kinds = {(one.kind, one.tag) for one in trace.streams}
+    assert {("weights_hash", "default"), ("keyframe", "default"), ("activations", "probe")} <= kinds
+    assert ("activations", "default") not in kinds
+
+
+def test_what_is_given_is_all_that_is_recorded(tmp_path: Path) -> None:
+    """A capture of one's own has no bound and no probe."""
+    with train(tmp_path / "run.zarr", capture=Capture()) as trace:
+        assert trace.header["recording"]["max_overhead"] is None
+        assert {one.tag for one in trace.streams} == {"default"}
+        assert trace.array("activations", "0")[1].shape == (4, 16, 8)
+
+
+def test_a_bound_that_is_given_holds_from_the_first_second() -> None:
+    """Only the profile's own has a credit."""
+    assert Options().of_profile("standard").overhead_credit == options_of("standard")["overhead_credit"] > 0
+    given = Options(max_overhead=0.03).of_profile("standard")
+    assert (given.max_overhead, given.overhead_credit) == (0.03, None)
+    assert Options().of_profile("full") == Options().of_profile("light") == Options()
+
+
+def test_a_probe_of_the_users_own_takes_the_place_of_the_defaults(tmp_path: Path) -> None:
+    """It has the same tag."""
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mine = torch.randn(5, 6)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer) as run:
+        run.probe("probe", mine, torch.zeros(5, dtype=torch.int64), every=1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(7, 6)).sum().backward()
+            optimizer.step()
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        steps, kept = trace.array("activations", "", tag="probe")
+        assert kept.shape == (4, 5, 3)
+        assert trace.array("input_labels", None, tag="probe")[1].shape == (4, 5)
+        assert len(steps) == 4
+
+
+def test_the_probe_is_of_one_batch(tmp_path: Path) -> None:
+    """So it is never larger than what the training does anyway."""
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = [torch.randn(5, 6) for _ in range(4)]
+    with tracer.record(tmp_path / "run.zarr", model, optimizer):
+        for batch in inputs:
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        (kept,) = trace.array("activations", "", tag="probe")[1]
+    assert torch.equal(torch.from_numpy(kept), model(inputs[0]).detach())
+
+
+def test_no_probe_of_several_models_is_no_warning(tmp_path: Path) -> None:
+    """Nobody asked for it; the trace says why there is none."""
+    nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    both = nn.ModuleList(nets)
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    with tracer.record(tmp_path / "run.zarr", both, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            nets[1](nets[0](torch.randn(3, 4))).sum().backward()
+            optimizer.step()
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        told = [note["problem"]["what"] for note in trace.notes if "problem" in note]
+    assert "probe 'probe'" in told
+
+
+# -- large tensors ------------------------------------------------------------------------------------------------
+
+
+def test_of_a_large_tensor_the_hash_is_kept(tmp_path: Path) -> None:
+    """Of small ones of the same stream, the data."""
+    import xxhash
+
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [torch.randn(rows, 6) for rows in (4, 5, 4)]
+    capture = Capture(kinds=["input_data"], hash_above=4 * 6 * 4)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=capture):
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        steps, kept = trace.array("input_data", None)
+        assert (steps.tolist(), kept.shape) == ([0, 2], (2, 4, 6))
+        steps, hashes = trace.array("input_data_hash", None)
+    whole = xxhash.xxh3_64(b"float32 [5, 6]\n")
+    whole.update(xxhash.xxh3_64_digest(batches[1].numpy().tobytes()))
+    assert steps.tolist() == [1]
+    assert hashes.tolist() == [int.from_bytes(whole.digest(), "big", signed=True)]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"kinds": ["weights"]}, "hash_above is of input_data, input_labels, network_output, not of weights"),
+        ({"kinds": ["input_data"], "reduce": "norm"}, "leave out reduce"),
+        ({"kinds": ["input_data"], "condition": bool}, "leave out condition"),
+        ({"kinds": ["input_data"], "hash_above": -1}, "hash_above of a capture is an integer of at least 0, not -1"),
+    ],
+)
+def test_bad_limits(given: dict[str, Any], sentence: str) -> None:
+    """A sentence that names what is wrong."""
+    with pytest.raises(CaptureError, match=sentence):
+        Capture(**{"hash_above": 100, **given})
+
+
+def test_a_flight_recorder_holds_tensors_whole() -> None:
+    """So no hash can stand in for them."""
+    with pytest.raises(CaptureError, match="leave out hash_above"):
+        tracer.Flight(capture=Capture(kinds=["input_data"], hash_above=100))
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def test_the_missions_commands(tmp_path: Path) -> None:
+    """``trace record`` without options; what is asked of its trace later has an answer."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    code, _, errors = command(tmp_path, "record", "train.py")
+    assert code == 0
+    assert errors.startswith("recording the profile standard: ")
+    assert "at most 5% of overhead" in errors
+    spectral = _values(tmp_path, "spectral_norm")
+    assert {one["global_step"] for one in spectral} == {0, 50, 100}
+    for metric in ("ratio", "norm", "activation_rate"):
+        assert _values(tmp_path, metric)
+    alike = [one for one in _values(tmp_path, "svcca") if one["kind"] == "activations_svcca"]
+    assert {one["global_step"] for one in alike} == {100, 104}
+
+
+def _values(folder: Path, metric: str) -> list[dict[str, Any]]:
+    code, out, errors = command(folder, "replay", "train.zarr", "-s", metric, "--json")
+    assert code == 0, errors
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_what_options_say_is_recorded_takes_the_place_of_the_default(tmp_path: Path) -> None:
+    """Also that of a profile that the environment names."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    for number, environment in enumerate(({}, {"TRACE_RECORD_PROFILE": "light"})):
+        path = f"{number}.zarr"
+        code, _, errors = command(tmp_path, "record", "--out", path, "-k", "weights", "train.py", **environment)
+        assert code == 0, errors
+        with tracer.open(tmp_path / path) as trace:
+            assert {one.kind for one in trace.streams} == {"weights"}
+    code, _, errors = command(tmp_path, "record", "--profile", "light", "-k", "weights", "train.py")
+    assert code == 2
+    assert "--profile light says what is recorded, and --kind does, too" in errors
+
+
+def test_no_probe(tmp_path: Path) -> None:
+    """``--probe 0``."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    code, _, errors = command(tmp_path, "record", "--probe", "0", "train.py")
+    assert code == 0, errors
+    with tracer.open(tmp_path / "train.zarr") as trace:
+        assert {one.tag for one in trace.streams} == {"default"}
+    assert not ProbePlan(0)

@@ -1,0 +1,1 @@
+"""Hashes and statistics of CUDA tensors, computed where the tensors are."""
