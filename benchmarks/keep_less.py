@@ -29,6 +29,7 @@ from tracer.observing.capture import observed
 PARTS = {
     "input_data": "inputs and labels",
     "input_labels": "inputs and labels",
+    "sample_ids": "sample ids",
     "generators": "generators, hyperparameters",
     "hyperparameters": "generators, hyperparameters",
     "weights": "keyframes",
@@ -104,9 +105,11 @@ def measured(name: str, steps: int, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     model, optimizer, batch = PROGRAMS[name]()
     loss = nn.functional.cross_entropy
-    with tracer.record(folder / f"{name}.zarr", model, optimizer, loss=loss, capture="standard"):
+    with tracer.record(folder / f"{name}.zarr", model, optimizer, loss=loss, capture="standard") as run:
         for _ in range(steps):
-            step(model, optimizer, *batch())
+            x, y = batch()
+            run.samples(range(len(x)))
+            step(model, optimizer, x, y)
     few = 5
     with tracer.record(folder / f"{name}-full.zarr", model, optimizer, loss=loss, capture="full"):
         for _ in range(few):

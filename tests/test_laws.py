@@ -89,6 +89,8 @@ class Training:
                 x, y = batch(10 * epoch + number, 8 if number < BATCHES - 1 else 5)
                 x = x + 0.01 * random.random() + 0.01 * float(np.random.rand())  # noqa: NPY002
                 self.optimizer.zero_grad()
+                if run is not None:
+                    run.samples(range(10 * number, 10 * number + len(x)))
                 loss = self.loss(self.model(x), y)
                 loss.backward()
                 self.optimizer.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -154,6 +154,7 @@ def blame(trace: str, step: int | None, most: int, as_json: bool) -> None:
     """Say what caused a spike: the first stream that left its own past, and the datapoints that stand out.
 
     These are those whose input is unlike those of the steps before (marked !), then those with the largest gradients.
+    Where sample ids were recorded, they say which datapoints of the data set these are.
     Datapoints can be told apart where layer_inputs and layer_gradients were recorded of all of them.
     """
     from analyze.seeing.blame import blame as blame_trace
@@ -169,9 +170,15 @@ def blame(trace: str, step: int | None, most: int, as_json: bool) -> None:
         tell(f"the step is that of {found.why}")
     if found.suspects:
         click.echo()
-        columns = ("step", "position in batch", "label", "gradient norm", "typical", "input / usual")
-        rows = [(one.step, one.position, one.label, *_gradient(one), _size(one)) for one in found.suspects]
-        print_table(columns, rows, right=(*columns[:2], *columns[3:]))
+        columns = ["step", "position in batch", "label", "gradient norm", "typical", "input / usual"]
+        rows: list[list[Any]] = [
+            [one.step, one.position, one.label, *_gradient(one), _size(one)] for one in found.suspects
+        ]
+        if any(one.sample is not None for one in found.suspects):
+            columns.insert(2, "sample id")
+            for row, one in zip(rows, found.suspects, strict=True):
+                row.insert(2, one.sample)
+        print_table(columns, rows, right=[name for name in columns if name != "label"])
     for sentence in found.unseen:
         tell(f"not seen: {sentence}")
 

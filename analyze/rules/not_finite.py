@@ -14,7 +14,7 @@ from analyze.rules.rule import Place, Rule
 from tracer.messaging.messages import DATA_KINDS, KINDS, Message
 
 _FORWARD = frozenset({"input_data", "network_output", "activations", "layer_inputs"})
-_KINDS = tuple(name for name in DATA_KINDS if not KINDS[name].event)
+_KINDS = tuple(name for name in DATA_KINDS if not KINDS[name].event and name != "sample_ids")
 
 
 @final

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,8 @@ _FACTOR = 3.0
 _DEVIATIONS = 8.0
 _BEFORE = 3
 """A cause is looked for in the step of the spike and in so many recorded steps before it."""
-_COMPARED = tuple(name for name in DATA_KINDS if not KINDS[name].event and name not in ("input_labels", "loss_terms"))
+_NOT_COMPARED = ("sample_ids", "input_labels", "loss_terms")
+_COMPARED = tuple(name for name in DATA_KINDS if not KINDS[name].event and name not in _NOT_COMPARED)
 _SEEN = (*_COMPARED, *(kind + STATISTICS_SUFFIX for kind in _COMPARED))
 _INPUTS = ("input_data", "layer_inputs")
 _FLOATS = ("float", "bfloat")
@@ -84,6 +86,8 @@ class Suspect:
         Whether its input left what is usual.
     seen : bool
         Whether gradients were recorded that tell datapoints apart; else `norm` and `typical` are NaN.
+    sample : int or None
+        Which datapoint of the data set it is, if the trace has sample ids.
     """
 
     step: int
@@ -94,6 +98,7 @@ class Suspect:
     size: float = math.nan
     odd: bool = False
     seen: bool = True
+    sample: int | None = None
 
 
 @dataclass(frozen=True)
@@ -249,14 +254,16 @@ def _suspects(reader: TraceReader, steps: Sequence[int], before: Sequence[int]) 
         seen = norms is not None
         if norms is None:  # an odd input is told without
             norms = np.full(len(sizes.get(step, ())), math.nan)
-        labels = _labels(heard, len(norms))
+        labels, samples = _labels(heard, len(norms)), _samples(heard, len(norms))
         typical = float(np.median(norms)) if len(norms) else math.nan
         times, odd = [math.nan] * len(norms), [False] * len(norms)
         if len(usual) >= _LEAST_PAST and len(sizes.get(step, ())) == len(norms):
             times, odd = _beside(sizes[step], np.concatenate(usual))
         found += [
-            Suspect(step, position, float(norm), typical, label, size, is_odd, seen)
-            for position, (norm, label, size, is_odd) in enumerate(zip(norms, labels, times, odd, strict=True))
+            Suspect(step, position, float(norm), typical, label, size, is_odd, seen, sample)
+            for position, (norm, label, size, is_odd, sample) in enumerate(
+                zip(norms, labels, times, odd, samples, strict=True)
+            )
             if is_odd or seen
         ]
     found.sort(key=_suspicion)
@@ -306,7 +313,7 @@ _Heard = Mapping[str, Mapping[str | None, Mapping[int, Tensor]]]
 def _heard(reader: TraceReader, step: int) -> _Heard:
     """The data of a step by kind, module and call."""
     heard: dict[str, dict[str | None, dict[int, Tensor]]] = {}
-    for message in reader.messages(kinds=_PER_SAMPLE, tags=DEFAULT_TAG, steps=(step, step + 1)):
+    for message in reader.messages(kinds=(*_PER_SAMPLE, "sample_ids"), tags=DEFAULT_TAG, steps=(step, step + 1)):
         if message.data is not None and not message.leaf:
             heard.setdefault(message.kind, {}).setdefault(message.key, {})[message.call] = message.data
     return heard
@@ -371,3 +378,14 @@ def _labels(heard: _Heard, count: int) -> Iterator[str]:
     labels = as_array(calls[min(calls)]) if calls else np.zeros(0)
     for position in range(count):
         yield str(labels[position]) if labels.ndim == 1 and len(labels) == count else ""
+
+
+def _samples(heard: _Heard, count: int) -> list[int | None]:
+    """The ids of the datapoints, where there is one for each; forwards in a row may each have had a part of a batch."""
+    calls = heard.get("sample_ids", {}).get(None, {})
+    batches = [calls[call].tolist() for call in sorted(calls)]
+    for given in (batches, [batch for batch, _ in groupby(batches)]):
+        ids = list(chain.from_iterable(given))
+        if len(ids) == count:
+            return ids
+    return [None] * count

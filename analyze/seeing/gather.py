@@ -25,7 +25,7 @@ from tracer.trace.reader import TraceReader
 
 POINTS = 8_000_000
 """So many values are kept of all series together, at most; 24 bytes each."""
-_MEASURED = (*(name for name in DATA_KINDS if not KINDS[name].event), "hyperparameters")
+_MEASURED = (*(name for name in DATA_KINDS if not KINDS[name].event and name != "sample_ids"), "hyperparameters")
 
 
 def gather(

@@ -32,8 +32,8 @@ def of_network(kind: str = "loss", **fields: Any) -> NetworkMessage:
 def test_the_kinds_are_those_of_the_architecture() -> None:
     """The table names the kinds of the design, network and module apart, and its keys are its names."""
     assert set(NETWORK_KINDS) == {
-        "batch_started", "batch_finished", "epoch_started", "epoch_finished", "input_data", "input_labels",
-        "network_output", "loss", "loss_terms", "generators", "hyperparameters", "keyframe",
+        "batch_started", "batch_finished", "epoch_started", "epoch_finished", "input_data", "sample_ids",
+        "input_labels", "network_output", "loss", "loss_terms", "generators", "hyperparameters", "keyframe",
     }  # fmt: skip
     assert set(MODULE_KINDS) == {
         "activations", "layer_inputs", "layer_gradients", "input_gradients", "weights", "biases", "weight_gradients",

@@ -90,9 +90,9 @@ def test_a_capture_is_a_frozen_value() -> None:
         one.every = 3  # type: ignore[misc]
 
 
-def test_the_default_kinds_are_all_but_two_and_state() -> None:
-    """Unless told otherwise, everything is observed but the two kinds that repeat a neighbour's, and state."""
-    assert set(DATA_KINDS) - set(Capture().kinds) == {"layer_inputs", "input_gradients"}
+def test_the_default_kinds_are_all_but_three_and_state() -> None:
+    """Unless told otherwise, everything is observed but two kinds that repeat a neighbour's, sample ids and state."""
+    assert set(DATA_KINDS) - set(Capture().kinds) == {"layer_inputs", "input_gradients", "sample_ids"}
     assert set(Capture().kinds) <= set(DATA_KINDS)
     assert Capture().kinds == DEFAULT_KINDS
 
@@ -759,7 +759,7 @@ def test_a_function_may_write_into_what_it_gets(vandal: str, with_optimizer: boo
         end, messages = trained(Capture(kinds=DATA_KINDS, **spoiling), with_optimizer)
         assert alike(end, plain)
         _, meant = trained(Capture(kinds=DATA_KINDS, **honest), with_optimizer)
-        assert {one.kind for one in messages} >= set(DATA_KINDS) - {"epoch_finished"}
+        assert {one.kind for one in messages} >= set(DATA_KINDS) - {"epoch_finished", "sample_ids"}
         assert alike(fields_of(messages), fields_of(meant))
 
 

@@ -81,6 +81,7 @@ KINDS: Mapping[str, Kind] = {
         Kind("epoch_started", network=True, event=True, clock="epoch"),
         Kind("epoch_finished", network=True, event=True, clock="epoch"),
         Kind("input_data", network=True, per_call=True, batched=True),
+        Kind("sample_ids", network=True, per_call=True, batched=True),
         Kind("input_labels", network=True, per_call=True, batched=True),
         Kind("network_output", network=True, per_call=True, batched=True),
         Kind("loss_terms", network=True, per_call=True),

@@ -25,13 +25,16 @@ from tracer.observing.sketches import Sketch
 from tracer.shown import table
 
 _LOSSES = ("loss", "loss_terms")
-_AS_THEY_ARE = (*_LOSSES, "generators", "hyperparameters")
+_AS_THEY_ARE = (*_LOSSES, "sample_ids", "generators", "hyperparameters")
 _HASHED_WHERE_LARGE = ("input_data", "input_labels", "network_output")
 """Kinds that `Capture.hash_above` is of."""
 DEFAULT_KINDS: tuple[str, ...] = tuple(
-    kind for kind in KINDS if kind not in ("layer_inputs", "input_gradients", *STATE_KINDS)
+    kind for kind in KINDS if kind not in ("sample_ids", "layer_inputs", "input_gradients", *STATE_KINDS)
 )
-"""The kinds of a capture that names none: all but two, whose data mostly repeats a neighbouring layer's, and state."""
+"""The kinds of a capture that names none.
+
+All but sample ids, state, and two whose data mostly repeats a neighbouring layer's.
+"""
 
 SKETCHED: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.batched and not kind.network)
 """The kinds of which a sketch can be kept: those with datapoints and neurons."""
@@ -54,9 +57,9 @@ class Capture:
     Parameters
     ----------
     kinds : iterable of str, optional
-        Names of `tracer.KINDS`; by default `DEFAULT_KINDS`: all but ``layer_inputs``, ``input_gradients``, and the
-        state besides the parameters (``buffers``, ``optimizer_state``, ``generators``, ``hyperparameters``,
-        ``keyframe``), which `rows`, `positions`, `elements` and `dtype` leave whole.
+        Names of `tracer.KINDS`; by default `DEFAULT_KINDS`: all but ``sample_ids``, ``layer_inputs``,
+        ``input_gradients``, and the state besides the parameters (``buffers``, ``optimizer_state``, ``generators``,
+        ``hyperparameters``, ``keyframe``), which `rows`, `positions`, `elements` and `dtype` leave whole.
     modules : iterable of str, optional
         Globs over dotted module paths, such as ``"features.*"``. By default every module that has parameters of its
         own, and every leaf.
@@ -101,7 +104,7 @@ class Capture:
         their own, such as ``weights_hash`` and ``weights_statistics``. A hash, 8 bytes, tells whether two tensors are
         the same to the bit (`tracer.observing.hashes`). Statistics are the mean, deviation, norm, least and greatest,
         the counts of NaN, infinities and zeros, and sums (`tracer.numbers.statistics`), which metrics take in place of
-        the data. Losses, generators and hyperparameters are kept as they are.
+        the data. Losses, sample ids, generators and hyperparameters are kept as they are.
     seed : int
         Seed of the fixed random choices and of sketches, which have generators of their own.
 
@@ -580,7 +583,7 @@ def axis_of_neurons(ndim: int, module: nn.Module | None = None) -> int:
 
 def _is_target(kind: str) -> bool:
     """Whether messages of a kind are only ever cut along the datapoints, because other cuts would make no sense."""
-    return kind in ("input_labels", "network_output", *_LOSSES)
+    return kind in ("sample_ids", "input_labels", "network_output", *_LOSSES)
 
 
 @lru_cache(maxsize=256)

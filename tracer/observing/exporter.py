@@ -277,6 +277,23 @@ class Exporter:
         """
         self.parts.values.log(kind, value)
 
+    def samples(self, ids: Any) -> None:
+        """Say of which datapoints of the data set the next training forward is, in the place of what a DataLoader says.
+
+        Published as ``sample_ids``, if a capture takes these.
+
+        Parameters
+        ----------
+        ids : sequence of int, array or Tensor
+            Of shape (batch,).
+
+        Raises
+        ------
+        MessageError
+            If they are no integers in one dimension.
+        """
+        self.parts.passes.samples.give(ids)
+
     def tag(self, name: str) -> AbstractContextManager[None]:
         """Give every pass inside this context the tag `name`; such passes are never training steps.
 

@@ -18,6 +18,7 @@ from tracer.observing.passes import Passes
 from tracer.observing.probes import Probes
 from tracer.observing.pytorch.hanging import after_accumulation, after_forward, before_forward
 from tracer.observing.pytorch.hooks import Role, Site
+from tracer.observing.pytorch.loaders import LOADERS
 from tracer.observing.pytorch.patches import BACKWARD, COMPILING, SCALERS, SCRIPTING
 from tracer.observing.retrospect import Retrospect
 from tracer.observing.steps import Steps
@@ -62,6 +63,8 @@ class Parts(Part):
         tell_of_model(self.bus.receivers, self.models.structure)
         if (self.losses.all or self.differentiation.is_watched) and self.demand.asked("loss", None):
             BACKWARD.watch(self.differentiation)
+        if self.demand.asked("sample_ids", None):
+            LOADERS.watch(self.passes.samples)
         self._hang()
 
     def compile_called(self) -> None:
@@ -128,11 +131,13 @@ class Parts(Part):
         self.steps.forget()
         self.publisher.forget_places()
         self.passes.now.inputs = []
+        self.passes.samples.forget()
         self.bus.unwatch(self.rewire)
         SCRIPTING.unwatch(self)
         COMPILING.unwatch(self)
         BACKWARD.unwatch(self.differentiation)
         SCALERS.unwatch(self.optimizer_steps)
+        LOADERS.unwatch(self.passes.samples)
 
     # -- which hooks hang where -----------------------------------------------------------------------------
 
@@ -152,7 +157,7 @@ class Parts(Part):
         if takes_hooks:
             first = functools.partial(before_forward, first=True)
             yield Site(root, Role.BEFORE_ROOT, "", first, passes.before_root, passes.quiet_before_root)
-        elif self.demand.asked("input_data", None):
+        elif any(self.demand.asked(kind, None) for kind in ("input_data", "sample_ids")):
             first = functools.partial(before_forward, first=True)
             for path, top in self.models.tops:
                 if self.wiring.takes_hooks(path, top):

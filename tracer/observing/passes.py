@@ -19,6 +19,7 @@ from tracer.observing.pytorch.gate import Pass
 from tracer.observing.pytorch.leaves import arguments_of
 from tracer.observing.pytorch.tensors import leaves
 from tracer.observing.pytorch.wrappers import unwrap
+from tracer.observing.samples import Samples
 from tracer.observing.steps import Steps
 
 
@@ -47,6 +48,7 @@ class Passes(Part):
         self.ranks = steps.ranks
         self.terms = steps.objectives.terms
         self.state = steps.state
+        self.samples = Samples(ground)
         self.user_tag: str | None = None
         self.tag_with_gradients = DEFAULT_TAG
         self.offered: Callable[[nn.Module, bool, tuple[Any, ...], Mapping[str, Any]], bool] | None = None
@@ -130,7 +132,9 @@ class Passes(Part):
             self.fed(name, args, kwargs)
         self.enter(module)
         if running.listening:
-            self.publisher.publish_leaves("input_data", None, {name: arguments_of(args, kwargs)}, running.tag)
+            arguments = {name: arguments_of(args, kwargs)}
+            self.publisher.publish_leaves("input_data", None, arguments, running.tag)
+            self.samples.forward_begins(name, arguments)
 
     # -- hooks of the model ---------------------------------------------------------------------------------
 
@@ -190,7 +194,10 @@ class Passes(Part):
         if self.offered is not None and self.user_tag is None and not traced():
             self.gate.guard("the inputs of a probe", functools.partial(self._offer, module, args, kwargs))
         if running.listening or running.counts is not None:
-            self.publisher.publish_leaves("input_data", None, arguments_of(args, kwargs), running.tag)
+            arguments = arguments_of(args, kwargs)
+            self.publisher.publish_leaves("input_data", None, arguments, running.tag)
+            if running.listening:
+                self.samples.forward_begins("", arguments)
 
     def _offer(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.offered is not None and self.offered(module, self.now.tag == EVAL_TAG, args, kwargs):

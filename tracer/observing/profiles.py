@@ -50,7 +50,7 @@ def _standard() -> list[dict[str, Any]]:
     return [
         # before the keyframes, because the first capture that takes a stream decides on it
         {
-            "kinds": [*_EVENTS, *_LOSSES, *inputs, "generators", "hyperparameters"],
+            "kinds": [*_EVENTS, *_LOSSES, *inputs, "sample_ids", "generators", "hyperparameters"],
             "tags": training,
             "hash_above": _LARGE,
         },
@@ -115,11 +115,11 @@ def profile(name: str) -> tuple[Capture, ...]:
     ``light``
         Losses and hyperparameters.
     ``standard``
-        The default. At every step losses, inputs, labels, hyperparameters and the states of the random generators; at
-        every 50th step a keyframe; statistics and a hash of every tensor as often as 5 % of the training's CPU time
-        allow, after a first second. ``trace reenact`` brings back everything else. Of evaluations outputs, labels and
-        losses. Under the tag ``probe``, after every 50 steps, activations of the first datapoints, at most 64 of one
-        batch. Of inputs, labels and outputs of a batch above 8 MiB only a hash is kept.
+        The default. At every step losses, inputs, labels, sample ids, hyperparameters and the states of the random
+        generators; at every 50th step a keyframe; statistics and a hash of every tensor as often as 5 % of the
+        training's CPU time allow, after a first second. ``trace reenact`` brings back everything else. Of evaluations
+        outputs, labels and losses. Under the tag ``probe``, after every 50 steps, activations of the first datapoints,
+        at most 64 of one batch. Of inputs, labels and outputs of a batch above 8 MiB only a hash is kept.
     ``full``
         Everything, at every step and of every evaluation.
 
@@ -131,6 +131,6 @@ def profile(name: str) -> tuple[Capture, ...]:
     Examples
     --------
     >>> [capture.reduce or len(capture.kinds) for capture in profile("standard")]
-    [10, 7, 'statistics', 'hash', 4, 'sketch:k=256']
+    [11, 7, 'statistics', 'hash', 4, 'sketch:k=256']
     """
     return tuple(map(Capture.from_mapping, settings_of(name)))

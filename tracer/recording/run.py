@@ -59,6 +59,10 @@ class Run:
         """Record a value of your own, as `Exporter.log`."""
         self.exporter.log(kind, value)
 
+    def samples(self, ids: Any) -> None:
+        """Say of which datapoints the next training forward is, as `Exporter.samples`, where no DataLoader tells."""
+        self.exporter.samples(ids)
+
     def tag(self, name: str) -> AbstractContextManager[None]:
         """Give every pass inside this context a tag, as `Exporter.tag`."""
         return self.exporter.tag(name)

@@ -91,6 +91,35 @@ def test_an_odd_input_comes_first(tmp_path: Path, factor: float) -> None:
     assert printed.stdout.count(" !") == (0 if math.isnan(factor) else 1)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_datapoint_has_its_id(tmp_path: Path, parts: int, batches: int) -> None:
+    """That of the data set, also of batches in two parts, and of two batches in a step."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(26 * 16, 6, generator=generator)
+    order = torch.randperm(len(x), generator=generator)
+    x[order[-5]] *= 40
+    model = torch.nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = iter(torch.utils.data.DataLoader(x, batch_sampler=order.reshape(26, 16).tolist()))
+    path, steps = tmp_path / "run.zarr", 26 // batches
+    with tracer.record(path, model, optimizer, capture=EVERYTHING):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            for batch in [next(loader) for _ in range(batches)]:
+                for part in batch.chunk(parts):
+                    model(part).square().sum(1).mean().backward()
+            optimizer.step()
+    found = blame(path, steps - 1)
+    first = found.suspects[0]
+    assert (first.position, first.odd) == (16 * batches - 5, True)
+    assert first.sample == int(order[-5])
+    assert found.as_json()["suspects"][0]["sample"] == first.sample
+    printed = CliRunner().invoke(main, ["blame", str(path), "--step", str(steps - 1)], prog_name="trace")
+    row = next(line for line in printed.stdout.splitlines() if line.endswith("!")).split()
+    assert row[:3] == [str(steps - 1), str(first.position), str(first.sample)]
+
+
 def test_what_came_before_is_not_odd(tmp_path: Path) -> None:
     """An empty datapoint among the data of the steps before makes an empty one usual."""
     batches = list(torch.randn(13, 16, 6, generator=torch.Generator().manual_seed(1)))

@@ -53,7 +53,7 @@ def test_what_is_widened() -> None:
     assert [step for step in range(14) if "tensors" in schedule.due(step)] == [0, 6, 12]
     changes = schedule.widen({"keyframes": 2, "inputs": 4})
     assert [(one["capture"], one["every"]) for one in changes] == [(0, [1, 4]), (1, [50, 100])]
-    assert changes[0]["kinds"] == ["input_data", "input_labels", "generators", "hyperparameters"]
+    assert changes[0]["kinds"] == ["input_data", "input_labels", "sample_ids", "generators", "hyperparameters"]
     assert schedule.widen({}) == []
     assert schedule.widen(dict.fromkeys(GROUPS, 1))[-1] == {"capture": 3, "every": [6, 1]}
     assert group_of(Capture(), "epoch_started") is None

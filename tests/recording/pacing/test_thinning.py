@@ -40,7 +40,7 @@ def test_a_trace_stays_below_its_bound(capture: str, program: str, suffix: str, 
         assert trace.status == "finished"
         assert not [note for note in trace.notes if "stopped" in note or "problem" in note]
     assert notes
-    for kind in {*expected, *found} - {"epoch_started", "epoch_finished", "buffers", "optimizer_state"}:
+    for kind in {*expected, *found} - {"epoch_started", "epoch_finished", "sample_ids", "buffers", "optimizer_state"}:
         assert found.get(kind, set()) == expected.get(kind, set()), kind
     assert max(found["loss"]) > 0.9 * steps
     tensors = "weights_hash" if capture == "standard" else "weights"

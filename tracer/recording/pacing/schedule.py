@@ -12,10 +12,11 @@ from tracer.observing.capture import Capture
 GROUPS: Final = ("losses", "inputs", "keyframes", "tensors")
 """What is widened together, from what is kept for the longest to what is given up first.
 
-``losses`` are losses and the beginnings and ends of steps; ``inputs`` what steps are run again with: inputs, labels,
-generators and hyperparameters as they are; ``keyframes`` what a capture of keyframes takes; ``tensors`` all else.
+``losses`` are losses and the beginnings and ends of steps; ``inputs`` what steps are run again with: inputs, sample
+ids, labels, generators and hyperparameters as they are; ``keyframes`` what a capture of keyframes takes; ``tensors``
+all else.
 """
-_INPUTS = frozenset(("input_data", "input_labels", "generators", "hyperparameters"))
+_INPUTS = frozenset(("input_data", "sample_ids", "input_labels", "generators", "hyperparameters"))
 _LOSSES = frozenset(("loss", "loss_terms"))
 
 

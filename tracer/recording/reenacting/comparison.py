@@ -53,6 +53,8 @@ class Departure:
         place = Place(self.kind, self.module, self.leaf, self.call)
         if self.missing:
             return f"{place} of step {self.step:,} did not come"
+        if self.kind == "input_data":  # what was recorded is given as it was, so these came from the data set
+            return f"{place} of step {self.step:,} is different: the data set has changed, or is drawn from at random"
         size = "" if self.by is None else f", by {self.by:.3g} at most"
         return f"{place} of step {self.step:,} is different{size}"
 

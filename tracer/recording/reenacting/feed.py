@@ -22,12 +22,14 @@ from tracer.observing.exporter import Exporter
 from tracer.observing.pytorch import generators
 from tracer.observing.pytorch.hanging import before_any_step
 from tracer.observing.pytorch.leaves import arguments_of
+from tracer.observing.pytorch.loaders import LOADERS
 from tracer.observing.pytorch.loss_functions import output_and_labels
 from tracer.observing.pytorch.optimizer_states import SCALE, put_state, set_hyperparameters, set_scale
 from tracer.observing.pytorch.tensors import leaves
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.observing.state import LEFT, SCALER
-from tracer.recording.reenacting.recorded import Keyframe, Recorded, RecordedStep
+from tracer.recording.reenacting.batches import Batches
+from tracer.recording.reenacting.recorded import Keyframe, Place, Recorded, RecordedStep
 
 
 class Ended(SystemExit):
@@ -39,13 +41,16 @@ class Feed:
 
     The script first takes a step or two of its own, which are not recorded, so that what comes before a forward is done
     with the generators that the run had there. Then the model gets the state of the keyframe. The tensors that the
-    script gives its model and its losses keep their identity and get the recorded numbers.
+    script gives its model and its losses keep their identity and get the recorded numbers. Where the run has sample
+    ids, the script's DataLoaders give these datapoints, from the first step on.
 
     Parameters
     ----------
     recorded : Recorded
     keyframe : Keyframe
         Where it begins.
+    stop : int
+        The step after the last one.
     exporter : Exporter
 
     Attributes
@@ -56,9 +61,11 @@ class Feed:
         Why the script was ended, if it could not be fed.
     """
 
-    def __init__(self, recorded: Recorded, keyframe: Keyframe, exporter: Exporter) -> None:
+    def __init__(self, recorded: Recorded, keyframe: Keyframe, stop: int, exporter: Exporter) -> None:
         self._recorded = recorded
         self._keyframe = keyframe
+        self._stop = stop
+        self._batches: Batches | None = None
         self._exporter = exporter
         self._restored = False
         self._counts = Counts()
@@ -78,8 +85,12 @@ class Feed:
         """
         parts, scale = self._exporter.parts, GradScaler.scale
         own_steps = own_steps if own_steps is not None else 2 if self._recorded.optimizers > 1 else 1
-        first = self._keyframe.at.global_step
-        self._exporter.start_at(max(0, first - own_steps), 0, 0)
+        first = max(0, self._keyframe.at.global_step - own_steps)
+        self._exporter.start_at(first, 0, 0)
+        samples = self._recorded.samples(first, self._stop)
+        if samples:
+            self._batches = Batches(samples, self._exporter)
+            LOADERS.watch(self._batches)
         parts.passes.fed = functools.partial(self._guarded, self._inputs)
         parts.losses.fed = functools.partial(self._guarded, self._labels)
         steps = before_any_step(functools.partial(self._guarded, self._optimizer_steps))
@@ -91,6 +102,8 @@ class Feed:
                 yield
         finally:
             parts.passes.fed = parts.losses.fed = None
+            if self._batches is not None:
+                LOADERS.unwatch(self._batches)
             steps.remove()
             stepped.remove()
             setattr(GradScaler, "scale", scale)  # noqa: B010
@@ -133,7 +146,11 @@ class Feed:
     def _inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Give a training forward the generators and the inputs that it had."""
         ahead, self._ahead = self._ahead, False
-        if ahead or not self._is_fed():
+        if ahead:
+            return
+        if self._batches is not None:
+            self._batches.forward_begins(name, args, kwargs)
+        if not self._is_fed():
             return
         step, found = self._counts.step, self._now
         call, own_call = self._counts.forward(name)
@@ -147,11 +164,17 @@ class Feed:
         arguments = arguments_of(args, kwargs)
         there = [(leaf, one) for leaf, one in leaves({name: arguments} if name else arguments) if not one.requires_grad]
         given = found.inputs.get(own_call, {})
+        if found.samples:  # the others are the data set's, or drawn by the script, and their hash is compared
+            there = [
+                (leaf, one)
+                for leaf, one in there
+                if leaf in given or Place("input_data", None, leaf, own_call) not in found.hashes
+            ]
         if there and not given:
             part = " (only a part of each was)" if "input_data" in found.in_part else ""
             raise CaptureError(
                 f"what the model was given in forward {own_call} of step {step:,} was not recorded{part}, so the step "
-                "cannot be run again; a capture of input_data at every step keeps it"
+                "cannot be run again; a capture of input_data, or of sample_ids, at every step keeps it"
             )
         for leaf, tensor in there:
             _give(f"input {leaf or 'of the model'}", tensor, given.get(leaf), step)

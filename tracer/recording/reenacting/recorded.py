@@ -36,6 +36,16 @@ class Place(NamedTuple):
         return f"{self.kind}{where}{leaf}{f', call {self.call}' if self.call else ''}"
 
 
+class BatchOf(NamedTuple):
+    """Of which datapoints a training forward was."""
+
+    step: int
+    model: str
+    """The name of one of several models; else empty."""
+    call: int
+    ids: list[int]
+
+
 @dataclass(frozen=True)
 class Keyframe:
     """The state that a step began with.
@@ -68,6 +78,8 @@ class RecordedStep:
         Its counters; None if nothing of it was recorded.
     inputs, labels : dict of int to dict of str to Tensor
         What the model was given in each forward, and the losses in each of their calls: by call and leaf.
+    samples : dict of (str, int) to list of int
+        The sample ids of each forward, by the name of the model and the call.
     generators : dict of int to dict of str to Tensor
         The random generators' states at the beginning of each forward, by name.
     hyperparameters : dict of str to dict of str to float
@@ -83,6 +95,7 @@ class RecordedStep:
     at: At | None = None
     inputs: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     labels: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    samples: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     generators: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     hyperparameters: dict[str, dict[str, float]] = field(default_factory=dict)
     in_part: set[str] = field(default_factory=set)
@@ -96,7 +109,10 @@ class RecordedStep:
             self.at = At(message.global_step, message.train_step, message.epoch)
         if data is None:
             return
-        if kind == "generators":
+        if kind == "sample_ids":
+            if not _is_part(message.sampling):
+                self.samples[message.leaf, message.call] = data.tolist()
+        elif kind == "generators":
             self.generators.setdefault(message.call, {})[message.leaf] = data
         elif kind == "hyperparameters":
             names = (message.sampling or {}).get("entries", [])
@@ -181,13 +197,19 @@ class Recorded:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of the data of which something was kept, but for events."""
-        return [kind for kind in DATA_KINDS if not KINDS[kind].event and kind in self._observed]
+        """The kinds of the data of which something was kept to compare with."""
+        compared = (kind for kind in DATA_KINDS if not KINDS[kind].event and kind != "sample_ids")
+        return [kind for kind in compared if kind in self._observed]
 
     @property
     def modules(self) -> list[str]:
         """The paths of the modules and parameters of which something was kept."""
         return sorted({one.module for one in self.trace.streams if one.module is not None and one.tag == DEFAULT_TAG})
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether there are sample ids."""
+        return "sample_ids" in self._observed
 
     @property
     def _observed(self) -> set[str]:
@@ -246,6 +268,15 @@ class Recorded:
             stream, kinds = streams[number], found.setdefault(step, {})
             kinds[stream.kind] = kinds.get(stream.kind, False) or not _is_part(stream.sampling)
         return found
+
+    def samples(self, start: int, stop: int) -> list[BatchOf]:
+        """The sample ids of the training's forwards in some steps, in their order."""
+        messages = self.trace.messages("sample_ids", steps=(start, stop), tags=DEFAULT_TAG, ranks=self._ranks)
+        return [
+            BatchOf(one.global_step, one.leaf, one.call, one.data.tolist())
+            for one in messages
+            if one.data is not None and not _is_part(one.sampling)
+        ]
 
     def step(self, number: int) -> RecordedStep:
         """What was recorded of the training in a global step; the last one that was asked for is kept."""

@@ -32,6 +32,9 @@ OF_STEPS: tuple[str, ...] = tuple(kind for kind in DATA_KINDS if KINDS[kind].clo
 """The kinds that a re-enactment can give. Its epochs end where the script's own data does, so they tell nothing."""
 
 
+_OR_IDS = ", or sample_ids and a hash of input_data, if a DataLoader gives the inputs"
+
+
 @dataclass(frozen=True)
 class Plan:
     """Which steps are run again, and from where.
@@ -58,7 +61,9 @@ class Plan:
         return {**self.recorded.describe(), "keyframe": self.keyframe.at.global_step, "steps": list(self.steps)}
 
 
-def plan_of(recorded: Recorded, steps: tuple[int, int], *, allow_different: bool = False) -> Plan:
+def plan_of(
+    recorded: Recorded, steps: tuple[int, int], *, allow_different: bool = False, with_data: bool = True
+) -> Plan:
     """How to come to some steps of a recorded run.
 
     Parameters
@@ -68,6 +73,8 @@ def plan_of(recorded: Recorded, steps: tuple[int, int], *, allow_different: bool
         The first global step, and the one after the last.
     allow_different : bool
         Whether another version of PyTorch than the recorded one will do.
+    with_data : bool
+        Whether who runs them has the data set, so that sample ids and a hash will do in the place of inputs.
 
     Raises
     ------
@@ -91,22 +98,26 @@ def plan_of(recorded: Recorded, steps: tuple[int, int], *, allow_different: bool
             raise CaptureError(f"{trace.path} has nothing of step {step:,}, so it cannot be run again")
         for kind in ("generators", "input_data"):
             whole = kept[step].get(kind)
+            if kind == "input_data" and with_data and kept[step].get("sample_ids") and "input_data_hash" in kept[step]:
+                whole = True
             if not whole:
                 part = "" if whole is None else ", but only a part of each tensor"
                 raise CaptureError(
                     f"{trace.path} has no {kind} of step {step:,}{part}, so {steps_named(steps)} cannot be run again "
                     f"from the keyframe of step {keyframe.at.global_step:,}: record generators, hyperparameters, "
-                    "input_data and input_labels at every step"
+                    f"input_data and input_labels at every step{_OR_IDS if with_data else ''}"
                 )
     return Plan(recorded, keyframe, steps)
 
 
 def captures_for(plan: Plan, asked: Sequence[Capture]) -> tuple[Capture, ...]:
-    """The captures of a re-enactment: what is asked of its steps, and hashes of what was recorded of all."""
+    """The captures of a re-enactment: what is asked of its steps, hashes of what was recorded, and ids if there are."""
     start, stop = plan.steps
     wanted = tuple(replace(one, start=max(one.start, start), stop=min(one.stop or stop, stop)) for one in asked)
     first = plan.keyframe.at.global_step
-    events = Capture(kinds=("batch_started", "batch_finished", "loss", "loss_terms"), tags=(DEFAULT_TAG,), start=first)
+    ids = ("sample_ids",) if plan.recorded.has_samples else ()
+    always = ("batch_started", "batch_finished", "loss", "loss_terms", *ids)
+    events = Capture(kinds=always, tags=(DEFAULT_TAG,), start=first)
     kinds, modules = plan.recorded.kinds, plan.recorded.modules
     compared = Capture(
         kinds=[kind for kind in kinds if kind not in ("loss", "loss_terms")] or ["input_data"],
@@ -144,7 +155,7 @@ class Reenactment:
     def by(self, run: Run, *, own_steps: int | None = None) -> Iterator[None]:
         """Feed the training that a run observes; see `Feed`."""
         self._run = run
-        self._feed = Feed(self.plan.recorded, self.plan.keyframe, run.exporter)
+        self._feed = Feed(self.plan.recorded, self.plan.keyframe, self.plan.steps[1], run.exporter)
         with self._feed.feeding(own_steps):
             yield
 
@@ -291,7 +302,7 @@ def reenact(
         If something is at `out`.
     """
     with recorded_run(path, attempt) as recorded:
-        plan = plan_of(recorded, steps, allow_different=allow_different)
+        plan = plan_of(recorded, steps, allow_different=allow_different, with_data=False)
         again = Reenactment(plan, allow_different=allow_different)
         given = (of_steps(),) if capture is None else (capture,) if isinstance(capture, Capture) else tuple(capture)
         recording = record(
