@@ -217,15 +217,17 @@ class Training:
 def measure(part: str, make: Any, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """The rows of one network."""
     trainings = {}
-    for number, (name, watch) in enumerate(VARIANTS.items()):
+    words = options.variants.split(",")
+    variants = {name: one for name, one in VARIANTS.items() if one is None or any(word in name for word in words)}
+    for number, (name, watch) in enumerate(variants.items()):
         own = folder / f"{part}{number}"
         own.mkdir()
         trainings[name] = Training(make, watch, own, options.device, options.tiny)
         trainings[name].segment(FIRST)
-    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     order = random.Random(0)
     for _ in range(options.rounds):
-        turns = list(VARIANTS)
+        turns = list(variants)
         order.shuffle(turns)
         for name in turns:
             seconds[name].append(trainings[name].segment(options.steps))
@@ -268,6 +270,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="resnet,gpt")
+    parser.add_argument("--variants", default="", help="only those with one of these words in their names: norms,bare")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="small networks, to see that it works")
     parser.add_argument("--folder", type=Path, default=None, help="where the traces are written (some GB)")

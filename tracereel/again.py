@@ -5,21 +5,35 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import NamedTuple
 
+import tracer
+from tracer.secrets import STARS
 from tracereel.checks import TRACE_SUFFIXES
 from tracereel.errors import DIFFERENT, WRONG_USAGE, Failure
 from tracereel.printing import say
 from tracereel.programs import program_of
 
+RECORDED = "recorded"
+"""In the place of a script: the command that a run was recorded with."""
 MODULE = "-m"
 """The first word of a command line that runs a module."""
 
 
 class Script(NamedTuple):
-    """A training script and its arguments, as a command line has them."""
+    """A training script and its arguments.
+
+    Attributes
+    ----------
+    words : tuple of str
+        As a command line has them.
+    environment : mapping or None
+        With which it runs; None: with that of this process.
+    """
 
     words: tuple[str, ...]
+    environment: Mapping[str, str] | None = None
 
     @classmethod
     def parse(cls, line: str) -> Script:
@@ -38,6 +52,26 @@ class Script(NamedTuple):
             raise Failure(f"--reenact {line!r} names no script", WRONG_USAGE)
         if words[0] != MODULE:
             program_of(tuple(words), None)
+        return cls(tuple(words))
+
+    @classmethod
+    def of(cls, line: str, run: str) -> Script:
+        """The script that a line names, as `parse` reads it; of ``recorded``, that of the command that was recorded.
+
+        Raises
+        ------
+        Failure
+            If the line names none, or the run does not tell its command, or hides a part of it.
+        """
+        if line != RECORDED:
+            return cls.parse(line)
+        with tracer.open(run) as reader:
+            words = reader.header.get("argv")
+        if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+            raise Failure(f"{run} does not tell its command: give --reenact 'SCRIPT.py [ARGS]'", WRONG_USAGE)
+        if any(STARS in word for word in words):
+            raise Failure(f"{run} hides a part of its command: give --reenact 'SCRIPT.py [ARGS]'", WRONG_USAGE)
+        program_of(tuple(words), None)
         return cls(tuple(words))
 
     @property
@@ -66,18 +100,23 @@ class Again(NamedTuple):
     identical: bool
 
 
-def trace_of_steps(run: str, steps: tuple[int, int]) -> str:
+def trace_of_steps(run: str, steps: tuple[int, int], attempt: int | None = None) -> str:
     """Where steps of a run that are run again are recorded by default.
 
     Examples
     --------
     >>> trace_of_steps("runs/a.zarr", (8, 10))
     'runs/a.steps-8-10.zarr'
+    >>> trace_of_steps("runs/a.zarr", (8, 10), attempt=0)
+    'runs/a.attempt-0.steps-8-10.zarr'
     """
-    return f"{_stem(run)}.steps-{steps[0]}-{steps[1]}.zarr"
+    of_attempt = "" if attempt is None else f".attempt-{attempt}"
+    return f"{_stem(run)}{of_attempt}.steps-{steps[0]}-{steps[1]}.zarr"
 
 
-def recorded_again(run: str, script: Script, steps: tuple[int, int]) -> Again:
+def recorded_again(
+    run: str, script: Script, steps: tuple[int, int], attempt: int | None = None, out: str | None = None
+) -> Again:
     """The trace of steps of a run that were run again; they are, unless that was done before.
 
     Raises
@@ -85,27 +124,35 @@ def recorded_again(run: str, script: Script, steps: tuple[int, int]) -> Again:
     Failure
         If they cannot be run again, or something else is where their trace is to be.
     """
+    out = out or trace_of_steps(run, steps, attempt)
+    there = found_again(run, steps, out, attempt)
+    if there is not None and there.identical:
+        return there
+    say(f"running steps {steps[0]}:{steps[1]} of {run} again, into {out}")
+    return of_a_run(run, script, steps, out, run, attempt=attempt, overwrite=True)
+
+
+def found_again(run: str, steps: tuple[int, int], out: str, attempt: int | None = None) -> Again | None:
+    """The trace of steps of a run that were run again before; None if there is none of the run as it is now.
+
+    Raises
+    ------
+    Failure
+        If something else is where their trace is to be.
+    """
+    from tracer.recording.reenacting.recorded import recorded_run
     from tracer.stores.locations import location
     from tracer.stores.opening import exists
 
-    out = trace_of_steps(run, steps)
-    if exists(location(out)):
-        there = _verdict(out)
-        if not _is_of(out, run, steps):
-            raise Failure(f"{out} is already there, and is not of steps {steps[0]}:{steps[1]} of {run}; move it away")
-        if there.identical:
-            return there
-    say(f"running steps {steps[0]}:{steps[1]} of {run} again, into {out}")
-    return of_a_run(run, script, steps, out, run, overwrite=True)
-
-
-def _is_of(out: str, run: str, steps: tuple[int, int]) -> bool:
-    """Whether a trace is of all that a plain recording has of these steps of a run."""
-    import tracer
-
-    with tracer.open(out) as reader, tracer.open(run) as original:
+    if not exists(location(out)):
+        return None
+    with tracer.open(out) as reader:
         about = reader.header.get("reenacts") or {}
-        return about.get("run") == str(original.path) and about.get("steps") == list(steps)
+    with recorded_run(run, attempt) as recorded:
+        now = recorded.describe()
+    if about.get("run") != now["run"] or about.get("steps") != list(steps):
+        raise Failure(f"{out} is already there, and is not of steps {steps[0]}:{steps[1]} of {run}; move it away")
+    return _verdict(out) if {name: about.get(name) for name in now} == now else None
 
 
 def _stem(run: str) -> str:
@@ -114,7 +161,16 @@ def _stem(run: str) -> str:
     return next((path.removesuffix(suffix) for suffix in TRACE_SUFFIXES if path.endswith(suffix)), path)
 
 
-def of_a_run(run: str, script: Script, steps: tuple[int, int], out: str, name: str, *, overwrite: bool) -> Again:
+def of_a_run(
+    run: str,
+    script: Script,
+    steps: tuple[int, int],
+    out: str,
+    name: str,
+    *,
+    attempt: int | None = None,
+    overwrite: bool,
+) -> Again:
     """Run steps of one run again, in a process of its own."""
     from tracer.recording.reenacting.comparison import steps_named
     from tracer.recording.reenacting.reenact import OF_STEPS
@@ -122,9 +178,16 @@ def of_a_run(run: str, script: Script, steps: tuple[int, int], out: str, name: s
     start, stop = steps
     kinds = [word for kind in OF_STEPS for word in ("-k", kind)]
     chosen = ["--steps", f"{start}:{stop}", "--out", out, *kinds, *(["--overwrite"] if overwrite else [])]
+    chosen += [] if attempt is None else ["--attempt", str(attempt)]
     command = [sys.executable, "-m", "tracereel", "reenact", run, *chosen, *script.arguments]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+        command,
+        env=script.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     if done.returncode not in (0, DIFFERENT):
         said = [line for line in done.stderr.splitlines() if line.strip()]
@@ -135,7 +198,6 @@ def of_a_run(run: str, script: Script, steps: tuple[int, int], out: str, name: s
 
 def _verdict(out: str) -> Again:
     """What the trace of a re-enactment says of it."""
-    import tracer
     from tracer.recording.reenacting.comparison import Verdict
 
     with tracer.open(out) as reader:

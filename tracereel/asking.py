@@ -117,7 +117,11 @@ class Outputs(NamedTuple):
     "--reenact",
     metavar="'SCRIPT.py [ARGS]'",
     help="With --steps A:B: run these steps again by the script that trained, into RUN.steps-A-B.zarr unless they are "
-    "there, and ask that. A value that is not as it was recorded ends this with 5.",
+    "there, and ask that. With the word recorded, by the command that the trace tells. The exit code is 5 if a value "
+    "is not as it was recorded.",
+)
+@options.attempt(
+    help="With --reenact, of a run that was resumed: the attempt whose steps are run again.  [default: the last]",
 )
 @options.flag(
     "--no-verify",
@@ -132,6 +136,7 @@ def replay(
     follow: bool,
     only_plan: bool,
     reenact: str | None,
+    attempt: int | None,
     no_verify: bool,
     as_json: bool,
 ) -> None:
@@ -142,9 +147,11 @@ def replay(
             raise click.UsageError("--reenact needs --steps A:B, the steps to run again, of a run that has ended")
         span = filters.steps[0], filters.steps[1]
         if only_plan:
-            _print_steps_to_run(trace, span)
+            _print_steps_to_run(trace, span, attempt)
             return
-        trace = _run_again(trace, reenact, span)
+        trace = _run_again(trace, reenact, span, attempt)
+    elif attempt is not None:
+        raise click.UsageError("--attempt goes with --reenact")
     if follow and only_plan:
         raise click.UsageError("--plan tells what there is to read, and --follow waits for more: give one of them")
     with tracer.open(trace, ranks=filters.ranks or None, verify=not no_verify) as reader, plain_warnings():
@@ -190,28 +197,28 @@ def replay(
     _note_silent(results, [subscriber for question in questions for subscriber in question.subscribers])
 
 
-def _run_again(trace: str, line: str, steps: tuple[int, int]) -> str:
+def _run_again(trace: str, line: str, steps: tuple[int, int], attempt: int | None) -> str:
     """The trace of steps that are run again, if they are what the run was."""
     from tracereel.again import Script, recorded_again
 
-    found = recorded_again(trace, Script.parse(line), steps)
+    found = recorded_again(trace, Script.of(line, trace), steps, attempt)
     if not found.identical:
         raise Failure(f"{found.verdict}; they are in {found.trace}", DIFFERENT)
     say(found.verdict)
     return found.trace
 
 
-def _print_steps_to_run(trace: str, steps: tuple[int, int]) -> None:
+def _print_steps_to_run(trace: str, steps: tuple[int, int], attempt: int | None) -> None:
     from tracer.recording.reenacting.recorded import recorded_run
     from tracer.recording.reenacting.reenact import plan_of
 
-    with recorded_run(trace) as recorded:
+    with recorded_run(trace, attempt) as recorded:
         plan = plan_of(recorded, steps)
         from tracereel.again import trace_of_steps
 
         click.echo(
             f"would run {plan.count:,} steps, from the keyframe of step {plan.keyframe.at.global_step:,}, and ask "
-            f"{trace_of_steps(trace, steps)}"
+            f"{trace_of_steps(trace, steps, attempt)}"
         )
 
 

@@ -16,7 +16,7 @@ from tracereel.checks import check_installed
 from tracereel.command import Command, conclude
 from tracereel.errors import SOME_FAILED, wrong_usage
 from tracereel.options import Filters
-from tracereel.printing import plain_warnings, print_json, say, size
+from tracereel.printing import plain_warnings, print_json, say, size, tell
 
 if TYPE_CHECKING:
     from analyze.batching.batch_results import BatchResults
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     examples=[
         "trace batch runs/ -s norm -s spectral_norm --out answers --table answers.parquet",
         "trace batch a.zarr b.zarr -s svcca:tag=probe --pairs all --out answers",
+        "trace batch runs/ -s spectral_norm --steps 295:305 --reenact recorded --out answers",
     ],
 )
 @options.traces
@@ -46,6 +47,13 @@ if TYPE_CHECKING:
     "--pairs",
     type=click.Choice(["all", "first"]),
     help="Compare the layers of each two runs, or of each with the first; for svcca, cka and their like.",
+)
+@click.option(
+    "--reenact",
+    metavar="'SCRIPT.py [ARGS]'",
+    help="With --steps A:B: of traces that lack what is asked, run these steps again by the script that trained, one "
+    "trace after the other, into DIR/reenacted, and ask that. With the word recorded, by the command that each trace "
+    "tells. A trace whose steps cannot be run again, or come out otherwise, is a failure.",
 )
 @options.number(
     "--workers",
@@ -71,6 +79,7 @@ def batch(
     specs: tuple[str, ...],
     out: str,
     filters: Filters,
+    reenact: str | None,
     scheduler: str | None,
     slurm: str | None,
     memory: int | None,
@@ -89,6 +98,7 @@ def batch(
     check_installed("pyarrow", "tables", "a batch")
     from analyze.batching.engines import ONE_THREAD, own_program
 
+    environment = dict(os.environ)
     if "numpy" not in sys.modules:  # it reads this when it is imported
         os.environ |= ONE_THREAD
     from analyze.batching.batch import batch as run_batch
@@ -99,14 +109,24 @@ def batch(
     from analyze.batching.progress import display
 
     asked: dict[str, Any] = {**filters.of_a_rank, **work, "part_bytes": work["part_bytes"] or PART_BYTES}
+    again = None
+    if reenact is not None:
+        _check_again(filters, work, out)
+        from tracereel.lacking import StepsAgain
+
+        again = StepsAgain(
+            reenact, specs, filters.of_a_rank, out, environment=environment, only_plan=only_plan or dry_run
+        )
+    asked["replacement"] = again
     with wrong_usage(), plain_warnings():
         cluster = None if slurm is None else options_of(slurm)
         if only_plan or dry_run:
             plan = plan_batch(traces, specs, out, **asked)
+            steps = {} if again is None else {"reenact": again.planned}
             if only_plan:
-                print_json(plan.describe())
+                print_json(plan.describe() | steps)
             else:
-                _print_estimate(estimate(plan, out, work["workers"]), as_json)
+                _print_estimate(estimate(plan, out, work["workers"]) | steps, as_json)
             return
         with own_program(), display(sys.stderr) as progress:
             results = run_batch(
@@ -116,6 +136,18 @@ def batch(
     _print_results(results, as_json)
     if results.failures:
         conclude(SOME_FAILED)
+
+
+def _check_again(filters: Filters, work: Mapping[str, Any], out: str) -> None:
+    """Refuse what does not go with steps that are run again."""
+    if filters.steps is None or filters.steps[1] is None or (len(filters.steps) > 2 and filters.steps[2] != 1):
+        raise click.UsageError("--reenact needs --steps A:B, the steps to run again, without a stride")
+    for name in ("pairs", "part"):
+        if work[name] is not None:
+            raise click.UsageError(
+                f"--reenact does not go with --{name}: a batch without it leaves traces of the steps in "
+                f"{out}/reenacted, which can then be asked like others"
+            )
 
 
 def _print_results(results: BatchResults, as_json: bool) -> None:
@@ -156,6 +188,8 @@ def _print_estimate(estimate: Mapping[str, Any], as_json: bool) -> None:
         f"would compute {estimate['parts']:,} parts of {estimate['traces']:,} traces, {size(estimate['bytes'])}; "
         f"{estimate['cached']:,} are there already, {estimate['failed']:,} cannot be computed"
     )
+    for one in estimate.get("reenact", ()):
+        tell(f"would first run {one['runs']:,} steps of {one['trace']} again, from step {one['keyframe']:,}")
     basis = ", ".join(f"{spec}: {parts}" for spec, parts in estimate["measured"].items())
     if estimate["parts"]:
         click.echo(

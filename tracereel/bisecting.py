@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from analyze.comparing.difference import Difference
 
 
-def scripts_of(lines: Sequence[str]) -> tuple[Script, Script]:
-    """The scripts of A and of B; one for both if one is named.
+def scripts_of(lines: Sequence[str], runs: tuple[str, str]) -> tuple[Script, Script]:
+    """The scripts of A and of B; one line is for both.
 
     Raises
     ------
@@ -23,8 +23,7 @@ def scripts_of(lines: Sequence[str]) -> tuple[Script, Script]:
     """
     if len(lines) > 2:
         raise Failure(f"--reenact is given once for both runs or twice, for A and for B, not {len(lines)} times", 2)
-    scripts = [Script.parse(line) for line in lines]
-    return scripts[0], scripts[-1]
+    return Script.of(lines[0], runs[0]), Script.of(lines[-1], runs[1])
 
 
 def steps_around(step: int) -> tuple[int, int]:

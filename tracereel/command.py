@@ -21,7 +21,9 @@ HEADINGS: Mapping[str, Sequence[str]] = {
         *("replicated", "probe", "probe_every", "no_command"),
         *("with_flight", "flight_before", "flight_after", "flight_bytes", "flight_when"),
     ),
-    "What is run again": ("steps_again", "late_probe", "probe_labels", "every_keyframe", "allow_different", "reenact"),
+    "What is run again": (
+        *("steps_again", "attempt", "late_probe", "probe_labels", "every_keyframe", "allow_different", "reenact"),
+    ),
     "What is read": ("kinds", "modules", "steps", "tags", "ranks", "rank", "follow", "no_verify", "limit"),
     "Where it is computed": ("workers", "scheduler", "slurm", "part", "memory", "part_bytes", "force"),
     "What is written": (

@@ -94,7 +94,7 @@ def diff(
     """
     from analyze.comparing.diff import diff as compare
 
-    scripts = bisecting.scripts_of(reenact) if reenact else None
+    scripts = bisecting.scripts_of(reenact, (a, b)) if reenact else None
 
     with tracer.open(a) as reader:
         filters.check(reader, companions=True)

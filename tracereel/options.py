@@ -112,6 +112,11 @@ def number(*names: str, least: int = 1, **attributes: Any) -> Decorator:
     return click.option(*names, type=click.IntRange(min=least), metavar="N", **attributes)
 
 
+def attempt(**attributes: Any) -> Decorator:
+    """An option that is an attempt of a run that was resumed."""
+    return number("--attempt", least=0, **attributes)
+
+
 def size(*names: str, least: int = 1, **attributes: Any) -> Decorator:
     """An option that is a number of bytes."""
     return click.option(*names, type=Size(least), **attributes)

@@ -142,7 +142,8 @@ def _reenacts(about: Mapping[str, Any]) -> str:
     """Which steps of which run were run again."""
     steps = about.get("steps")
     which = ":".join(map(str, steps)) if isinstance(steps, list) else "some"
-    return f"steps {which} of {about.get('run')}, from the keyframe of step {about.get('keyframe')}"
+    attempt = f" in attempt {about['attempt']}" if "attempt" in about else ""
+    return f"steps {which} of {about.get('run')}{attempt}, from the keyframe of step {about.get('keyframe')}"
 
 
 def _capture(settings: Any) -> str:

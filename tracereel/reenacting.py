@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +21,7 @@ from tracereel.programs import OPTIONS, ProgramCommand, program_of
 if TYPE_CHECKING:
     from analyze.tables.results import Results
     from tracer.recording.launching.program import Program
+    from tracer.recording.reenacting.late_probes import LateProbe
     from tracer.stores.locations import Location
 
 
@@ -56,13 +59,18 @@ class ReenactCommand(ProgramCommand):
     "--steps",
     "steps_again",
     type=Steps(),
-    help="The global steps to run again: start inclusive, stop exclusive, or one. With --probe: those whose keyframes "
-    "are taken.",
+    metavar="A:B",
+    help="The global steps to run again: A:B without B itself, or one step. With --probe: take the keyframes among "
+    "these steps.",
+)
+@options.attempt(
+    help="Of a run that was resumed: run the steps again as this attempt left them, counted from 0.  [default: the "
+    "last]",
 )
 @click.option(
     "--out", metavar="PATH", type=click.Path(), help="Trace to make, .zarr or .h5.  [default: RUN.steps-A-B.zarr]"
 )
-@options.kinds(help="Record this kind of these steps; may be repeated.  [default: all that a plain recording has]")
+@options.kinds(help="Record this kind; may be repeated.  [default: what the profile full keeps of steps]")
 @options.modules(help="Record modules that match; repeatable.")
 @options.several(
     "-s", "--subscriber", "specs", metavar="NAME[:key=value,...]",
@@ -83,7 +91,8 @@ class ReenactCommand(ProgramCommand):
 @options.flag("--every-keyframe", help="With --probe: take every keyframe of the run.")
 @options.flag(
     "--allow-different",
-    help="Go on after the first value that is not as it was recorded, and with another version of PyTorch.",
+    help="Go on after a step with another value, and with another version of PyTorch; the exit code stays 5 where a "
+    "value is different.",
 )
 @click.option("--module", "module", metavar="NAME", help="Run a module, as python -m does; its arguments follow.")
 @options.overwrite
@@ -95,6 +104,7 @@ def reenact(
     program: tuple[str, ...],
     module: str | None,
     steps_again: tuple[int, int | None, int] | None,
+    attempt: int | None,
     out: str | None,
     kinds: tuple[str, ...],
     modules: tuple[str, ...],
@@ -107,19 +117,23 @@ def reenact(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Run some steps of a recorded run again, and record all of them.
+    """Run some steps of a recorded run again, record all that they have, and prove that they are the same.
 
-    SCRIPT.py, with the arguments that it had, runs from its beginning. When it has taken a step, the model gets the
-    state of the last keyframe in RUN before the steps; from then on it gets the inputs, labels, random generators and
-    hyperparameters that RUN holds, until the last step is over. Then the script is ended with SystemExit. What it
-    writes, it writes; TRACE_REHEARSAL in its environment is reenact, so that it can tell.
+    RUN is a trace with keyframes, as the profile standard keeps them. SCRIPT.py, with the arguments that it had, runs
+    from its beginning. After its first step the model gets the state of the last keyframe before the steps. From then
+    on it gets the inputs, labels, states of random generators and hyperparameters that RUN holds. After the last of the
+    steps the script is ended with SystemExit. Files that it writes until then are written; TRACE_REHEARSAL=reenact in
+    its environment lets it leave them out.
 
-    Every value that RUN holds of these steps, or the hash of it, is compared with what comes out. The exit code is 5 if
-    one is different. trace info shows the verdict in the new trace.
+    Each value is compared with the one in RUN, or with its hash. At the first step with another value the script is
+    ended, and the exit code is 5. trace info shows the verdict in the new trace.
+
+    Of a run of several ranks, torchrun or accelerate launch, with its options and its script, stands in the place of
+    SCRIPT.py.
     """
     if module is None and not program:
         raise click.UsageError("there is no script to run: trace reenact RUN --steps A:B SCRIPT.py [ARGS]...")
-    _become_launcher(run, program, module)
+    _run_by_launcher(run, program, module)
     from tracer.trace.claiming import this_process
 
     script = program_of(program, module)
@@ -130,8 +144,11 @@ def reenact(
             raise click.UsageError("--probe makes a trace, which trace replay asks; -s is for steps that are run again")
         called = out or f"{Path(run).with_suffix('')}.probes.zarr"
         target = check_new(called, TRACE_SUFFIXES, overwrite or this_process().size > 1)
+        from tracer.recording.reenacting.late_probes import LateProbe
+
         span = None if steps_again is None else steps_again[:2]
-        _probe(run, script, late_probe, probe_labels, span, target, kinds, modules, overwrite=overwrite)
+        given = LateProbe(_inputs(late_probe), None if probe_labels is None else _array(probe_labels), span, attempt)
+        _probe(run, script, given, target, kinds, modules, overwrite=overwrite)
         say(f"recorded in {called}, with the tag probe: trace info {called}")
         return
     if probe_labels is not None or every_keyframe:
@@ -141,7 +158,7 @@ def reenact(
     start, stop, stride = steps_again
     if stop is None or stride != 1:
         raise click.BadParameter("it is START:STOP, without a stride, or one step", param_hint="--steps")
-    called = out or trace_of_steps(run, (start, stop))
+    called = out or trace_of_steps(run, (start, stop), attempt)
     target = check_new(called, TRACE_SUFFIXES, overwrite or this_process().size > 1)
     from tracer.observing.capture import Capture
     from tracer.recording.options import Options
@@ -159,6 +176,7 @@ def reenact(
         captures=[Capture(kinds=kinds or of_steps().kinds, modules=modules or None)],
         options=Options(overwrite=overwrite),
         receivers=asked.receivers,
+        attempt=attempt,
         allow_different=allow_different,
     )
     if as_json:
@@ -170,6 +188,7 @@ def reenact(
     asked.give()
     ctx = click.get_current_context()
     if verdict.first is not None:
+        _tell_launcher()
         ctx.exit(DIFFERENT)
     ctx.exit(0 if verdict.complete else status or FAILED)
 
@@ -219,22 +238,45 @@ class _Asked:
             show(self._results.to_table())
 
 
-def _become_launcher(run: str, program: tuple[str, ...], module: str | None) -> None:
-    """Become torchrun or accelerate, if the program is that: each of its processes runs its rank's steps again."""
+_DIFFERENCES = "TRACE_DIFFERENCES"
+"""Names the folder in which a rank that found a difference leaves a file, because its launcher ends with 1 then."""
+
+
+def _run_by_launcher(run: str, program: tuple[str, ...], module: str | None) -> None:
+    """Run torchrun or accelerate, if the program is that, and end: each of its processes runs its rank's steps again.
+
+    The launcher runs in this process, which gets the signals that are meant for it.
+    """
     from tracer.recording.launching import launchers
 
     launcher = launchers.launcher_of(program, module)
-    if launcher is not None:
-        words = ["reenact", run, *click.get_current_context().meta[OPTIONS]]
-        launchers.become(launcher, words, program=str(Path(__file__).absolute().with_name("__main__.py")))
+    if launcher is None:
+        return
+    from tracer.recording.launching.program import Program
+    from tracer.recording.launching.script import unwatched
+
+    ctx = click.get_current_context()
+    command = ["reenact", run, *ctx.meta[OPTIONS]]
+    file = str(Path(__file__).absolute().with_name("__main__.py"))
+    arguments = launchers.arguments_for(launcher, command, program=file)
+    with TemporaryDirectory(prefix="trace-") as folder:
+        os.environ[_DIFFERENCES] = folder
+        status = unwatched(Program(script=launcher.module, arguments=arguments, module=True))
+        ctx.exit(DIFFERENT if os.listdir(folder) else status)
+
+
+def _tell_launcher() -> None:
+    """Let the command that started this rank's launcher know that there is a difference."""
+    from tracer.trace.claiming import this_process
+
+    if _DIFFERENCES in os.environ:
+        Path(os.environ[_DIFFERENCES], str(this_process().rank)).touch()
 
 
 def _probe(
     run: str,
     script: Program,
-    inputs: str,
-    labels: str | None,
-    steps: tuple[int, int | None] | None,
+    probe: LateProbe,
     target: Location,
     kinds: tuple[str, ...],
     modules: tuple[str, ...],
@@ -242,13 +284,12 @@ def _probe(
     overwrite: bool,
 ) -> None:
     from tracer.recording.options import Options
-    from tracer.recording.reenacting.late_probes import LateProbe, probe_script
+    from tracer.recording.reenacting.late_probes import probe_script
 
-    given = LateProbe(_inputs(inputs), None if labels is None else _array(labels), steps)
     done = probe_script(
         run,
         script,
-        given,
+        probe,
         out=target,
         kinds=kinds,
         modules=modules or None,

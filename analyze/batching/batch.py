@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from analyze.batching.batch_plan import BatchPlan, Progress, plan_batch
+from analyze.batching.batch_plan import BatchPlan, Progress, Replacement, plan_batch
 from analyze.batching.batch_results import BatchResults
 from analyze.batching.choosing import engine
 from analyze.batching.cutting import PART_BYTES
@@ -53,6 +53,7 @@ def batch(
     memory: int | None = None,
     part_bytes: int = PART_BYTES,
     table: PathLike | None = None,
+    replacement: Replacement | None = None,
     progress: Progress | None = None,
 ) -> BatchResults:
     """Ask many traces, in parallel; answers of earlier batches that still hold are not computed again.
@@ -92,6 +93,9 @@ def batch(
         The most bytes that a part reads, where the work can be cut. Another number makes other parts.
     table : path, optional
         A Parquet file to which all answers are written, too; an existing file is replaced.
+    replacement : callable, optional
+        Is called in this process with the name of each trace, one after the other, and gives the name of the one that
+        is asked in its place, which may be itself. What it raises becomes the failure of that trace.
     progress : callable, optional
         Is called with a mapping for each thing that happens: ``event`` is ``"planning"``, ``"planned"`` (with
         ``parts``, ``cached``, ``bytes``, ``traces``), ``"part"`` (with ``id``, ``trace``, ``subscriber``, ``rank``,
@@ -121,7 +125,7 @@ def batch(
     planned = plan_batch(
         traces, subscribers, out,
         kinds=kinds, modules=modules, steps=steps, tags=tags, pairs=pairs, workers=workers, part=part, force=force,
-        part_bytes=part_bytes, progress=progress,
+        part_bytes=part_bytes, replacement=replacement, progress=progress,
     )  # fmt: skip
     with folder_at(out) as folder:
         folder.make()

@@ -13,10 +13,10 @@ from analyze.batching.dealing import dealt, fused
 from analyze.batching.engines import cores
 from analyze.batching.folder import folder_at
 from analyze.batching.part_files import done
-from analyze.batching.planning import plan_trace
+from analyze.batching.planning import plan_trace, unplanned, where
 from analyze.batching.questions import Question, questions
 from analyze.batching.traces import find_traces
-from analyze.batching.units import Failure, Pairs, Selection, Task, TracePlan, Unit
+from analyze.batching.units import Failure, Pairs, Selection, Task, TracePlan, Unit, sentence_of
 from analyze.metrics.checks import is_whole
 from tracer.errors import CaptureError
 from tracer.stores.locations import Anywhere, Url, location
@@ -26,6 +26,8 @@ PLANNERS: Final = 8
 """How many traces on object stores are planned at the same time."""
 Progress: TypeAlias = Callable[[Mapping[str, Any]], None]
 """A function that is called with each event, as JSON values: see `analyze.batch`."""
+Replacement: TypeAlias = Callable[[str], str | None]
+"""Gives of each trace the one that is asked in its place; None if there will be one, when more than a plan is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,6 +123,7 @@ def plan_batch(
     part: str | tuple[int, int] | None = None,
     force: bool = False,
     part_bytes: int = PART_BYTES,
+    replacement: Replacement | None = None,
     progress: Progress | None = None,
 ) -> BatchPlan:
     """Work out what a batch would compute; no data is read, and nothing is written.
@@ -131,9 +134,10 @@ def plan_batch(
     if not is_whole(part_bytes, 1):
         raise CaptureError(f"part_bytes is a positive number of bytes, not {part_bytes!r}")
     selection = Selection.of(kinds, modules, steps, tags)
-    found = find_traces(traces, outside=out)
+    named = find_traces(traces, outside=out)
     asked = questions([subscribers] if isinstance(subscribers, str) else subscribers)
     say = progress or (lambda event: None)
+    found, refused = (named, []) if replacement is None else _replaced(named, replacement)
     if pairs is not None:
         # imported here, because it imports torch, and a mistyped path should be reported without that wait
         from analyze.batching.pairing import plan_pairs
@@ -142,6 +146,7 @@ def plan_batch(
         say({"event": "planning", "traces": len(found), "of": len(found)})
     else:
         planned = _plans(found, asked, selection, part_bytes, say)
+    planned = [*refused, *planned]
     hands = share[1] if share is not None else cores() if workers is None else max(workers, 1)
     if share is not None:
         # all shares must deal the same tasks, so the parts that are there already are left out only afterwards
@@ -157,6 +162,20 @@ def plan_batch(
         cached=[unit for one in planned for unit in one.units if unit.id in there],
         share=share,
     )
+
+
+def _replaced(named: Sequence[str], replacement: Replacement) -> tuple[list[str], list[TracePlan]]:
+    """The traces that are asked in the place of others, and the plans of those that have none: their failures."""
+    found: list[str] = []
+    refused: list[TracePlan] = []
+    for trace in named:
+        try:
+            other = replacement(trace)
+        except Exception as error:  # noqa: BLE001 - as for a trace that cannot be opened, the batch goes on
+            refused.append(TracePlan(run=None, failures=[unplanned(where(trace), "", None, sentence_of(error))]))
+        else:
+            found += [] if other is None else [other]
+    return found, refused
 
 
 def _keep(tasks: Iterable[Task], planned: Iterable[TracePlan], *, is_first: bool) -> None:

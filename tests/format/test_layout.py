@@ -178,6 +178,35 @@ def test_a_line_with_a_right_checksum_is_an_object_of_one_member(wrong: str) -> 
         declarations(data)
 
 
+BETWEEN = '"\x7f"'
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ['{"a":[{"b":1}', '{"c":2}]}', '{"d":1},{"e":2}'],
+        ['{"a":[{"b":1}', '{"c":2}]}', f'{{"d":1}},{BETWEEN},{{"e":2}}'],
+        ['{"a":[{"b":1}', '{"c":2}]}', r'{"d":1},"\u007f",{"e":2}'],
+        ['{"a":{"b":1}', '"c":{"d":2}}', '{"e":1},{"f":2}'],
+        ['{"a":"b}', '"c":2}', '{"d":1},{"e":2}'],
+        ['{"a":"b\\}', '"}', '{"d":1},{"e":2}'],
+    ],
+)
+def test_each_line_is_json_by_itself(wrong: list[str]) -> None:
+    """Lines with right checksums that are JSON only together, with as many objects as lines, are damaged."""
+    good = [declaration("shape", {"id": number}) for number in range(3)]
+    data, _ = sealed([*good, *(line.encode() for line in wrong), *good])
+    with pytest.raises(TraceCorruptError, match="line 3 of the declarations is damaged"):
+        declarations(data)
+
+
+def test_every_text_comes_back() -> None:
+    """Whatever stands between lines while they are parsed may stand in them."""
+    texts = ["\x7f", r"\u007f", '},"\x7f",', "\\", '"', "}", "\n"]
+    data, _ = sealed(declaration("note", {text: texts}) for text in texts)
+    assert declarations(data)[0] == [("note", {text: texts}) for text in texts]
+
+
 def test_any_change_of_a_journal_row_changes_its_checksum() -> None:
     """The checksum of a row depends on every bit of it and on where it stands."""
     rows = np.random.default_rng(0).integers(-(2**63), 2**63, (3, COLUMNS))

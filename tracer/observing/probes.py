@@ -19,6 +19,7 @@ from tracer.errors import CaptureError
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
 from tracer.observing.part import Ground, Part
 from tracer.observing.passes import Passes
+from tracer.observing.publisher import Collected
 from tracer.observing.pytorch.autograd import with_subclasses
 from tracer.observing.pytorch.tensors import leaves, unobservable
 from tracer.observing.restoring import undisturbed
@@ -335,7 +336,7 @@ class Probes(Part):
             self.problems.note(f"probe {probe.name!r}", NO_PROBES, warn=not probe.by_default)
             return
         running, passes = self.gate.passes.now, self.passes
-        collected: dict[tuple[str, str | None, int, str], list[Tensor]] = {}
+        collected = Collected(joins=probe.batch_size is not None)
         sizes: list[int] = []
         before = (running.tag, passes.user_tag, running.listening, running.inside, running.depth, running.inputs)
         try:
@@ -352,11 +353,9 @@ class Probes(Part):
         self._publish(probe, collected, sizes)
         self.numbers.forget(probe.name)
 
-    def _publish(
-        self, probe: Probe, collected: dict[tuple[str, str | None, int, str], list[Tensor]], sizes: list[int]
-    ) -> None:
+    def _publish(self, probe: Probe, collected: Collected, sizes: list[int]) -> None:
         """Publish the joined tensors of batches of these sizes, and the labels."""
-        for (kind, path, call, leaf), parts in collected.items():
+        for (kind, path, call, leaf), parts in collected.parts.items():
             if not joinable(parts, sizes):
                 what = f"{kind} of {path!r} in probe {probe.name!r}"
                 why = "its first axis is not the datapoints, so batches cannot be put together again"
@@ -365,7 +364,6 @@ class Probes(Part):
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
             self.publisher.publish(kind, path, whole, probe.name, leaf, call)
         if probe.labels is not None:
-            outputs = {leaf for kind, _, _, leaf in collected if kind == "network_output"}
             # labels join the output whose leaf they have
-            leaf = outputs.pop() if len(outputs) == 1 else ""
+            leaf = next(iter(collected.outputs)) if len(collected.outputs) == 1 else ""
             self.publisher.publish("input_labels", None, probe.labels.clone(), probe.name, leaf, 0)

@@ -106,6 +106,40 @@ def _limit(before: torch.dtype, after: torch.dtype) -> float | None:
     return limit if torch.finfo(before).max > limit else None
 
 
+class Collected:
+    """What the running probe has given so far, of a kind in `PROBED`.
+
+    Parameters
+    ----------
+    joins : bool
+        Whether its inputs go through the model in several batches, whose tensors are held to be put together again.
+        Those of one batch are published as they come, so that no more of them is held than a capture keeps.
+
+    Attributes
+    ----------
+    parts : dict of list of Tensor
+        By kind, path, call and leaf, the tensors that are held.
+    outputs : set of str
+        The leaves of the model's output.
+    """
+
+    def __init__(self, *, joins: bool) -> None:
+        self.joins = joins
+        self.parts: dict[tuple[str, str | None, int, str], list[Tensor]] = {}
+        self.outputs: set[str] = set()
+
+    def takes(self, kind: str, path: str | None, leaf: str, call: int | None, source: Tensor, *, owned: bool) -> bool:
+        """Hold a tensor, if it is to be; whether it is not to be published now."""
+        if kind not in PROBED:
+            return True
+        if kind == "network_output":
+            self.outputs.add(leaf)
+        if self.joins:
+            held = source if owned else source.clone(memory_format=torch.contiguous_format)
+            self.parts.setdefault((kind, path, call or 0, leaf), []).append(held)
+        return self.joins
+
+
 class _Shown(Message):
     """A message whose data is copied when somebody looks at it. The copy may be written to."""
 
@@ -176,8 +210,8 @@ class Publisher:
         Of this process, in each message.
     overflows : Overflows
         How many numbers were beyond the range of the dtype that a capture casts them to.
-    collecting : dict or None
-        The tensors of the running probe so far, by kind, path, call and leaf; None while no probe runs.
+    collecting : Collected or None
+        What the running probe has given so far; None while no probe runs.
     """
 
     bus: MessageBus
@@ -190,7 +224,7 @@ class Publisher:
         self.memory = Memory()
         self.rank = 0
         self.overflows = Overflows()
-        self.collecting: dict[tuple[str, str | None, int, str], list[Tensor]] | None = None
+        self.collecting: Collected | None = None
         self._running: dict[StreamKey, Tensor] = {}
         self._told: dict[tuple[Any, ...], dict[str, Any] | None] = {}
         # the placements of distributed tensors, by torch's specification of these tensors
@@ -328,11 +362,7 @@ class Publisher:
             )  # a device is asked twice of one reading only of a tensor that is of this call alone
         if source.layout is not torch.strided:
             source, owned = source.to_dense(), True
-        if self.collecting is not None:
-            if kind not in PROBED:
-                return
-            held = source if owned else source.clone(memory_format=torch.contiguous_format)
-            self.collecting.setdefault((kind, path, call or 0, leaf), []).append(held)
+        if self.collecting is not None and self.collecting.takes(kind, path, leaf, call, source, owned=owned):
             return
         number = self.numbers.message(stream, call)
         if scale is not None and len(captures) > 1:

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -115,7 +116,8 @@ def test_a_changed_line_is_found(recorded: Any) -> None:
     assert "weight_gradients of '0' of step 10 is different" in done.stdout
     with tracer.open(folder / "other.zarr") as reader:
         (verdict,) = (note["reenacted"] for note in reader.info["notes"] if "reenacted" in note)
-        assert reader.header["reenacts"] == {"run": str(folder / "run.zarr"), "keyframe": 10, "steps": [13, 16]}
+        about = reader.header["reenacts"]
+        assert (about["run"], about["keyframe"], about["steps"]) == (str(folder / "run.zarr"), 10, [13, 16])
         assert reader.info["status"] == "finished"
     assert verdict["first"]["step"] == 10
     assert not verdict["identical"]
@@ -265,6 +267,128 @@ def test_a_script_that_fails(recorded: Any) -> None:
     assert "the script ended before the last of them was over" in done.stdout
 
 
+# -- several attempts -----------------------------------------------------------------------------------------
+
+
+RESUMED = """
+first, stop, seed = map(int, sys.argv[1:4])
+model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+if first:
+    states = torch.load("checkpoint.pt")
+    model.load_state_dict(states[0]), optimizer.load_state_dict(states[1])
+torch.manual_seed(seed)
+for step in range(first, stop):
+    if step == 12:
+        torch.save([model.state_dict(), optimizer.state_dict()], "checkpoint.pt")
+    optimizer.zero_grad()
+    F.cross_entropy(model(torch.randn(5, 6)), torch.randint(0, 3, (5,))).backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was resumed from its checkpoint of step 12 when it was at step 18, and drew other data then."""
+    folder = tmp_path_factory.mktemp("resumed")
+    (folder / "train.py").write_text(HEAD.replace("sys.argv", "['train.py']") + RESUMED)
+    (folder / "keyframes.json").write_text(json.dumps(KEYFRAMES))
+    for out, config in (("run.zarr", ["--config", "keyframes.json"]), ("full.zarr", [])):
+        for words, script in (([], ["0", "18", "1"]), (["--resume", "--first-step", "12"], ["12", "24", "2"])):
+            done = trace(folder, "record", *config, "--out", out, *words, "train.py", *script)
+            assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("attempt", [None, 0, 1])
+def test_steps_of_an_attempt_come_back(attempt: int | None, resumed: Path) -> None:
+    """As that attempt left them, from the keyframe of the one before; by default as the last did."""
+    words = [] if attempt is None else ["--attempt", str(attempt)]
+    done = again(resumed, "--steps", "11:16", *words, "--out", "some.zarr", "--json", "train.py", "0", "30", "3")
+    assert done.returncode == 0, done.stderr
+    verdict = json.loads(done.stdout)
+    assert verdict["identical"]
+    assert verdict["keyframe"] == 10
+    with tracer.open(resumed / "full.zarr") as reader:
+        messages = reader.until_attempt(1 if attempt is None else attempt).messages(
+            kinds=DEFAULT_KINDS, steps=(11, 16), tags="default"
+        )
+        expected = {
+            (one.kind, one.key, one.leaf, one.global_step, one.call): hash_of(one.data)
+            for one in messages
+            if one.data is not None
+        }
+    found = values(resumed / "some.zarr", (11, 16))
+    assert {(*place[:4], place[6]): hash_of(data) for place, data in found.items()} == expected
+    shown = " ".join(trace(resumed, "info", "some.zarr").stdout.split())
+    assert f"run.zarr in attempt {1 if attempt is None else attempt}, from the keyframe of step 10" in shown
+
+
+def test_a_replay_runs_the_steps_of_an_attempt(resumed: Path, tmp_path: Path) -> None:
+    """Each attempt's are kept apart; of a run that was resumed since, the steps are run again."""
+    folder = shutil.copytree(resumed, tmp_path / "copy")
+    script = ("--reenact", "train.py 0 30 3")
+    words = ("replay", "run.zarr", "-s", "norm:kind=layer_gradients", "--steps", "13:15", *script, "--json")
+    last = trace(folder, *words)
+    first = trace(folder, *words, "--attempt", "0")
+    assert (last.returncode, first.returncode) == (0, 0), first.stderr
+    assert "running steps 13:15 of run.zarr again, into run.attempt-0.steps-13-15.zarr" in first.stderr
+    norms = [[json.loads(line)["value"] for line in done.stdout.splitlines()] for done in (last, first)]
+    assert len(norms[0]) == len(norms[1]) > 0
+    assert norms[0] != norms[1]
+    planned = trace(folder, *words[:-1], "--attempt", "0", "--plan")
+    assert planned.stdout.endswith("and ask run.attempt-0.steps-13-15.zarr\n")
+    more = (
+        "--config",
+        "keyframes.json",
+        "--out",
+        "run.zarr",
+        "--resume",
+        "--first-step",
+        "12",
+        "train.py",
+        "12",
+        "16",
+        "4",
+    )
+    assert trace(folder, "record", *more).returncode == 0
+    assert "running steps" in trace(folder, *words).stderr
+    assert "running steps" not in trace(folder, *words).stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("reenact", "run.zarr", "--steps", "3", "--attempt", "7", "train.py"), "has no attempt 7; it has 0, 1"),
+        (("reenact", "run.zarr", "--steps", "3", "--attempt", "-1", "train.py"), "'--attempt': -1 is not in the range"),
+        (("reenact", "run.zarr", "--steps", "22", "--attempt", "0", "train.py"), "has nothing of step 18"),
+        (("replay", "run.zarr", "-s", "norm", "--attempt", "0"), "--attempt goes with --reenact"),
+    ],
+)
+def test_attempts_that_are_not_there(words: tuple[str, ...], sentence: str, resumed: Path) -> None:
+    """One sentence, and exit code 2."""
+    done = trace(resumed, *words)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+
+
+# -- launchers ------------------------------------------------------------------------------------------------
+
+
+def test_a_launcher_hides_no_difference(recorded: Any) -> None:
+    """Torchrun ends with 1 whatever its processes end with; the command ends with 5, or as the script that fails."""
+    folder = recorded("cnn")
+    torchrun = ("torchrun", "--standalone", "--nproc-per-node", "1")
+    words = ("--steps", "13:16", "--out", "launched.zarr", *torchrun)
+    other = again(folder, *words, "train.py", "0", "0.5")
+    assert other.returncode == 5, other.stderr
+    assert "weight_gradients of '0' of step 10 is different" in other.stdout
+    (folder / "raising.py").write_text("1 / 0")
+    failed = again(folder, *words, "raising.py")
+    assert failed.returncode == 1, failed.stderr
+    assert "ZeroDivisionError" in failed.stderr
+
+
 # -- two ranks ------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +426,12 @@ def test_two_ranks_run_again(tmp_path: Path) -> None:
             }
 
     assert told("again.zarr") == told("full.zarr")
+    (tmp_path / "other.py").write_text(
+        (HEAD + TWO_RANKS).replace("(model(a), b)", "(model(a), b).mul(1 + dist.get_rank())")
+    )
+    other = run("reenact", "run.zarr", "--steps", "13:16", "--out", "other.zarr", *torchrun[:-1], "other.py")
+    assert other.returncode == 5, other.stderr
+    assert "is different" in other.stdout
     alone = run("reenact", "run.zarr", "--steps", "13:16", "train.py")
     assert alone.returncode == 2
     assert "is of 2 ranks, and this is rank 0 of 1" in alone.stderr
@@ -494,3 +624,8 @@ def test_steps_are_run_again_by_a_function(tmp_path: Path) -> None:
     assert whole.first == other.first
     with pytest.raises(CaptureError, match="has nothing of step 6"):
         tracer.reenact(tmp_path / "run.zarr", *made(), step, steps=(4, 9), out=tmp_path / "never.zarr")
+    with pytest.raises(CaptureError, match="has no attempt 1; it has 0"):
+        tracer.reenact(tmp_path / "run.zarr", *made(), step, steps=(3, 5), out=tmp_path / "never.zarr", attempt=1)
+    assert tracer.reenact(
+        tmp_path / "run.zarr", *made(), step, **about, out=tmp_path / "first.zarr", attempt=0
+    ).identical

@@ -141,6 +141,17 @@ def _named(program: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 def become(launcher: Launcher, command: Sequence[str], *, program: str) -> NoReturn:
     """Replace this process by a launcher whose processes run a command of ``trace`` on the script.
 
+    Parameters and errors are those of `arguments_for`.
+    """
+    arguments = arguments_for(launcher, command, program=program)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", launcher.module, *arguments])
+
+
+def arguments_for(launcher: Launcher, command: Sequence[str], *, program: str) -> list[str]:
+    """The arguments of a launcher whose processes run a command of ``trace`` on the script.
+
     Parameters
     ----------
     launcher : Launcher
@@ -161,9 +172,7 @@ def become(launcher: Launcher, command: Sequence[str], *, program: str) -> NoRet
     before = [one for one in before if one not in ("-m", "--module")]
     refuse_other_languages(given.training_script)
     script = [*(["--module"] if given.module else []), given.training_script, *given.training_script_args]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", launcher.module, *before, program, *command, *script])
+    return [*before, program, *command, *script]
 
 
 def _parser_of(launcher: Launcher) -> Callable[[], Any]:

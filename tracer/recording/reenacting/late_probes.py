@@ -41,11 +41,14 @@ class LateProbe:
     labels : Tensor or None
     steps : (int, int or None) or None
         The global steps whose keyframes are taken; None: all.
+    attempt : int or None
+        Of a run that was resumed, the attempt that left these keyframes; None: the last.
     """
 
     inputs: Any
     labels: Tensor | None = None
     steps: tuple[int, int | None] | None = None
+    attempt: int | None = None
 
 
 def probe_script(
@@ -92,7 +95,7 @@ def probe_script(
     for kind in kinds:
         if kind not in allowed:
             raise UnknownNameError.of("kind of a probe", kind, allowed)
-    with recorded_run(path) as recorded, contextlib.ExitStack() as stack:
+    with recorded_run(path, probe.attempt) as recorded, contextlib.ExitStack() as stack:
         there = recorded.keyframes()
         start, stop = probe.steps if probe.steps is not None else (0, None)
         steps = [step for step in there if start <= step and (stop is None or step < stop)]
@@ -101,7 +104,7 @@ def probe_script(
             raise CaptureError(f"{path} has no keyframe among these steps; {found}")
         passes = _Passes(recorded, steps, probe)
         stack.enter_context(telling_the_script())
-        about = {"run": str(recorded.trace.path), "keyframes": steps}
+        about = {**recorded.describe(), "keyframes": steps}
         try:
             run(
                 program,

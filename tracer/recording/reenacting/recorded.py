@@ -144,22 +144,29 @@ def _is_part(sampling: Mapping[str, Any] | None) -> bool:
 
 
 @contextlib.contextmanager
-def recorded_run(path: Anywhere) -> Iterator[Recorded]:
+def recorded_run(path: Anywhere, attempt: int | None = None) -> Iterator[Recorded]:
     """A recorded run, of the rank that this process has.
+
+    Parameters
+    ----------
+    path : path or URL
+    attempt : int, optional
+        Of a run that was resumed, as this attempt left it; by default as the last did.
 
     Raises
     ------
     CaptureError
-        If the run has no such rank, or others than this run.
+        If the run has no such rank, or others than this run; or no such attempt.
     """
     process = this_process()
-    with TraceReader(location(path), assemble=False) as trace:
+    with TraceReader(location(path), assemble=False) as whole:
+        trace = whole if attempt is None else whole.until_attempt(attempt)
         if process.size != len(trace.ranks) or process.rank not in trace.ranks:
             raise CaptureError(
                 f"{path} is of {len(trace.ranks)} ranks, and this is rank {process.rank} of {process.size}: start "
                 "as many processes as the run had, by torchrun in the place of the script"
             )
-        yield Recorded(trace, process.rank if process.size > 1 else None)
+        yield Recorded(trace, process.rank if process.size > 1 else None, attempt)
 
 
 class Recorded:
@@ -171,12 +178,22 @@ class Recorded:
         With the parts of distributed tensors as each rank has them.
     rank : int, optional
         Of several ranks, the one that runs again. What others recorded for it is its own, too.
+    attempt : int, optional
+        The attempt that was asked for.
     """
 
-    def __init__(self, trace: TraceReader, rank: int | None = None) -> None:
+    def __init__(self, trace: TraceReader, rank: int | None = None, attempt: int | None = None) -> None:
         self.trace = trace
+        self._attempt = attempt
         self._ranks = None if rank is None else [rank]
         self._step: tuple[int, RecordedStep] | None = None
+
+    def describe(self) -> dict[str, object]:
+        """Which run it is, as JSON: its path, its id, and the attempt, if one was asked for or there are several."""
+        attempts = [one["attempt"] for one in self.trace.attempts]
+        attempt = attempts[-1] if self._attempt is None and len(attempts) > 1 else self._attempt
+        about = {"run": str(self.trace.path), "run_id": self.trace.header.get("run_id")}
+        return about if attempt is None else about | {"attempt": attempt}
 
     @property
     def kinds(self) -> list[str]:

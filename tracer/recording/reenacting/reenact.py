@@ -58,8 +58,7 @@ class Plan:
 
     def describe(self) -> dict[str, object]:
         """What a trace says of the run that it re-enacts, as JSON."""
-        path = str(self.recorded.trace.path)
-        return {"run": path, "keyframe": self.keyframe.at.global_step, "steps": list(self.steps)}
+        return {**self.recorded.describe(), "keyframe": self.keyframe.at.global_step, "steps": list(self.steps)}
 
 
 def plan_of(
@@ -184,6 +183,7 @@ def reenact_script(
     captures: Sequence[Capture] = (),
     options: Options | None = None,
     receivers: Sequence[Receiver] = (),
+    attempt: int | None = None,
     allow_different: bool = False,
 ) -> tuple[Verdict, int]:
     """Run steps of a recorded run again by the script that trained, record them anew, and compare.
@@ -208,6 +208,8 @@ def reenact_script(
     options : Options, optional
     receivers : sequence of Receiver
         Who listens to the steps.
+    attempt : int, optional
+        Of a run that was resumed, run the steps again as this attempt left them; by default as the last did.
     allow_different : bool
         Whether to go on after the first value that is not as it was recorded.
 
@@ -223,7 +225,7 @@ def reenact_script(
     CaptureError
         If the steps cannot be run again, before the script begins or when it shows.
     """
-    with recorded_run(path) as recorded, contextlib.ExitStack() as stack:
+    with recorded_run(path, attempt) as recorded, contextlib.ExitStack() as stack:
         plan = plan_of(recorded, steps, allow_different=allow_different)
         again = Reenactment(plan, allow_different=allow_different)
         stack.enter_context(telling_the_script())
@@ -254,6 +256,7 @@ def reenact(
     loss: nn.Module | Callable[..., Any] | None = None,
     receivers: Iterable[Receiver] = (),
     overwrite: bool = False,
+    attempt: int | None = None,
     allow_different: bool = False,
 ) -> Verdict:
     """Run steps of a recorded run again by a function, record them anew, and compare.
@@ -281,6 +284,8 @@ def reenact(
         Who listens to the steps.
     overwrite : bool
         Whether to replace a trace that is at `out`.
+    attempt : int, optional
+        Of a run that was resumed, run the steps again as this attempt left them; by default as the last did.
     allow_different : bool
         Whether to go on after the first value that is not as it was recorded, and with another version of PyTorch.
 
@@ -296,7 +301,7 @@ def reenact(
     TraceExistsError
         If something is at `out`.
     """
-    with recorded_run(path) as recorded:
+    with recorded_run(path, attempt) as recorded:
         plan = plan_of(recorded, steps, allow_different=allow_different, with_data=False)
         again = Reenactment(plan, allow_different=allow_different)
         given = (of_steps(),) if capture is None else (capture,) if isinstance(capture, Capture) else tuple(capture)

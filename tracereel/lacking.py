@@ -1,0 +1,175 @@
+"""Traces of a batch that lack what is asked: their steps are run again, and asked in their place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import tracer
+from analyze import registry
+from analyze.batching.planning import where
+from tracer.errors import CaptureError
+from tracer.format.journal import Column
+from tracer.messaging.messages import DEFAULT_TAG, clock_of, kept_of
+from tracer.recording.reenacting.recorded import recorded_run
+from tracer.recording.reenacting.reenact import plan_of
+from tracer.replaying.plan import Plan
+from tracer.trace.streams import StreamInfo
+from tracereel.again import RECORDED, Script, found_again, recorded_again, trace_of_steps
+from tracereel.errors import Failure
+
+FOLDER = "reenacted"
+"""Where in the folder of a batch the traces of steps are."""
+
+
+class StepsAgain:
+    """Gives of each trace of a batch the one that is asked: itself if it has what is asked, or its steps, run again.
+
+    Parameters
+    ----------
+    line : str
+        As `Script.of` takes it.
+    specs : sequence of str
+        The metrics.
+    filters : mapping
+        What is replayed, as `tracer.plan` takes it, with ``steps``.
+    out : str
+        The folder of the batch.
+    environment : mapping
+        With which scripts run. That of a batch, which computes with one thread, would give their sums other last bits.
+    only_plan : bool
+        Whether nothing is run.
+
+    Attributes
+    ----------
+    planned : list of dict
+        Where nothing is run, what would be: ``trace``, ``keyframe``, ``steps``, ``runs`` (how many steps) and ``out``.
+
+    Raises
+    ------
+    Failure
+        If the line names no script.
+    """
+
+    def __init__(
+        self,
+        line: str,
+        specs: Sequence[str],
+        filters: Mapping[str, Any],
+        out: str,
+        *,
+        environment: Mapping[str, str],
+        only_plan: bool,
+    ) -> None:
+        if line != RECORDED:
+            Script.parse(line)
+        self._line, self._specs, self._filters, self._out, self._only_plan = line, specs, filters, out, only_plan
+        self._environment = environment
+        self._steps: tuple[int, int] = filters["steps"][:2]
+        self.planned: list[dict[str, Any]] = []
+
+    def __call__(self, trace: str) -> str | None:
+        """The trace that is asked in the place of one; None if it would have to be made.
+
+        Raises
+        ------
+        CaptureError
+            If the steps cannot be run again, or are not those of the run.
+        """
+        if self._has_all(trace):
+            return trace
+        # traces in several folders may have one name
+        name = f"{sha256(where(trace).encode(errors='surrogateescape')).hexdigest()[:8]}-{trace.rpartition('/')[2]}"
+        out = trace_of_steps(f"{self._out.rstrip('/')}/{FOLDER}/{name}", self._steps)
+        try:
+            script = Script.of(self._line, trace)._replace(environment=self._environment)
+            if self._only_plan:
+                return self._plan(trace, out)
+            found = recorded_again(trace, script, self._steps, out=out)
+        except Failure as failure:
+            raise CaptureError(failure.message) from failure
+        if not found.identical:
+            raise CaptureError(f"{found.verdict}; they are in {found.trace}")
+        return found.trace
+
+    def _has_all(self, trace: str) -> bool:
+        """Whether a rank of a trace has what is asked, at all of the steps."""
+        with tracer.open(trace) as reader:
+            return any(self._rank_has_all(reader.of_rank(rank), rank) for rank in reader.ranks)
+
+    def _rank_has_all(self, reader: tracer.TraceReader, rank: int) -> bool:
+        # together, because one may take the answers of another
+        if tracer.plan(reader, *map(registry.parse, self._specs), rank=rank, **self._filters).missing:
+            return False
+        kept = _Kept.of(reader, self._steps)
+        plans = (tracer.plan(reader, registry.parse(spec), rank=rank, **self._filters) for spec in self._specs)
+        return all(kept.has_all_of(plan) for plan in plans)
+
+    def _plan(self, trace: str, out: str) -> str | None:
+        there = found_again(trace, self._steps, out)
+        if there is not None and there.identical:
+            return there.trace
+        with recorded_run(trace) as recorded:
+            plan = plan_of(recorded, self._steps)
+        about = {"keyframe": plan.keyframe.at.global_step, "steps": list(self._steps), "runs": plan.count}
+        self.planned.append({"trace": trace, **about, "out": out})
+        return None
+
+
+class _Kept(NamedTuple):
+    """At which of some steps a trace has what.
+
+    Attributes
+    ----------
+    trained : set of int
+        The steps of which it has anything of the training.
+    by_stream : mapping of int to set of int
+        The steps of each stream.
+    by_place : mapping of tuple to set of int
+        The steps at which there is a tensor's data, a hash or statistics of it.
+    """
+
+    trained: set[int]
+    by_stream: Mapping[int, set[int]]
+    by_place: Mapping[tuple[Any, ...], set[int]]
+
+    @classmethod
+    def of(cls, reader: tracer.TraceReader, steps: tuple[int, int]) -> _Kept:
+        """What one rank of a trace has of some steps; no data is read for it."""
+        window = reader.within(*steps)
+        rows = window.journal[window.select(steps=steps)][:, [Column.STREAM, Column.GLOBAL_STEP]]
+        found = cls(set(), defaultdict(set), defaultdict(set))
+        for number, step in np.unique(rows, axis=0).tolist():
+            stream = reader.streams[number]
+            found.by_stream[number].add(step)
+            found.by_place[_place(stream)].add(step)
+            if stream.tag == DEFAULT_TAG and clock_of(stream.kind) == "global_step":
+                found.trained.add(step)
+        return found
+
+    def has_all_of(self, plan: Plan) -> bool:
+        """Whether each kind that a plan reads of the training is there at each step.
+
+        And each tensor at all steps at which there is a hash or statistics of it.
+        """
+        places: dict[tuple[Any, ...], set[int]] = defaultdict(set)
+        kinds: dict[str, set[int]] = defaultdict(set)
+        for one in plan.streams:
+            steps = self.by_stream.get(one.id, set())
+            places[_place(one)] |= steps
+            if one.tag == DEFAULT_TAG and clock_of(one.kind) == "global_step":
+                kinds[kept_of(one.kind)[0]] |= steps
+        return (
+            all(steps >= self.by_place.get(place, set()) for place, steps in places.items())
+            and all(steps >= self.trained for steps in kinds.values())
+            and all(one.count >= len(self.trained) for one in plan.derived)
+        )
+
+
+def _place(stream: StreamInfo) -> tuple[Any, ...]:
+    """Of which tensor a stream keeps data, hashes or statistics."""
+    return kept_of(stream.kind)[0], stream.module, stream.tag, stream.leaf, stream.rank
