@@ -222,3 +222,36 @@ def test_no_probe(tmp_path: Path) -> None:
     with tracer.open(tmp_path / "train.zarr") as trace:
         assert {one.tag for one in trace.streams} == {"default"}
     assert not ProbePlan(0)
+
+
+def test_a_probe_ends_no_epoch(tmp_path: Path) -> None:
+    """Of a script that draws a batch ahead, epochs end when the model has had as many batches; a probe has none."""
+    (tmp_path / "train.py").write_text(AHEAD)
+    code, _, errors = command(tmp_path, "record", "--probe", "4", "--probe-every", "3", "train.py")
+    assert code == 0, errors
+    with tracer.open(tmp_path / "train.zarr") as trace:
+        ends = [one.global_step for one in trace.messages(kinds=["epoch_finished"])]
+        assert [one for one in trace.streams if one.tag == "probe"]
+    assert ends == [4, 9, 14]
+
+
+AHEAD = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+data = TensorDataset(torch.randn(40, 6))
+model = nn.Linear(6, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def ahead(loader):
+    before = None
+    for batch in loader:
+        if before is not None:
+            yield before
+        before = batch
+    yield before
+for epoch in range(3):
+    for (x,) in ahead(DataLoader(data, 8)):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+"""

@@ -23,6 +23,7 @@ from tracer.observing.publisher import Collected
 from tracer.observing.pytorch.autograd import with_subclasses
 from tracer.observing.pytorch.tensors import leaves, unobservable
 from tracer.observing.restoring import undisturbed
+from tracer.observing.spreading import spread_factor
 
 PROBE: Final = "probe"
 """The tag of the passes of a `ProbePlan`; metrics of representations listen to it."""
@@ -36,6 +37,12 @@ NO_PROBES = (
 class ProbePlan(NamedTuple):
     """A probe of the first datapoints that the model is given, as `Exporter.probe_first` takes it.
 
+    Examples
+    --------
+    >>> plan = ProbePlan(64, every=50, spread=True)
+    >>> [step for step in range(1, 2001) if plan.due(step)][6:]
+    [350, 400, 500, 600, 700, 800, 1000, 1200, 1400, 1600, 2000]
+
     Attributes
     ----------
     datapoints : int
@@ -44,6 +51,8 @@ class ProbePlan(NamedTuple):
         Steps between two passes.
     calls : int or None
         Of how many calls they are taken at most; None: of as many as it takes.
+    spread : bool
+        Whether there are only `EACH_DOUBLING` passes more each time that the steps double, after the first few.
     by_default : bool
         Whether nobody asked for it: then the trace alone says why there is none.
     """
@@ -51,10 +60,15 @@ class ProbePlan(NamedTuple):
     datapoints: int
     every: int = 100
     calls: int | None = None
+    spread: bool = False
     by_default: bool = False
 
     def __bool__(self) -> bool:
         return self.datapoints > 0
+
+    def due(self, step: int) -> bool:
+        """Whether there is a pass when so many steps are over."""
+        return step % (self.every * (spread_factor(step, self.every) if self.spread else 1)) == 0
 
 
 class Probe:
@@ -78,6 +92,10 @@ class Probe:
         for begin in range(0, tensors[0].shape[0], self.batch_size):
             part = slice(begin, begin + self.batch_size)
             yield map_tensors(self.inputs, functools.partial(rows_of, part))
+
+    def due(self, step: int) -> bool:
+        """Whether it is run when so many steps are over."""
+        return step % self.every == 0
 
     def ready(self, model: nn.Module) -> bool:
         """Whether there are inputs for this model."""
@@ -130,6 +148,10 @@ class FirstInputs(Probe):
         """The reason why there are no inputs."""
         self._given: dict[bool, list[tuple[int, Arguments]]] = {}
         self._model: weakref.ref[nn.Module] | None = None
+
+    def due(self, step: int) -> bool:
+        """As its plan says."""
+        return self._plan.due(step)
 
     @property
     def settled(self) -> bool:
@@ -306,7 +328,7 @@ class Probes(Part):
     def run_due(self) -> None:
         """Run the probes that are due after the step that has ended."""
         for probe in self._all:
-            if self.clock.step % probe.every == 0:
+            if probe.due(self.clock.step):
                 self.gate.guard(f"probe {probe.name}", functools.partial(self._run, probe))
 
     def run(self, name: str) -> None:
@@ -339,6 +361,7 @@ class Probes(Part):
         collected = Collected(joins=probe.batch_size is not None)
         sizes: list[int] = []
         before = (running.tag, passes.user_tag, running.listening, running.inside, running.depth, running.inputs)
+        seen = passes.forwards.seen  # of the program, which batches are counted against
         try:
             passes.user_tag, running.depth, running.inputs = probe.name, 0, []
             self.publisher.collecting = collected
@@ -350,6 +373,7 @@ class Probes(Part):
         finally:
             running.tag, passes.user_tag, running.listening, running.inside, running.depth, running.inputs = before
             self.publisher.collecting = None
+            passes.forwards.seen = seen
         self._publish(probe, collected, sizes)
         self.numbers.forget(probe.name)
 

@@ -74,7 +74,7 @@ _PROFILES: Mapping[str, _Profile] = {
             "max_overhead": 0.05,
             "keyframe_bytes": 64 << 20,
             "overhead_credit": 1.0,  # so that a short training is recorded at every step
-            "probe": ProbePlan(64, every=KEYFRAME_EVERY, calls=1, by_default=True),
+            "probe": ProbePlan(64, every=KEYFRAME_EVERY, calls=1, spread=True, by_default=True),
         },
     ),
     "full": _Profile(_full, {}),
@@ -118,8 +118,9 @@ def profile(name: str) -> tuple[Capture, ...]:
         The default. At every step losses, inputs, labels, sample ids, hyperparameters and the states of the random
         generators; at every 50th step a keyframe; statistics and a hash of every tensor as often as 5 % of the
         training's CPU time allow, after a first second. ``trace reenact`` brings back everything else. Of evaluations
-        outputs, labels and losses. Under the tag ``probe``, after every 50 steps, activations of the first datapoints,
-        at most 64 of one batch. Of inputs, labels and outputs of a batch above 8 MiB only a hash is kept.
+        outputs, labels and losses. Under the tag ``probe``, after every 50 steps, and in a long run less often,
+        activations of the first datapoints, at most 64 of one batch. Of inputs, labels and outputs of a batch above 8
+        MiB only a hash is kept.
     ``full``
         Everything, at every step and of every evaluation.
 

@@ -12,7 +12,8 @@ from torch import nn
 
 import tracer
 from tracer.observing.profiles import options_of
-from tracer.recording.pacing.keyframes import EACH_DOUBLING, KeyframeSpread
+from tracer.observing.spreading import EACH_DOUBLING
+from tracer.recording.pacing.keyframes import KeyframeSpread
 from tracer.recording.pacing.schedule import Schedule
 
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, final
+from typing import final
 
+from tracer.observing.spreading import EACH_DOUBLING, spread_factor
 from tracer.recording.pacing.bound import Wish
-from tracer.recording.pacing.costs import next_factor
 from tracer.recording.pacing.schedule import GROUPS, Schedule
 from tracer.recording.recorder import Recorder
-
-EACH_DOUBLING: Final = 4
-"""Keyframes between a step and the one of twice its number, once they are spread."""
 
 
 @final
 class KeyframeSpread:
     """Leaves keyframes as often as was given until they have taken so many bytes, and then spreads them.
 
-    From then on, each time that the steps double, there are as many more keyframes. So their bytes grow with the
-    logarithm of the steps, and a step is never further from the keyframe before it than a quarter of the run.
+    From then on they come as `spread_factor` says: each time that the steps double, there are as many more of them.
 
     Parameters
     ----------
@@ -51,7 +47,7 @@ class KeyframeSpread:
         if spacing is None or self._taken <= self._free:
             return None
         factors = dict.fromkeys(GROUPS, 1)
-        factors["keyframes"] = next_factor((self._steps + 1) / (2 * EACH_DOUBLING * spacing))
+        factors["keyframes"] = spread_factor(self._steps + 1, spacing)
         why = (
             f"keyframes have taken {self._taken:,} bytes, so there are {EACH_DOUBLING} more each time the steps double"
         )

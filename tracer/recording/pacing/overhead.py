@@ -19,6 +19,8 @@ _EAGER_STEPS = 8
 """After each of so many steps the writer is woken, so that its clock tells early what it costs."""
 _HORIZON = 64
 """What was taken too much is made up for in about twice so many steps, by half of what they may take at most."""
+_LONGEST = 3.0
+"""How many times as long as the mean a step counts, at most."""
 _AIM = 0.9
 """Share of the bound that is aimed at, because not all of the cost goes through the gate."""
 _SLACK = 0.8
@@ -90,6 +92,8 @@ class OverheadBound:
             return
         own = now.own - last.own
         bare = max(now.training - last.training - own, 0.0)
+        if self._steps > _COLD_STEPS + _EAGER_STEPS:  # an evaluation before a step is no part of what a step takes
+            bare = min(bare, _LONGEST * self._bare)
         writer = now.writer - last.writer
         guess = _A_MESSAGE * (now.messages - last.messages) + _A_BYTE * (now.nbytes - last.nbytes)
         seconds, guessed = self._writer
