@@ -443,8 +443,8 @@ class Capture:
 
     @cached_property
     def everything(self) -> bool:
-        """Whether it keeps each tensor that it observes, and all of it as it is."""
-        return not self.choices and self.condition is None and self.hash_above is None
+        """Whether it keeps each tensor that it observes, and all of it as it is, but for `hash_above`."""
+        return not self.choices and self.condition is None
 
     def in_place_of(self, kind: str, chosen: Tensor) -> Capture:
         """Of what it has chosen of a tensor, the capture that keeps it: itself, or for large tensors one of hashes."""

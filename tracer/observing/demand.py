@@ -181,7 +181,8 @@ class Demand:
         self.apart: Apart | None = None
         self.quiet_until = 0
         self._asked_at = -1  # the last step for which `nothing_due` asked
-        self._inside: Captures = ()  # the captures of what modules and parameters have
+        self._of_training: Captures = ()  # the captures that observe training passes
+        self._inside: Captures = ()  # those of them that take what modules and parameters have
         self._streams: dict[tuple[str, str | None, str], Stream] = {}
         self._of_parameters: OfParameters | None = None
         self._heard_tags: dict[str, Captures] = {}
@@ -231,8 +232,9 @@ class Demand:
     def ask_anew(self) -> None:
         """Forget who wanted what: receivers, modules or what other ranks record have changed."""
         self._streams, self._heard_tags, self._of_parameters = {}, {}, None
+        self._of_training = tuple(one for one in self._all_captures if one.takes_tag(DEFAULT_TAG))
         self._inside = tuple(
-            one for one in self._all_captures if any(not KINDS[kind].network for kind in one.kinds or ())
+            one for one in self._of_training if any(not KINDS[kind].network for kind in one.kinds or ())
         )
         receivers = self.bus.receivers
         self.asking = tuple(one for one in receivers if not one.passive) or receivers
@@ -438,7 +440,7 @@ class Demand:
         """Whether nobody wants anything of the training passes of this global step."""
         step = self.clock.step
         if self.quiet_until <= step != self._asked_at:  # asked several times in each step
-            due = [one.next_step(step) for one in self._all_captures]
+            due = [one.next_step(step) for one in self._of_training]
             first = min((one for one in due if one is not None), default=sys.maxsize)
             self.quiet_until = first if first > step or any(one.awake(step) for one in self.asking) else step + 1
             self._asked_at = step

@@ -339,7 +339,8 @@ class Publisher:
         That for each of the captures, of which that of the data is the last.
         """
         kind, path, tag, leaf = stream
-        plain = len(captures) == 1 and captures[0].keeps_whole(kind)
+        first = captures[0]
+        plain = len(captures) == 1 and first.keeps_whole(kind) and first.in_place_of(kind, data) is first
         if plain and scale is None and self.collecting is None and ordinary(data):
             # what nearly all messages need: an ordinary tensor, as it is
             if data.requires_grad:
