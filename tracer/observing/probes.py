@@ -8,6 +8,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from time import thread_time
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -282,12 +283,19 @@ def joinable(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
 
 
 class Probes(Part):
-    """Runs the model on fixed inputs."""
+    """Runs the model on fixed inputs.
+
+    Attributes
+    ----------
+    seconds : float
+        CPU time that this took of the thread that trains.
+    """
 
     def __init__(self, ground: Ground, passes: Passes) -> None:
         super().__init__(ground)
         self.passes = passes
         self._all: list[Probe] = []
+        self.seconds = 0.0
 
     def add(self, name: str, inputs: Any, labels: Any, every: int, batch_size: int | None) -> None:
         """Run the model on these inputs now, and from now on."""
@@ -361,6 +369,7 @@ class Probes(Part):
         collected = Collected(joins=probe.batch_size is not None)
         sizes: list[int] = []
         before = (running.tag, passes.user_tag, running.listening, running.inside, running.depth, running.inputs)
+        begin = thread_time()
         seen = passes.forwards.seen  # of the program, which batches are counted against
         try:
             passes.user_tag, running.depth, running.inputs = probe.name, 0, []
@@ -374,6 +383,7 @@ class Probes(Part):
             running.tag, passes.user_tag, running.listening, running.inside, running.depth, running.inputs = before
             self.publisher.collecting = None
             passes.forwards.seen = seen
+            self.seconds += thread_time() - begin
         self._publish(probe, collected, sizes)
         self.numbers.forget(probe.name)
 

@@ -185,3 +185,54 @@ class Exporting:
     def __init__(self) -> None:
         self.gate = tracer.Exporter().parts.gate
         assert not isinstance(self.gate.lock, Meter)
+
+
+def test_an_evaluation_before_a_step_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a hundred times as long as a step, once in 300 steps."""
+    run: Any = MadeUp(0.02, {"losses": 0.0002, "tensors": 0.05}, 0.0, 0.1)
+    monkeypatch.setattr(overhead, "thread_time", lambda: run.thread)
+    monkeypatch.setattr(overhead, "process_time", lambda: run.thread)
+    schedule = Schedule(profile("standard"))
+    bound = OverheadBound(0.05, schedule, run, run)
+    pacer = Pacer(schedule, run, run, [bound], bound)
+    for step in range(3000):
+        run.step(schedule.due(run.clock.step))
+        if step % 300 == 299:
+            run.thread += 2.0
+        pacer.step_over()
+        assert step < 100 or schedule.factors["tensors"] >= 48
+
+
+def test_probes_are_not_what_inputs_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are paid for by what can be made rarer, and change nothing of what is told of the rest."""
+    run: Any = MadeUp(0.02, {"inputs": 0.0004, "tensors": 0.05}, 0.0, 0.0)
+    monkeypatch.setattr(overhead, "thread_time", lambda: run.thread)
+    monkeypatch.setattr(overhead, "process_time", lambda: run.thread)
+    probes = [0.0]
+    schedule = Schedule(profile("standard"))
+    bound = OverheadBound(0.05, schedule, run, run, probes=lambda: probes[0])
+    pacer = Pacer(schedule, run, run, [bound], bound)
+    for step in range(1000):
+        run.step(schedule.due(run.clock.step))
+        if step % 50 == 49:
+            run.own, run.thread, probes[0] = run.own + 0.015, run.thread + 0.015, probes[0] + 0.015
+        pacer.step_over()
+    assert not [note for note in run.notes if isinstance(note, tuple)]
+    assert run.own / (run.thread - run.own) < 0.06
+
+
+def test_a_credit_is_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is recorded until the recording has taken so many seconds."""
+    run: Any = MadeUp(0.02, {"losses": 0.0002, "tensors": 0.05}, 0.0, 0.0)
+    monkeypatch.setattr(overhead, "thread_time", lambda: run.thread)
+    monkeypatch.setattr(overhead, "process_time", lambda: run.thread)
+    schedule = Schedule(profile("standard"))
+    bound = OverheadBound(0.05, schedule, run, run, credit=1.0)
+    pacer = Pacer(schedule, run, run, [bound], bound)
+    taken = []
+    for _ in range(100):
+        run.step(due := schedule.due(run.clock.step))
+        taken.append("tensors" in due)
+        pacer.step_over()
+    assert 20 <= taken.index(False) <= 24
+    assert not any(taken[30:60])

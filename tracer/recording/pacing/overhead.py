@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import process_time, thread_time
 from typing import NamedTuple, final
 
@@ -40,6 +40,7 @@ class _Clocks(NamedTuple):
     training: float
     process: float
     own: float
+    probes: float
     writer: float
     messages: int
     nbytes: int
@@ -62,11 +63,22 @@ class OverheadBound:
     meter : Meter
         Of the exporter's gate.
     recorder : Recorder
+    probes : callable
+        Tells how many seconds of that probes have taken: they are due at times of their own.
     credit : float
         Seconds that the recording may take before the bound holds.
     """
 
-    def __init__(self, bound: float, schedule: Schedule, meter: Meter, recorder: Recorder, credit: float = 0.0) -> None:
+    def __init__(
+        self,
+        bound: float,
+        schedule: Schedule,
+        meter: Meter,
+        recorder: Recorder,
+        *,
+        probes: Callable[[], float] = float,
+        credit: float = 0.0,
+    ) -> None:
         self._bound = bound
         self._schedule = schedule
         self._meter = meter
@@ -76,6 +88,7 @@ class OverheadBound:
         self._last: _Clocks | None = None
         self._bare = 0.0  # seconds of a step without a recorder
         self._spread = 1.0  # of what the process takes without a recorder, the share of the training's thread
+        self._probes = probes
         self._credit = credit
         self._debt = 0.0  # seconds that were taken too much
         # seconds that the writer took, and that it was thought to take; old ones count less
@@ -104,7 +117,7 @@ class OverheadBound:
         self._bare += newest * (bare - self._bare)
         self._spread += newest * (bare / others - self._spread if others else 0.0)
         taken = own + self._spread * guess * seconds / guessed
-        self._costs.learn(taken, due)
+        self._costs.learn(taken - (now.probes - last.probes), due)
         self._credit -= taken
         if self._credit > 0:
             return
@@ -116,7 +129,14 @@ class OverheadBound:
     def _read(self) -> _Clocks:
         recorder = self._recorder
         return _Clocks(
-            *(threading.get_ident(), thread_time(), process_time(), self._meter.seconds(), recorder.cpu_seconds),
+            *(
+                threading.get_ident(),
+                thread_time(),
+                process_time(),
+                self._meter.seconds(),
+                self._probes(),
+                recorder.cpu_seconds,
+            ),
             *(recorder.seen, recorder.seen_bytes),
         )
 
