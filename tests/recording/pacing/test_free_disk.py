@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,29 @@ def test_a_disk_is_never_filled(suffix: str, small_disk: Path, monkeypatch: pyte
     assert stopped == {"by": "min_free_disk", "min_free_disk": floor, "global_step": len(found["weights"])}
     assert found["weights"] == found["weight_updates"] == set(range(stopped["global_step"]))
     assert 2 < stopped["global_step"] < 40
+
+
+@pytest.mark.parametrize("suffix", ["zarr", "h5"])
+def test_a_keyframe_that_does_not_fit_ends_the_recording_before_it(suffix: str, small_disk: Path) -> None:
+    """Though it is three times as large as the first one, because that had no states of the optimizer."""
+    model = torch.nn.Linear(400, 1500)
+    optimizer = torch.optim.Adam(model.parameters())
+    keyframes = [tracer.Capture(kinds=["loss"]), replace(tracer.KEYFRAME, every=5)]
+    path = small_disk / f"run.{suffix}"
+    with (
+        pytest.warns(RuntimeWarning, match="min_free_disk"),
+        tracer.record(path, model, optimizer, capture=keyframes),
+    ):
+        for _ in range(40):
+            optimizer.zero_grad()
+            model(torch.randn(2, 400)).square().mean().backward()
+            optimizer.step()
+    with tracer.open(path) as trace:
+        assert trace.status == "finished"
+        assert [one for one in trace.notes if "stopped" in one]
+        found = recorded(trace)
+    assert found["keyframe"] <= {0, 5, 10}
+    assert {0, 1, 2, 3, 4} <= found["loss"]
 
 
 @pytest.mark.parametrize("bounds", [{}, {"max_bytes": "1GB"}, {"stop_at_bytes": "1GB"}])

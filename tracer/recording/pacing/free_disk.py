@@ -14,7 +14,9 @@ from tracer.stores.locations import Location
 MOST: Final = 1 << 30
 SHARE: Final = 0.02
 """By default, the floor is so many bytes, or such a share of the file system, whichever is less."""
-_EVERY_BYTES: Final = 16 << 20
+_NEXT = 3
+"""How many times as large as the largest step so far the next one may be."""
+_EVERY_BYTES: Final = 1 << 20
 _EVERY_SECONDS: Final = 1.0
 
 
@@ -36,6 +38,9 @@ def free_bytes(folder: Path) -> int:
 class FreeDisk:
     """Looks how much of a disk is free when a step is over; where that is too little, nothing more is recorded.
 
+    There has to be room for a step of three times as many bytes as the largest so far, above what stays free: the first
+    keyframe has no states of the optimizer, of which Adam has two for each parameter.
+
     Parameters
     ----------
     folder : Path
@@ -56,6 +61,8 @@ class FreeDisk:
         self._exporter = exporter
         self._recorder = recorder
         self._seen = 0
+        self._before = 0  # bytes, when the last step was over
+        self._largest = 0  # bytes of the largest step
         self._looked = float("-inf")
 
     def begin(self) -> None:
@@ -66,6 +73,8 @@ class FreeDisk:
     def step_over(self) -> None:
         """Look, if much was recorded since the last time, or that was long ago."""
         recorder, now = self._recorder, time.monotonic()
+        self._largest = max(self._largest, recorder.seen_bytes - self._before)
+        self._before = recorder.seen_bytes
         if recorder.closed or (recorder.seen_bytes - self._seen < _EVERY_BYTES and now - self._looked < _EVERY_SECONDS):
             return
         self._seen, self._looked = recorder.seen_bytes, now
@@ -73,5 +82,5 @@ class FreeDisk:
             free = free_bytes(self._folder)
         except OSError:  # the writer will say what is wrong with it
             return
-        if free - recorder.waiting_bytes < self._floor:
+        if free - recorder.waiting_bytes < self._floor + _NEXT * self._largest:
             recorder.stop("min_free_disk", self._floor, self._exporter.parts.clock.step)
