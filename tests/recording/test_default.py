@@ -255,3 +255,28 @@ for epoch in range(3):
         model(x).sum().backward()
         optimizer.step()
 """
+
+
+class Zeros(tracer.Subscriber):
+    """The share of zeros in activations."""
+
+    scope = "message"
+
+    def __init__(self, tag: str) -> None:
+        super().__init__(tracer.Subscription("activations", tag), produces="zeros")
+
+    def compute(self, message: tracer.Message) -> Any:
+        yield tracer.derived(message, "zeros", (message.data == 0).double().mean())
+
+
+def test_a_receiver_that_would_hear_nothing_is_refused(tmp_path: Path) -> None:
+    """Of activations the default has data of probes only."""
+    with pytest.raises(CaptureError, match=r"Zeros needs activations \(tag default; there is tag probe\)"):
+        train(tmp_path / "run.zarr", receivers=[Zeros("default")])
+    for number, tag in enumerate(("probe", "probe*")):
+        heard = tracer.Collect("zeros")
+        train(tmp_path / f"{number}.zarr", receivers=[Zeros(tag), heard])
+        assert {one.tag for one in heard} == {"probe"}
+    heard = tracer.Collect("zeros")
+    train(tmp_path / "all.zarr", receivers=[Zeros("default"), heard], capture=Capture())
+    assert len(heard) == 12

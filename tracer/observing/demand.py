@@ -11,7 +11,7 @@ from torch import nn
 
 from tracer.errors import CaptureError
 from tracer.messaging.bus import MessageBus, Topic
-from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS, Message
+from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, KINDS, STATE_KINDS, Message
 from tracer.messaging.receiver import Receiver
 from tracer.messaging.subscriber import unmet
 from tracer.messaging.subscription import matches_tag
@@ -358,16 +358,13 @@ class Demand:
         CaptureError
             With a sentence that names what is missing and what can be had; or if a capture matches no module at all.
         """
-        offered: list[tuple[str, str | None, str | None]] = [
-            (name, None, None)
-            for kind, entry in KINDS.items()
-            if entry.network
-            for name in sorted(self.published(kind, None))
-        ]
+        receivers = tuple(receivers)
+        tags = {one.tag for receiver in receivers for one in receiver.subscriptions if one.tag is not None}
+        offered: list[tuple[str, str | None, str | None]] = []
         for kind, entry in KINDS.items():
-            if not entry.network:
-                for path in self.paths_of(kind):
-                    offered += [(name, path, None) for name in sorted(self.published(kind, path))]
+            for path in [None] if entry.network else self.paths_of(kind):
+                for name in sorted(self.published(kind, path)):
+                    offered += [(name, path, tag) for tag in self._tags_of(kind, name, tags)]
         offered += [(kind, None, None) for kind in logged]
         for capture in self.captures:
             of_modules = (not (entry.network or entry.state) for entry in map(KINDS.__getitem__, capture.kinds or ()))
@@ -381,9 +378,17 @@ class Demand:
                 names = ", ".join(repr(name) for name, _ in candidates) or "none"
                 told = ", ".join(f"{key}={value}" for key, value in asked.items() if value is not None)
                 raise CaptureError(f"the capture ({told or 'all modules'}) matches no module; there are {names}")
-        missing = unmet(tuple(receivers), offered, "the capture")
+        missing = unmet(receivers, offered, "the capture")
         if missing:
             raise CaptureError("; ".join(missing))
+
+    def _tags_of(self, kind: str, name: str, asked: Iterable[str]) -> Sequence[str | None]:
+        """The tags that messages of this name may have, as far as they can be told: None, any, if training has them."""
+        captures = [one for one in self.captures if one.takes(kind, None) and name in one.kinds_of_messages(kind)]
+        if any(one.takes_tag(DEFAULT_TAG) for one in captures):
+            return [None]
+        named = {pattern.strip("*") for one in captures for pattern in one.tags or () if not pattern.startswith("!")}
+        return sorted(tag for tag in {*asked, *named, EVAL_TAG} - {""} if any(one.takes_tag(tag) for one in captures))
 
     # -- and when -------------------------------------------------------------------------------------------
 
