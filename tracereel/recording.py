@@ -566,6 +566,8 @@ def _print_dry_run(facts: Mapping[str, Any]) -> None:
         )
     else:
         click.echo("overhead: not known, because the script took less than two steps")
+    if facts["max_overhead"] is not None:
+        click.echo(f"--max-overhead {100 * facts['max_overhead']:.3g}%: if that is more, some steps are left out")
 
 
 def _when_recorded(stream: Mapping[str, Any]) -> str:

@@ -280,3 +280,18 @@ def test_a_receiver_that_would_hear_nothing_is_refused(tmp_path: Path) -> None:
     heard = tracer.Collect("zeros")
     train(tmp_path / "all.zarr", receivers=[Zeros("default"), heard], capture=Capture())
     assert len(heard) == 12
+
+
+def test_a_dry_run_tells_of_the_bound(tmp_path: Path) -> None:
+    """Its estimate is of what was asked for, and bounds come on top of that."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    code, out, errors = command(tmp_path, "record", "--dry-run", "train.py")
+    assert code == 0, errors
+    assert "--max-overhead 5%: if that is more, some steps are left out" in out
+    assert 'reduce = "sketch:k=256"' in out
+    settings = out.split("as a file for --config:")[1]
+    (tmp_path / "own.toml").write_text(settings)
+    code, _, errors = command(tmp_path, "record", "--config", "own.toml", "train.py")
+    assert code == 0, errors
+    with tracer.open(tmp_path / "train.zarr") as trace:
+        assert trace.header["capture"] == [one.describe() for one in tracer.profile("standard")]

@@ -704,6 +704,7 @@ def dry_run_of(trace: Path) -> dict[str, Any]:
         "bytes_per_recorded_step": 1,
         "bytes_per_step": 1.0,
         "run_steps": None,
+        "max_overhead": None,
         "max_bytes": None,
         "stop_at_bytes": None,
     }

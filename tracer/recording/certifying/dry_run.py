@@ -45,10 +45,11 @@ def dry_run(
         ``clock``: ``step``, ``epoch`` (not in the sums), or ``aside`` for passes that are not training. Of these
         ``every`` is of the passes of an evaluation, and is in the sums; evaluations may come in other numbers later.
         ``bytes_per_recorded_step``: of a step in which all are recorded; ``bytes_per_step``: in the mean over many
-        steps; ``run_steps`` and ``bytes_per_run``: None where it is not known how many steps there are; ``max_bytes``
-        and ``max_bytes_thins_from_step``, ``stop_at_bytes`` and ``stop_at_bytes_reached_at_step``;
-        ``estimated_cpu_ratio``, made of ``recorded_cpu_ratio``, which was measured over ``steps`` steps that were all
-        recorded; ``steps_seen``. What bounds make rarer is in none of these numbers.
+        steps; ``run_steps`` and ``bytes_per_run``: None where it is not known how many steps there are;
+        ``max_overhead``, ``max_bytes`` and ``max_bytes_thins_from_step``, ``stop_at_bytes`` and
+        ``stop_at_bytes_reached_at_step``; ``estimated_cpu_ratio``, made of ``recorded_cpu_ratio``, which was measured
+        over ``steps`` steps that were all recorded; ``steps_seen``. What bounds make rarer is in none of these
+        numbers.
 
     Raises
     ------
@@ -91,6 +92,7 @@ def dry_run(
         "bytes_per_step": mean,
         "run_steps": run_steps,
         "bytes_per_run": None if run_steps is None else round(sum(_in_run(one, run_steps) for one in streams)),
+        "max_overhead": options.max_overhead,
         "max_bytes": options.max_bytes,
         "max_bytes_thins_from_step": _reached(streams, told["header"], options.max_bytes, share=0.5),
         "stop_at_bytes": options.stop_at_bytes,
