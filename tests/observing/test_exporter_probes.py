@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -250,3 +252,59 @@ def test_probes_of_several_arguments_and_wrong_ones() -> None:
     model(x, scale)
     exporter.detach()
     assert find(heard, "activations", "layer", tag="default")
+
+
+class Remembering(nn.Module):
+    """What its forward leaves in lists, dictionaries, sets, tensors, and in those that they hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.seen: list[float] = []
+        self.last: collections.deque[float] = collections.deque(maxlen=2)
+        self.cache: dict[str, Any] = {"sums": [], "calls": 0}
+        self.sizes: set[int] = set()
+        self.mean = torch.zeros(3)
+        self.pair = ([], torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Remember x."""
+        out = self.layer(x)
+        self.seen.append(float(x.sum()))
+        self.last.append(float(x.sum()))
+        self.cache["sums"].append(out.detach())
+        self.cache["calls"] += 1
+        self.cache.setdefault(len(x), True)
+        self.sizes.add(len(x))
+        self.mean.lerp_(out.detach().mean(0), 0.1)
+        self.pair[0].append(x)
+        self.pair[1].add_(1)
+        return out
+
+    def remembered(self) -> list[Any]:
+        """All of it, to be compared."""
+        sums = [one.tolist() for one in self.cache["sums"]]
+        rest = [sorted(map(str, self.cache)), self.cache["calls"], sorted(self.sizes), self.mean.tolist()]
+        return [self.seen, [*self.last], sums, *rest, len(self.pair[0]), float(self.pair[1])]
+
+
+def test_what_a_model_remembers_is_put_back(tmp_path: Path) -> None:
+    """A pass of a probe leaves nothing in it: also of the default, for which nobody asked."""
+    found = []
+    for recorded in (False, True):
+        torch.manual_seed(0)
+        model = Remembering()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recording: Any = (
+            tracer.record(tmp_path / "run.zarr", model, optimizer) if recorded else contextlib.nullcontext()
+        )
+        with recording as run:
+            if recorded:
+                run.probe("other", torch.ones(9, 4), every=1)
+            for _ in range(5):
+                optimizer.zero_grad()
+                model(torch.randn(3, 4)).sum().backward()
+                optimizer.step()
+        found.append(model.remembered())
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 5

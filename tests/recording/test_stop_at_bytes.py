@@ -92,7 +92,7 @@ def test_padding_counts(suffix: str, elements: int, tmp_path: Path) -> None:
     inputs = torch.ones(1, elements)
     with (
         pytest.warns(RuntimeWarning, match="stop_at_bytes"),
-        tracer.record(path, model, optimizer, stop_at_bytes=40_000_000, capture=tracer.Capture()),
+        tracer.record(path, model, optimizer, stop_at_bytes=40_000_000, capture=tracer.Capture(), compression="none"),
     ):
         for _ in range(100):
             optimizer.zero_grad()

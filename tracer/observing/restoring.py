@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Leave autocast; restore the buffers of a model, the attributes of its modules, and all random generators."""
+    """Leave autocast; restore the buffers of a model, the attributes of its modules, and all random generators.
+
+    Of attributes that are tensors or containers of Python, and of what these contain, the contents are restored, too.
+    """
     buffers = [
         (one, name, buffer, buffer.detach().clone(), buffer._version)
         for one in walking.modules(model)
@@ -38,6 +42,7 @@ def restored(model: nn.Module) -> Iterator[None]:
     ]
     devices = sorted({p.device.index or 0 for p in walking.parameters(model) if p.device.type == "cuda"})
     attributes = [(one, _own(one)) for one in walking.modules(model)]
+    contents = _Contents(value for _, own in attributes for value in own.values())
     python_state, numpy_state = random.getstate(), np.random.get_state()
     device_type = next((p.device.type for p in walking.parameters(model)), "cpu")
     try:
@@ -46,6 +51,7 @@ def restored(model: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+        contents.restore()
         for one, own in attributes:
             now = _own(one)
             vars(one).update({name: value for name, value in own.items() if now.get(name, _NOTHING) is not value})
@@ -59,6 +65,51 @@ def restored(model: nn.Module) -> Iterator[None]:
                     one._buffers[name] = buffer
 
 
+class _Contents:
+    """What lists, dictionaries, sets and tensors hold, and the containers in these; to be put back.
+
+    Parameters
+    ----------
+    values : iterable
+        Those of other classes are passed over.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[Tensor, Tensor, int]] = []
+        seen, waiting = set[int](), list(values)
+        while waiting:
+            value = waiting.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if type(value) in _CONTAINERS:
+                self._containers.append((value, value.copy()))
+                waiting += value.values() if isinstance(value, Mapping) else value
+            elif type(value) is tuple:
+                waiting += value
+            elif type(value) is Tensor and value.layout is torch.strided and not value.is_inference():
+                self._tensors.append((value, value.detach().clone(), value._version))
+
+    def restore(self) -> None:
+        """Put back what was there, in place."""
+        for container, before in self._containers:
+            if _held(container) != _held(before):  # else a loop over it may be going on
+                container.clear()
+                (container.extend if isinstance(container, list | deque) else container.update)(before)
+        with torch.no_grad():
+            for tensor, before, version in self._tensors:
+                if tensor._version != version:
+                    tensor.data.copy_(before)
+
+
+def _held(container: Any) -> Any:
+    """What a container holds, by identity."""
+    ids = [*map(id, container), *map(id, container.values() if isinstance(container, Mapping) else ())]
+    return set(ids) if isinstance(container, set) else ids
+
+
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _NOTHING = object()
 _OF_TORCH = frozenset(vars(nn.Module()))
 

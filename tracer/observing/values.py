@@ -32,6 +32,8 @@ class Values(Part):
             return
         if not isinstance(kind, str) or not kind:
             raise MessageError(f"log takes a kind, which is a non-empty string, not {kind!r}")
+        if kind == "sample_ids":
+            raise MessageError("sample ids are told by run.samples(ids), before the forward")
         if kind not in self.bus.topics:
             self.bus.register_topic(kind, "network")
         data = self._copied(kind, value)

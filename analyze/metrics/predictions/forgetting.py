@@ -133,10 +133,9 @@ class Forgetting(OfSteps[_Tag]):
     labels : str
         The kind of the labels.
     ids : str or None
-        A kind with an integer for each datapoint of a batch, which the training loop has logged
-        (``run.log("sample_ids", ids)``, once after each batch). None knows a datapoint by its batch and its row, which
-        is right for passes over the same datapoints in the same order: a probe's, or an evaluation that does not
-        shuffle.
+        A kind with an integer for each datapoint of a batch: ``"sample_ids"``, or one that the training loop logs once
+        after each batch (``run.log("rows", rows)``). None knows a datapoint by its batch and its row, which is right
+        for passes over the same datapoints in the same order: a probe's, or an evaluation that does not shuffle.
     per : {"pass", "epoch"}
         What one answer covers: all forward passes of one tag at one global step, or of one tag in one epoch (for
         ``tag=default,ids=sample_ids``, which is how Toneva et al. count).

@@ -537,20 +537,21 @@ def test_forgetting_over_passes(ids: str | None) -> None:
 
 
 def test_forgetting_of_training_batches_by_id(tmp_path: Path) -> None:
-    """A loop that logs which datapoints are in each batch has forgetting events of the training set, as published."""
+    """A loop that tells which datapoints are in each batch has forgetting events of the training set, as published."""
     x, y = torch.randn(30, 4), torch.randint(3, (30,))
     model, loss = nn.Linear(4, 3), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
     history = []
-    with tracer.record(
-        tmp_path / "run.zarr", model, optimizer, loss=loss, strict=True, capture=tracer.Capture()
-    ) as run:
+    captures = [tracer.Capture(kinds=["sample_ids"]), tracer.Capture()]
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=loss, strict=True, capture=captures) as run:
+        with pytest.raises(MessageError, match=r"sample ids are told by run\.samples\(ids\), before the forward"):
+            run.log("sample_ids", [1, 2])
         for _ in range(4):
             correct = torch.zeros(30, dtype=torch.int64)
             for rows in torch.randperm(30).split(8):
                 optimizer.zero_grad()
+                run.samples(rows)
                 output = model(x[rows])
-                run.log("sample_ids", rows)
                 loss(output, y[rows]).backward()
                 optimizer.step()
                 correct[rows] = (output.argmax(1) == y[rows]).long()
