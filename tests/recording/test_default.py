@@ -295,3 +295,35 @@ def test_a_dry_run_tells_of_the_bound(tmp_path: Path) -> None:
     assert code == 0, errors
     with tracer.open(tmp_path / "train.zarr") as trace:
         assert trace.header["capture"] == [one.describe() for one in tracer.profile("standard")]
+
+
+def test_a_program_with_hooks_is_not_probed_unasked(tmp_path: Path) -> None:
+    """Its hooks hear what they hear without a recorder."""
+    lengths, told = [], []
+    for recorded in (False, True):
+        heard: list[Any] = []
+        model = nn.Linear(6, 3)
+        model.register_forward_hook(lambda module, args, output, heard=heard: heard.append(output))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recording: Any = tracer.record(tmp_path / "run.zarr", model, optimizer) if recorded else None
+        if recording is not None:
+            recording.__enter__()
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(7, 6)).sum().backward()
+            optimizer.step()
+        if recording is not None:
+            recording.__exit__(None, None, None)
+        lengths.append(len(heard))
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        told = [note["problem"]["why"] for note in trace.notes if "problem" in note]
+        assert {one.tag for one in trace.streams} == {"default"}
+    assert lengths == [3, 3]
+    assert any("hooks of the program" in one for one in told)
+    normed = nn.utils.spectral_norm(nn.Linear(6, 3))  # which is a hook of torch's own
+    optimizer = torch.optim.SGD(normed.parameters(), lr=0.1)
+    with tracer.record(tmp_path / "normed.zarr", normed, optimizer):
+        normed(torch.randn(7, 6)).sum().backward()
+        optimizer.step()
+    with tracer.open(tmp_path / "normed.zarr") as trace:
+        assert "probe" in {one.tag for one in trace.streams}

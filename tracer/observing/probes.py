@@ -22,6 +22,7 @@ from tracer.observing.part import Ground, Part
 from tracer.observing.passes import Passes
 from tracer.observing.publisher import Collected
 from tracer.observing.pytorch.autograd import with_subclasses
+from tracer.observing.pytorch.hooks import is_heard_by_others
 from tracer.observing.pytorch.tensors import leaves, unobservable
 from tracer.observing.restoring import undisturbed
 from tracer.observing.spreading import spread_factor
@@ -33,6 +34,10 @@ NO_PROBES = (
     "ranks, within `run.tag(name)`"
 )
 """Why sharded models are not probed."""
+
+
+_HOOKED = "modules have forward hooks of the program, which would hear it; trace record --probe N takes it all the same"
+"""Why a program that has hooks is not probed unless it is asked for."""
 
 
 class ProbePlan(NamedTuple):
@@ -364,6 +369,9 @@ class Probes(Part):
             return
         if self.models.is_sharded:
             self.problems.note(f"probe {probe.name!r}", NO_PROBES, warn=not probe.by_default)
+            return
+        if probe.by_default and is_heard_by_others(root):
+            self.problems.note(f"probe {probe.name!r}", _HOOKED, warn=False)
             return
         running, passes = self.gate.passes.now, self.passes
         collected = Collected(joins=probe.batch_size is not None)
