@@ -230,7 +230,7 @@ def test_a_training_on_a_small_disk(small_disk: Path, suffix: str) -> None:
     model = torch.nn.Linear(200, 200)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.warns(RuntimeWarning, match="No space left on device"):
-        with tracer.record(path, model, optimizer, capture=tracer.Capture()) as run:
+        with tracer.record(path, model, optimizer, capture=tracer.Capture(), min_free_disk=0) as run:
             for _ in range(40):
                 optimizer.zero_grad()
                 model(torch.ones(3, 200)).sum().backward()
