@@ -162,7 +162,7 @@ as_json = flag("--json", "as_json", help="Print JSON.")
 overwrite = flag("--overwrite", help="Replace what is already at the output's path.")
 compression = several(
     "--compression", metavar="[KIND=]NAME",
-    help="auto (integers and inputs; the default), none, lz4, lz4-noshuffle or zstd, for everything or for a kind; "
+    help="auto (integers and inputs; the default), none, lz4, lz4hc or zstd, for everything or for a kind; "
     "repeatable.",
 )  # fmt: skip
 

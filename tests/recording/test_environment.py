@@ -151,7 +151,7 @@ def test_variables_are_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("TRACE_RECORD_DURABLE", "perhaps", "'perhaps' is not a valid boolean"),
         ("TRACE_RECORD_KIND", "wieghts", "did you mean 'weights'?"),
         ("TRACE_RECORD_DTYPE", "float17", "did you mean 'float16'"),
-        ("TRACE_RECORD_COMPRESSION", "gzip", "auto, lz4, lz4-noshuffle, none, zstd"),
+        ("TRACE_RECORD_COMPRESSION", "gzip", "auto, lz4, lz4hc, none, zstd"),
         ("TRACE_DISABLE", "sometimes", "1 turns recording off"),
     ],
 )

@@ -461,7 +461,7 @@ WRONG = {
     "a compression that is none": (
         ("record", "--compression", "gzip", "script.py"),
         2,
-        "lz4, lz4-noshuffle, none, zstd",
+        "lz4, lz4hc, none, zstd",
     ),
     "a compression given twice": (("record", *["--compression", "loss=lz4"] * 2, "script.py"), 2, "twice"),
     "a copy's compression": (("convert", "TRACE", "new.zarr", "--compression", "weights=lz"), 2, "did you mean 'lz4'?"),

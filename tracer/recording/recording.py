@@ -91,7 +91,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         the lowest of these ranks only, or by each: to see whether they drift apart.
     compression : str or mapping
         How the data is compressed, on the writer thread: ``"auto"`` (integers and inputs are, other floats are not; in
-        HDF5 nothing), ``"none"``, ``"lz4"``, ``"lz4-noshuffle"`` or ``"zstd"``, or one of them for each kind, such as
+        HDF5 nothing), ``"none"``, ``"lz4"``, ``"lz4hc"`` or ``"zstd"``, or one of them for each kind, such as
         ``{"activations": "zstd"}``.
     max_overhead : float or str, optional
         The share of the training's CPU time that recording may take, such as ``0.03`` or ``"3%"``; by default 5 % with

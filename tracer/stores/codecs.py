@@ -55,18 +55,18 @@ class Codec:
     @property
     def code(self) -> int:
         """The number by which the compressor is chosen, which HDF5's filter has as a parameter."""
-        return {"lz4": 1, "zstd": 5}[self.inner]
+        return {"lz4": 1, "lz4hc": 2, "zstd": 5}[self.inner]
 
     @property
     def format_code(self) -> int:
         """The number that the header of a compressed chunk has for the compressor."""
-        return {"lz4": 1, "zstd": 4}[self.inner]
+        return {"lz4": 1, "lz4hc": 1, "zstd": 4}[self.inner]  # LZ4HC writes the format of LZ4
 
 
 CODECS: Mapping[str, Codec] = MappingProxyType(
     {
         "lz4": Codec("lz4", "lz4", 5, "bitshuffle"),
-        "lz4-noshuffle": Codec("lz4-noshuffle", "lz4", 5, "noshuffle"),
+        "lz4hc": Codec("lz4hc", "lz4hc", 1, "noshuffle"),
         "zstd": Codec("zstd", "zstd", 1, "shuffle"),
     }
 )

@@ -33,12 +33,12 @@ class Compression:
         are ``"auto"`` without it.
 
         - ``"auto"``: what pays without being noticed. Integers and bools ``"lz4"``, inputs of other dtypes
-          ``"lz4-noshuffle"``, other floats not; in HDF5 nothing, so that every HDF5 library reads the file without a
+          ``"lz4hc"``, other floats not; in HDF5 nothing, so that every HDF5 library reads the file without a
           plugin.
         - ``"none"``: the numbers as they are.
         - ``"lz4"``: LZ4 after a bit shuffle; quick, and good for integers.
-        - ``"lz4-noshuffle"``: LZ4 of the bytes as they are; quickest, and good for numbers that come again and again,
-          such as those of images.
+        - ``"lz4hc"``: LZ4 that looks longer, of the bytes as they are; good for numbers that come again and again, such
+          as those of images, and quick to give up where they do not.
         - ``"zstd"``: Zstandard at its first level after a byte shuffle; smaller, and dearer than writing.
 
     Raises
@@ -56,7 +56,7 @@ class Compression:
     >>> Compression("gzip")
     Traceback (most recent call last):
         ...
-    tracer.errors.UnknownNameError: there is no compression 'gzip' (known: auto, lz4, lz4-noshuffle, none, zstd)
+    tracer.errors.UnknownNameError: there is no compression 'gzip' (known: auto, lz4, lz4hc, none, zstd)
     """
 
     __slots__ = ("choice",)
@@ -124,7 +124,7 @@ class Compression:
         """
         name = self.choice.get(OTHERS if kind is None else kind, self.choice[OTHERS])
         if name == AUTO:
-            found = "lz4" if dtype in _INTEGERS else "lz4-noshuffle" if kind == "input_data" else None
+            found = "lz4" if dtype in _INTEGERS else "lz4hc" if kind == "input_data" else None
             return found if plainly else None
         return None if name == NONE else name
 
