@@ -238,7 +238,7 @@ class Recorded:
             found = f"its first one is at step {there[0]:,}" if there else "it has none"
             raise CaptureError(
                 f"{self.trace.path} has no keyframe at or before step {step:,}, from which that could be run again; "
-                f"{found}: tracer.KEYFRAME among the captures of a recording gives keyframes"
+                f"{found}: the profile standard gives keyframes, and so does tracer.KEYFRAME among captures"
             )
         at: At | None = None
         parameters: dict[tuple[str, str], Tensor] = {}
