@@ -44,7 +44,7 @@ def test_as_long_as_nothing_is_widened_the_same_streams_are_observed_in_the_same
 
 
 def test_what_is_widened() -> None:
-    """Each group by itself, and no pass aside and no epoch."""
+    """Each group by itself, evaluations with inputs and losses, and no probe and no epoch."""
     schedule = Schedule(profile("standard"))
     assert schedule.due(0) == ("losses", "inputs", "tensors", "keyframes")
     assert schedule.due(1) == ("losses", "inputs", "tensors")
@@ -52,10 +52,11 @@ def test_what_is_widened() -> None:
     assert changes == [{"capture": 2, "every": [1, 6]}, {"capture": 3, "every": [1, 6]}]
     assert [step for step in range(14) if "tensors" in schedule.due(step)] == [0, 6, 12]
     changes = schedule.widen({"keyframes": 2, "inputs": 4})
-    assert [(one["capture"], one["every"]) for one in changes] == [(0, [1, 4]), (1, [50, 100])]
+    assert [(one["capture"], one["every"]) for one in changes] == [(0, [1, 4]), (1, [50, 100]), (4, [1, 4])]
     assert changes[0]["kinds"] == ["input_data", "input_labels", "sample_ids", "generators", "hyperparameters"]
+    assert changes[2]["kinds"] == ["network_output", "input_labels"]
     assert schedule.widen({}) == []
-    assert schedule.widen(dict.fromkeys(GROUPS, 1))[-1] == {"capture": 3, "every": [6, 1]}
+    assert {"capture": 3, "every": [6, 1]} in schedule.widen(dict.fromkeys(GROUPS, 1))
     assert group_of(Capture(), "epoch_started") is None
 
 

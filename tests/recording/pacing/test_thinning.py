@@ -182,3 +182,34 @@ def test_attempts_and_ranks_share_a_bound(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("WORLD_SIZE", "2")
     train(tmp_path / "rank.zarr", mlp, 200, max_bytes=8_000_000)
     assert bytes_on_disk(tmp_path / "rank.zarr") <= 4_000_000
+
+
+def test_evaluations_become_rarer_with_inputs(tmp_path: Path) -> None:
+    """Of their batches those stay whose numbers are multiples of what the schedule says; losses stay for longer."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(200, 200)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss, path = torch.nn.MSELoss(), tmp_path / "run.zarr"
+    with tracer.record(path, model, optimizer, loss=loss, capture="standard", max_bytes=8_000_000):
+        for _ in range(60):
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss(model(torch.randn(20, 200)), torch.zeros(20, 200)).backward()
+                optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                for _ in range(6):
+                    loss(model(torch.randn(20, 200)), torch.zeros(20, 200))
+            model.train()
+    assert bytes_on_disk(path) <= 8_000_000
+    with tracer.open(path) as trace:
+        assert not [note for note in trace.notes if "stopped" in note]
+        changes = [(note["schedule"]["global_step"], one) for note in trace.notes if "schedule" in note
+                   for one in note["schedule"].get("captures", ()) if one["capture"] == 4]  # fmt: skip
+        found = [(one.global_step, one.call) for one in trace.messages(kinds=["network_output"], tags="eval")]
+    outputs = [(step, one["every"][1]) for step, one in changes if "network_output" in one["kinds"]]
+    assert outputs
+    for begin, every in outputs:
+        end = next((step for step, _ in outputs if step > begin), 240)
+        assert all(call % every == 0 for step, call in found if begin < step <= end)
+    assert len(found) < 60 * 6 / 2

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from tracer.messaging.messages import DEFAULT_TAG, KINDS
+from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, KINDS
 from tracer.observing.capture import Capture
 
 GROUPS: Final = ("losses", "inputs", "keyframes", "tensors")
@@ -21,16 +21,23 @@ _LOSSES = frozenset(("loss", "loss_terms"))
 
 
 def group_of(capture: Capture, kind: str) -> str | None:
-    """The group of a kind in a capture; None of what no step counts: passes that are not training, and epochs.
+    """The group of a kind in a capture; None of epochs, which no step counts, and of probes.
+
+    Of a capture of evaluations alone, all but losses becomes rarer with inputs.
 
     Examples
     --------
     >>> [group_of(Capture(), kind) for kind in ("loss", "input_data", "weights")]
     ['losses', 'inputs', 'tensors']
-    >>> group_of(Capture(tags=["eval"]), "weights")
+    >>> [group_of(Capture(tags=["eval"]), kind) for kind in ("loss", "network_output", "epoch_finished")]
+    ['losses', 'inputs', None]
     """
-    if not capture.takes_tag(DEFAULT_TAG) or KINDS[kind].clock != "global_step":
+    if KINDS[kind].clock != "global_step":
         return None
+    if not capture.takes_tag(DEFAULT_TAG):
+        if not capture.takes_tag(EVAL_TAG):
+            return None
+        return "losses" if kind in _LOSSES else "inputs"
     if "keyframe" in (capture.kinds or ()):
         return "keyframes"
     if kind in _LOSSES or KINDS[kind].event:
@@ -51,12 +58,15 @@ class _Piece(NamedTuple):
         Whether it has all kinds of that capture.
     capture : Capture
         With the kinds, as often as was given.
+    of_steps : bool
+        Whether training steps have it.
     """
 
     number: int
     group: str | None
     whole: bool
     capture: Capture
+    of_steps: bool
 
 
 def _pieces(captures: Iterable[Capture]) -> Iterator[_Piece]:
@@ -66,7 +76,8 @@ def _pieces(captures: Iterable[Capture]) -> Iterator[_Piece]:
             kinds.setdefault(group_of(capture, kind), []).append(kind)
         for group, some in kinds.items():
             whole = len(kinds) == 1
-            yield _Piece(number, group, whole, capture if whole else replace(capture, kinds=tuple(some)))
+            piece = capture if whole else replace(capture, kinds=tuple(some))
+            yield _Piece(number, group, whole, piece, group is not None and capture.takes_tag(DEFAULT_TAG))
 
 
 class Schedule:
@@ -100,14 +111,15 @@ class Schedule:
 
     def spacing(self, group: str) -> int | None:
         """The steps from one that a group is due in to the next, as it was given; None if there is nothing of it."""
-        return min((one.capture.every for one in self._pieces if one.group == group), default=None)
+        taken = (one.capture.every for one in self._pieces if one.group == group and one.of_steps)
+        return min(taken, default=None)
 
     def due(self, step: int) -> tuple[str, ...]:
         """The groups that are due in a training step, from the one that comes most often to the rarest."""
         found = {
-            piece.group
+            str(piece.group)
             for piece, capture in zip(self._pieces, self.captures, strict=True)
-            if piece.group is not None and capture.next_step(step) == step
+            if piece.of_steps and capture.next_step(step) == step
         }
         return tuple(sorted((group for group in GROUPS if group in found), key=self._apart))
 
