@@ -37,8 +37,6 @@ class Batches:
         self._places = {(one.step, one.model, one.call): place for place, one in enumerate(recorded)}
         self._pulls = Pulls()
         self._next = 0  # the place of the forward that comes next
-        self._step = -1
-        self._calls: dict[str, int] = {}  # the forwards of that step, by the name of the model
 
     # -- what DataLoaders ask and tell ------------------------------------------------------------------------
 
@@ -70,14 +68,9 @@ class Batches:
 
     # -- what the model is given ------------------------------------------------------------------------------
 
-    def forward_begins(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Take note of a training forward of the model, or of one of several."""
-        step = self._exporter.parts.clock.step
-        if step != self._step:
-            self._step, self._calls = step, {}
-        call = self._calls.get(name, 0)
-        self._calls[name] = call + 1
-        place = self._places.get((step, name, call))
+    def forward_begins(self, name: str, call: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Take note of a training forward of the model, or of one of several: of its number in the step."""
+        place = self._places.get((self._exporter.parts.clock.step, name, call))
         forwards = None if name else self._exporter.parts.forwards.seen
         if self._pulls.of_forward(arguments_of(args, kwargs), forwards) is None and place is not None:
             self._pulls.use_first()

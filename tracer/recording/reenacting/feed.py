@@ -148,12 +148,13 @@ class Feed:
         ahead, self._ahead = self._ahead, False
         if ahead:
             return
+        fed = self._is_fed()
+        call, own_call = self._counts.forward(name) if fed else (0, 0)
         if self._batches is not None:
-            self._batches.forward_begins(name, args, kwargs)
-        if not self._is_fed():
+            self._batches.forward_begins(name, own_call, args, kwargs)
+        if not fed:
             return
         step, found = self._counts.step, self._now
-        call, own_call = self._counts.forward(name)
         states = {leaf: state for leaf, state in found.generators.get(call, {}).items() if not leaf.endswith(LEFT)}
         if not states:
             raise CaptureError(
