@@ -6,7 +6,7 @@ import contextlib
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -68,6 +68,9 @@ def restored(model: nn.Module) -> Iterator[None]:
 class _Contents:
     """What lists, dictionaries, sets and tensors hold, and the containers in these; to be put back.
 
+    A module may hold its whole data set. So tensors above `_LARGE` bytes, and what comes after `_MOST` values, stay as
+    a pass leaves them.
+
     Parameters
     ----------
     values : iterable
@@ -77,9 +80,9 @@ class _Contents:
     def __init__(self, values: Iterable[Any]) -> None:
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor, int]] = []
-        seen, waiting = set[int](), list(values)
-        while waiting:
-            value = waiting.pop()
+        seen, waiting = set[int](), deque(values)
+        while waiting and len(seen) < _MOST:  # the attributes first, and then what they hold
+            value = waiting.popleft()
             if id(value) in seen:
                 continue
             seen.add(id(value))
@@ -88,7 +91,7 @@ class _Contents:
                 waiting += value.values() if isinstance(value, Mapping) else value
             elif type(value) is tuple:
                 waiting += value
-            elif type(value) is Tensor and value.layout is torch.strided and not value.is_inference():
+            elif _can_be_put_back(value):
                 self._tensors.append((value, value.detach().clone(), value._version))
 
     def restore(self) -> None:
@@ -109,6 +112,13 @@ def _held(container: Any) -> Any:
     return set(ids) if isinstance(container, set) else ids
 
 
+def _can_be_put_back(value: Any) -> bool:
+    plain = type(value) is Tensor and value.layout is torch.strided
+    return plain and not value.is_inference() and value.nbytes <= _LARGE
+
+
+_MOST: Final = 10_000
+_LARGE: Final = 16 << 20
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _NOTHING = object()
 _OF_TORCH = frozenset(vars(nn.Module()))
