@@ -357,10 +357,9 @@ class Publisher:
             return
         placement = self.place(data)
         source = local(data)
+        # on a device it has to be a tensor of this call alone, of which a hash and statistics are of one reading
         if source.requires_grad or type(source) is not Tensor or source.is_cuda:
-            source = (
-                source.detach()
-            )  # a device is asked twice of one reading only of a tensor that is of this call alone
+            source = source.detach()
         if source.layout is not torch.strided:
             source, owned = source.to_dense(), True
         if self.collecting is not None and self.collecting.takes(kind, path, leaf, call, source, owned=owned):

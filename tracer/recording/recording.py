@@ -206,8 +206,6 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             exporter.set_model(self._model)
             exporter.set_optimizer(self._optimizer)
             exporter.watch_backward()
-            if self._options.probe:
-                exporter.probe_first(self._options.probe)
             if self._loss is not None:
                 exporter.set_loss(self._loss)
             for kind in self._logs:
@@ -240,9 +238,12 @@ def concluded(exporter: Exporter, error: BaseException | None) -> bool:
 
 
 def observer(path: Location, captures: Sequence[Capture], options: Options) -> Exporter:
-    """An exporter, with a bus of its own, whose messages are to be recorded at `path`."""
+    """An exporter with a bus of its own, and the probe of the options, whose messages are to be recorded at `path`."""
     bus = MessageBus(f"recording to {path}", on_error="raise" if options.strict else "disable")
-    return Exporter(message_bus=bus, capture=captures, strict=options.strict)
+    exporter = Exporter(message_bus=bus, capture=captures, strict=options.strict)
+    if options.probe:
+        exporter.probe_first(options.probe)
+    return exporter
 
 
 def start(

@@ -107,8 +107,6 @@ class Session:
         exporter.parts.models.looked_at = self._models.not_trained
         exporter.set_loss(LOSS_FUNCTIONS)
         exporter.parts.optimizers.found = True
-        if options.probe:
-            exporter.probe_first(options.probe)
         self.run: Run = start(recipe.out, exporter, receivers, options, member=recipe.member)
         exporter.parts.clock.starting = self._begin(exporter.parts.clock.starting)
         self.epochs = Epochs(exporter)
