@@ -73,6 +73,16 @@ class MadeUp:
         self.clock.last, self.clock.step = SimpleNamespace(global_step=self.clock.step), self.clock.step + 1
 
 
+def paced(run: MadeUp, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[Schedule, Pacer]:
+    """What bounds a made-up training that records the profile ``standard`` to 5 %, by its own clocks."""
+    made_up: Any = run
+    monkeypatch.setattr(overhead, "thread_time", lambda: run.thread)
+    monkeypatch.setattr(overhead, "process_time", lambda: run.thread + run.cpu_seconds)
+    schedule = Schedule(profile("standard"))
+    bound = OverheadBound(0.05, schedule, made_up, made_up, **more)
+    return schedule, Pacer(schedule, made_up, made_up, [bound], bound)
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("writer", [0.0, 1.0])
 @pytest.mark.parametrize("tensors", [0.001, 0.05, 0.3])
@@ -80,11 +90,7 @@ def test_the_share_is_kept_to(tensors: float, writer: float, noise: float, monke
     """Within one per cent over 200 steps of a tenth of a second, from the start and with the keyframes."""
     costs = {"losses": 0.0005, "inputs": 0.0005, "keyframes": 0.05, "tensors": tensors}
     run: Any = MadeUp(0.1, costs, writer, noise)
-    monkeypatch.setattr(overhead, "thread_time", lambda: run.thread)
-    monkeypatch.setattr(overhead, "process_time", lambda: run.thread + run.cpu_seconds)
-    schedule = Schedule(profile("standard"))
-    bound = OverheadBound(0.05, schedule, run, run)
-    pacer = Pacer(schedule, run, run, [bound], bound)
+    schedule, pacer = paced(run, monkeypatch)
     for step in range(402):
         run.step(schedule.due(step))
         if step == 1:
@@ -105,11 +111,7 @@ def test_the_share_is_kept_to(tensors: float, writer: float, noise: float, monke
 def test_a_program_that_becomes_dearer_gets_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The schedule becomes narrower when the steps take longer, and wider again when they take less."""
     run: Any = MadeUp(0.02, {"losses": 0.0002, "tensors": 0.05}, 0.0, 0.1)
-    monkeypatch.setattr(overhead, "thread_time", lambda: run.thread)
-    monkeypatch.setattr(overhead, "process_time", lambda: run.thread)
-    schedule = Schedule(profile("standard"))
-    bound = OverheadBound(0.05, schedule, run, run)
-    pacer = Pacer(schedule, run, run, [bound], bound)
+    schedule, pacer = paced(run, monkeypatch)
     factors = []
     for bare in (0.02, 0.5, 0.02):
         run.bare = bare
@@ -125,11 +127,7 @@ def test_a_program_that_becomes_dearer_gets_more(monkeypatch: pytest.MonkeyPatch
 def test_what_cannot_be_rarer_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs and losses stay, though they alone take more than is allowed; the rest comes seldom, and not never."""
     run: Any = MadeUp(0.01, {"inputs": 0.002, "tensors": 0.01}, 0.0, 0.0)
-    monkeypatch.setattr(overhead, "thread_time", lambda: run.thread)
-    monkeypatch.setattr(overhead, "process_time", lambda: run.thread)
-    schedule = Schedule(profile("standard"))
-    bound = OverheadBound(0.05, schedule, run, run)
-    pacer = Pacer(schedule, run, run, [bound], bound)
+    schedule, pacer = paced(run, monkeypatch)
     for _ in range(1000):
         run.step(schedule.due(run.clock.step))
         pacer.step_over()
@@ -190,11 +188,7 @@ class Exporting:
 def test_an_evaluation_before_a_step_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a hundred times as long as a step, once in 300 steps."""
     run: Any = MadeUp(0.02, {"losses": 0.0002, "tensors": 0.05}, 0.0, 0.1)
-    monkeypatch.setattr(overhead, "thread_time", lambda: run.thread)
-    monkeypatch.setattr(overhead, "process_time", lambda: run.thread)
-    schedule = Schedule(profile("standard"))
-    bound = OverheadBound(0.05, schedule, run, run)
-    pacer = Pacer(schedule, run, run, [bound], bound)
+    schedule, pacer = paced(run, monkeypatch)
     for step in range(3000):
         run.step(schedule.due(run.clock.step))
         if step % 300 == 299:
@@ -206,12 +200,8 @@ def test_an_evaluation_before_a_step_makes_no_room(monkeypatch: pytest.MonkeyPat
 def test_probes_are_not_what_inputs_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are paid for by what can be made rarer, and change nothing of what is told of the rest."""
     run: Any = MadeUp(0.02, {"inputs": 0.0004, "tensors": 0.05}, 0.0, 0.0)
-    monkeypatch.setattr(overhead, "thread_time", lambda: run.thread)
-    monkeypatch.setattr(overhead, "process_time", lambda: run.thread)
     probes = [0.0]
-    schedule = Schedule(profile("standard"))
-    bound = OverheadBound(0.05, schedule, run, run, probes=lambda: probes[0])
-    pacer = Pacer(schedule, run, run, [bound], bound)
+    schedule, pacer = paced(run, monkeypatch, probes=lambda: probes[0])
     for step in range(1000):
         run.step(schedule.due(run.clock.step))
         if step % 50 == 49:
@@ -224,11 +214,7 @@ def test_probes_are_not_what_inputs_take(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_credit_is_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is recorded until the recording has taken so many seconds."""
     run: Any = MadeUp(0.02, {"losses": 0.0002, "tensors": 0.05}, 0.0, 0.0)
-    monkeypatch.setattr(overhead, "thread_time", lambda: run.thread)
-    monkeypatch.setattr(overhead, "process_time", lambda: run.thread)
-    schedule = Schedule(profile("standard"))
-    bound = OverheadBound(0.05, schedule, run, run, credit=1.0)
-    pacer = Pacer(schedule, run, run, [bound], bound)
+    schedule, pacer = paced(run, monkeypatch, credit=1.0)
     taken = []
     for _ in range(100):
         run.step(due := schedule.due(run.clock.step))
