@@ -370,7 +370,8 @@ def test_a_signal_while_a_thread_trains(tmp_path: Path, joined: bool, number: in
     if number == signal.SIGTERM:  # where what the program does at its end is done, once there is a handler
         assert (alone, recorded[0]) == ((-number, False, False), 143)
     elif not {-alone[0], -recorded[0]} & {signal.SIGABRT, signal.SIGSEGV}:  # how torch's threads may end Python
-        assert (alone[0], recorded[0]) == ((-number, 130) if joined else (0, 0))
+        # Python forgets the interrupt and ends with 1 where the other thread runs a text by exec() after it.
+        assert (alone[0] in (-number, 1), recorded[0]) == (True, 130) if joined else (alone[0], recorded[0]) == (0, 0)
         assert alone[1:] == recorded[1:]
     with tracer.open(tmp_path / "run.h5") as trace:
         told = "failed: KeyboardInterrupt" if joined else "finished"  # which Python only says on stderr
