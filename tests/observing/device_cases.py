@@ -47,9 +47,11 @@ def laid_out() -> Iterator[tuple[str, Tensor]]:
         yield f"{dtype}, not aligned", x.reshape(-1)[1:]
         yield f"{dtype}, expanded", x[:1].expand(30, 20, 15)
         yield f"{dtype}, one number", x[0, 0, 0]
+        yield f"{dtype}, one number, expanded", x[0, 0, 0].expand(1, 1)
         yield f"{dtype}, channels last", x.reshape(3, 10, 20, 15).contiguous(memory_format=torch.channels_last)
         yield f"{dtype}, ten axes", x.reshape(1, 1, 1, 3, 10, 20, 15, 1, 1, 1)
         yield f"{dtype}, too many axes", x.reshape(*[1] * 30, 9000)
+    yield "one complex number, expanded", numbers("complex64", 1).expand(1, 1)
     yield "conjugated", numbers("complex64", 500).add(1j).conj()
     yield "negated", numbers("complex64", 500).add(1j).conj().imag
 

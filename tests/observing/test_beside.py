@@ -32,6 +32,8 @@ LAYOUTS = {
     "one number": lambda x: x[0, 0],
     "empty": lambda x: x[:0],
     "expanded": lambda x: x[:, :1].expand(-1, 300),
+    "one number, expanded": lambda x: x[0, 0].expand(1, 1),
+    "a column, expanded": lambda x: x[0, :, None].clone().as_strided((x.shape[1], 1), (1, 0)),
 }
 DTYPES = (
     *("float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "complex64", "complex128"),

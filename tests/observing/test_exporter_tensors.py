@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tracer
 from tests.observing.recorded import data_of, find, mlp, train, watch
 from tracer import Capture, Collect
+from tracer.memory import SMALLEST, Memory
 from tracer.messaging.messages import DATA_KINDS
+from tracer.observing.pytorch.tensors import copied
 
 
 def test_a_sparse_gradient_is_told_dense() -> None:
@@ -267,3 +269,11 @@ def test_parameters_of_a_functional_call_without_an_optimizer() -> None:
     exporter.detach()
     assert [one.global_step for one in find(heard, "activations", "")] == [0, 1, 2, 3]
     assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
+
+
+def test_a_column_with_an_odd_stride_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a sum over an axis of one has a stride of 0 there, though it lies in C order."""
+    column = torch.randn(SMALLEST, 1).as_strided((SMALLEST, 1), (1, 0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert column.is_contiguous()
+    assert torch.equal(copied(column, Memory()), column)

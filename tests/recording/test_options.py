@@ -16,7 +16,7 @@ from tracer.observing.probes import ProbePlan
 from tracer.recording.options import Options
 from tracereel.main import main
 
-OF_THE_LAUNCHER = {"probe", "overhead_credit", "keyframe_bytes"}
+OF_THE_LAUNCHER = {"probe", "overhead_credit", "keyframe_bytes", "update_bytes"}
 IN_MORE_FORMS = {"max_overhead", "max_bytes", "stop_at_bytes", "min_free_disk"}
 
 

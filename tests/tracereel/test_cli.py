@@ -881,7 +881,7 @@ def test_record_options(tmp_path: Path) -> None:
                 "commit_steps": 3,
                 "commit_seconds": 0.5,
                 "durable": True,
-                **dict.fromkeys(("max_overhead", "overhead_credit", "keyframe_bytes")),
+                **dict.fromkeys(("max_overhead", "overhead_credit", "keyframe_bytes", "update_bytes")),
                 **dict.fromkeys(("max_bytes", "stop_at_bytes", "min_free_disk")),
             },
         ),

@@ -26,6 +26,7 @@ from tracer.observing.parts import Parts
 from tracer.observing.probes import PROBE, ProbePlan
 from tracer.observing.pytorch.leaves import arguments_of
 from tracer.observing.pytorch.wrappers import unwrap
+from tracer.observing.turns import Turns
 
 
 class Exporter:
@@ -347,6 +348,10 @@ class Exporter:
             The tag. `probe` may take it over.
         """
         self.parts.probes.add_first(name, plan)
+
+    def take_turns(self, nbytes: int) -> None:
+        """Keep at most so many bytes of weights in a step to make updates from; the parameters take turns."""
+        self.parts.steps.parameters.turns = Turns(nbytes, self.parts.problems)
 
     # -- callbacks for hand-written loops -------------------------------------------------------------------
 

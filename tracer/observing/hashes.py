@@ -16,6 +16,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from tracer.observing.pytorch.tensors import bytes_of
+
 PIECE: Final = 1 << 16
 """The bytes of a piece."""
 _PART: Final = 1 << 22
@@ -93,7 +95,7 @@ def _parts(tensor: Tensor) -> Iterator[memoryview]:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor of the processor, the lowest of each number first."""
-    array = tensor.reshape(-1).view(torch.uint8).numpy()
+    array = bytes_of(tensor).numpy()
     if sys.byteorder == "big" and tensor.itemsize > 1:
         size = tensor.itemsize // (2 if tensor.is_complex() else 1)
         array = array.reshape(-1, size)[:, ::-1].reshape(-1)

@@ -11,7 +11,7 @@ published before the optimizer steps. Through the step there is one copy of the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from tracer.observing.part import Ground, Part
 from tracer.observing.publisher import has_statistics
 from tracer.observing.pytorch.tensors import same_storage, unscaled
 from tracer.observing.ranks import Ranks
+from tracer.observing.turns import Candidate, Turns
 
 
 class Kept(NamedTuple):
@@ -67,11 +68,14 @@ class Parameters(Part):
     ----------
     replicas : dict
         By path, the placement of a parameter that other ranks hold, too.
+    turns : Turns or None
+        Which of them have updates in a step, unless all do.
     """
 
     def __init__(self, ground: Ground, ranks: Ranks) -> None:
         super().__init__(ground)
         self.replicas = ranks.replicas
+        self.turns: Turns | None = None
         self._before: dict[str, tuple[Kept | None, Kept | None]] = {}
         self._gradients: dict[str, Kept] = {}
         # of what is computed: the gradients since an optimizer stepped, the last backward that brought one, whether the
@@ -122,6 +126,8 @@ class Parameters(Part):
                 continue
             value_captures = () if value_stream is None else value_stream.wanted(step)
             update_captures = () if update_stream is None else update_stream.wanted(step)
+            if update_captures and not self._has_turn(parameter.path, step):
+                update_captures = ()
             if not (value_captures or update_captures):
                 continue
             if is_lazy(tensor):  # it has no values yet
@@ -152,6 +158,8 @@ class Parameters(Part):
             value, gradient, update = (
                 () if one is None else one.wanted(at.global_step) for one in asked[parameter.path]
             )
+            if update and not self._has_turn(parameter.path, at.global_step):
+                update = ()
             release_value = functools.partial(self._release_value, parameter, tensor, value, update, at)
             release_gradient = functools.partial(self._release_gradient, parameter, tensor, gradient, at)
             keep_base = functools.partial(self._keep_base, parameter, tensor, update)
@@ -192,6 +200,23 @@ class Parameters(Part):
         if captures and (parameter.path, parameter.updates) in self._places:  # else it cannot be recorded
             base = self._keep(captures, parameter.updates, tensor, final=False)
             self._before[parameter.path] = None, None if base is None else base._replace(alone=True)
+
+    def _has_turn(self, path: str, step: int) -> bool:
+        """Whether the weights of a parameter are kept in a step, to make the update from that somebody wants."""
+        if self.turns is None or self.demand.apart is not None:  # who listens apart has a bound for all that is kept
+            return True
+        return path in self.turns.of(step, functools.partial(self._candidates, step))
+
+    def _candidates(self, step: int) -> Iterator[Candidate]:
+        asked = self.demand.of_parameters()
+        for parameter in self.table.all:
+            values, _, updates = asked[parameter.path]
+            tensor = parameter.tensor
+            if tensor is not None and not is_lazy(tensor) and updates is not None and updates.wanted(step):
+                kept = () if values is None else values.wanted(step)
+                copied = any(one.beside(parameter.values) is None for one in kept)
+                own = local(tensor)
+                yield Candidate(parameter.path, own.numel() * own.element_size(), copied)
 
     def wanted(self, parameter: Parameter, kind: str) -> Captures:
         """The captures by which messages of a kind about a parameter are wanted in this step; none if nobody does."""

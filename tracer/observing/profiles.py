@@ -73,6 +73,7 @@ _PROFILES: Mapping[str, _Profile] = {
         {
             "max_overhead": 0.05,
             "keyframe_bytes": 64 << 20,
+            "update_bytes": 64 << 20,
             "overhead_credit": 1.0,  # so that a short training is recorded at every step
             "probe": ProbePlan(64, every=KEYFRAME_EVERY, calls=1, spread=True, by_default=True),
         },

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tracer import walking
+from tracer.observing.pytorch.tensors import bytes_of
 
 
 @contextlib.contextmanager
@@ -137,4 +138,4 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
     easy = type(one) is Tensor and one.layout is torch.strided and not (one.is_quantized or one.is_meta)
     if not easy or one.is_conj() or one.is_neg():
         return True
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return torch.equal(bytes_of(one), bytes_of(other))

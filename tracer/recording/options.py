@@ -36,6 +36,8 @@ class Options:
         Seconds that the recording may take before `max_overhead` holds. Only profiles give it, with their bound.
     keyframe_bytes : int, optional
         What keyframes may take as often as they were asked for; from then on they are spread. Only profiles give it.
+    update_bytes : int, optional
+        The weights that a step keeps to make updates from; see `Exporter.take_turns`. Only profiles give it.
     disabled : bool
         Whether steps are only counted and nothing is recorded (``TRACE_DISABLE``).
     reenacts : mapping, optional
@@ -66,6 +68,7 @@ class Options:
     max_overhead: float | None = None
     overhead_credit: float | None = None
     keyframe_bytes: int | None = None
+    update_bytes: int | None = None
     max_bytes: int | None = None
     stop_at_bytes: int | None = None
     min_free_disk: int | None = None
@@ -145,7 +148,8 @@ class Options:
     def describe(self) -> dict[str, Any]:
         """Those that a trace's header tells, as JSON."""
         told = ("queue_bytes", "on_full", "commit_steps", "commit_seconds", "durable")
-        bounds = ("max_overhead", "overhead_credit", "keyframe_bytes", "max_bytes", "stop_at_bytes", "min_free_disk")
+        of_profile = ("overhead_credit", "keyframe_bytes", "update_bytes")
+        bounds = ("max_overhead", *of_profile, "max_bytes", "stop_at_bytes", "min_free_disk")
         return {name: getattr(self, name) for name in (*told, *bounds)}
 
 

@@ -243,6 +243,8 @@ def observer(path: Location, captures: Sequence[Capture], options: Options) -> E
     exporter = Exporter(message_bus=bus, capture=captures, strict=options.strict)
     if options.probe:
         exporter.probe_first(options.probe)
+    if options.update_bytes is not None:
+        exporter.take_turns(options.update_bytes)
     return exporter
 
 

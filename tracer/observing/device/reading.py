@@ -19,6 +19,7 @@ from tracer.errors import raised_by_signal, warn_only
 from tracer.numbers.statistics import ENTRIES
 from tracer.observing.device.operations import exponent_of, statistics_by_operations
 from tracer.observing.hashes import PIECE, hash_of, text_of
+from tracer.observing.pytorch.tensors import bytes_of
 
 _COUNTED: Final = frozenset(
     {
@@ -133,10 +134,9 @@ class Reader:
 
     def _launch(self, tensor: Tensor) -> tuple[Tensor | None, Tensor]:
         plain = (tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg()
-        flat = plain.contiguous().reshape(-1)
         counted = plain.dtype in _COUNTED
-        if not counted or plain.dtype is torch.bool:
-            flat = flat.view(torch.uint8)
+        whole = counted and plain.dtype is not torch.bool
+        flat = plain.contiguous().reshape(-1) if whole else bytes_of(plain)
         parts = 8 // flat.itemsize
         size, text = flat.numel(), _text(plain.dtype, plain.shape)
         assert text is not None  # or `_asked` had not asked

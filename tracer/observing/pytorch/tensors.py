@@ -98,6 +98,19 @@ def same_storage(one: Tensor, other: Tensor) -> bool:
     return one is other or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor in C order, of shape (bytes,): a view, where they lie so in its memory.
+
+    A tensor that lies so may still have other strides along axes of size 1, with which torch makes no view of bytes.
+
+    Examples
+    --------
+    >>> bytes_of(torch.ones(2, dtype=torch.int16)[:, None].expand(2, 1)).tolist()
+    [1, 0, 1, 0]
+    """
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def copied(tensor: Tensor, memory: Memory) -> Tensor:
     """A dense copy of an observable tensor that needs no gradient, in memory that was used before where that pays.
 
@@ -111,7 +124,7 @@ def copied(tensor: Tensor, memory: Memory) -> Tensor:
         if torch.get_num_threads() > 1 or not whole:
             return target.copy_(tensor)
         # what a single thread copies is sooner there: the lines of the target are not fetched to be written over
-        np.copyto(target.view(torch.uint8).numpy(), tensor.view(torch.uint8).numpy())
+        np.copyto(bytes_of(target).numpy(), bytes_of(tensor).numpy())
         return target
     # to name a memory format takes a third as long as a small copy
     return tensor.clone() if tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tracer import walking
+from tracer.observing.pytorch.tensors import bytes_of
 
 
 def generators() -> dict[str, Any]:
@@ -80,8 +81,8 @@ def _feed(made: Any, value: Any) -> None:
         tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a DTensor, what is here
         if not tensor.is_meta and not tensor.is_nested and not tensor.is_quantized:
             dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-            flat = dense.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-            made.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+            there = bytes_of(dense.resolve_conj().resolve_neg().cpu())
+            made.update(there.numpy().data if len(there) else b"")
         made.update(f"{value.dtype}{tuple(tensor.shape)}".encode())
     elif isinstance(value, np.ndarray):
         made.update(np.ascontiguousarray(value).tobytes())
