@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from tracer import Capture, Collect, Exporter
 from tracer.observing import parameters
 from tracer.observing.clock import Clock
 from tracer.observing.problems import Problems
+from tracer.observing.profiles import options_of
 from tracer.observing.turns import Candidate, Turns
 
-UPDATES = Capture(kinds=["weight_updates", "bias_updates"])
+UPDATES = ("weight_updates", "bias_updates")
 
 
 def turns(bound: int) -> tuple[Turns, Problems]:
@@ -74,12 +76,12 @@ def test_updates_in_turn_are_what_they_are_without(
             for one in stepping:
                 one.step()
         exporter.detach()
-        messages = [one for one in heard.messages if one.data is not None]
-        found.append({(one.kind, one.key, one.global_step, one.call): one.data for one in messages})
+        told = [((one.kind, one.key, one.global_step, one.call), one.data) for one in heard.messages]
+        found.append({key: data for key, data in told if data is not None})
     whole, some = found
     assert all(torch.equal(data, whole[key]) for key, data in some.items())
     missing = whole.keys() - some.keys()
-    assert {kind for kind, *_ in missing} == {"weight_updates", "bias_updates"}
+    assert {kind for kind, *_ in missing} == {*UPDATES}
     there = [key for key in some if "updates" in key[0]]
     assert {key[:2] for key in there} == {key[:2] for key in whole if "updates" in key[0]}
     for step in range(8):
@@ -88,22 +90,22 @@ def test_updates_in_turn_are_what_they_are_without(
         assert sum(one.nbytes for one in of_step) <= 1300
 
 
-def test_standard_says_that_parameters_take_turns(tmp_path: Path) -> None:
+def test_standard_says_that_parameters_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In the header and in a problem; other captures have every update."""
-    model = nn.Sequential(nn.Linear(2, 9_000_000), nn.Linear(9_000_000, 1))
+    monkeypatch.setitem(cast("dict[str, Any]", options_of("standard")), "update_bytes", 1000)
+    model = nn.Sequential(nn.Linear(2, 100), nn.Linear(100, 2))
     counts = []
-    for name, capture in (("default", None), ("own", UPDATES)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    for name, capture in (("default", None), ("own", Capture(kinds=UPDATES, reduce="hash"))):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         path = tmp_path / f"{name}.zarr"
-        with tracer.record(path, model, optimizer, capture=capture and Capture(kinds=UPDATES.kinds, reduce="hash")):
+        with tracer.record(path, model, optimizer, capture=capture):
             for _ in range(4):
                 optimizer.zero_grad()
                 model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
         with tracer.open(path) as trace:
-            steps = [trace.array("weight_updates_hash", name)[0].tolist() for name in ("0", "1")]
-            counts.append(sum(map(len, steps)))
+            counts.append(sum(len(trace.array("weight_updates_hash", one)[0]) for one in ("0", "1")))
             told = "take turns" in str([note.get("problem") for note in trace.notes])
             assert told == (name == "default")
-            assert trace.header["recording"].get("update_bytes") == (64 << 20 if name == "default" else None)
+            assert trace.header["recording"]["update_bytes"] == (1000 if name == "default" else None)
     assert counts[0] < counts[1] == 8
