@@ -29,10 +29,10 @@ LEFT = ".left"
 class State(Part):
     """Publishes the state that a step begins with, as far as somebody asks for it.
 
-    Generators are those at the beginning of each training forward; and before the first, also as the step before left
-    them, where something was drawn in between. Buffers are those at the beginning of the first forward. Optimizer
-    states and hyperparameters are those with which an optimizer steps. A step of which the whole state was published
-    has a ``keyframe`` at its end.
+    Generators are those at the beginning of each training forward; and before the first of a step with a keyframe, also
+    as the step before left them, where something was drawn in between. Buffers are those at the beginning of the first
+    forward. Optimizer states and hyperparameters are those with which an optimizer steps. A step of which the whole
+    state was published has a ``keyframe`` at its end.
     """
 
     def __init__(self, ground: Ground, ranks: Ranks) -> None:
@@ -40,7 +40,7 @@ class State(Part):
         self._ranks = ranks
         self._forwards = 0  # training forwards of the open step
         self._generators: dict[str, Tensor] = {}  # as they were published last
-        self._left: tuple[int, dict[str, Tensor]] = -1, {}  # the step before, and how that left them
+        self._left: tuple[int, dict[str, Tensor]] = -1, {}  # a step, and how the one before left them
         self._stepped: set[int] = set()  # ids of the parameters whose optimizer's state is published in this step
         self._scaled = False
         self._waiting: tuple[Optimizer, Iterable[Parameter]] | None = None  # what steps before its forward
@@ -61,8 +61,8 @@ class State(Part):
 
     def _publish_generators(self) -> None:
         whole = not self._forwards and bool(self.demand.wanted("keyframe", None, DEFAULT_TAG))
-        publish, (before, left) = self.publisher.publish, self._left
-        if before != self.clock.step - 1 or self._forwards:
+        publish, (step, left) = self.publisher.publish, self._left
+        if step != self.clock.step or self._forwards:
             left = {}
         for name, state in generators.states():
             # torch's differs in nearly every step, and those of NumPy and Python in few
@@ -112,8 +112,6 @@ class State(Part):
     def end(self) -> None:
         """Publish the keyframe, if all of the step's state was there to be published."""
         at = self.clock.began
-        if "generators" in self.demand.of_state:
-            self._left = at.global_step, dict(generators.states())
         if "keyframe" not in self.demand.of_state or not self.demand.wanted("keyframe", None, DEFAULT_TAG, at):
             return
         missing = self._missing()
@@ -156,6 +154,11 @@ class State(Part):
                     yield "optimizer_state", parameter.path
         if self.optimizers.all:
             yield "hyperparameters", None
+
+    def look_ahead(self) -> None:
+        """Read the generators as the step that has ended leaves them, if the next one is to have a keyframe."""
+        if {"generators", "keyframe"} <= {*self.demand.of_state} and self.demand.wanted("keyframe", None, DEFAULT_TAG):
+            self._left = self.clock.step, dict(generators.states())
 
     def forget(self) -> None:
         """Forget the step."""

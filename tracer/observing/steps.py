@@ -193,6 +193,7 @@ class Steps(Part):
             between = known()
             if between is not None:
                 between()
+        self.state.look_ahead()  # at what is due by now
 
     def finish(self) -> None:
         """End a step that is open: of a loop without an optimizer, or one in which some optimizer has stepped."""

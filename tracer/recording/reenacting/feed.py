@@ -208,9 +208,9 @@ class Feed:
                 set_hyperparameters(group, self._now.hyperparameters.get(f"{place}.{number}", {}))
 
     def _optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """When a step is over, put the generators back, so that what is drawn before the next is what was drawn."""
+        """Before the first step that is fed, put the generators back, so that what is drawn is what was drawn."""
         clock = self._exporter.parts.clock
-        if not clock.open and self._is_fed():
+        if not clock.open and self._is_fed() and self._counts.step == self._keyframe.at.global_step:
             states = self._now.generators.get(0, {})
             for name, state in states.items():
                 if not name.endswith(LEFT):
