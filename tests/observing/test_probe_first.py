@@ -129,3 +129,24 @@ def test_what_a_forward_may_change_is_not_given_to_it_again(tmp_path: Path) -> N
     with tracer.open(tmp_path / "run.zarr") as trace:
         problems = [note["problem"] for note in trace.notes if "problem" in note]
     assert [(one["what"], "something else than tensors" in one["why"]) for one in problems] == [("probe 'probe'", True)]
+
+
+def test_a_default_probe_that_takes_too_long_comes_less_often(tmp_path: Path) -> None:
+    """Until it takes what it may, in the mean; a probe that somebody asked for stays as it is."""
+    seen = {}
+    for by_default in (True, False):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        path = tmp_path / f"{by_default}.zarr"
+        with tracer.record(path, model, optimizer, capture=tracer.Capture(kinds=["layer_inputs"])) as run:
+            run.exporter.probe_first(ProbePlan(5, every=2, by_default=by_default))
+            for step in range(1, 17):
+                model(torch.ones(5, 3), scale=1.0).sum().backward()
+                optimizer.step()
+                if step == 4:
+                    probes = run.exporter.parts.probes
+                    probes.may_take(probes.seconds)
+                    took = probes._all[0].took
+                    probes.may_take(took / 7)
+        seen[by_default] = probed(path)[0]
+    assert seen == {True: [2, 4, 8, 16], False: [*range(2, 17, 2)]}

@@ -35,7 +35,8 @@ NO_PROBES = (
 )
 """Why sharded models are not probed."""
 
-
+_FARTHEST: Final = 1 << 20
+"""Steps between two passes are no more times what the plan says."""
 _HOOKED = "modules have forward hooks of the program, which would hear it; trace record --probe N takes it all the same"
 """Why a program that has hooks is not probed unless it is asked for."""
 
@@ -72,9 +73,9 @@ class ProbePlan(NamedTuple):
     def __bool__(self) -> bool:
         return self.datapoints > 0
 
-    def due(self, step: int) -> bool:
-        """Whether there is a pass when so many steps are over."""
-        return step % (self.every * (spread_factor(step, self.every) if self.spread else 1)) == 0
+    def due(self, step: int, apart: int = 1) -> bool:
+        """Whether there is a pass when so many steps are over, if they are at least so many times `every` apart."""
+        return step % (self.every * max(apart, spread_factor(step, self.every) if self.spread else 1)) == 0
 
 
 class Probe:
@@ -88,6 +89,8 @@ class Probe:
         self.batch_size = batch_size
         self.by_default = False
         self.last: int | None = None
+        self.took = 0.0
+        """CPU seconds of the last pass."""
 
     def batches(self) -> Iterator[Any]:
         """Copies of the inputs, in batches of at most `batch_size` datapoints. The model may overwrite them."""
@@ -150,14 +153,16 @@ class FirstInputs(Probe):
         super().__init__(name, None, None, plan.every, None)
         self._plan = plan
         self.by_default = plan.by_default
+        self.apart = 1
+        """How many times as far apart as its plan says passes are at least."""
         self.refusal = "the model was never called"
         """The reason why there are no inputs."""
         self._given: dict[bool, list[tuple[int, Arguments]]] = {}
         self._model: weakref.ref[nn.Module] | None = None
 
     def due(self, step: int) -> bool:
-        """As its plan says."""
-        return self._plan.due(step)
+        """As its plan says, or less often."""
+        return self._plan.due(step, self.apart)
 
     @property
     def settled(self) -> bool:
@@ -344,6 +349,13 @@ class Probes(Part):
             if probe.due(self.clock.step):
                 self.gate.guard(f"probe {probe.name}", functools.partial(self._run, probe))
 
+    def may_take(self, seconds: float) -> None:
+        """Have the probe that nobody asked for come so seldom that it takes at most so many seconds a step."""
+        for probe in self._all:
+            if isinstance(probe, FirstInputs) and probe.by_default:
+                while probe.took > seconds * probe.every * probe.apart and probe.apart < _FARTHEST:
+                    probe.apart *= 2
+
     def run(self, name: str) -> None:
         """Run a probe now; what fails is raised."""
         for probe in self._all:
@@ -391,7 +403,8 @@ class Probes(Part):
             running.tag, passes.user_tag, running.listening, running.inside, running.depth, running.inputs = before
             self.publisher.collecting = None
             passes.forwards.seen = seen
-            self.seconds += thread_time() - begin
+            probe.took = thread_time() - begin
+            self.seconds += probe.took
         self._publish(probe, collected, sizes)
         self.numbers.forget(probe.name)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import process_time, thread_time
-from typing import NamedTuple, final
+from typing import NamedTuple, Protocol, final
 
 from tracer.observing.pytorch.gate import Meter
 from tracer.recording.pacing.bound import Wish
@@ -23,6 +23,8 @@ _LONGEST = 3.0
 """How many times as long as the mean a step counts, at most."""
 _AIM = 0.9
 """Share of the bound that is aimed at, because not all of the cost goes through the gate."""
+_OF_PROBES = 0.2
+"""Share of the bound that probes may take."""
 _SLACK = 0.8
 """A schedule becomes narrower if it then takes less than such a share of what it may."""
 _A_MESSAGE, _A_BYTE = 25e-6, 1e-9
@@ -31,6 +33,21 @@ _DOUBT = 5e-3
 """Seconds of the writer that would count as much as that guess."""
 _FORGETS = 0.98
 """What is left in a step of what was known of the writer a step ago."""
+
+
+class Probing(Protocol):
+    """What takes time of the training's thread between some of the steps.
+
+    Attributes
+    ----------
+    seconds : float
+        That it took so far.
+    """
+
+    seconds: float
+
+    def may_take(self, seconds: float) -> None:
+        """Take at most so many seconds a step from now on, in the mean."""
 
 
 class _Clocks(NamedTuple):
@@ -63,8 +80,8 @@ class OverheadBound:
     meter : Meter
         Of the exporter's gate.
     recorder : Recorder
-    probes : callable
-        Tells how many seconds of that probes have taken: they are due at times of their own.
+    probes : Probing, optional
+        The probes of the exporter, which are due at times of their own.
     credit : float
         Seconds that the recording may take before the bound holds.
     """
@@ -76,7 +93,7 @@ class OverheadBound:
         meter: Meter,
         recorder: Recorder,
         *,
-        probes: Callable[[], float] = float,
+        probes: Probing | None = None,
         credit: float = 0.0,
     ) -> None:
         self._bound = bound
@@ -117,10 +134,13 @@ class OverheadBound:
         self._bare += newest * (bare - self._bare)
         self._spread += newest * (bare / others - self._spread if others else 0.0)
         taken = own + self._spread * guess * seconds / guessed
-        self._costs.learn(taken - (now.probes - last.probes), due)
+        probed = now.probes - last.probes
+        self._costs.learn(taken - probed, due)
         self._credit -= taken
         if self._credit > 0:
             return
+        if probed and self._probes is not None:
+            self._probes.may_take(_OF_PROBES * self._bound * self._bare)
         # what cannot be made rarer is no debt
         may = max(self._bound * bare, self._costs.fixed(self._schedule) + 0.1 * self._bound * bare)
         most = self._bound * self._bare * _HORIZON
@@ -134,7 +154,7 @@ class OverheadBound:
                 thread_time(),
                 process_time(),
                 self._meter.seconds(),
-                self._probes(),
+                0.0 if self._probes is None else self._probes.seconds,
                 recorder.cpu_seconds,
             ),
             *(recorder.seen, recorder.seen_bytes),

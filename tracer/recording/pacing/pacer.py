@@ -63,9 +63,7 @@ class Pacer:
         if options.max_overhead is not None:
             meter = exporter.parts.gate.measured()
             probes, credit = exporter.parts.probes, options.overhead_credit or 0.0
-            overhead = OverheadBound(
-                options.max_overhead, schedule, meter, recorder, probes=lambda: probes.seconds, credit=credit
-            )
+            overhead = OverheadBound(options.max_overhead, schedule, meter, recorder, probes=probes, credit=credit)
             bounds.append(overhead)
         if options.keyframe_bytes is not None:
             bounds.append(KeyframeSpread(options.keyframe_bytes, schedule, recorder))
