@@ -121,7 +121,7 @@ def profile(name: str) -> tuple[Capture, ...]:
         training's CPU time allow, after a first second. ``trace reenact`` brings back everything else. Of evaluations
         outputs, labels and losses. Under the tag ``probe``, after every 50 steps, and in a long run less often,
         activations of the first datapoints, at most 64 of one batch. Of inputs, labels and outputs of a batch above 8
-        MiB only a hash is kept.
+        MiB only a hash is kept. Parameters of which all together take more than 64 MiB take turns in having updates.
     ``full``
         Everything, at every step and of every evaluation.
 
