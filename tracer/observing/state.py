@@ -116,10 +116,11 @@ class State(Part):
                 self._scaled = True
                 self.publisher.publish_vector("hyperparameters", vector, SCALE, SCALER, call=0)
 
-    def idle(self) -> list[Optimizer]:
+    def left_out(self) -> list[Optimizer]:
         """The optimizers that have not stepped in the open step, if its whole state is to be published."""
         at = self.clock.began
-        if not (at.global_step in self.whole_at or self.demand.wanted("keyframe", None, DEFAULT_TAG, at)):
+        is_keyframe = "keyframe" in self.demand.of_state and bool(self.demand.wanted("keyframe", None, DEFAULT_TAG, at))
+        if not (is_keyframe or at.global_step in self.whole_at):
             return []
         left = {id(one.tensor) for one in self.table.all} - self._stepped
         return [one for one in self.optimizers.all if not left.isdisjoint(map(id, walking.trained(one)))]

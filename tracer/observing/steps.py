@@ -147,8 +147,7 @@ class Steps(Part):
                 if self.demand.inside_due():
                     if not self.optimizers:
                         self.parameters.compare(self.table.all, self.optimizers.by_hand, ends=True)
-                    if self.demand.of_state:
-                        self._complete_state()
+                    self._complete_state()
                     self.parameters.publish(self.clock.began)
                 self.state.end()
                 self.publisher.event("batch_finished", self.clock.began)
@@ -162,8 +161,8 @@ class Steps(Part):
         self._look_back()
 
     def _complete_state(self) -> None:
-        """Publish what optimizers would have stepped from that did not, where the whole state is wanted."""
-        for optimizer in self.state.idle():
+        """Publish what optimizers that did not step would have stepped from, where the whole state is wanted."""
+        for optimizer in self.state.left_out():
             parameters = self.table.of(optimizer, self.optimizers.in_order)
             self.snapshot(parameters)
             self.state.optimizer_steps(optimizer, parameters)
