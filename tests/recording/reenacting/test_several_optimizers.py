@@ -123,6 +123,23 @@ def test_the_default_brings_back_the_first_steps(tmp_path: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("both = Both()", "    def forward(self, noise): return self.generator(noise)\nboth = Both()"),
+        ("both = Both()", "        self.scale = nn.Parameter(torch.ones(()))\nboth = Both()"),
+    ],
+    ids=["a forward that is not called", "a parameter of its own"],
+)
+def test_parts_that_are_called_beside_the_model_are_a_sentence(old: str, new: str, tmp_path: Path) -> None:
+    """What they were given is not recorded, so no step can be run again."""
+    text = MODELS["one container"].replace(old, new) + MADE["critic's made first"]
+    recorded(tmp_path, DATA + text + STEPPING["critic first, one forward"], "--profile", "standard")
+    done = again(tmp_path, "--steps", "0:2", "train.py")
+    assert done.returncode == 2
+    assert "has no input_data of step 0, so steps 0 to 1 cannot be run again" in done.stderr
+
+
 CRITICS = """
 for step in range(18):
     real = data[torch.randint(0, 45, (8,))]
