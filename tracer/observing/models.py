@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
@@ -16,7 +17,7 @@ from tracer.errors import CaptureError
 from tracer.format.placement import is_distributed
 from tracer.observing.pytorch.loss_graph import belongs_to_others
 from tracer.observing.pytorch.structure import structure_of, summary_of
-from tracer.observing.pytorch.wrappers import named_parts, paths_of
+from tracer.observing.pytorch.wrappers import named_parts, paths_of, unwrap
 
 
 class Models:
@@ -37,6 +38,7 @@ class Models:
         self.several = False
         self.looked_at: Callable[[], Mapping[str, nn.Module]] = dict
         self._added: list[tuple[str, nn.Module, bool]] = []
+        self._trained: list[set[int]] = []  # the ids of what each optimizer trains
         # kept until `changed`: by path, the top that a module is in; the ids of all parameters; by the id of an
         # optimizer, the name of what it trains
         self._top_of: dict[str, weakref.ref[nn.Module]] = {}
@@ -45,13 +47,19 @@ class Models:
 
     @property
     def tops(self) -> list[tuple[str, nn.Module]]:
+        """What is called to train: the outermost modules by their names, or the parts of one in its place."""
+        return [found for name, top in self.outermost for found in _apart(name, top, self._trained)]
+
+    @property
+    def outermost(self) -> list[tuple[str, nn.Module]]:
         """The model, and the modules that were added and are not part of it, by their names."""
         below = set() if self.root is None else {id(one) for one in walking.modules(self.root)}
         root = [] if self.root is None else [("", self.root)]
         return root + [(name, top) for name, top, _ in self._added if id(top) not in below]
 
-    def changed(self) -> None:
-        """Forget what was found out, because modules have come or gone."""
+    def changed(self, optimizers: tuple[Optimizer, ...]) -> None:
+        """Forget what was found out, because modules or optimizers have come or gone."""
+        self._trained = [set(map(id, walking.trained(one))) for one in optimizers]
         self.several, self._top_of = len(self.tops) > 1, {}
         self._own, self._trained_names = frozenset(), {}
 
@@ -218,3 +226,35 @@ class Models:
             for name, top in self.tops
         ]
         return told + [summary_of(name, one) | {"trained": False} for name, one in self.looked_at().items()]
+
+
+def _apart(name: str, module: nn.Module, optimizers: Sequence[Set[int]]) -> list[tuple[str, nn.Module]]:
+    """The parts of a module that has no forward, if each optimizer trains one of them; else the module.
+
+    Parameters
+    ----------
+    name : str
+    module : nn.Module
+    optimizers : sequence of set of int
+        The ids of what each trains.
+    """
+    if len(optimizers) < 2 or _has_forward(module) or module._parameters or module._buffers:
+        return [(name, module)]
+    own = _ids(module)
+    inside = [trained for trained in optimizers if not own.isdisjoint(trained)]
+    parts = [(f"{name}.{path}".lstrip("."), unwrap(one)) for path, one in module._modules.items() if one is not None]
+    of_parts = [_ids(one) for _, one in parts]
+    if len(inside) < 2 or any(sum(not one.isdisjoint(trained) for one in of_parts) > 1 for trained in inside):
+        return [(name, module)]
+    return [found for path, one in parts for found in _apart(path, one, inside)]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
+        return True
+    return type(module).forward is not nn.Module.forward
+
+
+def _ids(module: nn.Module) -> set[int]:
+    """The ids of all parameters of a module."""
+    return set(map(id, walking.parameters(module)))

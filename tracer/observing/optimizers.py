@@ -1,8 +1,8 @@
 """The optimizers of a training, and which of them ends a step.
 
 A user gives them in the order in which they step, so the last one ends a step. A launcher finds them when they are
-made, and learns the order from their steps. Optimizers that have been replaced are forgotten. Optimizers that train
-nothing observed do not end steps.
+made, and learns the order from their steps: the first step waits for all that have something to do in it. Optimizers
+that have been replaced are forgotten. Optimizers that train nothing observed do not end steps.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Optimizers:
         self.by_hand = False
         self.found = False
         self.moved = False
+        self._any_ended = False  # whether a step has ended
         # the ids of the tops that had a training forward in the open step, and in the step before
         self._forwards: tuple[set[int], set[int]] = set(), set()
         self.take(())
@@ -72,7 +73,7 @@ class Optimizers:
         self.one_each = len(optimizers) > 1 and all(len(walking.trained(one)) == 1 for one in optimizers)
         self._place = len(optimizers) - 1
         self._stepped: set[int] = set()  # places of those that have stepped
-        self._waiting: dict[int, int] = {}  # by place, the number of steps since a step of the training ended
+        self._times: dict[int, int] = {}  # by place, the number of steps since a step of the training ended
         self._shared: dict[tuple[int, int], bool] = {}  # by ids, whether two optimizers share parameters
         self._trains: dict[tuple[int, int], set[int]] = {}  # by id and number of parameters, the ids of its tops
         self._late: set[int] = set()  # places of those that have stepped after the one taken for the last
@@ -190,6 +191,9 @@ class Optimizers:
     def ends_step(self, optimizer: Optimizer) -> bool:
         """Note that an optimizer has stepped; whether that ends the step of the training. The last one's step does.
 
+        Of found ones, the one that was made last is taken for the last. The first step waits after it for those that
+        have something to do, too: the one of these that steps last is the last one, or the one that steps twice.
+
         Found optimizers may train one after the other. So one that steps twice, while the last one never has, is taken
         for the last, until one after it steps for the first time; and so is one that steps `ALONE` times without it.
         One that trains nothing observed ends a step if another has stepped in it.
@@ -198,30 +202,48 @@ class Optimizers:
             return False
         if self.steps_inside(optimizer):
             return False
-        if optimizer is self.ender:
-            self._stepped.add(self._place)
-            return True
         if not self.found:
-            return False
+            return optimizer is self.ender
         place = self.place_of(optimizer)
         if place is None:
             return False
-        times = self._waiting[place] = self._waiting.get(place, 0) + 1
-        enough = ALONE if self._place in self._stepped else 2
-        if times < enough and (place in self._stepped or place < self._place):
-            self._stepped.add(place)
-            return False
+        times = self._times[place] = self._times.get(place, 0) + 1
+        if self._place in self._times:  # the one that is taken for the last has stepped
+            ends = times > 1 or not self._waits_for_others(optimizer)
+        else:
+            enough = ALONE if self._place in self._stepped else 2
+            ends = times >= enough or (place not in self._stepped and place > self._place)
         self._stepped.add(place)
-        self._place = place
-        return True
+        if ends:
+            self._place = place
+        return ends
+
+    def _waits_for_others(self, optimizer: Optimizer) -> bool:
+        """Whether the first step goes on after this one, because another has yet to step in it.
+
+        Such a one has gradients; or it trains another model, which had a forward in the step.
+        """
+        if self._any_ended:
+            return False
+        own = self._tops_of(optimizer)
+        for place, other in enumerate(self.all):
+            if other is optimizer or place in self._stepped or self.is_beside(other) or self._share(optimizer, other):
+                continue
+            tops = self._tops_of(other)
+            if tops.isdisjoint(own) and not tops.isdisjoint(self._forwards[0]):
+                return True
+            if any(one.grad is not None for one in walking.trained(other)):
+                return True
+        return False
 
     def step_ended(self) -> None:
         """Begin to count the steps of optimizers for the next step of the training."""
         self.moved = False
+        self._any_ended = True
         if any(self._forwards):
             self._forwards = set(), self._forwards[0]
-        if self._waiting:
-            self._waiting = {}
+        if self._times:
+            self._times = {}
 
     def let_go(self) -> Callable[[], None]:
         """Drop all optimizers. The function that is returned takes back those that the program still has."""

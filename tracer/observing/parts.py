@@ -80,7 +80,7 @@ class Parts(Part):
         """Find the modules and parameters, and the receivers that want something of them."""
         self.wiring.begin()
         self.demand.look_ahead_anew()
-        self.models.changed()
+        self.models.changed(self.optimizers.all)
         self.optimizers.forget_what_they_train()
         self.demand.take(self.models.candidates())
         self.table.find(self.models.tops)
@@ -152,7 +152,8 @@ class Parts(Part):
         self.wiring.finish()
 
     def _sites(self) -> Iterator[Site]:
-        root, passes = self.models.root, self.passes
+        passes = self.passes
+        root = next((top for _, top in self.models.tops if top is self.models.root), None)
         takes_hooks = root is not None and self.wiring.takes_hooks("", root)
         if takes_hooks:
             first = functools.partial(before_forward, first=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -32,11 +32,18 @@ class State(Part):
     Generators are those at the beginning of each training forward; and before the first of a step with a keyframe, also
     as the step before left them, where something was drawn in between. Buffers are those at the beginning of the first
     forward. Optimizer states and hyperparameters are those with which an optimizer steps. A step of which the whole
-    state was published has a ``keyframe`` at its end.
+    state was published has a ``keyframe`` at its end. An optimizer that does not step in such a step is as it was when
+    the step began, so its state is published at the end.
+
+    Attributes
+    ----------
+    whole_at : collection of int
+        Steps whose whole state is published, as far as it is asked for, although nobody asks for a keyframe.
     """
 
     def __init__(self, ground: Ground, ranks: Ranks) -> None:
         super().__init__(ground)
+        self.whole_at: Collection[int] = ()
         self._ranks = ranks
         self._forwards = 0  # training forwards of the open step
         self._generators: dict[str, Tensor] = {}  # as they were published last
@@ -87,12 +94,12 @@ class State(Part):
                 found = hyperparameters(group)
                 vector = torch.tensor(list(found.values()), dtype=torch.float64, device="cpu")
                 self.publisher.publish_vector("hyperparameters", vector, list(found), f"{place}.{number}")
-        if "optimizer_state" not in self.demand.of_state and "keyframe" not in self.demand.of_state:
+        if not ("optimizer_state" in self.demand.of_state or "keyframe" in self.demand.of_state or self.whole_at):
             return
-        trained = {id(one): one for one in walking.trained(optimizer)}
+        trained = set(map(id, walking.trained(optimizer))) - self._stepped
         for parameter in parameters:
             tensor = parameter.tensor
-            if tensor is None or id(tensor) not in trained or id(tensor) in self._stepped:
+            if tensor is None or id(tensor) not in trained:
                 continue
             self._stepped.add(id(tensor))
             if self.demand.wanted("optimizer_state", parameter.path, DEFAULT_TAG):
@@ -108,6 +115,15 @@ class State(Part):
             if vector is not None:
                 self._scaled = True
                 self.publisher.publish_vector("hyperparameters", vector, SCALE, SCALER, call=0)
+
+    def left_out(self) -> list[Optimizer]:
+        """The optimizers that have not stepped in the open step, if its whole state is to be published."""
+        at = self.clock.began
+        is_keyframe = "keyframe" in self.demand.of_state and bool(self.demand.wanted("keyframe", None, DEFAULT_TAG, at))
+        if not (is_keyframe or at.global_step in self.whole_at):
+            return []
+        left = {id(one.tensor) for one in self.table.all} - self._stepped
+        return [one for one in self.optimizers.all if not left.isdisjoint(map(id, walking.trained(one)))]
 
     def end(self) -> None:
         """Publish the keyframe, if all of the step's state was there to be published."""
@@ -132,7 +148,7 @@ class State(Part):
                 shapes = ", ".join(str(tuple(one.shape)) for one in unseen[:3])
                 return (
                     f"a {type(optimizer).__name__} trains {len(unseen)} parameters that are not part of what is "
-                    f"observed, or did not step (shapes {shapes})"
+                    f"observed (shapes {shapes})"
                 )
         for kind, path in self._needed():
             if (kind, path) in self._ranks.elsewhere:  # another rank records it, for this one, too

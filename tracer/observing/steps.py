@@ -147,6 +147,7 @@ class Steps(Part):
                 if self.demand.inside_due():
                     if not self.optimizers:
                         self.parameters.compare(self.table.all, self.optimizers.by_hand, ends=True)
+                    self._complete_state()
                     self.parameters.publish(self.clock.began)
                 self.state.end()
                 self.publisher.event("batch_finished", self.clock.began)
@@ -158,6 +159,13 @@ class Steps(Part):
         finally:  # even if this failed, the optimizer has stepped
             self._advance()
         self._look_back()
+
+    def _complete_state(self) -> None:
+        """Publish what optimizers that did not step would have stepped from, where the whole state is wanted."""
+        for optimizer in self.state.left_out():
+            parameters = self.table.of(optimizer, self.optimizers.in_order)
+            self.snapshot(parameters)
+            self.state.optimizer_steps(optimizer, parameters)
 
     def end_idle(self) -> None:
         """End a step that nobody records."""

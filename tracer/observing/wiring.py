@@ -103,7 +103,7 @@ class Wiring:
         for _, _, handle in self._former.values():
             handle.remove()
         self._former = {}
-        self.table.note(self.models.tops, self.optimizers.forwards_end_steps)
+        self.table.note(self.models.outermost, self.optimizers.forwards_end_steps)
         for (_, role, name), (_, hook, _) in self._hung.items():
             if (name, role) in self._known:
                 hook.fired, hook.off = self._known[name, role]

@@ -149,7 +149,7 @@ class TrainedModels:
                 for name, one in names_of(models).items():
                     self._exporter.add_modules((name, one))
         else:  # a second training in one script: its model joins the first
-            watched = {id(one) for _, top in self._exporter.parts.models.tops for one in walking.modules(top)}
+            watched = {id(one) for _, top in self._exporter.parts.models.outermost for one in walking.modules(top)}
             more = [one for one in models if id(one) not in watched]
             for name, one in names_of(more).items():
                 self._exporter.add_modules((name, one))

@@ -39,7 +39,7 @@ class Ended(SystemExit):
 class Feed:
     """Lets a training that an exporter observes go through steps of a recorded run.
 
-    The script first takes a step or two of its own, which are not recorded, so that what comes before a forward is done
+    The script first takes a step of its own, which is not recorded, so that what comes before a forward is done
     with the generators that the run had there. Then the model gets the state of the keyframe. The tensors that the
     script gives its model and its losses keep their identity and get the recorded numbers. Where the run has sample
     ids, the script's DataLoaders give these datapoints, from the first step on.
@@ -74,23 +74,22 @@ class Feed:
         self.refusal: CaptureError | None = None
 
     @contextlib.contextmanager
-    def feeding(self, own_steps: int | None = None) -> Iterator[None]:
+    def feeding(self, own_steps: int = 1) -> Iterator[None]:
         """Feed the training meanwhile.
 
         Parameters
         ----------
-        own_steps : int, optional
-            Steps that the training takes of its own first. By default one, or two if there are several optimizers,
-            whose order is known after the first of their steps.
+        own_steps : int
+            Steps that the training takes of its own first, if the run had as many before the keyframe.
         """
         parts, scale = self._exporter.parts, GradScaler.scale
-        own_steps = own_steps if own_steps is not None else 2 if self._recorded.optimizers > 1 else 1
         first = max(0, self._keyframe.at.global_step - own_steps)
         self._exporter.start_at(first, 0, 0)
         samples = self._recorded.samples(first, self._stop)
         if samples:
             self._batches = Batches(samples, self._exporter)
             LOADERS.watch(self._batches)
+        parts.steps.state.whole_at = frozenset(self._recorded.keyframes())
         parts.passes.fed = functools.partial(self._guarded, self._inputs)
         parts.losses.fed = functools.partial(self._guarded, self._labels)
         steps = before_any_step(functools.partial(self._guarded, self._optimizer_steps))
@@ -102,6 +101,7 @@ class Feed:
                 yield
         finally:
             parts.passes.fed = parts.losses.fed = None
+            parts.steps.state.whole_at = ()
             if self._batches is not None:
                 LOADERS.unwatch(self._batches)
             steps.remove()

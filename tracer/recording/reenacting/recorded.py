@@ -215,11 +215,6 @@ class Recorded:
     def _observed(self) -> set[str]:
         return {kept_of(one.kind)[0] for one in self.trace.streams if one.tag == DEFAULT_TAG and one.count}
 
-    @property
-    def optimizers(self) -> int:
-        """How many optimizers the run had."""
-        return len(self.trace.header.get("optimizers") or ())
-
     def keyframes(self) -> list[int]:
         """The global steps that have a keyframe, ascending."""
         return sorted({one.global_step for one in self._messages("keyframe")})

@@ -152,7 +152,7 @@ class Reenactment:
         self._run: Run | None = None
 
     @contextlib.contextmanager
-    def by(self, run: Run, *, own_steps: int | None = None) -> Iterator[None]:
+    def by(self, run: Run, *, own_steps: int = 1) -> Iterator[None]:
         """Feed the training that a run observes; see `Feed`."""
         self._run = run
         self._feed = Feed(self.plan.recorded, self.plan.keyframe, self.plan.steps[1], run.exporter)
@@ -188,7 +188,7 @@ def reenact_script(
 ) -> tuple[Verdict, int]:
     """Run steps of a recorded run again by the script that trained, record them anew, and compare.
 
-    The script runs from its beginning. After a step or two of its own the model gets the state of the last keyframe
+    The script runs from its beginning. After a step of its own the model gets the state of the last keyframe
     before the steps, and from then on each forward the recorded inputs, each loss the recorded labels, each optimizer
     the recorded hyperparameters. When the last step is over, the script is ended with `SystemExit`. Meanwhile
     ``TRACE_REHEARSAL`` is ``reenact``.
