@@ -17,7 +17,8 @@ HEADINGS: Mapping[str, Sequence[str]] = {
     "What is asked": ("specs", "pairs", "rules", "fail_on", "stop_on", "step", "most"),
     "What counts as different": ("rtol", "atol", "noise", "rename", "align", "quick", "complete"),
     "What is recorded": (
-        *("kinds", "modules", "every", "start", "stop", "rows", "positions", "elements", "dtype", "profile", "config"),
+        *("kinds", "modules", "every", "burst", "start", "stop", "rows", "positions", "elements", "dtype"),
+        *("profile", "config"),
         *("replicated", "probe", "probe_every", "no_command"),
         *("with_flight", "flight_before", "flight_after", "flight_bytes", "flight_when"),
     ),

@@ -150,7 +150,7 @@ def _capture(settings: Any) -> str:
     """The settings of a capture, without those that restrict nothing."""
     if not isinstance(settings, Mapping):
         return _in_short(settings)
-    nothing = {"every": 1, "start": 0, "seed": 0}
+    nothing = {"every": 1, "start": 0, "burst": 1, "seed": 0}
     words = [
         f"{name} {cell(value)}" for name, value in settings.items() if value is not None and value != nothing.get(name)
     ]
@@ -226,6 +226,7 @@ def _schedule(about: Mapping[str, Any]) -> str:
     changes = about.get("captures")
     told = [
         f"capture {one.get('capture')}{_few_kinds(one.get('kinds'))} every {_before_and_after(one.get('every'))}"
+        + (f" in bursts of {_before_and_after(one['burst'])}" if "burst" in one else "")
         for one in (changes if isinstance(changes, list) else ())
         if isinstance(one, Mapping)
     ]

@@ -125,7 +125,7 @@ class Rehearsals(NamedTuple):
     as_json: bool
 
 
-_CAPTURE = ("kinds", "modules", "every", "start", "stop", "rows", "positions", "elements", "dtype")
+_CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "positions", "elements", "dtype")
 """The options that are settings of `tracer.Capture`."""
 
 
@@ -154,6 +154,7 @@ _CAPTURE = ("kinds", "modules", "every", "start", "stop", "rows", "positions", "
 @options.kinds(help="Record this kind; may be repeated.")
 @options.modules(help="Record modules that match; repeatable.")
 @options.number("--every", help="Record every N-th step, and every N-th batch of an evaluation.")
+@options.number("--burst", help="With --every: record N steps in a row from each such step on.")
 @options.number("--start", least=0, help="Record from this step on; evaluations, too.")
 @options.number("--stop", help="Record up to, not including, this step; evaluations, too.")
 @options.number("--rows", help="Keep the first N datapoints of a batch.")
@@ -575,6 +576,7 @@ def _when_recorded(stream: Mapping[str, Any]) -> str:
     every, steps = stream["every"], _CLOCKS.get(stream["clock"], "every step")
     if every > 1:
         steps = f"every {every} passes" if stream["clock"] == "aside" else f"every {every}"
+        steps = f"{stream['burst']} from {steps}" if stream["burst"] > 1 else steps
     steps += f", from {stream['start']}" if stream["start"] else ""
     return steps + (f", before {stream['stop']}" if stream["stop"] is not None else "")
 

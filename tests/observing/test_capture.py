@@ -59,6 +59,8 @@ def observe(model: nn.Module, capture: Any, x: Any = None, steps: int = 3, optim
         ({"types": ["Conv2d"]}, CaptureError, "classes of modules"),
         ({"types": int}, CaptureError, "classes of modules"),
         ({"every": 0}, CaptureError, "every of a capture is an integer of at least 1, not 0"),
+        ({"burst": 0}, CaptureError, "burst of a capture is an integer of at least 1, not 0"),
+        ({"every": 5, "burst": 6}, CaptureError, r"burst of a capture is at most every \(5\), not 6"),
         ({"every": True}, CaptureError, "not True"),
         ({"every": 1.5}, CaptureError, "not 1.5"),
         ({"start": -1}, CaptureError, "start"),
@@ -171,6 +173,21 @@ def test_every_start_and_stop_thin_out_steps() -> None:
         assert steps == {3, 6}, kind
     assert {one.global_step for one in heard.of("activations") if one.tag == "eval"} == set(range(2, 9))
     assert len(heard.of("epoch_started")) == len(heard.of("epoch_finished")) == 1
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, None), (4, 23), (13, 15), (17, 18)])
+def test_a_burst_is_of_steps_in_a_row(start: int, stop: int | None) -> None:
+    """And of passes in a row; each step says which is the next one."""
+    capture = Capture(every=10, burst=4, start=start, stop=stop)
+    expected = [step for step in range(start, 60 if stop is None else stop) if step % 10 < 4]
+    assert [step for step in range(60) if capture.due_step(step)] == expected
+    for step in range(50):
+        assert capture.next_step(step) == next((one for one in expected if one >= step), None)
+    assert [batch for batch in range(25) if capture.due_batch(start, batch)] == [
+        *range(4),
+        *range(10, 14),
+        *range(20, 24),
+    ]
 
 
 def nested() -> nn.Module:

@@ -698,7 +698,7 @@ def dry_run_of(trace: Path) -> dict[str, Any]:
     with tracer.open(trace) as reader:
         for number, one in enumerate(reader.streams):
             told = {name: getattr(one, name) for name in ("kind", "module", "leaf", "tag", "dtype", "shapes")}
-            clock = {"clock": "step", "every": number + 1, "start": 1000 * number, "stop": None}
+            clock = {"clock": "step", "every": number + 1, "burst": 1, "start": 1000 * number, "stop": None}
             streams.append({**told, **clock, "bytes_per_message": 10**number, "messages_per_recorded_step": number})
     numbers = {
         "bytes_per_recorded_step": 1,

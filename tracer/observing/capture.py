@@ -72,8 +72,12 @@ class Capture:
     every, start, stop : int
         Observe training steps ``start <= global_step < stop`` that are multiples of `every`. Of an evaluation at such a
         step, multiple or not, observe its passes 0, every, 2 * every, … (all that one tag has between two steps is one
-        evaluation). They do not apply to epoch events and to probes, which have an `every` of their own; to what a
-        program logs in an evaluation, only `start` and `stop` do.
+        evaluation).
+    burst : int
+        Observe so many steps, or passes of an evaluation, from each of these on.
+
+        These four do not apply to epoch events and to probes, which have an `every` of their own; to what a program
+        logs in an evaluation, only `start` and `stop` do.
     condition : callable, optional
         ``condition(message) -> bool`` is called with every message; False leaves the message out. The data of the
         message is copied when the condition looks at it. The copy is valid only until the condition returns.
@@ -120,6 +124,8 @@ class Capture:
     >>> some = Capture(kinds=["weights"], every=10, start=5)
     >>> [step for step in range(40) if some.due("weights", "default", step)]
     [10, 20, 30]
+    >>> [step for step in range(250) if Capture(every=100, burst=3).due_step(step)]
+    [0, 1, 2, 100, 101, 102, 200, 201, 202]
     >>> Capture(kinds=["wieghts"])
     Traceback (most recent call last):
     ...
@@ -134,6 +140,7 @@ class Capture:
     every: int = 1
     start: int = 0
     stop: int | None = None
+    burst: int = 1
     condition: Callable[[Message], bool] | None = None
     rows: int | None = None
     positions: int | None = None
@@ -162,7 +169,7 @@ class Capture:
             if not (isinstance(one, type) and issubclass(one, nn.Module)):
                 raise CaptureError(f"types of a capture are classes of modules, such as torch.nn.Conv2d, not {one!r}")
         for name, least in (
-            *(("every", 1), ("start", 0), ("rows", 1), ("positions", 1), ("elements", 1), ("depth", -1)),
+            *(("every", 1), ("burst", 1), ("start", 0), ("rows", 1), ("positions", 1), ("elements", 1), ("depth", -1)),
             ("hash_above", 0),
         ):
             value = getattr(self, name)
@@ -172,6 +179,8 @@ class Capture:
             isinstance(self.stop, bool) or not isinstance(self.stop, int) or self.stop <= self.start
         ):
             raise CaptureError(f"stop of a capture is an integer above start ({self.start}), not {self.stop!r}")
+        if self.burst > self.every:
+            raise CaptureError(f"burst of a capture is at most every ({self.every}), not {self.burst}")
         if self.positions is not None and self.elements is not None:
             raise CaptureError("a capture keeps positions or elements, not both: elements already chooses among all")
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -298,7 +307,7 @@ class Capture:
         batch : int
         """
         in_range = self.start <= global_step and (self.stop is None or global_step < self.stop)
-        return in_range and batch % self.every == 0
+        return in_range and batch % self.every < self.burst
 
     def due_step(self, global_step: int) -> bool:
         """Whether it observes this training step.
@@ -322,7 +331,8 @@ class Capture:
         (20, None)
         """
         first = max(global_step, self.start)
-        first += -first % self.every
+        if first % self.every >= self.burst:
+            first += -first % self.every
         return first if self.stop is None or first < self.stop else None
 
     def beside(self, kind: str) -> str | None:

@@ -97,8 +97,9 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         The share of the training's CPU time that recording may take, such as ``0.03`` or ``"3%"``; by default 5 % with
         the profile ``standard``, else no bound. It is measured at
         each step, and what is dear (tensors, their statistics and hashes) is recorded more seldom or more often; if
-        that is not enough, keyframes, too. Losses, inputs, labels, generators and hyperparameters stay as often as they
-        were asked for. Each change stands in the trace, as a note ``schedule``.
+        that is not enough, keyframes, too. Losses stay as often as they were asked for; inputs, labels, sample ids,
+        generators and hyperparameters until they have taken a minute more than the bound allows. Then they come in
+        bursts after keyframes. Each change stands in the trace, as a note ``schedule``.
     max_bytes : int or str, optional
         The most that the trace may take, such as ``"2GiB"``, counted before compression, with what earlier attempts
         took; of several ranks, each may take an equal share. As it is used up, what is recorded becomes rarer: tensors

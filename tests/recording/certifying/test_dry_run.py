@@ -49,9 +49,23 @@ def record(folder: Path, *arguments: str, body: str = SCRIPT) -> subprocess.Comp
     )
 
 
-def test_what_it_says_is_what_is_recorded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("burst", [1, 3])
+def test_what_it_says_is_what_is_recorded(tmp_path: Path, burst: int) -> None:
     """Streams, shapes, dtypes, counts and bytes are those of the recording; also of steps that come much later."""
-    options = ["--every", "7", "--start", "20", "--stop", "60", "--rows", "2", "--dtype", "float16"]
+    options = [
+        "--every",
+        "7",
+        "--burst",
+        str(burst),
+        "--start",
+        "20",
+        "--stop",
+        "60",
+        "--rows",
+        "2",
+        "--dtype",
+        "float16",
+    ]
     done = record(tmp_path, *options, "--dry-run", "--json", "--run-steps", "100", "train.py", "100")
     assert done.returncode == 0, done.stderr
     assert sorted(one.name for one in tmp_path.iterdir()) == ["train.py"]
@@ -61,7 +75,7 @@ def test_what_it_says_is_what_is_recorded(tmp_path: Path) -> None:
     with tracer.open(tmp_path / "train.zarr") as trace:
         real = {(one.kind, one.module): one for one in trace.streams}
         info = trace.info
-    recorded = len(range(21, 60, 7))
+    recorded = len([step for step in range(20, 60) if step % 7 < burst])
     assert {(one["kind"], one["module"]) for one in told["streams"]} == set(real)
     for one in told["streams"]:
         stream = real[one["kind"], one["module"]]
@@ -69,17 +83,17 @@ def test_what_it_says_is_what_is_recorded(tmp_path: Path) -> None:
         assert one["bytes_per_message"] == stream.bytes / stream.count
         if one["clock"] == "step":
             assert one["messages_per_recorded_step"] * recorded == stream.count
-            assert (one["every"], one["start"], one["stop"]) == (7, 20, 60)
+            assert (one["every"], one["burst"], one["start"], one["stop"]) == (7, burst, 20, 60)
         else:
             assert one["kind"] in ("epoch_started", "epoch_finished")
     epochs = sum(real[kind, None].count for kind in ("epoch_started", "epoch_finished"))
     row = 96
     assert told["bytes_per_run"] == info["bytes"] + (info["messages"] - epochs) * row
     assert told["bytes_per_recorded_step"] * recorded == told["bytes_per_run"]
-    assert told["bytes_per_step"] == pytest.approx(told["bytes_per_recorded_step"] / 7)
+    assert told["bytes_per_step"] == pytest.approx(told["bytes_per_recorded_step"] * burst / 7)
     assert told["run_steps"] == 100
     assert told["steps"] == 7
-    assert told["estimated_cpu_ratio"] == pytest.approx(1 + (told["recorded_cpu_ratio"] - 1) / 7)
+    assert told["estimated_cpu_ratio"] == pytest.approx(1 + (told["recorded_cpu_ratio"] - 1) * burst / 7)
 
 
 def test_several_captures_and_a_bound(tmp_path: Path) -> None:
@@ -193,7 +207,7 @@ def stream(**changes: Any) -> dict[str, Any]:
     """A stream as the estimates want it."""
     told: dict[str, Any] = {"kind": "weights", "module": "0", "leaf": "", "tag": "default", "dtype": "float32"}
     told |= {"bytes_per_message": 1000, "bytes_per_recorded_step": 1096, "every": 1, "start": 0, "stop": None}
-    told |= {"clock": "step"}
+    told |= {"burst": 1, "clock": "step"}
     return told | changes
 
 

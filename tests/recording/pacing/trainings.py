@@ -67,6 +67,7 @@ def scheduled(trace: TraceReader, steps: int) -> dict[str, set[int]]:
     """
     captures = [Capture(**{k: v for k, v in one.items() if v is not None}) for one in trace.header["capture"]]
     every = {(number, kind): one.every for number, one in enumerate(captures) for kind in one.kinds}
+    burst = dict.fromkeys(every, 1)
     notes = [note["schedule"] for note in trace.notes if "schedule" in note]
     assert notes == sorted(notes, key=lambda one: one["global_step"])
     found: dict[str, set[int]] = {}
@@ -80,13 +81,15 @@ def scheduled(trace: TraceReader, steps: int) -> dict[str, set[int]]:
                         if KINDS[kind].clock == "global_step":
                             assert every[number, kind] == change["every"][0]
                             every[number, kind] = change["every"][1]
+                            before, burst[number, kind] = change.get("burst", [burst[number, kind]] * 2)
+                            assert before <= change["every"][0]
         decided: set[str] = set()
         for number, capture in enumerate(captures):
             for kind in capture.kinds:
                 name = capture.published(kind)
                 if name not in decided and capture.takes_tag("default"):
                     decided.add(name)
-                    if step % every[number, kind] == 0:
+                    if step % every[number, kind] < burst[number, kind]:
                         found.setdefault(name, set()).add(step)
     for note in notes:
         if note.get("left_out"):

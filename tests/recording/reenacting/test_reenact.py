@@ -26,6 +26,8 @@ from tracer import CaptureError, Collect
 from tracer.messaging.messages import STATE_KINDS
 from tracer.observing.capture import DEFAULT_KINDS
 from tracer.observing.hashes import hash_of
+from tracer.recording.pacing.bound import Wish
+from tracer.recording.pacing.overhead import OverheadBound
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -629,6 +631,36 @@ def test_steps_are_run_again_by_a_function(tmp_path: Path) -> None:
     assert tracer.reenact(
         tmp_path / "run.zarr", *made(), step, **about, out=tmp_path / "first.zarr", attempt=0
     ).identical
+
+
+def test_inputs_in_bursts_are_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where a bound made inputs rarer, steps after the keyframes that are left can be run again, and others say so."""
+    factors = {"losses": 1, "inputs": 4, "keyframes": 4, "tensors": 64}
+    monkeypatch.setattr(OverheadBound, "wish", lambda _: Wish(factors, factors, "made up"))
+    criterion = nn.MSELoss()
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=criterion):
+        for _ in range(230):
+            step(model, optimizer, torch.randn(5, 6), torch.randn(5, 3))
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        inputs = trace.array("input_data", None)[0].tolist()
+        assert inputs == [*range(50), *range(200, 230)]
+        assert len(trace.array("loss", None)[0]) == 230
+    for steps in ((40, 50), (205, 215)):
+        out = tmp_path / f"{steps[0]}.zarr"
+        assert tracer.reenact(tmp_path / "run.zarr", *made(), step, steps=steps, loss=criterion, out=out).identical
+    with pytest.raises(CaptureError, match=r"has no generators of step 50, .* of step 0; steps up to 49 can"):
+        tracer.reenact(tmp_path / "run.zarr", *made(), step, steps=(60, 61), out=tmp_path / "never.zarr")
 
 
 def test_the_default_is_enough(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def dry_run(
     -------
     dict
         JSON values. ``streams``: of each its ``kind``, ``module``, ``leaf``, ``tag``, ``dtype``, ``shapes``,
-        ``bytes_per_message``, ``messages_per_recorded_step``, ``every``, ``start``, ``stop``, and
+        ``bytes_per_message``, ``messages_per_recorded_step``, ``every``, ``burst``, ``start``, ``stop``, and
         ``clock``: ``step``, ``epoch`` (not in the sums), or ``aside`` for passes that are not training. Of these
         ``every`` is of the passes of an evaluation, and is in the sums; evaluations may come in other numbers later.
         ``bytes_per_recorded_step``: of a step in which all are recorded; ``bytes_per_step``: in the mean over many
@@ -117,18 +117,19 @@ def _per_step(stream: Mapping[str, Any], seen: int) -> dict[str, Any]:
         "messages_per_recorded_step": count / seen,
         # with its row in the journal
         "bytes_per_recorded_step": (nbytes + count * ROW_BYTES) / seen,
-        **{name: stream[name] for name in ("every", "start", "stop", "clock")},
+        **{name: stream[name] for name in ("every", "burst", "start", "stop", "clock")},
     }
 
 
 def _share(stream: Mapping[str, Any]) -> float:
     """Of how many steps a stream is recorded, in the long run."""
-    return 1 / _stride(stream)
+    burst, every = _rhythm(stream)
+    return burst / every
 
 
-def _stride(stream: Mapping[str, Any]) -> int:
-    """Of so many steps one is recorded; evaluations are at all steps, though not all of their passes."""
-    return 1 if stream["clock"] == "aside" else int(stream["every"])
+def _rhythm(stream: Mapping[str, Any]) -> tuple[int, int]:
+    """Of how many steps it is recorded in how many; evaluations are at all steps, though not all of their passes."""
+    return (1, 1) if stream["clock"] == "aside" else (int(stream["burst"]), int(stream["every"]))
 
 
 def _due(stream: Mapping[str, Any], steps: int) -> int:
@@ -136,12 +137,16 @@ def _due(stream: Mapping[str, Any], steps: int) -> int:
 
     Examples
     --------
-    >>> some = {"every": 10, "start": 5, "stop": None, "clock": "step"}
+    >>> some = {"every": 10, "burst": 1, "start": 5, "stop": None, "clock": "step"}
     >>> _due(some, 31), _due({**some, "clock": "aside"}, 31), _due({**some, "every": 1, "stop": 9}, 31)
     (3, 26, 4)
+    >>> _due({**some, "burst": 7}, 31), len([step for step in range(5, 31) if step % 10 < 7])
+    (17, 17)
     """
-    stride, stop = _stride(stream), steps if stream["stop"] is None else min(steps, stream["stop"])
-    return len(range(-(-stream["start"] // stride) * stride, stop, stride))
+    burst, every = _rhythm(stream)
+    stop = max(stream["start"], steps if stream["stop"] is None else min(steps, stream["stop"]))
+    until, before = ((step // every) * burst + min(step % every, burst) for step in (stop, stream["start"]))
+    return int(until - before)
 
 
 def _in_run(stream: Mapping[str, Any], steps: int) -> float:

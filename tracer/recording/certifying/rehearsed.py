@@ -106,7 +106,7 @@ class _OfScript(Rehearsal):
             request.program,
             out=request.trace,
             # of all steps, so that a dry run sees in the first ones what is recorded later
-            captures=[replace(one, every=1, start=0, stop=None) for one in captures] if is_dry else captures,
+            captures=[replace(one, every=1, burst=1, start=0, stop=None) for one in captures] if is_dry else captures,
             options=replace(request.options, probe=probe),
             began=self._started,
             required=True,
@@ -138,11 +138,12 @@ class _OfScript(Rehearsal):
                 calls = rows[rows[:, Column.STREAM] == one.id, Column.CALL]
                 aside = clock != "epoch" and not probed and not (training and thinned)
                 # the numbers of a module's calls are those of the passes, if it is called once in each
-                kept = int((calls % every == 0).sum()) if aside else one.count
+                burst = capture.burst if thinned else 1
+                kept = int((calls % every < burst).sum()) if aside else one.count
                 streams.append(
                     {name: getattr(one, name) for name in ("kind", "module", "leaf", "tag", "dtype", "count", "bytes")}
                     | {"shapes": [list(shape) for shape in one.shapes]}
-                    | {"every": every, "start": capture.start if thinned else 0}
+                    | {"every": every, "burst": burst, "start": capture.start if thinned else 0}
                     | {"stop": capture.stop if thinned else None, "kept": kept}
                     | {"clock": "epoch" if clock == "epoch" else "aside" if aside else "step"}
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from tracer.recording.pacing.schedule import GROUPS, Schedule
@@ -11,6 +11,8 @@ WIDEST: Final = 1 << 20
 """No group comes more seldom than so many times what was given."""
 SHARES: Final[Mapping[str, float]] = {"losses": 0.5, "inputs": 0.7, "keyframes": 0.5, "tensors": 1.0}
 """By group, the most that it may take of what those before it leave, before it is widened."""
+LEAST: Final = 0.1
+"""What is not kept may take such a share of what is allowed, or of what the kept takes, if that is more."""
 _LEARNS = 0.1
 """How much of an estimate the newest step makes, once there were many."""
 
@@ -64,11 +66,11 @@ class Costs:
         """What a step takes in the mean, if the groups come as often as was given."""
         return sum(self._rate(schedule, group) for group in GROUPS)
 
-    def fixed(self, schedule: Schedule) -> float:
-        """What it takes of that for losses and inputs."""
-        return self._rate(schedule, "losses") + self._rate(schedule, "inputs")
+    def fixed(self, schedule: Schedule, kept: Collection[str]) -> float:
+        """What it takes of that for some groups."""
+        return sum(self._rate(schedule, group) for group in kept)
 
-    def factors(self, schedule: Schedule, allowed: float, *, keeps_inputs: bool = False) -> dict[str, int]:
+    def factors(self, schedule: Schedule, allowed: float, *, kept: Collection[str] = ()) -> dict[str, int]:
         """The least factors with which a step takes no more than is `allowed`, in the mean.
 
         Parameters
@@ -76,15 +78,15 @@ class Costs:
         schedule : Schedule
         allowed : float
             In the unit of what was learned.
-        keeps_inputs : bool
-            Whether losses and inputs stay as often as they were given, though they alone may take more.
+        kept : collection of str
+            Groups that stay as often as they were given, though they alone may take more. The others then take `LEAST`.
         """
         left, found = max(allowed, 0.0), dict[str, int]()
         for group in GROUPS:
             rate = self._rate(schedule, group)
-            if keeps_inputs and group in ("losses", "inputs"):
+            if group in kept:
                 found[group] = 1
-                left = max(left - rate, 0.1 * max(allowed, 0.0))
+                left = max(left - rate, LEAST * max(allowed, rate))
                 continue
             share = SHARES[group] * left
             needed = rate / share if share > 0 else float(WIDEST if rate else 1)

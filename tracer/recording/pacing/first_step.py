@@ -60,7 +60,8 @@ class FirstStep:
         data = message.data
         nbytes = ROW_BYTES + (0 if data is None else stored_bytes(tuple(data.shape), data.dtype.itemsize))
         capture = self._exporter.parts.demand.capture_of(message.kind, message.key, message.tag)
-        self._bytes += nbytes / (1 if capture is None or message.tag != DEFAULT_TAG else capture.every)
+        share = 1.0 if capture is None or message.tag != DEFAULT_TAG else capture.burst / capture.every
+        self._bytes += nbytes * share
 
     def step_over(self) -> None:
         """Tell, if anything was recorded of the step."""

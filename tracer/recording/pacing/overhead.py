@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, final
 
 from tracer.observing.pytorch.gate import Meter
 from tracer.recording.pacing.bound import Wish
-from tracer.recording.pacing.costs import Costs
+from tracer.recording.pacing.costs import LEAST, Costs
 from tracer.recording.pacing.schedule import Schedule
 from tracer.recording.recorder import Recorder
 
@@ -23,6 +23,11 @@ _LONGEST = 3.0
 """How many times as long as the mean a step counts, at most."""
 _AIM = 0.9
 """Share of the bound that is aimed at, because not all of the cost goes through the gate."""
+_PATIENCE = 60.0
+"""Seconds more than the bound allows after which inputs become rarer, too.
+
+Until then any step can be run again, and a short run may take a little longer.
+"""
 _OF_PROBES = 0.2
 """Share of the bound that probes may take."""
 _SLACK = 0.8
@@ -107,7 +112,9 @@ class OverheadBound:
         self._spread = 1.0  # of what the process takes without a recorder, the share of the training's thread
         self._probes = probes
         self._credit = credit
-        self._debt = 0.0  # seconds that were taken too much
+        self._debt = 0.0  # seconds that were taken too much and are to be made up for
+        self._excess = 0.0  # seconds that were taken too much so far
+        self._kept: tuple[str, ...] = ("losses", "inputs")
         # seconds that the writer took, and that it was thought to take; old ones count less
         self._writer = (_DOUBT, _DOUBT)
 
@@ -141,8 +148,12 @@ class OverheadBound:
             return
         if probed and self._probes is not None:
             self._probes.may_take(_OF_PROBES * self._bound * self._bare)
-        # what cannot be made rarer is no debt
-        may = max(self._bound * bare, self._costs.fixed(self._schedule) + 0.1 * self._bound * bare)
+        self._excess += taken - self._bound * bare
+        if self._excess > _PATIENCE:
+            self._kept = ("losses",)
+        # what is not made rarer is no debt
+        fixed = self._costs.fixed(self._schedule, self._kept)
+        may = max(self._bound * bare, fixed + LEAST * max(self._bound * bare, fixed))
         most = self._bound * self._bare * _HORIZON
         self._debt = min(max(self._debt + taken - may, -most / 2), most)
 
@@ -166,18 +177,19 @@ class OverheadBound:
             return None
         bound = self._bound * self._bare
         allowed = _AIM * bound - max(self._debt, 0.0) / (2 * _HORIZON)
-        least = self._costs.factors(self._schedule, allowed, keeps_inputs=True)
-        most = self._costs.factors(self._schedule, _SLACK * allowed, keeps_inputs=True)
+        least = self._costs.factors(self._schedule, allowed, kept=self._kept)
+        most = self._costs.factors(self._schedule, _SLACK * allowed, kept=self._kept)
         share = 100 * self._costs.mean(self._schedule) / self._bare if self._bare else 0.0
         why = f"max_overhead {100 * self._bound:.3g}%: all that was asked for takes {share:.3g}% of a step"
         return Wish(least, most, why)
 
     def shortfall(self) -> str | None:
-        """What cannot be made rarer and takes more than all that is allowed, in a sentence; None if it does not."""
-        fixed = self._costs.fixed(self._schedule)
+        """What is not made rarer and takes more than all that is allowed, in a sentence; None if it does not."""
+        fixed = self._costs.fixed(self._schedule, self._kept)
         if self._steps < _COLD_STEPS + _HORIZON or not self._bare or fixed <= self._bound * self._bare:
             return None
         return (
             f"losses, inputs and what steps are run again with take {100 * fixed / self._bare:.3g}% of a step, so "
-            f"max_overhead ({100 * self._bound:.3g}%) cannot be kept to; they are kept all the same"
+            f"max_overhead ({100 * self._bound:.3g}%) cannot be kept to; inputs become rarer when that has taken "
+            f"{_PATIENCE:.0f} seconds"
         )

@@ -57,7 +57,8 @@ class Pacer:
     @classmethod
     def of(cls, options: Options, exporter: Exporter, recorder: Recorder) -> Pacer | None:
         """The pacer of a recording; None if nothing asks for one."""
-        schedule = Schedule(exporter.captures)
+        budget = recorder.budget if recorder.budget is not None and recorder.budget.thins else None
+        schedule = Schedule(exporter.captures, bursts=budget is None)
         bounds: list[Bound] = []
         overhead = None
         if options.max_overhead is not None:
@@ -67,8 +68,8 @@ class Pacer:
             bounds.append(overhead)
         if options.keyframe_bytes is not None:
             bounds.append(KeyframeSpread(options.keyframe_bytes, schedule, recorder))
-        if recorder.budget is not None and recorder.budget.thins:
-            bounds.append(BytesBound(recorder.budget, schedule))
+        if budget is not None:
+            bounds.append(BytesBound(budget, schedule))
         return cls(schedule, exporter, recorder, bounds, overhead) if bounds else None
 
     def begin(self) -> None:

@@ -83,10 +83,16 @@ def _pieces(captures: Iterable[Capture]) -> Iterator[_Piece]:
 class Schedule:
     """The captures in force: each as it was given, or of every so many steps that it would be due.
 
+    Where there are keyframes, inputs can become rarer in bursts: each of some keyframes is followed by steps that all
+    have inputs, so that these can be run again from it. Evaluations then stay as they were given.
+
     Parameters
     ----------
     captures : iterable of Capture
         As they were given. The first one that takes a stream decides on it.
+    bursts : bool
+        Whether inputs become rarer in bursts. A bound of bytes needs them evenly spread, because its phases may be
+        shorter than what lies between two keyframes.
 
     Attributes
     ----------
@@ -104,7 +110,8 @@ class Schedule:
     (('losses',), ('losses', 'tensors'))
     """
 
-    def __init__(self, captures: Iterable[Capture]) -> None:
+    def __init__(self, captures: Iterable[Capture], *, bursts: bool = True) -> None:
+        self._bursts = bursts
         self._pieces = tuple(_pieces(captures))
         self.factors = dict.fromkeys(GROUPS, 1)
         self.captures = tuple(one.capture for one in self._pieces)
@@ -130,21 +137,28 @@ class Schedule:
         """Put factors in force; what changes with them, as JSON.
 
         Of each capture that changes its ``capture``, the number among those that were given, its ``kinds``, unless all
-        of that capture changes, and ``every``, before and after.
+        of that capture changes, and ``every`` and ``burst``, before and after.
         """
         before, self.factors = self.captures, {**self.factors, **factors}
-        self.captures = tuple(
-            one.capture
-            if self.factors.get(one.group or "", 1) == 1
-            else replace(one.capture, every=one.capture.every * self.factors[one.group or ""])
-            for one in self._pieces
-        )
+        self.captures = tuple(map(self._in_force, self._pieces))
         return [
             {
                 "capture": piece.number,
                 **({} if piece.whole else {"kinds": list(piece.capture.kinds or ())}),
                 "every": [old.every, new.every],
+                **({} if old.burst == new.burst else {"burst": [old.burst, new.burst]}),
             }
             for piece, old, new in zip(self._pieces, before, self.captures, strict=True)
-            if old.every != new.every
+            if (old.every, old.burst) != (new.every, new.burst)
         ]
+
+    def _in_force(self, piece: _Piece) -> Capture:
+        factor, capture = self.factors.get(piece.group or "", 1), piece.capture
+        in_bursts = self._bursts and piece.group == "inputs"
+        if factor == 1 or (in_bursts and not piece.of_steps):
+            return capture
+        keyframes = self.spacing("keyframes")
+        if keyframes is None or not in_bursts or capture.every != 1:
+            return replace(capture, every=capture.every * factor)
+        apart = keyframes * self.factors["keyframes"]
+        return replace(capture, every=apart, burst=max(1, apart // factor))

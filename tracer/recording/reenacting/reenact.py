@@ -92,8 +92,9 @@ def plan_of(
             f"{trace.path} was recorded with torch {was}, and this is torch {now}, whose numbers may differ in the "
             "last bits: install that version, or allow differences"
         )
-    kept = recorded.kept(keyframe.at.global_step, stop)
-    for step in range(keyframe.at.global_step, stop):
+    began = keyframe.at.global_step
+    kept = recorded.kept(began, stop)
+    for step in range(began, stop):
         if step not in kept:
             raise CaptureError(f"{trace.path} has nothing of step {step:,}, so it cannot be run again")
         for kind in ("generators", "input_data"):
@@ -104,8 +105,9 @@ def plan_of(
                 part = "" if whole is None else ", but only a part of each tensor"
                 raise CaptureError(
                     f"{trace.path} has no {kind} of step {step:,}{part}, so {steps_named(steps)} cannot be run again "
-                    f"from the keyframe of step {keyframe.at.global_step:,}: record generators, hyperparameters, "
-                    f"input_data and input_labels at every step{_OR_IDS if with_data else ''}"
+                    f"from the keyframe of step {began:,}{f'; steps up to {step - 1:,} can' if step > began else ''}: "
+                    "record generators, hyperparameters, input_data and input_labels at every step"
+                    f"{_OR_IDS if with_data else ''}"
                 )
     return Plan(recorded, keyframe, steps)
 
