@@ -108,7 +108,7 @@ def test_a_run_is_followed(tmp_path: Path) -> None:
                 writer.commit()
         writer.commit()
         until(view, lambda: view.found.reached >= 50 and view.found.of(RATIO))
-        assert ("update_ratio", 44) in [(one.rule, one.first) for one in view.found.checked.findings]
+        until(view, lambda: ("update_ratio", 44) in [(one.rule, one.first) for one in view.found.checked.findings])
         assert view.progress.startswith("Follows the run, at step ")
     until(view, lambda: not view.progress)
     assert not view.following
