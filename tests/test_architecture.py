@@ -145,6 +145,26 @@ def test_the_table_of_floors_names_every_folder() -> None:
     assert named == set().union(*FLOORS)
 
 
+def test_files_and_classes_can_be_read_at_once() -> None:
+    """A file has at most 700 lines, a class 500, and an object 15 attributes."""
+    too_large = []
+    for name, path in MODULES.items():
+        if len(path.read_text().splitlines()) > 700:
+            too_large.append(name)
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                assigned = {
+                    one.attr
+                    for one in ast.walk(node)
+                    if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
+                    if isinstance(one.value, ast.Name) and one.value.id == "self"
+                }
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > 500 or len(assigned) > 15:
+                    too_large.append(f"{name}.{node.name}: {lines} lines, {len(assigned)} attributes")
+    assert not too_large
+
+
 def test_tracer_never_imports_analyze() -> None:
     """Recording and replaying know nothing of the metrics, even as a string or for types only."""
     for path in (ROOT / "tracer").rglob("*.py"):

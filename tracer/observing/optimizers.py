@@ -60,9 +60,8 @@ class Optimizers:
         self.by_hand = False
         self.found = False
         self.moved = False
-        self._any_ended = False  # whether a step has ended
-        # the ids of the tops that had a training forward in the open step, and in the step before
-        self._forwards: tuple[set[int], set[int]] = set(), set()
+        # the ids of the tops that had a training forward in the open step, and in the step before, unless it is the first
+        self._forwards: tuple[set[int], set[int] | None] = set(), None
         self.take(())
 
     def take(self, optimizers: tuple[Optimizer, ...]) -> None:
@@ -223,7 +222,7 @@ class Optimizers:
 
         Such a one has gradients; or it trains another model, which had a forward in the step.
         """
-        if self._any_ended:
+        if self._forwards[1] is not None:
             return False
         own = self._tops_of(optimizer)
         for place, other in enumerate(self.all):
@@ -239,8 +238,7 @@ class Optimizers:
     def step_ended(self) -> None:
         """Begin to count the steps of optimizers for the next step of the training."""
         self.moved = False
-        self._any_ended = True
-        if any(self._forwards):
+        if any(self._forwards) or self._forwards[1] is None:
             self._forwards = set(), self._forwards[0]
         if self._times:
             self._times = {}
