@@ -60,7 +60,7 @@ class Optimizers:
         self.by_hand = False
         self.found = False
         self.moved = False
-        # the ids of the tops that had a training forward in the open step, and in the step before, unless it is the first
+        # the ids of the tops that had a training forward in the open step, and in the one before it, if there is one
         self._forwards: tuple[set[int], set[int] | None] = set(), None
         self.take(())
 
