@@ -362,7 +362,7 @@ def recorded(training: Callable[[Callable[..., Any]], None], settings: dict[str,
     def record(path: Path) -> None:
         def begin(*arguments: Any, **more: Any) -> Any:
             recording = tracer.record(
-                path, *arguments, commit_seconds=1e6, **{**more, **settings}, capture=tracer.Capture()
+                path, *arguments, commit_seconds=1e6, **{"capture": tracer.Capture(), **more, **settings}
             )
             return Rested(recording)
 
