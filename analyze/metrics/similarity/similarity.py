@@ -71,7 +71,7 @@ class Kept:
     @property
     def sheet(self) -> Sheet:
         """The activations as a `Sheet`."""
-        return Sheet(self.x_nd, self.x_nd.shape[1], (len(self.x_nd),), False)
+        return Sheet.matrix(self.x_nd)
 
     def like(self, other: Kept) -> bool:
         """Whether both have activations, and of the same datapoints, as far as their shapes tell."""
