@@ -107,11 +107,10 @@ def canonical(
     y: Array,
     threshold: float,
     average: Average,
-    *,
-    channels: Channels = "auto",
-    positions: Positions = "datapoints",
-    drop_rows: bool = False,
-    strict: bool = False,
+    channels: Channels,
+    positions: Positions,
+    drop_rows: bool,
+    strict: bool,
 ) -> CanonicalResult:
     """The similarity of two sets of activations; `what` is its name in errors, and the rest is as in `svcca`.
 

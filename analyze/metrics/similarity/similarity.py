@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal, Unpack, get_args
 
 import numpy as np
@@ -177,7 +177,7 @@ class Similarity(Metric):
     ) -> None:
         check_word("against", against, _SCOPES)
         check_word("calls", calls, get_args(Calls))
-        check_lag(lag)
+        check(is_whole(lag, 1), "lag is a positive integer", lag)
         check_channels(channels)
         check_positions(positions, fourier=self.fourier)
         produces = tuple(f"{kind}_{self.name}{suffix}" for suffix in ("", *(self.companions if details else ())))
@@ -228,13 +228,10 @@ class Similarity(Metric):
         if self.calls == "apart":
             yield from self._with_itself((*key, origin.call), origin, self.represent(data))
             return
-        waiting = self._waiting.get(key)
-        if waiting is not None and waiting[0].global_step != origin.global_step:
+        if key in self._waiting and self._waiting[key][0].global_step != origin.global_step:
             yield from self._whole_step(key)
-            waiting = None
-        if waiting is None:
-            waiting = self._waiting[key] = (origin, [])
-        waiting[1].append(np.array(data))
+        _, parts = self._waiting.setdefault(key, (origin, []))
+        parts.append(np.array(data))
 
     def conclude(self) -> Iterator[Message]:
         """Answer the comparisons that waited for the end of a step or of the run."""
@@ -264,13 +261,9 @@ class Similarity(Metric):
     def _with_layers(self, origin: Origin, data: NDArray[Any]) -> Iterator[Message]:
         place = (origin.tag, origin.rank)
         if self.calls == "together":
-            step = self._gathered.get(place)
-            if step is not None and step.origin.global_step != origin.global_step:
+            if place in self._gathered and self._gathered[place].origin.global_step != origin.global_step:
                 yield from self._end_of_step(place)
-                step = None
-            if step is None:
-                step = self._gathered[place] = _Step(origin)
-            step.add(self, origin, data)
+            self._gathered.setdefault(place, _Step(origin)).add(self, origin, data)
             return
         if place not in self._layers or self._layers[place][0].global_step != origin.global_step:
             self._layers[place] = (origin, [])
@@ -353,13 +346,7 @@ class Similarity(Metric):
 
 def _pair_of(origin: Origin, one: str, other: str) -> Origin:
     """Where the similarity of two layers of a step is published: the module is called ``one|other``."""
-    fields = asdict(origin) | {"module": f"{one}|{other}", "call": 0, "leaf": ""}
-    return Origin(**fields)
-
-
-def check_lag(lag: object) -> None:
-    """Raise `MessageError` unless a lag is a positive integer."""
-    check(is_whole(lag, 1), "lag is a positive integer", lag)
+    return replace(origin, module=f"{one}|{other}", call=0, leaf="")
 
 
 def code(status: Status) -> float:
@@ -398,7 +385,7 @@ class _Step:
 
     def add(self, metric: Similarity, origin: Origin, array: NDArray[Any]) -> None:
         """Take the activations of one layer in one call."""
-        name = Origin(**(asdict(origin) | {"call": 0})).layer
+        name = replace(origin, call=0).layer
         if name not in self.names:
             self.names.append(name)
         if origin.call > self.call:
