@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.checks import check_word
+from analyze.metrics.checks import check_which, check_word
 from analyze.metrics.elementwise.formulas import FORMULAS, check_ddof, derive, needs_of
 from analyze.metrics.elementwise.norm import norm
 from analyze.metrics.elementwise.quantiles import quantiles, quantiles_of_tensors
@@ -108,23 +108,17 @@ def statistics(
 
 def check_names(which: str | Iterable[str]) -> tuple[str, ...]:
     """The names of statistics as a tuple; `MessageError` if there is none, or one that is unknown or there twice."""
-    names = tuple(which.split("+")) if isinstance(which, str) else tuple(which)
-    for name in names:
-        if name not in FORMULAS and name != "median" and not (isinstance(name, str) and _parameter(name)):
-            raise MessageError(
-                f"there is no statistic {name!r}; there are {', '.join(FORMULAS)}, median, and such as norm3 and q0.05"
-            )
-    if not names or len(set(names)) != len(names):
-        raise MessageError(f"statistics are named once each, at least one, not {', '.join(names) or 'none'}")
-    return names
+    words = f"{', '.join(FORMULAS)}, median, and such as norm3 and q0.05"
+    return check_which("statistic", which, _is_statistic, words)
 
 
-def _parameter(name: str) -> re.Match[str] | None:
-    found = _OTHER.fullmatch(name)
+def _is_statistic(name: object) -> bool:
+    if name in FORMULAS or name == "median":
+        return True
+    found = _OTHER.fullmatch(name) if isinstance(name, str) else None
     if found is None:
-        return None
-    good = float(found["order"]) > 0 if found["order"] else float(found["probability"]) <= 1
-    return found if good else None
+        return False
+    return float(found["order"]) > 0 if found["order"] else float(found["probability"]) <= 1
 
 
 def _check(per: str, ddof: object, precision: str) -> None:

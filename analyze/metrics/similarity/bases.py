@@ -16,7 +16,7 @@ import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number
-from analyze.metrics.similarity.covariance import Moments, Triangle, negligible, power_of_two
+from analyze.metrics.similarity.covariance import Moments, Triangle, negligible, scale_near
 from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, frequencies, lowest, multiplicity
 from analyze.metrics.streams import restored, stored
 from tracer.numbers.arrays import Array
@@ -340,7 +340,7 @@ def centred(sheet: Sheet) -> tuple[NDArray[np.float64], float, float] | Status:
         largest_d = np.abs(x_nd).max(axis=0, initial=0)
     if not np.isfinite(largest_d).all():
         return "nonfinite"
-    scale = power_of_two(float(largest_d.max()))
+    scale = scale_near(float(largest_d.max()))
     x_nd /= scale
     x_nd -= x_nd.mean(axis=0)
     x_nd -= x_nd.mean(axis=0)  # the error of the first mean, which is large if the data has an offset
@@ -411,9 +411,9 @@ def of_frequencies(
     if not np.isfinite(x).all():
         return replace(no_basis(sheet, "nonfinite"), n=n)
     largest = float(np.abs(x).max(initial=0))
-    x = x / power_of_two(largest)
+    x = x / scale_near(largest)
     x = x - x.mean(axis=1, keepdims=True)
-    rounding = n * c * (8 * _EPS * largest / power_of_two(largest)) ** 2
+    rounding = n * c * (8 * _EPS * largest / scale_near(largest)) ** 2
     exactly = threshold > EXACTLY
     if exactly:
         left, singular, _ = np.linalg.svd(x, full_matrices=False)

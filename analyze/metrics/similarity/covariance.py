@@ -15,6 +15,7 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
+from analyze.metrics.inputs import power_of_two
 from analyze.metrics.similarity.datapoints import Sheet
 from analyze.metrics.streams import restored, stored
 from tracer.errors import MessageError
@@ -24,11 +25,11 @@ _FAR = 30
 """Decimal exponents beyond which numbers are scaled by a power of two, so that their fourth powers stay in range."""
 
 
-def power_of_two(largest: float) -> float:
+def scale_near(largest: float) -> float:
     """A power of two near a number that is far from 1, else 1. Dividing by it changes no digit."""
     if largest == 0 or not math.isfinite(largest) or 10.0**-_FAR < largest < 10.0**_FAR:
         return 1.0
-    return float(2.0 ** min(max(math.frexp(largest)[1] - 1, -1000), 1000))
+    return power_of_two(largest)
 
 
 def largest_of(part_dm: NDArray[Any]) -> NDArray[np.float64]:
@@ -41,8 +42,8 @@ def largest_of(part_dm: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def scale_of(largest_d: NDArray[np.float64]) -> float:
-    """A power of two near the largest finite value of a layer, see `power_of_two`."""
-    return power_of_two(float(largest_d[np.isfinite(largest_d)].max(initial=0)))
+    """A power of two near the largest finite value of a layer, see `scale_near`."""
+    return scale_near(float(largest_d[np.isfinite(largest_d)].max(initial=0)))
 
 
 def _over(part_dm: NDArray[Any], scale_d: NDArray[np.float64]) -> NDArray[Any]:

@@ -14,7 +14,7 @@ import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.similarity.bases import Status
-from analyze.metrics.similarity.covariance import add_product, largest_of, negligible, power_of_two, scale_of
+from analyze.metrics.similarity.covariance import add_product, largest_of, negligible, scale_near, scale_of
 from analyze.metrics.similarity.datapoints import ROWS, Sheet, together
 
 _BESIDE = 1 << 16
@@ -53,7 +53,7 @@ class Joint:
             if not np.isfinite(largest).all():
                 return "nonfinite"
             # later datapoints are far larger than those that told the scale
-            found = cls._added(x, y, (power_of_two(largest[0]), power_of_two(largest[1])), first)
+            found = cls._added(x, y, (scale_near(largest[0]), scale_near(largest[1])), first)
         variances_s = np.diagonal(found.scatter_ss)
         for columns in (slice(x.d), slice(x.d, None)):
             # at most this far are neurons from 0, but for their number of datapoints, which rounding does not mind

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check
-from analyze.metrics.inputs import answer
+from analyze.metrics.inputs import answer, power_of_two
 from analyze.metrics.metric import Metric, Where
 from analyze.metrics.spectra.convolution import (
     MODES,
@@ -28,7 +28,7 @@ from analyze.metrics.spectra.convolution import (
 )
 from analyze.metrics.spectra.lanczos import generator_of, largest, seeded
 from analyze.metrics.spectra.recorded_layers import ambiguous, inferred, inputs_of, recorded
-from analyze.metrics.spectra.spectra import code, power_of_two
+from analyze.metrics.spectra.spectra import code
 from analyze.metrics.spectra.spectral_norm import (
     SINGLE,
     STATUSES,

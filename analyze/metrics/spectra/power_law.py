@@ -15,6 +15,7 @@ import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, check_word
+from analyze.metrics.inputs import power_of_two
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.spectra.lanczos import generator_of, seeded
 from analyze.metrics.spectra.spectra import (
@@ -23,7 +24,6 @@ from analyze.metrics.spectra.spectra import (
     code,
     once,
     pieces,
-    power_of_two,
     singular,
     singular_of_matrix,
 )

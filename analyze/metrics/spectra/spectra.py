@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.checks import check
-from analyze.metrics.inputs import as_float64
+from analyze.metrics.inputs import as_float64, power_of_two
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.similarity.datapoints import Channels, check_channels, neurons, neurons_last
 from tracer.errors import MessageError
@@ -107,11 +107,6 @@ def once(x: Array | None, what: Any, compute: Callable[[], _T]) -> _T:
         found[what] = compute()
     result: _T = found[what]
     return result
-
-
-def power_of_two(largest: float) -> float:
-    """A power of two near a number, whose squares are in range: dividing by it is exact."""
-    return 2.0 ** min(max(math.frexp(largest)[1] - 1, -1000), 1000)
 
 
 def matrix(w: Array | None) -> NDArray[Any]:

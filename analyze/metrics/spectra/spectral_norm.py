@@ -14,9 +14,10 @@ import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number, is_whole
+from analyze.metrics.inputs import power_of_two
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.spectra.lanczos import Extreme, generator_of, largest, product, seeded
-from analyze.metrics.spectra.spectra import code, matrix, power_of_two
+from analyze.metrics.spectra.spectra import code, matrix
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import Array, as_array
 
