@@ -105,7 +105,6 @@ def largest(
     *,
     tolerance: float = 1e-6,
     steps: int = 300,
-    rows: int = 0,
 ) -> Extreme:
     r"""The largest singular value of a linear map that is known by what W'W does to vectors.
 
@@ -123,8 +122,6 @@ def largest(
         The relative error to stop at.
     steps : int
         How often the map is applied at most.
-    rows : int
-        How many vectors are held at most; 0 for as many as 256 MiB hold.
 
     Notes
     -----
@@ -141,7 +138,7 @@ def largest(
     start" (1992), for random starts.
     """
     precision = float(np.finfo(dtype).eps)
-    rows = max(2, min(rows or _BYTES // (size * dtype.itemsize), steps + 1, size))
+    rows = max(2, min(_BYTES // (size * dtype.itemsize), steps + 1, size))
     x_n = random.standard_normal(size)
     if dtype.kind == "c":
         x_n = x_n + 1j * random.standard_normal(size)

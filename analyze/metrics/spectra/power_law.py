@@ -554,17 +554,15 @@ class WeightWatcher(PerMessage):
         check(isinstance(randomize, bool), "randomize is True or False", randomize)
         names = (*BOARD, "status", *(("rand_distance", "ww_softrank", "traps") if randomize else ()))
         super().__init__(kind, [f"{kind}_weightwatcher_{one}" for one in names], **where)
-        self.conv, self.randomize = conv, randomize
+        self.conv: Conv = conv
+        self.randomize = randomize
 
     def measure(self, message: Message) -> list[float]:
         """Answer one message with the numbers of its spectrum."""
         found = _watched(_esd(message.data, self.conv))
         numbers: list[float] = [*(getattr(found, one) for one in BOARD), code(found.status)]
         if self.randomize:
-            other = _beside(message, self.conv)
+            data = message.data
+            other = _shuffled(as_array(data), _esd(data, self.conv), self.conv, generator_of(message))
             numbers += [other.distance, other.softrank, other.traps]
         return numbers
-
-
-def _beside(message: Message, conv: Conv) -> Randomized:
-    return _shuffled(as_array(message.data), _esd(message.data, conv), conv, generator_of(message))

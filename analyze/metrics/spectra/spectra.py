@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar, Unpack
 
 import numpy as np
 import scipy
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -122,11 +121,7 @@ def matrix(w: Array | None) -> NDArray[Any]:
 
 def singular(w: Array | None) -> Spectrum:
     """The singular values of a weight, by LAPACK in float64; see `once`."""
-    return once(w, "singular", lambda: _singular(w))
-
-
-def _singular(w: Array | None) -> Spectrum:
-    return singular_of_matrix(matrix(w))
+    return once(w, "singular", lambda: singular_of_matrix(matrix(w)))
 
 
 def singular_of_matrix(w: NDArray[Any]) -> Spectrum:
@@ -293,11 +288,6 @@ def pieces(w: NDArray[Any]) -> Iterator[NDArray[Any]]:
     flat = w.reshape(w.shape[0], w.shape[1], math.prod(w.shape[2:]))
     for place in range(flat.shape[2]):
         yield np.ascontiguousarray(flat[:, :, place])
-
-
-def tensor(values: NDArray[np.float64]) -> Tensor:
-    """Numbers as metrics publish them: a float64 tensor of its own."""
-    return torch.from_numpy(np.array(values, dtype=np.float64))
 
 
 class OfSpectrum(PerMessage):

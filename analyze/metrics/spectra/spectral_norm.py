@@ -131,8 +131,8 @@ def spectral_norm(
     # with squares out of the range of the dtype, or something that is no number: look closer
     if not 1e-12 < found.value < 1e15:
         size = float(np.max(np.abs(a_mn)))
-        if size == 0 or not math.isfinite(size):
-            return SpectralNormResult(size, size, "exact" if size == 0 else "nonfinite")
+        if (result := trivial(size)) is not None:
+            return result
         scale = power_of_two(size)
         a_mn = (a_mn / a_mn.real.dtype.type(scale)) if scale > 1e-30 else (a_mn.astype(np.float64) / scale)
         found = _iterate(a_mn, random, tolerance)
@@ -143,6 +143,13 @@ def spectral_norm(
             return SpectralNormResult(right * scale, right.residual * scale, "corrected", found.steps)
         status = "certified"
     return SpectralNormResult(found.value * scale, found.residual * scale, status, found.steps)
+
+
+def trivial(largest: float) -> SpectralNormResult | None:
+    """The result of a weight whose largest modulus is 0 or not finite; None of others."""
+    if largest == 0:
+        return SpectralNormResult(largest, largest, "exact")
+    return None if math.isfinite(largest) else SpectralNormResult(largest, largest, "nonfinite")
 
 
 def check_tolerance(tolerance: object) -> None:
@@ -166,8 +173,8 @@ def _exact(a_mn: NDArray[Any]) -> SpectralNormResult:
     """The largest singular value by the largest eigenvalue of the Gram matrix in float64, good to 1e-13 of itself."""
     with np.errstate(invalid="ignore", over="ignore"):
         size = float(np.max(np.abs(a_mn)))
-    if size == 0 or not math.isfinite(size):
-        return SpectralNormResult(size, size, "exact" if size == 0 else "nonfinite")
+    if (result := trivial(size)) is not None:
+        return result
     # an exact power of two keeps the squares of the Gram matrix in range, whatever the scale of the weight
     scale = power_of_two(size)
     a_mn = a_mn.astype(np.complex128 if a_mn.dtype.kind == "c" else np.float64) / scale
