@@ -163,8 +163,10 @@ class Alpha(OfSteps[_Step]):
     def unpack(self, told: Sequence[Mapping[str, Any]]) -> _Step:
         """What `pack` has packed."""
         *before, last = told
-        heard = {(one["kind"], one["module"]): one["data"] for one in last["heard"]}
-        return _Step(*last["at"], heard, self.unpack(before) if before else None)
+        step = _Step(*last["at"])
+        step.heard = {(one["kind"], one["module"]): one["data"] for one in last["heard"]}
+        step.before = self.unpack(before) if before else None
+        return step
 
 
 def _product(one: Tensor, other: Tensor) -> float:
