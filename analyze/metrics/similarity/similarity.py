@@ -6,6 +6,7 @@ two.
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -361,16 +362,14 @@ def joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
+@dataclass
 class _Group:
     """Layers of a step that have equally many datapoints, the axes of these, and their accumulator."""
 
-    def __init__(self, names: list[str], rows: list[tuple[int, ...]], gathering: Gathering) -> None:
-        self.names, self.rows, self.gathering, self.broken = names, rows, gathering, False
-
-    def pairs(self) -> Iterator[tuple[int, int]]:
-        """The places of two layers that can be compared, in both orders."""
-        many = range(len(self.names))
-        return ((i, j) for i in many for j in many if i != j and comparable(self.rows[i], self.rows[j]))
+    names: list[str]
+    rows: list[tuple[int, ...]]
+    gathering: Gathering
+    broken: bool = False
 
 
 class _Step:
@@ -431,11 +430,10 @@ class _Step:
         """Each pair of layers with its similarity; in both orders, if that is not symmetric."""
         found: dict[tuple[str, str], Any] = {}
         for group in self.groups or ():
-            if not group.broken:
-                kept = [name for name in group.names if name not in self.late]
-                for i, j in group.pairs():
-                    if group.names[i] in kept and group.names[j] in kept and (i < j or not metric.symmetric):
-                        found[group.names[i], group.names[j]] = group.gathering.result(i, j)
+            for (i, one), (j, other) in itertools.permutations(enumerate(group.names), 2):
+                known = not group.broken and self.late.isdisjoint((one, other))
+                if known and comparable(group.rows[i], group.rows[j]) and (i < j or not metric.symmetric):
+                    found[one, other] = group.gathering.result(i, j)
         for place, one in enumerate(self.names):
             for other in self.names[place + 1 :]:
                 backwards = found.get((other, one)) if metric.symmetric else None
@@ -473,10 +471,9 @@ class _Step:
             step.groups = []
             for one in state["groups"]:
                 gathering = _Whole(metric) if "parts" in one["gathering"] else metric.gathering()
-                group = _Group(list(one["names"]), [tuple(rows) for rows in one["rows"]], gathering)
-                group.broken = one["broken"]
-                group.gathering.load_state_dict(one["gathering"])
-                step.groups.append(group)
+                gathering.load_state_dict(one["gathering"])
+                rows = [tuple(rows) for rows in one["rows"]]
+                step.groups.append(_Group(list(one["names"]), rows, gathering, one["broken"]))
         return step
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
+from analyze.metrics.inputs import as_float64
 from analyze.metrics.streams import stream_of
 from tracer.messaging.messages import Message
 
@@ -154,7 +155,7 @@ def largest(
         held_kn = basis_kn[: min(k + 1, rows)]
         q_n = basis_kn[k % rows]
         rest_n = w(q_n)
-        diagonal.append(float(np.vdot(_wide(q_n), _wide(rest_n)).real))
+        diagonal.append(float(np.vdot(as_float64(q_n), as_float64(rest_n)).real))
         if not math.isfinite(diagonal[-1]):
             return Extreme(math.nan, math.nan, k + 1, False)
         rest_n, off = _orthogonal(rest_n, held_kn)
@@ -208,14 +209,9 @@ def _growth(diagonal: Sequence[float], beside: Sequence[float], at: float) -> fl
     return total
 
 
-def _wide(x: NDArray[Any]) -> NDArray[Any]:
-    """The same in float64 or complex128."""
-    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
-
-
 def _square(x: NDArray[Any]) -> float:
     """The squared norm, in float64."""
-    exact = _wide(x)
+    exact = as_float64(x)
     return float(np.vdot(exact, exact).real)
 
 

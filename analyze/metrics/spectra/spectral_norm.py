@@ -14,7 +14,7 @@ import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number, is_whole
-from analyze.metrics.inputs import power_of_two
+from analyze.metrics.inputs import as_float64, power_of_two
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.spectra.lanczos import Extreme, generator_of, largest, product, seeded
 from analyze.metrics.spectra.spectra import code, matrix
@@ -121,7 +121,7 @@ def spectral_norm(
     elif a_mn.dtype == np.float16:
         a_mn = a_mn.astype(np.float32)
     if tolerance < SINGLE and a_mn.dtype.itemsize < (16 if a_mn.dtype.kind == "c" else 8):
-        a_mn = a_mn.astype(np.complex128 if a_mn.dtype.kind == "c" else np.float64)
+        a_mn = as_float64(a_mn)
     if a_mn.size == 0:
         return SpectralNormResult(0.0, 0.0, "exact")
     if exact or a_mn.shape[1] <= SMALL:
@@ -177,7 +177,7 @@ def _exact(a_mn: NDArray[Any]) -> SpectralNormResult:
         return result
     # an exact power of two keeps the squares of the Gram matrix in range, whatever the scale of the weight
     scale = power_of_two(size)
-    a_mn = a_mn.astype(np.complex128 if a_mn.dtype.kind == "c" else np.float64) / scale
+    a_mn = as_float64(a_mn) / scale
     last = a_mn.shape[1] - 1
     wanted = (last, last)
     squares, vectors = scipy.linalg.eigh(_gram(a_mn), subset_by_index=wanted, overwrite_a=True, check_finite=False)
