@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check_which
 from analyze.metrics.elementwise.formulas import FORMULAS, derive, derived_number, needs_of
 from analyze.metrics.elementwise.quantiles import interpolated, quantiles
+from analyze.metrics.streams import restored, stored
 from tracer.numbers.moments import Moments, moments
 
 KEPT = 4096
@@ -116,22 +116,15 @@ class Reducer:
 
     def state(self) -> dict[str, Any]:
         """As plain values and tensors."""
-        return {
-            "kept": torch.from_numpy(self._values().copy()),
-            "moments": self._moments.state(),
-            "bins": torch.from_numpy(self._bins.copy()),
-            "counts": torch.from_numpy(self._counts.copy()),
-            "first": self.first,
-            "last": self.last,
-        }
+        arrays = stored({"kept": self._values(), "bins": self._bins, "counts": self._counts})
+        return {**arrays, "moments": self._moments.state(), "first": self.first, "last": self.last}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Reducer:
         """From what `state` gave."""
         one = cls()
-        one._kept, one._size = [state["kept"].numpy().copy()], len(state["kept"])
-        one._moments = Moments.of_state(state["moments"])
-        one._bins, one._counts = state["bins"].numpy().copy(), state["counts"].numpy().copy()
+        kept, one._bins, one._counts = (restored(state[name]) for name in ("kept", "bins", "counts"))
+        one._kept, one._size, one._moments = [kept], len(kept), Moments.of_state(state["moments"])
         one.first, one.last = state["first"], state["last"]
         return one
 

@@ -86,7 +86,7 @@ def cut(variances: NDArray[np.float64], total: float, threshold: float) -> tuple
     return k, (float(variances[k - 1]) - following) / float(variances[0]), tau_margin
 
 
-def leading(scatter_dd: NDArray[np.float64], threshold: float, total: float | None = None) -> Spectrum:
+def leading(scatter_dd: NDArray[np.float64], threshold: float) -> Spectrum:
     """The eigenvectors of the fewest directions that hold a share of the variance.
 
     Parameters
@@ -95,8 +95,6 @@ def leading(scatter_dd: NDArray[np.float64], threshold: float, total: float | No
         Symmetric positive semidefinite, finite, with a positive trace; only its lower triangle is read. It is
         destroyed.
     threshold : float
-    total : float, optional
-        The exact trace.
 
     Notes
     -----
@@ -104,9 +102,8 @@ def leading(scatter_dd: NDArray[np.float64], threshold: float, total: float | No
     eigenvectors of the k kept ones by MRRR, or of all by divide and conquer if k is above d / 5, mapped back at the
     speed of matrix products (2 d² k). Residual 3e-15, orthogonality 4e-12 at worst.
     """
-    total = float(np.trace(scatter_dd)) if total is None else total
-    d = len(scatter_dd)
-    if d > _SMALL:
+    total = float(np.trace(scatter_dd))
+    if len(scatter_dd) > _SMALL:
         try:
             return _some(scatter_dd, threshold, total)
         except scipy.linalg.LinAlgError:  # MRRR may fail for spectra that divide and conquer can do
@@ -305,7 +302,7 @@ def spectrum_of_scatter(
     total = float(np.trace(scatter_dd))
     if not finite or not math.isfinite(total):
         return "nonfinite"
-    return "zero_variance" if total <= rounding else leading(scatter_dd, threshold, total)
+    return "zero_variance" if total <= rounding else leading(scatter_dd, threshold)
 
 
 def project(sheet: Sheet, moments: Moments, spectrum: Spectrum, *, loadings: bool = False) -> Basis:
@@ -357,7 +354,7 @@ def of_matrix(
         total = float(np.trace(gram_nn))
         if total <= rounding:
             return no_basis(sheet, "zero_variance")
-        spectrum = leading(np.asfortranarray(gram_nn), threshold, total)
+        spectrum = leading(np.asfortranarray(gram_nn), threshold)
         k = min(spectrum.k, n - 1)
         u_nk = np.ascontiguousarray(spectrum.vectors_dk[:, :k])
         singular_k, gap, margin = np.sqrt(spectrum.variances[:k]), spectrum.cut_gap, spectrum.tau_margin

@@ -58,7 +58,7 @@ def neurons_last(message: Message, channels: object) -> Message:
     return with_data(message, message.data.movedim(1, -1))
 
 
-def neurons(x: Array, channels: Channels = "auto", positions: Positions = "datapoints") -> NDArray[Any]:
+def neurons(x: Array, channels: Channels = "auto") -> NDArray[Any]:
     """Activations as a matrix of datapoints by neurons.
 
     Parameters
@@ -69,9 +69,6 @@ def neurons(x: Array, channels: Channels = "auto", positions: Positions = "datap
         Where the neurons are: ``"first"`` in axis 1, as the channels of convolutions (n, c, h, w) and (n, c, l);
         ``"last"`` in the last axis, as in sequences (n, t, d); ``"auto"`` takes three axes for a sequence and four or
         more for a convolution, so for a one-dimensional convolution say ``"first"``.
-    positions : {"datapoints", "pooled"}
-        ``"datapoints"``: each position is a datapoint of its own; ``"pooled"``: the mean over the positions is taken,
-        in float64.
 
     Returns
     -------
@@ -80,18 +77,15 @@ def neurons(x: Array, channels: Channels = "auto", positions: Positions = "datap
     Raises
     ------
     MessageError
-        If `channels` or `positions` is another word.
+        If `channels` is another word.
 
     Examples
     --------
     >>> import numpy as np
     >>> [neurons(np.zeros(shape)).shape for shape in ((8, 3), (8, 3, 5, 5), (8, 5, 3))]
     [(8, 3), (200, 3), (40, 3)]
-    >>> neurons(np.zeros((8, 3, 5, 5)), positions="pooled").shape
-    (8, 3)
     """
-    check_positions(positions, fourier=False)
-    return Sheet.of(x, channels, positions).flat().array
+    return Sheet.of(x, channels).flat().array
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Unpack, final, get_args
+from typing import Literal, Unpack, final, get_args
 
 import numpy as np
 import scipy
@@ -363,7 +363,7 @@ class Randomized:
     traps: int
 
 
-def randomized(w: Array, *, conv: Conv = "slices", random: np.random.Generator | None = None) -> Randomized:
+def randomized(w: Array | None, *, conv: Conv = "slices", random: np.random.Generator | None = None) -> Randomized:
     """Compare a weight with itself with its elements shuffled.
 
     Parameters
@@ -382,11 +382,7 @@ def randomized(w: Array, *, conv: Conv = "slices", random: np.random.Generator |
     >>> randomized(w).traps
     1
     """
-    check_conv(conv)
-    return _shuffled(as_array(w), _esd(as_array(w), conv), conv, random)
-
-
-def _shuffled(array: NDArray[Any], esd: _Esd, conv: Conv, random: np.random.Generator | None) -> Randomized:
+    array, esd = as_array(w), _esd(w, conv)
     if esd.status != "ok":
         return Randomized(math.nan, math.nan, 0)
     generator = seeded("randomized") if random is None else random
@@ -562,7 +558,6 @@ class WeightWatcher(PerMessage):
         found = _watched(_esd(message.data, self.conv))
         numbers: list[float] = [*(getattr(found, one) for one in BOARD), code(found.status)]
         if self.randomize:
-            data = message.data
-            other = _shuffled(as_array(data), _esd(data, self.conv), self.conv, generator_of(message))
+            other = randomized(message.data, conv=self.conv, random=generator_of(message))
             numbers += [other.distance, other.softrank, other.traps]
         return numbers
