@@ -135,7 +135,8 @@ def _normed_pair(x: Sheet, y: Sheet) -> tuple[list[NDArray[np.float64]], list[fl
         if float(np.square(matrix).sum()) <= rounding:
             return AlignmentResult(math.nan, x.n, "zero_variance", math.nan)
         norm = float(np.linalg.norm(matrix))
-        found.append(matrix / norm)
+        matrix /= norm
+        found.append(matrix)
         sizes.append(norm * scale)
     return found, sizes
 
