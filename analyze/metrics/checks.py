@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeGuard
 
 from tracer.errors import MessageError
@@ -44,3 +44,17 @@ def check_word(what: str, given: object, words: Iterable[str]) -> None:
     """
     *others, last = words = tuple(words)
     check(given in words, f"{what} is {', '.join(map(repr, others))} or {last!r}", given)
+
+
+def check_which(what: str, which: str | Iterable[str], good: Callable[[str], object], words: str) -> tuple[str, ...]:
+    """Names, also where they are written with a plus between them, as a tuple.
+
+    Raises `MessageError` if there is none, or one that is not good or there twice; `words` says which are good.
+    """
+    names = tuple(which.split("+")) if isinstance(which, str) else tuple(which)
+    for name in names:
+        if not good(name):
+            raise MessageError(f"there is no {what} {name!r}; there are {words}")
+    if not names or len(set(names)) != len(names):
+        raise MessageError(f"{what}s are named once each, at least one, not {', '.join(names) or 'none'}")
+    return names

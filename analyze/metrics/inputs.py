@@ -7,6 +7,7 @@ another machine to about 1e-15. (Linear algebra is the processor's BLAS: there t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,11 @@ def blocks(x: Array | None) -> Iterator[NDArray[Any]]:
     flat = array.reshape(-1)
     for start in range(0, flat.size, BLOCK):
         yield flat[start : start + BLOCK].astype(dtype)
+
+
+def power_of_two(largest: float) -> float:
+    """A power of two near a number, whose squares are in range: dividing by it is exact."""
+    return 2.0 ** min(max(math.frexp(largest)[1] - 1, -1000), 1000)
 
 
 def answer(value: float) -> Tensor:

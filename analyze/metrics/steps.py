@@ -74,11 +74,11 @@ class OfSteps(Metric, Generic[Gathered]):
         for tag, last in steps.items():
             yield from self.answers(tag, last)
 
-    def pack(self, now: Gathered) -> dict[str, Any]:
+    def pack(self, now: Gathered) -> Any:
         """What is gathered of a step as plain values and tensors."""
         return asdict(now)
 
-    def unpack(self, told: Mapping[str, Any]) -> Gathered:
+    def unpack(self, told: Any) -> Gathered:
         """What `pack` has packed."""
         return self.gathered(**deepcopy(told))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack, final
 
@@ -137,18 +138,10 @@ class Freeze(OneNumber):
             similarity = single_number(message.data)
             converged = similarity is not None and similarity >= self.threshold
             layer[0] = layer[0] + 1 if converged else 0
-            if layer[0] >= self.patience and (not self.bottom_up or self._all_frozen_before(layers, message.key)):
+            before = itertools.takewhile(lambda one: one is not layer, layers.values())
+            if layer[0] >= self.patience and (not self.bottom_up or all(frozen for _, frozen in before)):
                 layer[1] = 1
         return layer[1]
-
-    @staticmethod
-    def _all_frozen_before(layers: Mapping[str | None, list[int]], key: str | None) -> bool:
-        for other, (_, frozen) in layers.items():
-            if other == key:
-                return True
-            if not frozen:
-                return False
-        return True
 
     def state_dict(self) -> dict[str, Any]:
         """For each tag its layers in their order: how often they were converged, and whether they are frozen."""

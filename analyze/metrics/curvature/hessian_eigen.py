@@ -115,12 +115,12 @@ def of_matrix(matrix_pp: NDArray[np.float64], k: int) -> Extremes:
     if not np.isfinite(matrix_pp).all():
         return _nothing(k, len(matrix_pp))
     values = scipy.linalg.eigvalsh((matrix_pp + matrix_pp.T) / 2)
-    return Extremes(_largest(values, k), float(values[-1]), float(values[0]), 0.0, len(matrix_pp))
+    return Extremes(values[_largest(values, k)], float(values[-1]), float(values[0]), 0.0, len(matrix_pp))
 
 
-def _largest(values: NDArray[np.float64], k: int) -> NDArray[np.float64]:
-    """The k that are largest in magnitude, the largest first, and of equal ones the positive."""
-    return values[np.lexsort((-values, -np.abs(values)))[:k]]
+def _largest(values: NDArray[np.float64], k: int) -> NDArray[np.intp]:
+    """Where the k are that are largest in magnitude, the largest first, and of equal ones the positive."""
+    return np.lexsort((-values, -np.abs(values)))[:k]
 
 
 def _nothing(k: int, products: int) -> Extremes:
@@ -165,7 +165,7 @@ def _ritz(diagonal: list[float], beside: list[float], off: float, k: int) -> Ext
     """What a tridiagonal matrix tells of the matrix that it is the projection of."""
     values, vectors = scipy.linalg.eigh_tridiagonal(diagonal, beside)
     residuals = off * np.abs(vectors[-1])
-    order = np.lexsort((-values, -np.abs(values)))[:k]
+    order = _largest(values, k)
     asked = [*order, 0, len(values) - 1]
     return Extremes(values[order], float(values[-1]), float(values[0]), float(residuals[asked].max()), len(values))
 

@@ -176,8 +176,7 @@ class ActivationRate(PerMessage):
         self.threshold, self.units, self.window = threshold, units, window
         of_parameter = kind in KINDS and not KINDS[kind].batched
         self._units: Units = "first" if units == "auto" and of_parameter else units
-        self._past: _Past = {}
-        self._past_of_statistics: _Past = {}
+        self._past: dict[str, _Past] = {"past": {}, "statistics": {}}
 
     def compute(self, message: Message) -> Iterator[Message]:
         """Answer with the rates that can be had of a message, and are not answered of its statistics."""
@@ -189,9 +188,9 @@ class ActivationRate(PerMessage):
 
     def measure(self, message: Message) -> tuple[float, float]:
         """The rates of the window that the message ends."""
-        past = self._past
+        past = self._past["past"]
         if are_statistics(message.sampling):
-            past, nan, count = self._past_of_statistics, shared(message, "nan"), int(shared(message, "count"))
+            past, nan, count = self._past["statistics"], shared(message, "nan"), int(shared(message, "count"))
             active = np.array([math.nan if nan else count - shared(message, "zeros")])
         else:
             array = as_array(message.data)
@@ -210,12 +209,11 @@ class ActivationRate(PerMessage):
 
     def state_dict(self) -> dict[str, Any]:
         """The counts of the last messages of each stream."""
-        return {"past": _packed(self._past), "statistics": _packed(self._past_of_statistics)}
+        return {what: _packed(past) for what, past in self._past.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another stopped."""
-        self._past = self._unpacked(state["past"])
-        self._past_of_statistics = self._unpacked(state.get("statistics", ()))
+        self._past = {what: self._unpacked(state.get(what, ())) for what in self._past}
 
     def _unpacked(self, state: Iterable[Mapping[str, Any]]) -> _Past:
         return {

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Unpack, final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import final
 
 from analyze.metrics.elementwise.formulas import statistic
-from analyze.metrics.elementwise.sharing import shared, shared_by_all
-from analyze.metrics.metric import OneNumber, Where
-from tracer.messaging.messages import Message
-from tracer.messaging.stacks import Stack
+from analyze.metrics.elementwise.sharing import OneStatistic
 from tracer.numbers.arrays import Array, as_array
 
 
@@ -40,7 +33,7 @@ def mean(x: Array) -> float:
 
 
 @final
-class Mean(OneNumber):
+class Mean(OneStatistic):
     r"""Mean of each tensor of a kind: :math:`\frac1n \sum_i x_i`.
 
     Answers ``{kind}_mean``: a float64 scalar, in the unit of the data, for each message.
@@ -78,19 +71,6 @@ class Mean(OneNumber):
     """
 
     name = "mean"
-    takes_many = takes_statistics = True
     spoiled_by = ("reduce",)
     version = 2
     invariances = ("order",)
-
-    def __init__(self, kind: str = "activations", **where: Unpack[Where]) -> None:
-        super().__init__(kind, f"{kind}_mean", **where)
-
-    def value(self, message: Message) -> float:
-        """The mean, from the pass over the data that other statistics share."""
-        return shared(message, "mean")
-
-    def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
-        """The means, from a pass that other statistics share."""
-        found = shared_by_all(stack, "mean")
-        return None if found is None else (found,)

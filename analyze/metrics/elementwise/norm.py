@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from analyze.metrics.checks import check, is_number
 from analyze.metrics.elementwise.formulas import statistic
 from analyze.metrics.elementwise.sharing import shared, shared_by_all
-from analyze.metrics.inputs import blocks
+from analyze.metrics.inputs import blocks, power_of_two
 from analyze.metrics.metric import OneNumber, Where
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack
@@ -64,7 +64,7 @@ def norm(x: Array, order: float = 2) -> float:
         largest = _largest(array)
         if largest == 0 or not math.isfinite(largest):
             return largest
-        scale = 2.0 ** min(max(math.frexp(largest)[1] - 1, -1000), 1000)
+        scale = power_of_two(largest)
         return _root(_power_sum(array, order, scale), order) * scale
 
 

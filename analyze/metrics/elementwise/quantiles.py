@@ -80,13 +80,13 @@ def quantiles_of_tensors(x_tn: NDArray[Any], probabilities: Iterable[float]) -> 
         for number, row in enumerate(x_tn):
             found[number] = quantiles(row, wanted)
         return found
-    lows, highs, shares = (list(one) for one in zip(*_ranks(size, wanted), strict=True))
+    lows, highs, shares = _ranks(size, wanted)
     together = max(1, BLOCK // size)
     for start in range(0, tensors, together):
         values = as_float64(x_tn[start : start + together])
         good = ~np.isnan(values).any(axis=1)
         values = np.partition(values, sorted({*lows, *highs}), axis=1)
-        found_here = interpolated(values[:, lows], values[:, highs], np.array(shares))
+        found_here = interpolated(values[:, lows], values[:, highs], shares)
         found[start : start + together][good] = found_here[good]
     return found
 
@@ -111,18 +111,19 @@ def check_probabilities(probabilities: Iterable[float]) -> tuple[float, ...]:
 def _of_few(values: NDArray[np.float64], wanted: Sequence[float]) -> NDArray[np.float64]:
     if np.isnan(values).any():
         return np.full(len(wanted), np.nan)
-    ranks = _ranks(values.size, wanted)
-    values = np.partition(values, sorted({rank for low, high, _ in ranks for rank in (low, high)}))
-    return _between([(values[low], values[high], share) for low, high, share in ranks])
+    lows, highs, shares = _ranks(values.size, wanted)
+    values = np.partition(values, sorted({*lows, *highs}))
+    return interpolated(values[lows], values[highs], shares)
 
 
 def _of_many(flat: Tensor | NDArray[Any], size: int, wanted: Sequence[float]) -> NDArray[np.float64]:
     """Count the numbers by their upper bits, and then those that share these with a quantile by the next."""
-    ranks = _ranks(size, wanted)
-    found = _elements(flat, size, sorted({rank for low, high, _ in ranks for rank in (low, high)}))
+    lows, highs, shares = _ranks(size, wanted)
+    found = _elements(flat, size, sorted({*lows, *highs}))
     if found is None:
         return np.full(len(wanted), np.nan)
-    return _between([(found[low], found[high], share) for low, high, share in ranks])
+    below, above = (np.array([found[rank] for rank in ranks], np.float64) for ranks in (lows, highs))
+    return interpolated(below, above, shares)
 
 
 def _elements(flat: Tensor | NDArray[Any], size: int, ranks: Sequence[int]) -> dict[int, float] | None:
@@ -227,15 +228,11 @@ def _as(keys: NDArray[Any], number: int) -> Any:
     return keys.dtype.type(number)
 
 
-def _ranks(size: int, wanted: Sequence[float]) -> list[tuple[int, int, float]]:
-    """For each quantile the two elements it lies between, from 0, and where between them."""
+def _ranks(size: int, wanted: Sequence[float]) -> tuple[list[int], list[int], NDArray[np.float64]]:
+    """The elements that each quantile lies between, from 0: the lower ones, the upper ones, and where between them."""
     places = [(size - 1) * one for one in wanted]
-    return [(int(place), min(int(place) + 1, size - 1), place - int(place)) for place in places]
-
-
-def _between(found: list[tuple[float, float, float]]) -> NDArray[np.float64]:
-    lows, highs, shares = (np.array(column, dtype=np.float64) for column in zip(*found, strict=True))
-    return interpolated(lows, highs, shares)
+    lows = [int(place) for place in places]
+    return lows, [min(low + 1, size - 1) for low in lows], np.array(places, np.float64) - lows
 
 
 def interpolated(

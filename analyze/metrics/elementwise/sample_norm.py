@@ -7,7 +7,7 @@ from typing import NamedTuple, Unpack, final
 
 import numpy as np
 
-from analyze.metrics.inputs import as_float64
+from analyze.metrics.inputs import as_float64, power_of_two
 from analyze.metrics.metric import PerMessage, Where
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import Array, as_array
@@ -52,8 +52,7 @@ def sample_norm(x: Array) -> SampleNorms:
             if not 0 < largest < math.inf:
                 norms.append(largest)
                 continue
-            # an exact power of two keeps the squares in range
-            scale = 2.0 ** min(max(math.frexp(largest)[1] - 1, -1000), 1000)
+            scale = power_of_two(largest)
             norms.append(math.sqrt(float(np.square(values / scale).sum())) * scale)
         mean = float((np.array(norms) / len(norms)).sum())
     return SampleNorms(mean, mean / math.sqrt(rows.shape[1]))

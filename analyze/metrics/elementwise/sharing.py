@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.elementwise.formulas import FORMULAS, derive, derived_number, statistic
+from analyze.metrics.metric import OneNumber, Where
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack
 from tracer.numbers.arrays import as_array
@@ -108,3 +111,22 @@ def shared_moments(data: Tensor, kind: str, need: int, *, each: bool = False) ->
         found = moments(array, need)
     _shared.found.append(found)
     return found
+
+
+class OneStatistic(OneNumber):
+    """Answers each message with the statistic of the metric's name, from a pass over the data that others share."""
+
+    takes_many = takes_statistics = True
+    ddof = 1
+
+    def __init__(self, kind: str = "activations", **where: Unpack[Where]) -> None:
+        super().__init__(kind, f"{kind}_{self.name}", **where)
+
+    def value(self, message: Message) -> float:
+        """The statistic of a message."""
+        return shared(message, self.name, self.ddof)
+
+    def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
+        """The statistic of each of many messages."""
+        found = shared_by_all(stack, self.name, self.ddof)
+        return None if found is None else (found,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Unpack, final, get_args
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.checks import check_word
+from analyze.metrics.checks import check_which, check_word
 from analyze.metrics.elementwise.formulas import FORMULAS, check_ddof, derive, needs_of
 from analyze.metrics.elementwise.norm import norm
 from analyze.metrics.elementwise.quantiles import quantiles, quantiles_of_tensors
@@ -108,23 +108,17 @@ def statistics(
 
 def check_names(which: str | Iterable[str]) -> tuple[str, ...]:
     """The names of statistics as a tuple; `MessageError` if there is none, or one that is unknown or there twice."""
-    names = tuple(which.split("+")) if isinstance(which, str) else tuple(which)
-    for name in names:
-        if name not in FORMULAS and name != "median" and not (isinstance(name, str) and _parameter(name)):
-            raise MessageError(
-                f"there is no statistic {name!r}; there are {', '.join(FORMULAS)}, median, and such as norm3 and q0.05"
-            )
-    if not names or len(set(names)) != len(names):
-        raise MessageError(f"statistics are named once each, at least one, not {', '.join(names) or 'none'}")
-    return names
+    words = f"{', '.join(FORMULAS)}, median, and such as norm3 and q0.05"
+    return check_which("statistic", which, _is_statistic, words)
 
 
-def _parameter(name: str) -> re.Match[str] | None:
-    found = _OTHER.fullmatch(name)
+def _is_statistic(name: object) -> bool:
+    if name in FORMULAS or name == "median":
+        return True
+    found = _OTHER.fullmatch(name) if isinstance(name, str) else None
     if found is None:
-        return None
-    good = float(found["order"]) > 0 if found["order"] else float(found["probability"]) <= 1
-    return found if good else None
+        return False
+    return float(found["order"]) > 0 if found["order"] else float(found["probability"]) <= 1
 
 
 def _check(per: str, ddof: object, precision: str) -> None:
@@ -166,27 +160,27 @@ def _probability(name: str) -> float:
 
 
 def _of_complex(array: NDArray[Any], names: tuple[str, ...], axis: int | None) -> StatisticsResult:
-    """Complex data has counts and norms; all else is NaN."""
-    sets = _sets(array, axis)
-    columns: dict[str, list[float]] = {name: [] for name in names}
-    for one in sets:
-        for name in names:
-            value = math.nan
-            if name == "count":
-                value = float(one.size)
-            elif name in ("zeros", "sparsity"):
-                zeros = one.size - np.count_nonzero(one)
-                value = float(zeros) if name == "zeros" else zeros / one.size if one.size else math.nan
-            elif name == "nan":
-                value = float(np.count_nonzero(np.isnan(one)))
-            elif name == "inf":
-                value = float(np.count_nonzero(np.isinf(one)))
-            elif name.startswith("norm"):
-                value = norm(one, float(name.removeprefix("norm")))
-            columns[name].append(value)
-    return StatisticsResult(
-        {name: np.array(column) if axis is not None else column[0] for name, column in columns.items()}
-    )
+    found = StatisticsResult()
+    for name in names:
+        column = [_complex_statistic(one, name) for one in _sets(array, axis)]
+        found[name] = np.array(column) if axis is not None else column[0]
+    return found
+
+
+_OF_COMPLEX: dict[str, Callable[[NDArray[Any]], Any]] = {
+    "count": lambda x: x.size,
+    "zeros": lambda x: x.size - np.count_nonzero(x),
+    "sparsity": lambda x: (x.size - np.count_nonzero(x)) / x.size if x.size else math.nan,
+    "nan": lambda x: np.count_nonzero(np.isnan(x)),
+    "inf": lambda x: np.count_nonzero(np.isinf(x)),
+}
+"""The statistics that complex data has besides its norms; all others are NaN."""
+
+
+def _complex_statistic(x: NDArray[Any], name: str) -> float:
+    if name.startswith("norm"):
+        return norm(x, float(name.removeprefix("norm")))
+    return float(_OF_COMPLEX[name](x)) if name in _OF_COMPLEX else math.nan
 
 
 def statistics_of_tensors(

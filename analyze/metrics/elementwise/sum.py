@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Unpack, final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import final
 
 from analyze.metrics.elementwise.formulas import statistic
-from analyze.metrics.elementwise.sharing import shared, shared_by_all
-from analyze.metrics.metric import OneNumber, Where
-from tracer.messaging.messages import Message
-from tracer.messaging.stacks import Stack
+from analyze.metrics.elementwise.sharing import OneStatistic
 from tracer.numbers.arrays import Array
 
 
@@ -37,7 +30,7 @@ def sum(x: Array) -> float:  # noqa: A001 - the registry name; analyze.sum, as i
 
 
 @final
-class Sum(OneNumber):
+class Sum(OneStatistic):
     r"""Sum of each tensor of a kind: :math:`\sum_i x_i`.
 
     Answers ``{kind}_sum``: a float64 scalar, in the unit of the data, for each message.
@@ -75,19 +68,6 @@ class Sum(OneNumber):
     """
 
     name = "sum"
-    takes_many = takes_statistics = True
     spoiled_by = ("elements", "reduce")
     version = 2
     invariances = ("order",)
-
-    def __init__(self, kind: str = "activations", **where: Unpack[Where]) -> None:
-        super().__init__(kind, f"{kind}_sum", **where)
-
-    def value(self, message: Message) -> float:
-        """The sum, from the pass over the data that other statistics share."""
-        return shared(message, "sum")
-
-    def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
-        """The sums, from a pass that other statistics share."""
-        found = shared_by_all(stack, "sum")
-        return None if found is None else (found,)

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.elementwise.formulas import check_ddof, statistic
-from analyze.metrics.elementwise.sharing import shared, shared_by_all
-from analyze.metrics.metric import OneNumber, Where
+from analyze.metrics.elementwise.sharing import OneStatistic
+from analyze.metrics.metric import Where
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack
 from tracer.numbers.arrays import Array, as_array
@@ -48,7 +48,7 @@ def variance(x: Array, ddof: int = 1) -> float:
 
 
 @final
-class Variance(OneNumber):
+class Variance(OneStatistic):
     r"""Variance of each tensor of a kind: :math:`\frac1{n-\mathrm{ddof}} \sum_i |x_i-\bar x|^2`.
 
     Answers ``{kind}_variance``: a float64 scalar, in the squared unit of the data, for each message.
@@ -91,13 +91,12 @@ class Variance(OneNumber):
     """
 
     name = "variance"
-    takes_many = takes_statistics = True
     spoiled_by = ("reduce",)
     version = 3
     invariances = ("order", "shift", "sign")
 
     def __init__(self, kind: str = "activations", *, ddof: int = 1, **where: Unpack[Where]) -> None:
-        super().__init__(kind, f"{kind}_variance", **where)
+        super().__init__(kind, **where)
         check_ddof(ddof)
         self.ddof = ddof
 
@@ -105,9 +104,8 @@ class Variance(OneNumber):
         """The variance, from the pass over the data that other statistics share; of complex data in its own."""
         if message.data is not None and message.data.is_complex():
             return variance(message.data, self.ddof)
-        return shared(message, "variance", self.ddof)
+        return super().value(message)
 
     def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
-        """The variances, from a pass that other statistics share."""
-        found = shared_by_all(stack, "variance", self.ddof)
-        return None if found is None else (found,)
+        """The variances of real data: here too, because it stands for the `value` of this class."""
+        return super().measure_many(stack)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack, final
 
 import numpy as np
 from torch import Tensor
 
 from analyze.metrics.inputs import blocks
-from analyze.metrics.metric import Metric, Where
+from analyze.metrics.metric import Where
+from analyze.metrics.steps import OfSteps
 from analyze.metrics.streams import At
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
@@ -41,13 +42,14 @@ def alpha(slope: float, slope_after: float) -> float:
 
 @dataclass
 class _Step(At):
-    """The parameters of the step that is going on: what came of updates and gradients, by kind and module."""
+    """What came of updates and gradients in a step, by kind and module; and the step before."""
 
     heard: dict[tuple[str, str | None], Tensor] = field(default_factory=dict)
+    before: _Step | None = None
 
 
 @final
-class Alpha(Metric):
+class Alpha(OfSteps[_Step]):
     r"""Normalised step length: :math:`\alpha_t = -\langle g_{t+1}, u_t\rangle / \langle g_t, u_t\rangle`.
 
     0 says that the step went into the minimum along its direction, 1 that it went over to the other side at equal
@@ -102,6 +104,7 @@ class Alpha(Metric):
     """
 
     name = "alpha"
+    gathered = _Step
     scope = "everything"
     bundled = False
     spoiled_by = ("elements", "reduce")
@@ -123,63 +126,47 @@ class Alpha(Metric):
         if len(set(kinds)) != len(kinds):
             raise MessageError(f"alpha needs different kinds, not {', '.join(kinds)}")
         self._pairs = pairs
-        # for each tag the step before, and the one that is going on
-        self._steps: dict[str, list[_Step]] = {}
 
-    def compute(self, message: Message) -> Iterator[Message]:
-        """Keep one message; answer for the step before the last one if a new step begins."""
-        steps = self._steps.setdefault(message.tag, [])
-        if steps and steps[-1].global_step != message.global_step:
-            yield from self._answer(message.tag, steps)
-            del steps[:-1]
-        if not steps or steps[-1].global_step != message.global_step:
-            steps.append(_Step.of(message))
+    def following(self, over: _Step, message: Message) -> _Step:
+        """A step that knows the one before, and none before that."""
+        over.before = None
+        return replace(_Step.of(message), before=over)
+
+    def hear(self, now: _Step, message: Message) -> None:
+        """Keep one message."""
         if message.data is not None:
-            steps[-1].heard[message.kind, message.key] = message.data
+            now.heard[message.kind, message.key] = message.data
 
-    def conclude(self) -> Iterator[Message]:
-        """Answer for the step before the last one."""
-        all_steps, self._steps = self._steps, {}
-        for tag, steps in all_steps.items():
-            yield from self._answer(tag, steps)
+    def answers(self, tag: str, over: _Step) -> Iterator[Message]:
+        """The answers for the step before the one that is over."""
+        for kind, number in zip(self.produces, self.numbers(over), strict=False):
+            yield (over.before or over).network_message(kind, tag, number)
 
-    def _answer(self, tag: str, steps: list[_Step]) -> Iterator[Message]:
-        if len(steps) < 2 or steps[1].global_step != steps[0].global_step + 1:
-            return
-        before, after = steps
+    def numbers(self, over: _Step) -> tuple[float, ...]:
+        """Alpha and the slope of the step before, whose end is the step that is over."""
+        before = over.before
+        if before is None or over.global_step != before.global_step + 1:
+            return ()
         slope = slope_after = 0.0
         for updates, gradients in self._pairs:
             for (kind, module), update in before.heard.items():
-                now, then = before.heard.get((gradients, module)), after.heard.get((gradients, module))
+                now, then = before.heard.get((gradients, module)), over.heard.get((gradients, module))
                 if kind == updates and now is not None and then is not None and update.shape == now.shape == then.shape:
                     slope, slope_after = slope + _product(update, now), slope_after + _product(update, then)
-        for kind, value in zip(self.produces, (alpha(slope, slope_after), slope), strict=True):
-            yield before.network_message(kind, tag, value)
+        return alpha(slope, slope_after), slope
 
-    def state_dict(self) -> dict[str, Any]:
-        """What was heard of the last two steps of each tag."""
-        return {
-            "steps": {
-                tag: [
-                    {
-                        "at": one.counters(),
-                        "heard": [
-                            {"kind": kind, "module": module, "data": x} for (kind, module), x in one.heard.items()
-                        ],
-                    }
-                    for one in steps
-                ]
-                for tag, steps in self._steps.items()
-            }
-        }
+    def pack(self, now: _Step) -> list[dict[str, Any]]:
+        """What was heard of a step and of the one before, the latter first."""
+        heard = [{"kind": kind, "module": module, "data": x} for (kind, module), x in now.heard.items()]
+        return [*(self.pack(now.before) if now.before else ()), {"at": now.counters(), "heard": heard}]
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
-        self._steps = {}
-        for tag, told in state["steps"].items():
-            steps = self._steps[tag] = [_Step(*one["at"]) for one in told]
-            for step, one in zip(steps, told, strict=True):
-                step.heard = {(heard["kind"], heard["module"]): heard["data"] for heard in one["heard"]}
+    def unpack(self, told: Sequence[Mapping[str, Any]]) -> _Step:
+        """What `pack` has packed."""
+        *before, last = told
+        step = _Step(*last["at"])
+        step.heard = {(one["kind"], one["module"]): one["data"] for one in last["heard"]}
+        step.before = self.unpack(before) if before else None
+        return step
 
 
 def _product(one: Tensor, other: Tensor) -> float:

@@ -114,8 +114,8 @@ def _convolution(a: NDArray[Any], d: NDArray[Any], weight: NDArray[Any], geometr
     if rest or a.ndim != d.ndim:
         raise MessageError(f"inputs of shape {a.shape} do not fit a weight of shape {weight.shape}")
     best: tuple[float, SampleGram] | None = None
-    for one in _geometries(a.shape[2:], d.shape[2:], kernel, geometry):
-        gram = conv_gram(a, d, kernel, stride=one.stride, padding=one.padding, dilation=one.dilation, groups=groups)
+    for stride, padding, dilation in _geometries(a.shape[2:], d.shape[2:], kernel, geometry):
+        gram = conv_gram(a, d, kernel, stride=stride, padding=padding, dilation=dilation, groups=groups)
         likeness = cosine(gram.mean, weight)
         if best is None or likeness > best[0]:
             best = likeness, gram
@@ -124,14 +124,6 @@ def _convolution(a: NDArray[Any], d: NDArray[Any], weight: NDArray[Any], geometr
     if best is None:
         raise MessageError(f"no stride, padding and dilation lead from {a.shape} to {d.shape} with kernel {kernel}")
     return best[1]
-
-
-class _OfAxes(NamedTuple):
-    """A geometry with a number for each axis."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
 
 
 _CANDIDATES = 12
@@ -143,8 +135,8 @@ def _geometries(
     outside: Sequence[int],
     kernel: Sequence[int],
     geometry: Geometry,
-) -> Iterator[_OfAxes]:
-    """The geometries of a convolution that fit the sizes of its input and output, the most usual first."""
+) -> Iterator[tuple[int, tuple[int, ...], int]]:
+    """The strides, paddings and dilations that fit the sizes of a convolution's input and output, most usual first."""
     found, (stride, padding, dilation) = 0, geometry
     for apart in (1, 2, 3, 4) if dilation is None else (dilation,):
         for step in range(1, max(kernel) + 2) if stride is None else (stride,):
@@ -166,7 +158,7 @@ def _geometries(
                 ),
             )
             for pads in usual:
-                yield _OfAxes((step,) * len(kernel), tuple(pads), (apart,) * len(kernel))
+                yield step, pads, apart
                 found += 1
                 if found == _CANDIDATES:
                     return

@@ -227,8 +227,7 @@ def conv_gram(
     positions, taps = math.prod(d.shape[2:]), math.prod(kernel)
     d_bol = d.reshape(b, -1, positions)
     width = max(1, _BLOCK // max(1, b * taps * max(positions, outputs)))
-    total: SampleGram | None = None
-    means, seconds = [], []
+    gram, means, seconds = np.zeros((b, b)), [], []
     for group in range(groups):
         first = group * channels
         pieces = (
@@ -238,12 +237,11 @@ def conv_gram(
         found = _summed(
             np.ascontiguousarray(d_bol[:, group * outputs : (group + 1) * outputs]), pieces, (outputs, channels * taps)
         )
-        total = found if total is None else SampleGram(total.gram + found.gram, found.mean, found.second)
+        gram += found.gram
         means.append(found.mean)
         seconds.append(found.second)
-    assert total is not None
     shape = (d.shape[1], channels, *kernel)
-    return SampleGram(total.gram, np.concatenate(means).reshape(shape), np.concatenate(seconds).reshape(shape))
+    return SampleGram(gram, np.concatenate(means).reshape(shape), np.concatenate(seconds).reshape(shape))
 
 
 def output_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:

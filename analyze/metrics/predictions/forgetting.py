@@ -94,9 +94,9 @@ class _Learning:
         self.last[slots] = correct
         return int(np.count_nonzero(forgotten))
 
-    def counts(self) -> NDArray[np.int64]:
-        """The events of each datapoint that was presented; -1 for those that never were correct."""
-        return np.where(self.learned, self.events, -1)[self.last >= 0]
+    def counts(self, order: slice | NDArray[np.int64] = slice(None)) -> NDArray[np.int64]:
+        """The events of each datapoint that was presented, by slot or in an order; -1 if it never was correct."""
+        return np.where(self.learned, self.events, -1)[order][self.last[order] >= 0]
 
 
 def _shares(learnings: list[_Learning]) -> tuple[float, float]:
@@ -242,9 +242,7 @@ class Forgetting(OfSteps[_Tag]):
             yield from self.answers(tag, last)
             counts = [learning.counts() for _, learning in sorted(last.batches.items())]
             if last.slots and counts:  # by id, not by when they came first
-                order = np.argsort(np.array(list(last.slots)), kind="stable")
-                known = last.batches[0, ""]
-                counts = [np.where(known.learned, known.events, -1)[order][(known.last >= 0)[order]]]
+                counts = [last.batches[0, ""].counts(np.argsort(np.array(list(last.slots)), kind="stable"))]
             all_counts = np.concatenate([np.zeros(0, np.int64), *counts])
             yield last.network_message(self.produces[4], tag, torch.from_numpy(all_counts))
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check_which
 from analyze.metrics.elementwise.formulas import FORMULAS, derive, derived_number, needs_of
 from analyze.metrics.elementwise.quantiles import interpolated, quantiles
-from tracer.errors import MessageError
+from analyze.metrics.streams import restored, stored
 from tracer.numbers.moments import Moments, moments
 
 KEPT = 4096
@@ -96,42 +96,35 @@ class Reducer:
         """The statistics of these names, as `check_reductions` knows them; NaN where they are not defined."""
         values = self._values()
         names = tuple(names)
-        wanted = {name: _PROBABILITIES.get(name) or _probability(name) for name in names if _is_quantile(name)}
+        wanted = {name: found for name in names if (found := _probability(name)) is not None}
         probabilities = sorted({0.25, 0.75, *wanted.values()}) if wanted or "iqr" in names else []
-        found = dict(zip(probabilities, self._quantiles(values, probabilities), strict=True))
+        quantiles_of = dict(zip(probabilities, self._quantiles(values, probabilities), strict=True))
         whole = self._moments.merge(moments(values, _ALL)) if self._folded else moments(values, _ALL)
-        derived = derive(whole, [name for name in names if name in FORMULAS])
+        derived = derive(whole, names)
         answers: dict[str, float] = {}
         for name in names:
             if name in derived:
                 answers[name] = float(derived[name][0])
             elif name == "iqr":
                 with np.errstate(invalid="ignore", over="ignore"):
-                    answers[name] = float(found[0.75] - found[0.25])
+                    answers[name] = float(quantiles_of[0.75] - quantiles_of[0.25])
             elif name in ("first", "last"):
                 answers[name] = getattr(self, name)
             else:
-                answers[name] = float(found[wanted[name]])
+                answers[name] = float(quantiles_of[wanted[name]])
         return answers
 
     def state(self) -> dict[str, Any]:
         """As plain values and tensors."""
-        return {
-            "kept": torch.from_numpy(self._values().copy()),
-            "moments": self._moments.state(),
-            "bins": torch.from_numpy(self._bins.copy()),
-            "counts": torch.from_numpy(self._counts.copy()),
-            "first": self.first,
-            "last": self.last,
-        }
+        arrays = stored({"kept": self._values(), "bins": self._bins, "counts": self._counts})
+        return {**arrays, "moments": self._moments.state(), "first": self.first, "last": self.last}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Reducer:
         """From what `state` gave."""
         one = cls()
-        one._kept, one._size = [state["kept"].numpy().copy()], len(state["kept"])
-        one._moments = Moments.of_state(state["moments"])
-        one._bins, one._counts = state["bins"].numpy().copy(), state["counts"].numpy().copy()
+        kept, one._bins, one._counts = (restored(state[name]) for name in ("kept", "bins", "counts"))
+        one._kept, one._size, one._moments = [kept], len(kept), Moments.of_state(state["moments"])
         one.first, one.last = state["first"], state["last"]
         return one
 
@@ -175,28 +168,21 @@ class Reducer:
 
 
 _ALL = needs_of(FORMULAS)
-_PROBABILITIES = {"median": 0.5}
 REDUCTIONS = (*FORMULAS, "median", "iqr", "first", "last")
 
 
-def _is_quantile(name: str) -> bool:
-    return name in _PROBABILITIES or (isinstance(name, str) and name.startswith("q") and _probability(name) >= 0)
-
-
-def _probability(name: str) -> float:
+def _probability(name: object) -> float | None:
+    """The probability of the quantile that a name stands for, or None if it stands for none."""
+    if name == "median":
+        return 0.5
     try:
-        found = float(name[1:])
+        found = float(name[1:]) if isinstance(name, str) and name.startswith("q") else -1.0
     except ValueError:
-        return -1.0
-    return found if 0 <= found <= 1 else -1.0
+        return None
+    return found if 0 <= found <= 1 else None
 
 
 def check_reductions(which: str | Iterable[str]) -> tuple[str, ...]:
     """The names of reductions as a tuple; `MessageError` if there is none, or one that is unknown or there twice."""
-    names = tuple(which.split("+")) if isinstance(which, str) else tuple(which)
-    for name in names:
-        if name not in REDUCTIONS and not _is_quantile(name):
-            raise MessageError(f"there is no reduction {name!r}; there are {', '.join(REDUCTIONS)}, and such as q0.05")
-    if not names or len(set(names)) != len(names):
-        raise MessageError(f"reductions are named once each, at least one, not {', '.join(names) or 'none'}")
-    return names
+    words = f"{', '.join(REDUCTIONS)}, and such as q0.05"
+    return check_which("reduction", which, lambda name: name in REDUCTIONS or _probability(name) is not None, words)

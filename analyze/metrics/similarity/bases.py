@@ -16,7 +16,7 @@ import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number
-from analyze.metrics.similarity.covariance import Moments, Triangle, negligible, power_of_two
+from analyze.metrics.similarity.covariance import Moments, Triangle, negligible, scale_near
 from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, frequencies, lowest, multiplicity
 from analyze.metrics.streams import restored, stored
 from tracer.numbers.arrays import Array
@@ -65,6 +65,11 @@ class Spectrum:
     cut_gap: float
     tau_margin: float
 
+    @property
+    def singular_k(self) -> NDArray[np.float64]:
+        """The singular values of the directions that are kept."""
+        return np.sqrt(self.variances[: self.k])
+
 
 def cut(variances: NDArray[np.float64], total: float, threshold: float) -> tuple[int, float, float]:
     """How many of the falling variances hold a share of the total; the cut gap; and the margin: see `Spectrum`.
@@ -81,7 +86,7 @@ def cut(variances: NDArray[np.float64], total: float, threshold: float) -> tuple
     return k, (float(variances[k - 1]) - following) / float(variances[0]), tau_margin
 
 
-def leading(scatter_dd: NDArray[np.float64], threshold: float, total: float | None = None) -> Spectrum:
+def leading(scatter_dd: NDArray[np.float64], threshold: float) -> Spectrum:
     """The eigenvectors of the fewest directions that hold a share of the variance.
 
     Parameters
@@ -90,8 +95,6 @@ def leading(scatter_dd: NDArray[np.float64], threshold: float, total: float | No
         Symmetric positive semidefinite, finite, with a positive trace; only its lower triangle is read. It is
         destroyed.
     threshold : float
-    total : float, optional
-        The exact trace.
 
     Notes
     -----
@@ -99,9 +102,8 @@ def leading(scatter_dd: NDArray[np.float64], threshold: float, total: float | No
     eigenvectors of the k kept ones by MRRR, or of all by divide and conquer if k is above d / 5, mapped back at the
     speed of matrix products (2 d² k). Residual 3e-15, orthogonality 4e-12 at worst.
     """
-    total = float(np.trace(scatter_dd)) if total is None else total
-    d = len(scatter_dd)
-    if d > _SMALL:
+    total = float(np.trace(scatter_dd))
+    if len(scatter_dd) > _SMALL:
         try:
             return _some(scatter_dd, threshold, total)
         except scipy.linalg.LinAlgError:  # MRRR may fail for spectra that divide and conquer can do
@@ -252,16 +254,11 @@ def basis(
 
 def _by_variances(sheet: Sheet, loadings: bool) -> Basis | None:
     """All directions by the eigenvectors of the covariance; None where their condition wants an SVD."""
-    moments = Moments()
-    for _, part_dm in sheet.parts():
-        moments.update(part_dm)
-    scatter_dd = moments.scatter()
-    diagonal_d = np.diagonal(scatter_dd).copy()
-    living_d = diagonal_d > sheet.n * np.square(8 * _EPS * moments.largest_d)  # the others are constant
-    if not (moments.finite() and np.isfinite(diagonal_d).all() and living_d.any()):
+    moments = Moments.of(sheet)
+    living = moments.living()
+    if living is None:
         return None
-    if not living_d.all():
-        scatter_dd = scatter_dd[np.ix_(living_d, living_d)]
+    living_d, scatter_dd = living
     variances, vectors = scipy.linalg.eigh(scatter_dd, lower=True, overwrite_a=True, check_finite=False, driver="evd")
     if variances[0] <= _CONDITIONED * variances[-1]:
         return None
@@ -278,11 +275,12 @@ def of_sheet(sheet: Sheet, threshold: float, *, loadings: bool = False) -> Basis
     if n < 2 or not sheet.real:
         return no_basis(sheet, "mismatch")
     if threshold > EXACTLY or n <= d:
-        found: Basis | Status = _by_rows(sheet, threshold, loadings)
-        return no_basis(sheet, found) if isinstance(found, str) else found
-    moments = Moments()
-    for _, part_dm in sheet.parts():
-        moments.update(part_dm)
+        prepared = centred(sheet)
+        if isinstance(prepared, str):
+            return no_basis(sheet, prepared)
+        x_nd, scale, rounding = prepared
+        return of_matrix(x_nd, threshold, rounding, sheet, loadings=loadings, scale=scale)
+    moments = Moments.of(sheet)
     spectrum = spectrum_of(moments, threshold)
     if isinstance(spectrum, str):
         return no_basis(sheet, spectrum)
@@ -304,29 +302,29 @@ def spectrum_of_scatter(
     total = float(np.trace(scatter_dd))
     if not finite or not math.isfinite(total):
         return "nonfinite"
-    return "zero_variance" if total <= rounding else leading(scatter_dd, threshold, total)
+    return "zero_variance" if total <= rounding else leading(scatter_dd, threshold)
 
 
 def project(sheet: Sheet, moments: Moments, spectrum: Spectrum, *, loadings: bool = False) -> Basis:
     """The basis over the datapoints, given the eigenvectors over the neurons: a second pass over the activations."""
-    singular_k = np.sqrt(spectrum.variances[: spectrum.k])
-    map_dk, mean_d = spectrum.vectors_dk / singular_k, moments.mean()
+    map_dk = spectrum.vectors_dk / spectrum.singular_k
     u_nk = np.empty((sheet.n, spectrum.k))
     for start, part_dm in sheet.parts():
-        scaled = part_dm / moments.scale if moments.scale != 1 else part_dm
-        a_dm = np.subtract(scaled, mean_d[:, None], dtype=np.float64)
+        a_dm = moments.centred(part_dm)
         np.matmul(a_dm.T, map_dk, out=u_nk[start : start + a_dm.shape[1]])
-    return Basis(
-        u_nk,
-        sheet.n,
-        sheet.d,
-        "ok",
-        singular_k * moments.scale,
-        spectrum.cut_gap,
-        spectrum.tau_margin,
-        (spectrum.vectors_dk * (singular_k * moments.scale)).T if loadings else None,
-        sheet.rows,
-    )
+    singular_k, loadings_kd = spectrum.singular_k * moments.scale, loadings_of(moments, spectrum) if loadings else None
+    gap, margin = spectrum.cut_gap, spectrum.tau_margin
+    return Basis(u_nk, sheet.n, sheet.d, "ok", singular_k, gap, margin, loadings_kd, sheet.rows)
+
+
+def loadings_of(moments: Moments, spectrum: Spectrum) -> NDArray[np.float64]:
+    """The directions of a basis in terms of the neurons."""
+    return (spectrum.vectors_dk * (spectrum.singular_k * moments.scale)).T
+
+
+def without_columns(sheet: Sheet, singular_k: NDArray[np.float64], gap: float, margin: float) -> Basis:
+    """The `Basis` of a layer without its columns, which would take another pass over the datapoints."""
+    return Basis(np.zeros((0, len(singular_k))), sheet.n, sheet.d, "ok", singular_k, gap, margin, None, sheet.rows)
 
 
 def centred(sheet: Sheet) -> tuple[NDArray[np.float64], float, float] | Status:
@@ -335,44 +333,28 @@ def centred(sheet: Sheet) -> tuple[NDArray[np.float64], float, float] | Status:
     The third value is the sum of squares up to which they count as constant, because of rounding.
     """
     with np.errstate(invalid="ignore", over="ignore"):
-        matrix = np.moveaxis(sheet.array, 1, -1) if sheet.first else sheet.array
-        x_nd = matrix.reshape(-1, sheet.d).astype(np.float64)
+        x_nd = sheet.flat().array.astype(np.float64)
         largest_d = np.abs(x_nd).max(axis=0, initial=0)
     if not np.isfinite(largest_d).all():
         return "nonfinite"
-    scale = power_of_two(float(largest_d.max()))
+    scale = scale_near(float(largest_d.max()))
     x_nd /= scale
     x_nd -= x_nd.mean(axis=0)
     x_nd -= x_nd.mean(axis=0)  # the error of the first mean, which is large if the data has an offset
     return x_nd, scale, negligible(sheet.n, largest_d / scale)
 
 
-def _by_rows(sheet: Sheet, threshold: float, loadings: bool) -> Basis | Status:
-    """The basis by the SVD, for all the variance; else by the Gram matrix of datapoints that are fewer than neurons."""
-    prepared = centred(sheet)
-    if isinstance(prepared, str):
-        return prepared
-    x_nd, scale, rounding = prepared
-    return of_matrix(x_nd, threshold, rounding, sheet, loadings=loadings, scale=scale)
-
-
 def of_matrix(
-    x_nd: NDArray[np.float64],
-    threshold: float,
-    rounding: float,
-    sheet: Sheet,
-    *,
-    loadings: bool = False,
-    scale: float = 1.0,
-) -> Basis | Status:
-    """The basis of a centred matrix, or of its triangular factor; or why there is none."""
+    x_nd: NDArray[np.float64], threshold: float, rounding: float, sheet: Sheet, *, loadings: bool, scale: float
+) -> Basis:
+    """The basis of a centred matrix or of its triangular factor: by the SVD for all the variance, else by products."""
     n, d = sheet.n, sheet.d
     if threshold <= EXACTLY:
         gram_nn = x_nd @ x_nd.T
         total = float(np.trace(gram_nn))
         if total <= rounding:
-            return "zero_variance"
-        spectrum = leading(np.asfortranarray(gram_nn), threshold, total)
+            return no_basis(sheet, "zero_variance")
+        spectrum = leading(np.asfortranarray(gram_nn), threshold)
         k = min(spectrum.k, n - 1)
         u_nk = np.ascontiguousarray(spectrum.vectors_dk[:, :k])
         singular_k, gap, margin = np.sqrt(spectrum.variances[:k]), spectrum.cut_gap, spectrum.tau_margin
@@ -380,7 +362,7 @@ def of_matrix(
         left, singular, _ = scipy.linalg.svd(x_nd, full_matrices=False, check_finite=False)
         total = float(np.sum(np.square(singular)))
         if total <= rounding:
-            return "zero_variance"
+            return no_basis(sheet, "zero_variance")
         negligible_s = float(singular[0]) * max(n, d) * _EPS
         k = min(int(np.count_nonzero(singular > negligible_s)), n - 1)
         # at 1 the numerical rank decides, so the gap is between its last singular value and what counts as 0
@@ -404,8 +386,7 @@ def of_triangle(triangle: Triangle, columns: slice, threshold: float, *, loading
         return no_basis(sheet, "nonfinite")
     r_nd = np.ascontiguousarray(triangle.factor()[:, columns])
     scale = float(triangle.scale_d[columns][0])
-    found = of_matrix(r_nd, threshold, triangle.negligible(columns), sheet, loadings=loadings, scale=scale)
-    return no_basis(sheet, found) if isinstance(found, str) else found
+    return of_matrix(r_nd, threshold, triangle.negligible(columns), sheet, loadings=loadings, scale=scale)
 
 
 def _fourier(x: Array, threshold: float, channels: Channels) -> Basis:
@@ -427,9 +408,9 @@ def of_frequencies(
     if not np.isfinite(x).all():
         return replace(no_basis(sheet, "nonfinite"), n=n)
     largest = float(np.abs(x).max(initial=0))
-    x = x / power_of_two(largest)
+    x = x / scale_near(largest)
     x = x - x.mean(axis=1, keepdims=True)
-    rounding = n * c * (8 * _EPS * largest / power_of_two(largest)) ** 2
+    rounding = n * c * (8 * _EPS * largest / scale_near(largest)) ** 2
     exactly = threshold > EXACTLY
     if exactly:
         left, singular, _ = np.linalg.svd(x, full_matrices=False)

@@ -21,11 +21,13 @@ from analyze.metrics.similarity.bases import (
     Status,
     check_threshold,
     frequencies_in_common,
+    loadings_of,
     no_basis,
     of_sheet,
     of_triangle,
     project,
     spectrum_of,
+    without_columns,
 )
 from analyze.metrics.similarity.bases import basis as basis_of
 from analyze.metrics.similarity.covariance import Moments, Triangle, add_product
@@ -105,11 +107,10 @@ def canonical(
     y: Array,
     threshold: float,
     average: Average,
-    *,
-    channels: Channels = "auto",
-    positions: Positions = "datapoints",
-    drop_rows: bool = False,
-    strict: bool = False,
+    channels: Channels,
+    positions: Positions,
+    drop_rows: bool,
+    strict: bool,
 ) -> CanonicalResult:
     """The similarity of two sets of activations; `what` is its name in errors, and the rest is as in `svcca`.
 
@@ -192,15 +193,13 @@ def _fresh(x: Sheet, y: Sheet, threshold: float, average: Average) -> CanonicalR
         return compare(_counted(one, x), _counted(other, y), average)
     if threshold > EXACTLY or x.n <= max(x.d, y.d):
         return compare(of_sheet(x, threshold, loadings=weighted), of_sheet(y, threshold), average)
-    x_moments, y_moments = Moments(), Moments()
     cross_de = np.zeros((x.d, y.d), order="F") if x.d * y.d <= _AT_ONCE else None
     if cross_de is not None:
+        x_moments, y_moments = Moments(), Moments()
         for a_dm, b_em in together(x, y):
             cross_de = add_product(x_moments.take(a_dm), y_moments.take(b_em), cross_de)
     else:
-        for moments, sheet in ((x_moments, x), (y_moments, y)):
-            for _, part_dm in sheet.parts():
-                moments.update(part_dm)
+        x_moments, y_moments = Moments.of(x), Moments.of(y)
     x_spectrum, y_spectrum = spectrum_of(x_moments, threshold), spectrum_of(y_moments, threshold)
     one, other = with_spectrum(x, x_spectrum), with_spectrum(y, y_spectrum)
     if isinstance(x_spectrum, str) or isinstance(y_spectrum, str):
@@ -210,7 +209,7 @@ def _fresh(x: Sheet, y: Sheet, threshold: float, average: Average) -> CanonicalR
     if cross_de is None and n * (d * k + e * m + k * m) <= n * d * e + k * d * e + k * e * m:
         u_nk = project(x, x_moments, x_spectrum).u_nk
         overlap_km = np.zeros((k, m), order="F")
-        map_em = y_spectrum.vectors_dk / np.sqrt(y_spectrum.variances[:m])
+        map_em = y_spectrum.vectors_dk / y_spectrum.singular_k
         for start, part_em in y.parts():
             w_mm = y_moments.centred(part_em).T @ map_em
             overlap_km = add_product(u_nk[start : start + len(w_mm)].T, w_mm.T, overlap_km)
@@ -227,24 +226,15 @@ def _fresh(x: Sheet, y: Sheet, threshold: float, average: Average) -> CanonicalR
 def overlap_of(x: Spectrum, y: Spectrum, cross_de: NDArray[np.float64]) -> NDArray[np.float64]:
     """The overlap of two bases from the sum of the products of both layers' centred neurons."""
     kept_km = x.vectors_dk.T @ cross_de @ y.vectors_dk
-    scaled_km: NDArray[np.float64] = kept_km / np.sqrt(x.variances[: x.k])[:, None] / np.sqrt(y.variances[: y.k])
+    scaled_km: NDArray[np.float64] = kept_km / x.singular_k[:, None] / y.singular_k
     return scaled_km
 
 
-def loadings_of(moments: Moments, spectrum: Spectrum) -> NDArray[np.float64]:
-    """The directions of a basis in terms of the neurons."""
-    loadings_kd: NDArray[np.float64] = (
-        spectrum.vectors_dk * (np.sqrt(spectrum.variances[: spectrum.k]) * moments.scale)
-    ).T
-    return loadings_kd
-
-
 def with_spectrum(sheet: Sheet, spectrum: Spectrum | Status) -> Basis:
-    """The `Basis` of a layer without its columns, which would take another pass over the datapoints."""
+    """The `Basis` of a layer without its columns, or the empty one if there is no spectrum."""
     if isinstance(spectrum, str):
         return no_basis(sheet, spectrum)
-    singular_k, empty = np.sqrt(spectrum.variances[: spectrum.k]), np.zeros((0, spectrum.k))
-    return Basis(empty, sheet.n, sheet.d, "ok", singular_k, spectrum.cut_gap, spectrum.tau_margin, None, sheet.rows)
+    return without_columns(sheet, spectrum.singular_k, spectrum.cut_gap, spectrum.tau_margin)
 
 
 def _counted(found: Basis, sheet: Sheet) -> Basis:
@@ -275,10 +265,7 @@ def compare(
         Whether a missing overlap means that one of the two has all directions that the datapoints have.
     """
     n, k, m = one.n, one.k, other.k
-    status: Status = "ok"
-    for status in (one.status, other.status):
-        if status != "ok":
-            break
+    status = one.status if one.status != "ok" else other.status
     if status == "ok" and (n != other.n or (one.rows and other.rows and not comparable(one.rows, other.rows))):
         status = "mismatch"
     pair = None

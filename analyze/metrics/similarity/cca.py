@@ -40,8 +40,7 @@ def cca(
     >>> cca(x, y).rho.round(9).tolist()
     [0.994130121, 0.915928051]
     """
-    options: dict[str, Any] = {"channels": channels, "positions": positions, "drop_rows": drop_rows, "strict": strict}
-    return canonical("cca", x_nd, y_ne, 1.0, "mean", **options)
+    return canonical("cca", x_nd, y_ne, 1.0, "mean", channels, positions, drop_rows, strict)
 
 
 def r2_cca(
@@ -70,8 +69,7 @@ def r2_cca(
     >>> round(float(found), 9), round(found.null_baseline, 9)
     (0.913609446, 0.428571429)
     """
-    options: dict[str, Any] = {"channels": channels, "positions": positions, "drop_rows": drop_rows, "strict": strict}
-    return canonical("r2_cca", x_nd, y_ne, 1.0, "square", **options)
+    return canonical("r2_cca", x_nd, y_ne, 1.0, "square", channels, positions, drop_rows, strict)
 
 
 def pwcca(
@@ -101,8 +99,7 @@ def pwcca(
     (0.96446, 0.956615)
     """
     check_positions(positions, fourier=False)
-    options: dict[str, Any] = {"channels": channels, "positions": positions, "drop_rows": drop_rows, "strict": strict}
-    return canonical("pwcca", x_nd, y_ne, 1.0, "weighted", **options)
+    return canonical("pwcca", x_nd, y_ne, 1.0, "weighted", channels, positions, drop_rows, strict)
 
 
 class ByCorrelations(Similarity):

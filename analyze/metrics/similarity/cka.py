@@ -414,7 +414,7 @@ class ByBatches(Gathering):
         self.n += n
         grams: list[NDArray[np.float64] | None] = []
         for i, part_dm in enumerate(layers):
-            gram = _gram(Sheet(np.asarray(part_dm).T, len(part_dm), (n,), False), self.kernel, self.bandwidth)
+            gram = _gram(Sheet.matrix(part_dm.T), self.kernel, self.bandwidth)
             if isinstance(gram, str) and gram == "nonfinite":
                 self.statuses[i] = gram
             grams.append(None if isinstance(gram, str) else gram)  # a layer that is constant in a batch adds nothing

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import scipy
-import torch
 from numpy.typing import NDArray
 
+from analyze.metrics.inputs import power_of_two
+from analyze.metrics.similarity.datapoints import Sheet
+from analyze.metrics.streams import restored, stored
 from tracer.errors import MessageError
 
 _EPS = float(np.finfo(np.float64).eps)
@@ -23,11 +25,11 @@ _FAR = 30
 """Decimal exponents beyond which numbers are scaled by a power of two, so that their fourth powers stay in range."""
 
 
-def power_of_two(largest: float) -> float:
+def scale_near(largest: float) -> float:
     """A power of two near a number that is far from 1, else 1. Dividing by it changes no digit."""
     if largest == 0 or not math.isfinite(largest) or 10.0**-_FAR < largest < 10.0**_FAR:
         return 1.0
-    return float(2.0 ** min(max(math.frexp(largest)[1] - 1, -1000), 1000))
+    return power_of_two(largest)
 
 
 def largest_of(part_dm: NDArray[Any]) -> NDArray[np.float64]:
@@ -39,11 +41,9 @@ def largest_of(part_dm: NDArray[Any]) -> NDArray[np.float64]:
     return top_d
 
 
-def _scales(largest_d: NDArray[np.float64], sizes: Sequence[int]) -> NDArray[np.float64]:
-    """For each neuron, a power of two near the largest value of its layer, see `power_of_two`."""
-    layers = np.split(largest_d, np.cumsum(sizes)[:-1])
-    scales = [power_of_two(float(one[np.isfinite(one)].max(initial=0))) for one in layers]
-    return np.repeat(scales, sizes)
+def scale_of(largest_d: NDArray[np.float64]) -> float:
+    """A power of two near the largest finite value of a layer, see `scale_near`."""
+    return scale_near(float(largest_d[np.isfinite(largest_d)].max(initial=0)))
 
 
 def _over(part_dm: NDArray[Any], scale_d: NDArray[np.float64]) -> NDArray[Any]:
@@ -70,7 +70,7 @@ class Moments:
     >>> import numpy as np
     >>> moments, x_nd = Moments(), np.random.default_rng(0).standard_normal((100, 3)) + 7
     >>> for start in range(0, 100, 30):
-    ...     moments.update(x_nd[start : start + 30].T)
+    ...     _ = moments.take(x_nd[start : start + 30].T)
     >>> moments.n, bool(np.allclose(moments.scatter(), np.tril(99 * np.cov(x_nd.T)), rtol=1e-12))
     (100, True)
     """
@@ -83,14 +83,18 @@ class Moments:
         self._sum_d: NDArray[np.float64] = np.zeros(0)
         self._scatter_dd: NDArray[np.float64] = np.zeros((0, 0), order="F")
 
+    @classmethod
+    def of(cls, sheet: Sheet) -> Moments:
+        """The moments of all datapoints of a layer."""
+        found = cls()
+        for _, part_dm in sheet.parts():
+            found.take(part_dm)
+        return found
+
     @property
     def d(self) -> int:
         """Neurons."""
         return len(self._shift_d)
-
-    def update(self, part_dm: NDArray[Any]) -> None:
-        """Add the datapoints in the columns."""
-        self.take(part_dm)
 
     def take(self, part_dm: NDArray[Any]) -> NDArray[np.float64]:
         """Add the datapoints in the columns, and give them back in float64, shifted and scaled."""
@@ -100,17 +104,14 @@ class Moments:
             largest_d = largest_of(part_dm)
             if not self.n:
                 # squares of narrower dtypes stay in the range of float64
-                finite = largest_d[np.isfinite(largest_d)]
-                self.scale = power_of_two(float(finite.max(initial=0))) if part_dm.dtype.itemsize > 4 else 1.0
-                self._shift_d = (part_dm / self.scale if self.scale != 1 else part_dm).mean(axis=1, dtype=np.float64)
+                self.scale = scale_of(largest_d) if part_dm.dtype.itemsize > 4 else 1.0
+                self._shift_d = self._scaled(part_dm).mean(axis=1, dtype=np.float64)
                 self._sum_d, self.largest_d = np.zeros(len(part_dm)), np.zeros(len(part_dm))
                 self._scatter_dd = np.zeros((len(part_dm), len(part_dm)), order="F")
             elif len(part_dm) != self.d:
                 raise MessageError(f"a chunk of {len(part_dm)} neurons cannot be added to those of {self.d}")
             self.largest_d = np.maximum(self.largest_d, largest_d / self.scale)  # NaN wins
-            a_dm: NDArray[np.float64] = np.subtract(
-                part_dm / self.scale if self.scale != 1 else part_dm, self._shift_d[:, None], dtype=np.float64
-            )
+            a_dm: NDArray[np.float64] = np.subtract(self._scaled(part_dm), self._shift_d[:, None], dtype=np.float64)
             self.n += part_dm.shape[1]
             self._sum_d += a_dm.sum(axis=1)
             self._scatter_dd = add_product(a_dm, a_dm, self._scatter_dd)
@@ -131,9 +132,11 @@ class Moments:
 
     def centred(self, part_dm: NDArray[Any]) -> NDArray[np.float64]:
         """A chunk that was added before, divided by `scale`, minus the mean."""
-        scaled = part_dm / self.scale if self.scale != 1 else part_dm
-        a_dm: NDArray[np.float64] = np.subtract(scaled, self.mean()[:, None], dtype=np.float64)
+        a_dm: NDArray[np.float64] = np.subtract(self._scaled(part_dm), self.mean()[:, None], dtype=np.float64)
         return a_dm
+
+    def _scaled(self, part_dm: NDArray[Any]) -> NDArray[Any]:
+        return part_dm / self.scale if self.scale != 1 else part_dm
 
     def unshifted(self, cross_de: NDArray[np.float64], other: Moments) -> NDArray[np.float64]:
         """The sum of products of two layers' centred neurons, from that of the chunks that `take` returned."""
@@ -154,26 +157,32 @@ class Moments:
             scatter_dd = scipy.linalg.blas.dsyr(-1.0 / self.n, self._sum_d, a=scatter_dd, lower=1, overwrite_a=1)
         return scatter_dd
 
+    def living(self) -> tuple[NDArray[np.bool_], NDArray[np.float64]] | None:
+        """Which neurons are not constant, and `scatter` of these; None if all are constant, or one is not finite."""
+        scatter_dd = self.scatter()
+        diagonal_d = np.diagonal(scatter_dd)
+        living_d = diagonal_d > self.n * np.square(8 * _EPS * self.largest_d)
+        if not (self.finite() and np.isfinite(diagonal_d).all() and living_d.any()):
+            return None
+        if not living_d.all():
+            scatter_dd = np.asfortranarray(scatter_dd[np.ix_(living_d, living_d)])
+        return living_d, scatter_dd
+
     def negligible(self, columns: slice = slice(None)) -> float:
         """The sum of squares that rounding leaves of constant neurons, once their mean is subtracted."""
         return negligible(self.n, self.largest_d[columns])
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as tensors and plain numbers."""
-        return {
-            "n": self.n,
-            "scale": self.scale,
-            "largest": torch.from_numpy(self.largest_d.copy()),
-            "shift": torch.from_numpy(self._shift_d.copy()),
-            "sum": torch.from_numpy(self._sum_d.copy()),
-            "scatter": torch.from_numpy(np.ascontiguousarray(self._scatter_dd)),
-        }
+        sums = {"shift": self._shift_d, "sum": self._sum_d, "scatter": self._scatter_dd}
+        state: dict[str, Any] = stored({"n": self.n, "scale": self.scale, "largest": self.largest_d, **sums})
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another stopped."""
-        self.n, self.scale, self.largest_d = state["n"], state["scale"], state["largest"].numpy().copy()
-        self._shift_d, self._sum_d = state["shift"].numpy().copy(), state["sum"].numpy().copy()
-        self._scatter_dd = np.asfortranarray(state["scatter"].numpy())
+        state = restored(state)
+        self.n, self.scale, self.largest_d = state["n"], state["scale"], state["largest"]
+        self._shift_d, self._sum_d, self._scatter_dd = state["shift"], state["sum"], np.asfortranarray(state["scatter"])
 
 
 def add_product(a_dm: NDArray[np.float64], b_em: NDArray[np.float64], to_de: NDArray[np.float64]) -> Any:
@@ -235,7 +244,8 @@ class Triangle:
         with np.errstate(invalid="ignore", over="ignore"):
             largest_d = largest_of(part_dm)
             if not self.n:
-                self.scale_d = _scales(largest_d, sizes or [len(part_dm)])
+                sizes = sizes or [len(part_dm)]
+                self.scale_d = np.repeat([scale_of(one) for one in np.split(largest_d, np.cumsum(sizes)[:-1])], sizes)
                 mean_d = _over(part_dm, self.scale_d).mean(axis=1, dtype=np.float64)
                 self._shift_d = np.nan_to_num(mean_d, posinf=0, neginf=0)
                 self._r, self.largest_d = np.zeros((0, self.d + 1)), np.zeros(self.d)
@@ -278,19 +288,12 @@ class Triangle:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as tensors and plain numbers."""
-        return {
-            "n": self.n,
-            "scale": torch.from_numpy(self.scale_d.copy()),
-            "largest": torch.from_numpy(self.largest_d.copy()),
-            "shift": torch.from_numpy(self._shift_d.copy()),
-            "r": torch.from_numpy(np.ascontiguousarray(self._r)),
-            "waiting": [torch.from_numpy(np.ascontiguousarray(one)) for one in self._waiting],
-        }
+        arrays = {"scale": self.scale_d, "largest": self.largest_d, "shift": self._shift_d, "r": self._r}
+        state: dict[str, Any] = stored({"n": self.n, **arrays, "waiting": self._waiting})
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another stopped."""
-        self.n, self.scale_d = state["n"], state["scale"].numpy().copy()
-        self.largest_d = state["largest"].numpy().copy()
-        self._shift_d = state["shift"].numpy().copy()
-        self._r = state["r"].numpy().copy()
-        self._waiting = [one.numpy().copy() for one in state["waiting"]]
+        state = restored(state)
+        self.n, self.scale_d, self.largest_d = state["n"], state["scale"], state["largest"]
+        self._shift_d, self._r, self._waiting = state["shift"], state["r"], state["waiting"]

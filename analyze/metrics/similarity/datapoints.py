@@ -58,7 +58,7 @@ def neurons_last(message: Message, channels: object) -> Message:
     return with_data(message, message.data.movedim(1, -1))
 
 
-def neurons(x: Array, channels: Channels = "auto", positions: Positions = "datapoints") -> NDArray[Any]:
+def neurons(x: Array, channels: Channels = "auto") -> NDArray[Any]:
     """Activations as a matrix of datapoints by neurons.
 
     Parameters
@@ -69,9 +69,6 @@ def neurons(x: Array, channels: Channels = "auto", positions: Positions = "datap
         Where the neurons are: ``"first"`` in axis 1, as the channels of convolutions (n, c, h, w) and (n, c, l);
         ``"last"`` in the last axis, as in sequences (n, t, d); ``"auto"`` takes three axes for a sequence and four or
         more for a convolution, so for a one-dimensional convolution say ``"first"``.
-    positions : {"datapoints", "pooled"}
-        ``"datapoints"``: each position is a datapoint of its own; ``"pooled"``: the mean over the positions is taken,
-        in float64.
 
     Returns
     -------
@@ -80,20 +77,15 @@ def neurons(x: Array, channels: Channels = "auto", positions: Positions = "datap
     Raises
     ------
     MessageError
-        If `channels` or `positions` is another word.
+        If `channels` is another word.
 
     Examples
     --------
     >>> import numpy as np
     >>> [neurons(np.zeros(shape)).shape for shape in ((8, 3), (8, 3, 5, 5), (8, 5, 3))]
     [(8, 3), (200, 3), (40, 3)]
-    >>> neurons(np.zeros((8, 3, 5, 5)), positions="pooled").shape
-    (8, 3)
     """
-    check_positions(positions, fourier=False)
-    sheet = Sheet.of(x, channels, positions)
-    x = np.moveaxis(sheet.array, 1, -1) if sheet.first else sheet.array
-    return x.reshape(math.prod(sheet.rows), sheet.d)
+    return Sheet.of(x, channels).flat().array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,6 +122,11 @@ class Sheet:
         d = array.shape[1 if first else -1]
         rows = (array.shape[0], *array.shape[2:]) if first else array.shape[:-1]
         return cls(array, d, rows, first)
+
+    @classmethod
+    def matrix(cls, x_nd: NDArray[Any]) -> Sheet:
+        """The sheet of a matrix of datapoints by neurons."""
+        return cls(x_nd, x_nd.shape[1], (len(x_nd),), False)
 
     @property
     def n(self) -> int:
@@ -177,12 +174,11 @@ class Sheet:
         if self.array.ndim == 2:
             return self
         matrix = np.moveaxis(self.array, 1, -1) if self.first else self.array
-        return Sheet(matrix.reshape(-1, self.d), self.d, (self.n,), False)
+        return Sheet.matrix(matrix.reshape(math.prod(self.rows), self.d))
 
     def finite_rows(self) -> NDArray[np.bool_]:
         """Which datapoints are finite in all neurons."""
-        matrix = np.moveaxis(self.array, 1, -1) if self.first else self.array
-        finite: NDArray[np.bool_] = np.isfinite(matrix.reshape(-1, self.d)).all(axis=1)
+        finite: NDArray[np.bool_] = np.isfinite(self.flat().array).all(axis=1)
         return finite
 
     def nonfinite(self) -> NDArray[np.int64]:
@@ -192,18 +188,14 @@ class Sheet:
 
     def chosen(self, which: NDArray[np.bool_]) -> Sheet:
         """The sheet of some of the datapoints."""
-        matrix = np.moveaxis(self.array, 1, -1) if self.first else self.array
-        array = matrix.reshape(-1, self.d)[which]
-        return Sheet(array, self.d, (len(array),), False)
+        return Sheet.matrix(self.flat().array[which])
 
 
 def together(x: Sheet, y: Sheet) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """The same datapoints of two layers, part by part."""
     if x.array.shape[0] != y.array.shape[0]:
         x, y = x.flat(), y.flat()
-    entries = 1 if x.images and y.images else max(min(x.entries, y.entries), 1)
-    if x.images != y.images:
-        entries = max(x.entries, y.entries)
+    entries = (max if x.images != y.images else min)(x.entries, y.entries)
     for start in range(0, x.array.shape[0], entries):
         yield x.part(start, start + entries), y.part(start, start + entries)
 

@@ -286,9 +286,3 @@ def jackknifed(of_1k: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray
     values = k * whole - (k - 1) * mean
     errors = np.sqrt((k - 1) / k * np.square(without - mean[..., None]).sum(axis=-1))
     return values, errors
-
-
-def sheet_of(columns: Columns, chosen: slice = slice(None)) -> Sheet:
-    """Some of a layer's columns, as activations."""
-    x_nd = columns.z_nk[:, chosen]
-    return Sheet(x_nd, x_nd.shape[1], (len(x_nd),), False)

@@ -15,7 +15,7 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from analyze.metrics.similarity.bases import Basis, centred
+from analyze.metrics.similarity.bases import Basis, centred, without_columns
 from analyze.metrics.similarity.covariance import Moments, add_product
 from analyze.metrics.similarity.datapoints import Sheet, together
 
@@ -85,10 +85,7 @@ def all_directions(x: Sheet, y: Sheet) -> Directions | None:
         if sheet.n <= sheet.d:
             variances = _spanning(sheet)
         else:
-            moments = Moments()
-            for _, part_dm in sheet.parts():
-                moments.update(part_dm)
-            factor = _factor(moments)
+            factor = _factor(Moments.of(sheet))
             variances = None if factor is None else factor.variances
         if variances is None:
             return None
@@ -137,16 +134,11 @@ def _between(one: _Factor, cross_km: NDArray[np.float64], other: _Factor) -> NDA
 
 def _factor(moments: Moments) -> _Factor | None:
     """The factor of a layer; None if its neurons are not finite, or too near to being dependent."""
-    scatter_dd = moments.scatter()
-    diagonal_d = np.diagonal(scatter_dd).copy()
-    if not (moments.finite() and np.isfinite(diagonal_d).all()):
+    living = moments.living()
+    if living is None:
         return None
-    living_d = diagonal_d > moments.n * np.square(8 * _EPS * moments.largest_d)  # the others are constant
-    if not living_d.any():
-        return None
-    if not living_d.all():
-        scatter_dd = np.asfortranarray(scatter_dd[np.ix_(living_d, living_d)])
-    spread_k = np.sqrt(diagonal_d[living_d])
+    living_d, scatter_dd = living
+    spread_k = np.sqrt(np.diagonal(scatter_dd))
     correlations_kk = scatter_dd / spread_k[:, None]
     correlations_kk /= spread_k
     # 1 is the condition of a single neuron
@@ -172,4 +164,4 @@ def _without_columns(sheet: Sheet, variances: NDArray[np.float64]) -> Basis:
     """What is known of a layer with these variances, all of which are kept."""
     singular_k = np.sqrt(variances)
     gap = float(singular_k[-1] / singular_k[0]) - max(sheet.n, sheet.d) * _EPS
-    return Basis(np.zeros((0, len(singular_k))), sheet.n, sheet.d, "ok", singular_k, gap, 1.0, None, sheet.rows)
+    return without_columns(sheet, singular_k, gap, 1.0)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from analyze.metrics.similarity.bases import Basis, Spectrum, Status, no_basis, of_triangle, spectrum_of_scatter
 from analyze.metrics.similarity.canonical import Average, CanonicalResult, compare, overlap_of, with_spectrum
-from analyze.metrics.similarity.covariance import Moments, Triangle, largest_of, power_of_two
+from analyze.metrics.similarity.covariance import Moments, Triangle, largest_of, scale_of
 from analyze.metrics.similarity.datapoints import Sheet
 
 
@@ -57,10 +57,7 @@ class Layers(Gathering):
 
 
 def _scale_of(part_dm: NDArray[Any]) -> float:
-    if part_dm.dtype.itemsize <= 4:
-        return 1.0
-    largest_d = largest_of(part_dm) if part_dm.size else np.zeros(1)
-    return power_of_two(float(largest_d[np.isfinite(largest_d)].max(initial=0)))
+    return scale_of(largest_of(part_dm)) if part_dm.dtype.itemsize > 4 and part_dm.size else 1.0
 
 
 class ByMoments(Layers):
@@ -87,7 +84,7 @@ class ByMoments(Layers):
     def update(self, layers: list[NDArray[Any]]) -> None:
         """Add the same datapoints of each layer."""
         self._spectra = {}
-        self.moments.update(self.stacked(layers))
+        self.moments.take(self.stacked(layers))
 
     def own(self, i: int) -> NDArray[np.float64]:
         """The lower triangle of the scatter matrix of one layer; a copy."""
@@ -149,8 +146,7 @@ class ByTriangle(Layers):
     def update(self, layers: list[NDArray[Any]]) -> None:
         """Add the same datapoints of each layer."""
         self._bases = {}
-        stacked = self.stacked(layers)
-        self.triangle.update(stacked, self.sizes)
+        self.triangle.update(self.stacked(layers), self.sizes)
 
     def basis(self, i: int) -> Basis:
         """The basis of one layer."""

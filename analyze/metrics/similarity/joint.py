@@ -14,10 +14,9 @@ import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.similarity.bases import Status
-from analyze.metrics.similarity.covariance import add_product, largest_of, power_of_two
+from analyze.metrics.similarity.covariance import add_product, largest_of, negligible, scale_near, scale_of
 from analyze.metrics.similarity.datapoints import ROWS, Sheet, together
 
-_EPS = float(np.finfo(np.float64).eps)
 _BESIDE = 1 << 16
 """The numbers of a chunk that stay in the processor's cache beside the scatter matrix of narrow layers."""
 _NEAR = 1e-50
@@ -54,13 +53,12 @@ class Joint:
             if not np.isfinite(largest).all():
                 return "nonfinite"
             # later datapoints are far larger than those that told the scale
-            found = cls._added(x, y, (power_of_two(largest[0]), power_of_two(largest[1])), first)
+            found = cls._added(x, y, (scale_near(largest[0]), scale_near(largest[1])), first)
         variances_s = np.diagonal(found.scatter_ss)
         for columns in (slice(x.d), slice(x.d, None)):
             # at most this far are neurons from 0, but for their number of datapoints, which rounding does not mind
             largest_s = np.abs(found.mean_s[columns]) + np.sqrt(variances_s[columns].clip(0))
-            rounding = x.n * len(largest_s) * (8 * _EPS * float(largest_s.max(initial=0))) ** 2
-            if float(variances_s[columns].sum()) <= rounding:
+            if float(variances_s[columns].sum()) <= negligible(x.n, largest_s):
                 return "zero_variance"
         return found
 
@@ -96,21 +94,21 @@ class Joint:
 
     def squares(self) -> tuple[float, float, float]:
         """The Frobenius products of the kernels: of x with y, of x with itself, of y with itself."""
-        d = self.x.d
-        found = []
-        for block, columns in ((self.scatter_ss[d:, :d], None), (self.scatter_ss[:d, :d], slice(d)),
-                               (self.scatter_ss[d:, d:], slice(d, None))):  # fmt: skip
-            total = float(np.einsum("ij,ij->", block.T, block.T))
-            if columns is not None:  # a triangle
-                diagonal = np.diagonal(self.scatter_ss)[columns]
-                total = 2 * total - float(diagonal @ diagonal)
-            found.append(total)
-        return found[0], found[1], found[2]
+        d, own = self.x.d, []
+        for columns in (slice(d), slice(d, None)):
+            triangle = self.scatter_ss[columns, columns]
+            diagonal = np.diagonal(triangle)
+            own.append(2 * _square(triangle) - float(diagonal @ diagonal))
+        return _square(self.scatter_ss[d:, :d]), own[0], own[1]
 
     def traces(self) -> tuple[float, float]:
         """The sums of the variances of both."""
         diagonal_s = np.diagonal(self.scatter_ss)
         return float(diagonal_s[: self.x.d].sum()), float(diagonal_s[self.x.d :].sum())
+
+
+def _square(block: NDArray[np.float64]) -> float:
+    return float(np.einsum("ij,ij->", block.T, block.T))
 
 
 def _parts(x: Sheet, y: Sheet) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
@@ -131,8 +129,7 @@ def _scale(part_dm: NDArray[Any]) -> float:
     """A power of two near the largest of some datapoints; 1 of narrower dtypes, whose squares stay in range."""
     if part_dm.dtype.itemsize <= 4 or not part_dm.size or _NEAR < float(np.vdot(part_dm.T, part_dm.T)) < 1 / _NEAR:
         return 1.0
-    largest_d = largest_of(part_dm)
-    return power_of_two(float(largest_d[np.isfinite(largest_d)].max(initial=0)))
+    return scale_of(largest_of(part_dm))
 
 
 def _largest(sheet: Sheet) -> float:

@@ -123,9 +123,9 @@ def _check_alpha(alpha: object) -> None:
     check(is_number(alpha) and 0 <= alpha <= 1, "alpha is a number from 0 to 1", alpha)
 
 
-def _centred_pair(x: Sheet, y: Sheet) -> tuple[list[NDArray[np.float64]], list[float]] | AlignmentResult:
-    """Both sets of activations, centred and each divided by a power of two; and the two powers."""
-    found, scales = [], []
+def _normed_pair(x: Sheet, y: Sheet) -> tuple[list[NDArray[np.float64]], list[float]] | AlignmentResult:
+    """Both sets of activations, centred and divided by their norms; and these norms."""
+    found, sizes = [], []
     for sheet in (x, y):
         prepared = centred(sheet)
         if isinstance(prepared, str):
@@ -134,20 +134,19 @@ def _centred_pair(x: Sheet, y: Sheet) -> tuple[list[NDArray[np.float64]], list[f
         matrix, scale, rounding = prepared
         if float(np.square(matrix).sum()) <= rounding:
             return AlignmentResult(math.nan, x.n, "zero_variance", math.nan)
+        norm = float(np.linalg.norm(matrix))
+        matrix /= norm
         found.append(matrix)
-        scales.append(scale)
-    return found, scales
+        sizes.append(norm * scale)
+    return found, sizes
 
 
 def _procrustes(x: Sheet, y: Sheet, normalised: bool) -> AlignmentResult:
-    pair = _centred_pair(x, y)
+    pair = _normed_pair(x, y)
     if isinstance(pair, AlignmentResult):
         return pair
-    (x_nd, y_ne), scales = pair
-    norms = [float(np.linalg.norm(one)) for one in (x_nd, y_ne)]
-    cosine, null_cosine = cosines(x_nd / norms[0], y_ne / norms[1])
-    sizes = [1.0, 1.0] if normalised else [norm * scale for norm, scale in zip(norms, scales, strict=True)]
-    return _distance(x.n, cosine, null_cosine, sizes[0], sizes[1])
+    matrices, sizes = pair
+    return _distance(x.n, *cosines(*matrices), *((1.0, 1.0) if normalised else sizes))
 
 
 def _distance(n: int, one_minus_cosine: float, null_cosine: float, x_size: float, y_size: float) -> AlignmentResult:
@@ -162,28 +161,28 @@ def cosines(x_nd: NDArray[np.float64], y_ne: NDArray[np.float64]) -> tuple[float
 
     The baseline is the nuclear norm of the same x and y after a fixed shuffle of y's datapoints.
     """
+    other_ne = y_ne[np.random.default_rng(0).permutation(len(y_ne))]
+    return one_minus_cosine(x_nd, y_ne), min(1.0, _nuclear(_small(x_nd).T @ _small(other_ne)))
+
+
+def _small(x_nd: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A matrix with the products of x with itself, which has no more columns than there are datapoints."""
     n = len(x_nd)
-    other_ne = y_ne[np.random.default_rng(0).permutation(n)]
-    nuclear = float(scipy.linalg.svdvals(_small_product(x_nd, y_ne), check_finite=False).sum())
-    null = float(scipy.linalg.svdvals(_small_product(x_nd, other_ne), check_finite=False).sum())
-    return (one_minus_cosine(x_nd, y_ne) if nuclear > _CLOSE else max(0.0, 1 - nuclear)), min(1.0, null)
+    small: NDArray[np.float64] = x_nd if x_nd.shape[1] <= n else scipy.linalg.qr(x_nd.T, mode="r")[0][:n].T
+    return small
 
 
-def _small_product(x_nd: NDArray[np.float64], y_ne: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A matrix with the singular values of x'y.
-
-    Each side has as many rows or columns as it has neurons, or datapoints if those are fewer.
-    """
-    n = len(x_nd)
-    small = [one if one.shape[1] <= n else scipy.linalg.qr(one.T, mode="r")[0][:n].T for one in (x_nd, y_ne)]
-    product: NDArray[np.float64] = small[0].T @ small[1]
-    return product
+def _nuclear(matrix: NDArray[np.float64]) -> float:
+    """The sum of the singular values."""
+    return float(scipy.linalg.svdvals(matrix, check_finite=False).sum())
 
 
 def one_minus_cosine(x_nd: NDArray[np.float64], y_ne: NDArray[np.float64]) -> float:
-    """Half of the squared distance of two matrices of norm 1 after the best rotation, from the rotated matrices."""
-    n = len(x_nd)
-    x_nd, y_ne = (one if one.shape[1] <= n else scipy.linalg.qr(one.T, mode="r")[0][:n].T for one in (x_nd, y_ne))
+    """Half of the squared distance of two matrices of norm 1 after the best rotation."""
+    x_nd, y_ne = _small(x_nd), _small(y_ne)
+    nuclear = _nuclear(x_nd.T @ y_ne)
+    if not nuclear > _CLOSE:
+        return max(0.0, 1 - nuclear)
     left, _, right = scipy.linalg.svd(x_nd.T @ y_ne, check_finite=False)
     turned = [x_nd @ left, y_ne @ right.T]
     r = min(x_nd.shape[1], y_ne.shape[1])
@@ -193,11 +192,8 @@ def one_minus_cosine(x_nd: NDArray[np.float64], y_ne: NDArray[np.float64]) -> fl
 
 def _angle(x: Sheet, y: Sheet, alpha: float) -> AlignmentResult:
     if alpha == 1:
-        pair = _centred_pair(x, y)
-        if isinstance(pair, AlignmentResult):
-            return pair
-        x_nd, y_ne = (one / np.linalg.norm(one) for one in pair[0])
-        return _from_cosines(x.n, *cosines(x_nd, y_ne))
+        pair = _normed_pair(x, y)
+        return pair if isinstance(pair, AlignmentResult) else _from_cosines(x.n, *cosines(*pair[0]))
     return angle_of_bases(of_sheet(x, 1.0), of_sheet(y, 1.0), alpha)
 
 
@@ -209,20 +205,16 @@ def angle_of_bases(one: Basis, other: Basis, alpha: float) -> AlignmentResult:
             return AlignmentResult(math.nan, one.n, basis_of.status, math.nan, nonfinite)
     if one.n != other.n:
         return UNLIKE
-    weighted, sizes = [], []
+    weighted = []
     for basis_of in (one, other):
         weights_k = alpha * basis_of.singular_k + (1 - alpha)
-        size = float(np.linalg.norm(weights_k))
-        weighted.append(basis_of.u_nk * (weights_k / size))
-        sizes.append(size)
+        weighted.append(basis_of.u_nk * (weights_k / np.linalg.norm(weights_k)))
     if alpha == 0:
         smaller = min(one.k, other.k)
         null = null_baseline(one.n, one.k, other.k) * smaller / math.sqrt(one.k * other.k)
-        nuclear = float(scipy.linalg.svdvals(weighted[0].T @ weighted[1], check_finite=False).sum())
-        found = one_minus_cosine(*weighted) if nuclear > _CLOSE else max(0.0, 1 - nuclear)
         status: Status = "ill_posed" if one.ill_posed or other.ill_posed else "ok"
-        return _from_cosines(one.n, found, null, status)
-    return _from_cosines(one.n, *cosines(weighted[0], weighted[1]))
+        return _from_cosines(one.n, one_minus_cosine(*weighted), null, status)
+    return _from_cosines(one.n, *cosines(*weighted))
 
 
 def _from_cosines(n: int, one_minus_cosine: float, null_cosine: float, status: Status = "ok") -> AlignmentResult:
@@ -252,19 +244,15 @@ class ByNuclear(ByMoments):
                 return AlignmentResult(math.nan, n, "zero_variance", math.nan)
             norms.append(math.sqrt(trace))
             spectra.append(np.sqrt(np.clip(scipy.linalg.eigvalsh(block, lower=True, check_finite=False), 0, None)))
-        nuclear = float(scipy.linalg.svdvals(self.cross(i, j), check_finite=False).sum()) / norms[0] / norms[1]
+        nuclear = _nuclear(self.cross(i, j)) / norms[0] / norms[1]
         noise = np.random.default_rng(0).standard_normal((len(spectra[0]), len(spectra[1]))) / math.sqrt(n - 1)
         random = spectra[0][:, None] / norms[0] * noise * (spectra[1] / norms[1])
-        null = min(1.0, float(scipy.linalg.svdvals(random, check_finite=False).sum()))
+        null = min(1.0, _nuclear(random))
         found = max(0.0, 1 - nuclear)
         if self.angle:
             return _from_cosines(n, found, null)
-        sizes = (
-            [1.0, 1.0]
-            if self.normalised
-            else [norm * self.scales[place] for norm, place in zip(norms, (i, j), strict=True)]
-        )
-        return _distance(n, found, null, sizes[0], sizes[1])
+        sizes = (1.0, 1.0) if self.normalised else (norms[0] * self.scales[i], norms[1] * self.scales[j])
+        return _distance(n, found, null, *sizes)
 
 
 class ByAngle(ByTriangle):

@@ -6,10 +6,11 @@ two.
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal, Unpack, get_args
 
 import numpy as np
@@ -71,7 +72,7 @@ class Kept:
     @property
     def sheet(self) -> Sheet:
         """The activations as a `Sheet`."""
-        return Sheet(self.x_nd, self.x_nd.shape[1], (len(self.x_nd),), False)
+        return Sheet.matrix(self.x_nd)
 
     def like(self, other: Kept) -> bool:
         """Whether both have activations, and of the same datapoints, as far as their shapes tell."""
@@ -177,7 +178,7 @@ class Similarity(Metric):
     ) -> None:
         check_word("against", against, _SCOPES)
         check_word("calls", calls, get_args(Calls))
-        check_lag(lag)
+        check(is_whole(lag, 1), "lag is a positive integer", lag)
         check_channels(channels)
         check_positions(positions, fourier=self.fourier)
         produces = tuple(f"{kind}_{self.name}{suffix}" for suffix in ("", *(self.companions if details else ())))
@@ -228,13 +229,10 @@ class Similarity(Metric):
         if self.calls == "apart":
             yield from self._with_itself((*key, origin.call), origin, self.represent(data))
             return
-        waiting = self._waiting.get(key)
-        if waiting is not None and waiting[0].global_step != origin.global_step:
+        if key in self._waiting and self._waiting[key][0].global_step != origin.global_step:
             yield from self._whole_step(key)
-            waiting = None
-        if waiting is None:
-            waiting = self._waiting[key] = (origin, [])
-        waiting[1].append(np.array(data))
+        _, parts = self._waiting.setdefault(key, (origin, []))
+        parts.append(np.array(data))
 
     def conclude(self) -> Iterator[Message]:
         """Answer the comparisons that waited for the end of a step or of the run."""
@@ -264,13 +262,9 @@ class Similarity(Metric):
     def _with_layers(self, origin: Origin, data: NDArray[Any]) -> Iterator[Message]:
         place = (origin.tag, origin.rank)
         if self.calls == "together":
-            step = self._gathered.get(place)
-            if step is not None and step.origin.global_step != origin.global_step:
+            if place in self._gathered and self._gathered[place].origin.global_step != origin.global_step:
                 yield from self._end_of_step(place)
-                step = None
-            if step is None:
-                step = self._gathered[place] = _Step(origin)
-            step.add(self, origin, data)
+            self._gathered.setdefault(place, _Step(origin)).add(self, origin, data)
             return
         if place not in self._layers or self._layers[place][0].global_step != origin.global_step:
             self._layers[place] = (origin, [])
@@ -353,13 +347,7 @@ class Similarity(Metric):
 
 def _pair_of(origin: Origin, one: str, other: str) -> Origin:
     """Where the similarity of two layers of a step is published: the module is called ``one|other``."""
-    fields = asdict(origin) | {"module": f"{one}|{other}", "call": 0, "leaf": ""}
-    return Origin(**fields)
-
-
-def check_lag(lag: object) -> None:
-    """Raise `MessageError` unless a lag is a positive integer."""
-    check(is_whole(lag, 1), "lag is a positive integer", lag)
+    return replace(origin, module=f"{one}|{other}", call=0, leaf="")
 
 
 def code(status: Status) -> float:
@@ -374,16 +362,14 @@ def joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
+@dataclass
 class _Group:
     """Layers of a step that have equally many datapoints, the axes of these, and their accumulator."""
 
-    def __init__(self, names: list[str], rows: list[tuple[int, ...]], gathering: Gathering) -> None:
-        self.names, self.rows, self.gathering, self.broken = names, rows, gathering, False
-
-    def pairs(self) -> Iterator[tuple[int, int]]:
-        """The places of two layers that can be compared, in both orders."""
-        many = range(len(self.names))
-        return ((i, j) for i in many for j in many if i != j and comparable(self.rows[i], self.rows[j]))
+    names: list[str]
+    rows: list[tuple[int, ...]]
+    gathering: Gathering
+    broken: bool = False
 
 
 class _Step:
@@ -398,7 +384,7 @@ class _Step:
 
     def add(self, metric: Similarity, origin: Origin, array: NDArray[Any]) -> None:
         """Take the activations of one layer in one call."""
-        name = Origin(**(asdict(origin) | {"call": 0})).layer
+        name = replace(origin, call=0).layer
         if name not in self.names:
             self.names.append(name)
         if origin.call > self.call:
@@ -444,11 +430,10 @@ class _Step:
         """Each pair of layers with its similarity; in both orders, if that is not symmetric."""
         found: dict[tuple[str, str], Any] = {}
         for group in self.groups or ():
-            if not group.broken:
-                kept = [name for name in group.names if name not in self.late]
-                for i, j in group.pairs():
-                    if group.names[i] in kept and group.names[j] in kept and (i < j or not metric.symmetric):
-                        found[group.names[i], group.names[j]] = group.gathering.result(i, j)
+            for (i, one), (j, other) in itertools.permutations(enumerate(group.names), 2):
+                known = not group.broken and self.late.isdisjoint((one, other))
+                if known and comparable(group.rows[i], group.rows[j]) and (i < j or not metric.symmetric):
+                    found[one, other] = group.gathering.result(i, j)
         for place, one in enumerate(self.names):
             for other in self.names[place + 1 :]:
                 backwards = found.get((other, one)) if metric.symmetric else None
@@ -486,10 +471,9 @@ class _Step:
             step.groups = []
             for one in state["groups"]:
                 gathering = _Whole(metric) if "parts" in one["gathering"] else metric.gathering()
-                group = _Group(list(one["names"]), [tuple(rows) for rows in one["rows"]], gathering)
-                group.broken = one["broken"]
-                group.gathering.load_state_dict(one["gathering"])
-                step.groups.append(group)
+                gathering.load_state_dict(one["gathering"])
+                rows = [tuple(rows) for rows in one["rows"]]
+                step.groups.append(_Group(list(one["names"]), rows, gathering, one["broken"]))
         return step
 
 

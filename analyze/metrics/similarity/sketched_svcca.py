@@ -9,8 +9,8 @@ import numpy as np
 
 from analyze.metrics.similarity.bases import check_threshold, of_sheet
 from analyze.metrics.similarity.canonical import CanonicalResult, compare, refuse, sheets
-from analyze.metrics.similarity.datapoints import Channels, Positions, check_positions
-from analyze.metrics.similarity.estimates import SIZE, Columns, check_sketch, columns_of, of_rows, sheet_of
+from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, check_positions
+from analyze.metrics.similarity.estimates import SIZE, Columns, check_sketch, columns_of, of_rows
 from analyze.metrics.similarity.similarity import Compared, Kept
 from analyze.metrics.similarity.sketched_cka import OfSketches, SketchedResult, unlike
 from tracer.numbers.arrays import Array
@@ -111,7 +111,7 @@ def _parts(k: int, count: int) -> list[slice]:
 
 def _of_part(x: Columns, y: Columns, threshold: float, chosen: slice) -> CanonicalResult:
     """SVCCA of some of the columns of those layers that are sketches."""
-    one, other = (sheet_of(columns, chosen if columns.drawn else slice(None)) for columns in (x, y))
+    one, other = (Sheet.matrix(layer.z_nk[:, chosen] if layer.drawn else layer.z_nk) for layer in (x, y))
     return compare(of_sheet(one, threshold), of_sheet(other, threshold))
 
 

@@ -63,8 +63,7 @@ def svcca(
     >>> round(float(same), 12), round(float(other), 6), other.rho.round(6).tolist(), (other.k, other.m)
     (1.0, 0.955029, [0.99413, 0.915928], (3, 2))
     """
-    options: dict[str, Any] = {"channels": channels, "positions": positions, "drop_rows": drop_rows, "strict": strict}
-    return canonical("svcca", x_nd, y_ne, threshold, "mean", **options)
+    return canonical("svcca", x_nd, y_ne, threshold, "mean", channels, positions, drop_rows, strict)
 
 
 @final

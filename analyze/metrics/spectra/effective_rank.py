@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,21 +16,6 @@ from numpy.typing import NDArray
 from analyze.metrics.similarity.datapoints import Channels, check_channels
 from analyze.metrics.spectra.spectra import OfSpectrum, Spectrum, Status, of_data
 from tracer.numbers.arrays import Array, as_array
-
-
-def _shares(found: Spectrum) -> NDArray[np.float64] | None:
-    """The eigenvalues divided by their sum, largest first; None where the data has no variance or is not finite."""
-    if found.status != "ok":
-        return None
-    squares = found.squares
-    shares: NDArray[np.float64] = squares / squares.sum()
-    return shares
-
-
-def _status(found: Spectrum, centre: bool) -> Status:
-    """The status of an answer: few datapoints make soft ranks too small."""
-    few = centre and found.status == "ok" and found.rows < 5 * found.columns
-    return "few_samples" if few else found.status
 
 
 def stable_rank(x: Array, *, centre: bool = False, channels: Channels = "auto") -> float:
@@ -61,12 +46,7 @@ def stable_rank(x: Array, *, centre: bool = False, channels: Channels = "auto") 
     1.25
     """
     check_channels(channels)
-    return _stable_rank(of_data(as_array(x), centre, channels))
-
-
-def _stable_rank(found: Spectrum) -> float:
-    shares = _shares(found)
-    return math.nan if shares is None else float(1 / shares[0])
+    return StableRank.rank(of_data(as_array(x), centre, channels))
 
 
 def participation_ratio(x: Array, *, centre: bool = False, channels: Channels = "auto") -> float:
@@ -97,12 +77,7 @@ def participation_ratio(x: Array, *, centre: bool = False, channels: Channels = 
     1.470588235294
     """
     check_channels(channels)
-    return _participation_ratio(of_data(as_array(x), centre, channels))
-
-
-def _participation_ratio(found: Spectrum) -> float:
-    shares = _shares(found)
-    return math.nan if shares is None else float(1 / np.square(shares).sum())
+    return ParticipationRatio.rank(of_data(as_array(x), centre, channels))
 
 
 def effective_rank(x: Array, *, centre: bool = False, channels: Channels = "auto") -> float:
@@ -133,28 +108,29 @@ def effective_rank(x: Array, *, centre: bool = False, channels: Channels = "auto
     1.649384888466
     """
     check_channels(channels)
-    return _effective_rank(of_data(as_array(x), centre, channels))
-
-
-def _effective_rank(found: Spectrum) -> float:
-    shares = _shares(found)
-    if shares is None:
-        return math.nan
-    some = shares[shares > 0]
-    return float(np.exp(-np.sum(some * np.log(some))))
+    return EffectiveRank.rank(of_data(as_array(x), centre, channels))
 
 
 class _SoftRank(OfSpectrum):
     """Answers each message with a function of its shares, and with its status."""
 
     def number(self, found: Spectrum) -> tuple[float, Status]:
-        """The rank, and whether there are datapoints enough for it."""
-        return self.rank(found), _status(found, self.centre)
+        """The rank, and whether there are datapoints enough for it: few make it too small."""
+        few = self.centre and found.status == "ok" and found.rows < 5 * found.columns
+        return self.rank(found), "few_samples" if few else found.status
+
+    @classmethod
+    def rank(cls, found: Spectrum) -> float:
+        """The rank; NaN where the data has no variance or is not finite."""
+        if found.status != "ok":
+            return math.nan
+        squares = found.squares
+        return float(cls.of_shares(squares / squares.sum()))
 
     @staticmethod
     @abstractmethod
-    def rank(found: Spectrum) -> float:
-        """The rank."""
+    def of_shares(shares: NDArray[np.float64]) -> Any:
+        """The rank, from the eigenvalues divided by their sum, largest first."""
 
 
 @final
@@ -205,7 +181,11 @@ class StableRank(_SoftRank):
     """
 
     name = "stable_rank"
-    rank = staticmethod(_stable_rank)
+
+    @staticmethod
+    def of_shares(shares: NDArray[np.float64]) -> Any:
+        """One over the largest share."""
+        return 1 / shares[0]
 
 
 @final
@@ -257,7 +237,11 @@ class ParticipationRatio(_SoftRank):
     """
 
     name = "participation_ratio"
-    rank = staticmethod(_participation_ratio)
+
+    @staticmethod
+    def of_shares(shares: NDArray[np.float64]) -> Any:
+        """One over the sum of the squared shares."""
+        return 1 / np.square(shares).sum()
 
 
 @final
@@ -309,4 +293,9 @@ class EffectiveRank(_SoftRank):
     """
 
     name = "effective_rank"
-    rank = staticmethod(_effective_rank)
+
+    @staticmethod
+    def of_shares(shares: NDArray[np.float64]) -> Any:
+        """The exponential of the entropy."""
+        some = shares[shares > 0]
+        return np.exp(-np.sum(some * np.log(some)))

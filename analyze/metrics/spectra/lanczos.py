@@ -15,6 +15,7 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
+from analyze.metrics.inputs import as_float64
 from analyze.metrics.streams import stream_of
 from tracer.messaging.messages import Message
 
@@ -105,7 +106,6 @@ def largest(
     *,
     tolerance: float = 1e-6,
     steps: int = 300,
-    rows: int = 0,
 ) -> Extreme:
     r"""The largest singular value of a linear map that is known by what W'W does to vectors.
 
@@ -123,8 +123,6 @@ def largest(
         The relative error to stop at.
     steps : int
         How often the map is applied at most.
-    rows : int
-        How many vectors are held at most; 0 for as many as 256 MiB hold.
 
     Notes
     -----
@@ -141,7 +139,7 @@ def largest(
     start" (1992), for random starts.
     """
     precision = float(np.finfo(dtype).eps)
-    rows = max(2, min(rows or _BYTES // (size * dtype.itemsize), steps + 1, size))
+    rows = max(2, min(_BYTES // (size * dtype.itemsize), steps + 1, size))
     x_n = random.standard_normal(size)
     if dtype.kind == "c":
         x_n = x_n + 1j * random.standard_normal(size)
@@ -157,7 +155,7 @@ def largest(
         held_kn = basis_kn[: min(k + 1, rows)]
         q_n = basis_kn[k % rows]
         rest_n = w(q_n)
-        diagonal.append(float(np.vdot(_wide(q_n), _wide(rest_n)).real))
+        diagonal.append(float(np.vdot(as_float64(q_n), as_float64(rest_n)).real))
         if not math.isfinite(diagonal[-1]):
             return Extreme(math.nan, math.nan, k + 1, False)
         rest_n, off = _orthogonal(rest_n, held_kn)
@@ -211,14 +209,9 @@ def _growth(diagonal: Sequence[float], beside: Sequence[float], at: float) -> fl
     return total
 
 
-def _wide(x: NDArray[Any]) -> NDArray[Any]:
-    """The same in float64 or complex128."""
-    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
-
-
 def _square(x: NDArray[Any]) -> float:
     """The squared norm, in float64."""
-    exact = _wide(x)
+    exact = as_float64(x)
     return float(np.vdot(exact, exact).real)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check
-from analyze.metrics.inputs import answer
-from analyze.metrics.metric import Metric, Where
+from analyze.metrics.inputs import power_of_two
+from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.spectra.convolution import (
     MODES,
     Convolution,
@@ -28,7 +28,7 @@ from analyze.metrics.spectra.convolution import (
 )
 from analyze.metrics.spectra.lanczos import generator_of, largest, seeded
 from analyze.metrics.spectra.recorded_layers import ambiguous, inferred, inputs_of, recorded
-from analyze.metrics.spectra.spectra import code, power_of_two
+from analyze.metrics.spectra.spectra import code
 from analyze.metrics.spectra.spectral_norm import (
     SINGLE,
     STATUSES,
@@ -37,9 +37,10 @@ from analyze.metrics.spectra.spectral_norm import (
     check_certify,
     check_tolerance,
     spectral_norm,
+    trivial,
 )
 from tracer.errors import MessageError
-from tracer.messaging.messages import Message, derived
+from tracer.messaging.messages import Message
 from tracer.messaging.subscription import Subscription
 from tracer.numbers.arrays import Array, as_array
 
@@ -110,8 +111,9 @@ def operator_norm(
     if array.size == 0:
         return SpectralNormResult(0.0, 0.0, "exact")
     largest_element = _largest_modulus(array)
-    if largest_element == 0 or not math.isfinite(largest_element):
-        return SpectralNormResult(largest_element, largest_element, "exact" if largest_element == 0 else "nonfinite")
+    found = trivial(largest_element)
+    if found is not None:
+        return found
     scale = power_of_two(largest_element)
     single = array.dtype in (np.float16, np.float32) and 1e-30 < scale < 1e30 and tolerance >= SINGLE
     kernel: NDArray[Any] = array.astype(np.float32 if single else np.float64)
@@ -124,20 +126,19 @@ def operator_norm(
     random = seeded("operator_norm") if random is None else random
     size = math.prod(layer.shape)
     with np.errstate(all="ignore"):
-        found = largest(
+        top = largest(
             lambda q: layer.adjoint(layer.forward(q)), size, kernel.dtype, random, tolerance=tolerance, steps=_STEPS
         )
-    status: Status = "converged" if found.converged else "unconverged"
-    return SpectralNormResult(found.value * scale, found.residual * scale, status, found.steps)
+    status: Status = "converged" if top.converged else "unconverged"
+    return SpectralNormResult(top.value * scale, top.residual * scale, status, top.steps)
 
 
 def _elementwise(array: NDArray[Any]) -> SpectralNormResult:
     if not array.size:
         return SpectralNormResult(0.0, 0.0, "exact")
     size = _largest_modulus(array)
-    return (
-        SpectralNormResult(size, 0.0, "exact") if math.isfinite(size) else SpectralNormResult(size, size, "nonfinite")
-    )
+    found = trivial(size)
+    return SpectralNormResult(size, 0.0, "exact") if found is None else found
 
 
 def _largest_modulus(array: NDArray[Any]) -> float:
@@ -146,7 +147,7 @@ def _largest_modulus(array: NDArray[Any]) -> float:
 
 
 @final
-class OperatorNorm(Metric):
+class OperatorNorm(PerMessage):
     r"""Operator norm of each layer: :math:`\max_{|x|=1} |W * x|`, of a convolution at the size of its recorded input.
 
     Answers ``{kind}_operator_norm``: a float64 scalar, in the unit of the data, for each message; beside it
@@ -266,14 +267,17 @@ class OperatorNorm(Metric):
         }
 
     def compute(self, message: Message) -> Iterator[Message]:
-        """Keep the size of an input or output; answer a weight with its operator norm, its residual and its status."""
+        """Keep the size of an input or output; answer a weight."""
         if message.kind in _SIZES:
             if not message.leaf and message.data is not None:
                 self._sizes[message.kind, message.key] = tuple(message.data.shape)
             return
+        yield from super().compute(message)
+
+    def measure(self, message: Message) -> tuple[float, float, float]:
+        """The operator norm of a weight, its residual and its status."""
         found = self._found(message)
-        for kind, number in zip(self.produces, (found, found.residual, code(found.status, STATUSES)), strict=True):
-            yield derived(message, kind, answer(number))
+        return found, found.residual, code(found.status, STATUSES)
 
     def _found(self, message: Message) -> SpectralNormResult:
         array = as_array(message.data)

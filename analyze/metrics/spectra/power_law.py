@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Unpack, final, get_args
+from typing import Literal, Unpack, final, get_args
 
 import numpy as np
 import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, check_word
+from analyze.metrics.inputs import power_of_two
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.spectra.lanczos import generator_of, seeded
 from analyze.metrics.spectra.spectra import (
@@ -23,7 +24,6 @@ from analyze.metrics.spectra.spectra import (
     code,
     once,
     pieces,
-    power_of_two,
     singular,
     singular_of_matrix,
 )
@@ -363,7 +363,7 @@ class Randomized:
     traps: int
 
 
-def randomized(w: Array, *, conv: Conv = "slices", random: np.random.Generator | None = None) -> Randomized:
+def randomized(w: Array | None, *, conv: Conv = "slices", random: np.random.Generator | None = None) -> Randomized:
     """Compare a weight with itself with its elements shuffled.
 
     Parameters
@@ -382,11 +382,7 @@ def randomized(w: Array, *, conv: Conv = "slices", random: np.random.Generator |
     >>> randomized(w).traps
     1
     """
-    check_conv(conv)
-    return _shuffled(as_array(w), _esd(as_array(w), conv), conv, random)
-
-
-def _shuffled(array: NDArray[Any], esd: _Esd, conv: Conv, random: np.random.Generator | None) -> Randomized:
+    array, esd = as_array(w), _esd(w, conv)
     if esd.status != "ok":
         return Randomized(math.nan, math.nan, 0)
     generator = seeded("randomized") if random is None else random
@@ -554,17 +550,14 @@ class WeightWatcher(PerMessage):
         check(isinstance(randomize, bool), "randomize is True or False", randomize)
         names = (*BOARD, "status", *(("rand_distance", "ww_softrank", "traps") if randomize else ()))
         super().__init__(kind, [f"{kind}_weightwatcher_{one}" for one in names], **where)
-        self.conv, self.randomize = conv, randomize
+        self.conv: Conv = conv
+        self.randomize = randomize
 
     def measure(self, message: Message) -> list[float]:
         """Answer one message with the numbers of its spectrum."""
         found = _watched(_esd(message.data, self.conv))
         numbers: list[float] = [*(getattr(found, one) for one in BOARD), code(found.status)]
         if self.randomize:
-            other = _beside(message, self.conv)
+            other = randomized(message.data, conv=self.conv, random=generator_of(message))
             numbers += [other.distance, other.softrank, other.traps]
         return numbers
-
-
-def _beside(message: Message, conv: Conv) -> Randomized:
-    return _shuffled(as_array(message.data), _esd(message.data, conv), conv, generator_of(message))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from analyze.metrics.checks import check, check_word, is_number
 from analyze.metrics.inputs import answer
 from analyze.metrics.metric import Metric, Where
-from analyze.metrics.similarity.datapoints import Channels, check_channels, neurons_last
+from analyze.metrics.similarity.datapoints import Channels, channels_first, check_channels, neurons_last
 from analyze.metrics.spectra.spectra import Scatter, Spectrum, Status, code, once, real_neurons, spread
 from analyze.metrics.streams import Series, packed_series, restored, series_of, stored, unpacked_series
 from tracer.errors import MessageError
@@ -96,23 +96,17 @@ def saturation(
     >>> round(float(found), 6), found.k, found.d, round(found.trace, 6), found.log_det
     (0.333333, 1, 3, 6.013333, -inf)
     """
-    check_threshold(threshold)
-    check_channels(channels)
-    check_positions(positions)
+    _check(threshold, channels, positions)
     found = _measured(as_array(x_nd), threshold, channels, positions)
     if found.status == "mismatch":
         raise MessageError("saturation needs activations of real numbers with an axis of datapoints")
     return found
 
 
-def check_threshold(threshold: object) -> None:
-    """Raise `MessageError` unless a share of the variance is above 0 and at most 1."""
+def _check(threshold: object, channels: object, positions: object) -> None:
     good = is_number(threshold) and 0 < threshold <= 1
     check(good, "threshold is a share of the variance, above 0 and at most 1", threshold)
-
-
-def check_positions(positions: object) -> None:
-    """Raise `MessageError` unless `positions` is one of its words."""
+    check_channels(channels)
     check_word("positions", positions, get_args(Positions))
 
 
@@ -124,8 +118,7 @@ def arranged(x: NDArray[Any], channels: Channels, positions: Positions) -> NDArr
         return x.reshape(len(x), math.prod(x.shape[1:]))
     if not x.size:
         return np.zeros((len(x), 0))
-    first = channels == "first" or (channels == "auto" and x.ndim > 3)
-    x_npc = np.moveaxis(x, 1, -1) if first else x
+    x_npc = np.moveaxis(x, 1, -1) if channels_first(x.shape, channels) else x
     x_npc = x_npc.reshape(len(x), math.prod(x_npc.shape[1:-1]), x_npc.shape[-1]).astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         if positions == "median":
@@ -246,9 +239,7 @@ class Saturation(Metric):
         positions: Positions = "datapoints",
         **where: Unpack[Where],
     ) -> None:
-        check_threshold(threshold)
-        check_channels(channels)
-        check_positions(positions)
+        _check(threshold, channels, positions)
         check_word("window", window, get_args(Window))
         metric = f"{kind}_saturation"
         companions = (f"{metric}_{companion}" for companion in ("k", "trace", "log_det", "status"))
@@ -265,13 +256,11 @@ class Saturation(Metric):
             yield from self._answers(message, _measured(data, self.threshold, self.channels, self.positions))
             return
         key = series_of(message)
-        there = self._open.get(key)
-        if there is not None and there.last.epoch != message.epoch:
+        if key in self._open and self._open[key].last.epoch != message.epoch:
             yield from self._finished(key)
-            there = None
-        if there is None:
-            there = self._open[key] = _Epoch(message, None, "ok")
-        there.take(message, arranged(as_array(data), self.channels, self.positions))
+        if key not in self._open:
+            self._open[key] = _Epoch(message, None, "ok")
+        self._open[key].take(message, arranged(as_array(data), self.channels, self.positions))
 
     def conclude(self) -> Iterator[Message]:
         """Answer for the epochs that are still open."""

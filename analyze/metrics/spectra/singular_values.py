@@ -6,12 +6,13 @@ import math
 from typing import Unpack, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.checks import check, is_whole
 from analyze.metrics.metric import PerMessage, Where
-from analyze.metrics.spectra.spectra import OfSpectrum, Spectrum, Status, singular, tensor
+from analyze.metrics.spectra.spectra import OfSpectrum, Spectrum, Status, singular
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import Array, as_array
 
@@ -133,7 +134,7 @@ class SingularValues(PerMessage):
 
     def measure(self, message: Message) -> tuple[Tensor]:
         """Answer one message with its singular values."""
-        return (tensor(_all(singular(message.data))[: self.top]),)
+        return (torch.from_numpy(_all(singular(message.data))[: self.top].copy()),)
 
 
 @final

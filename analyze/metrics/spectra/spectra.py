@@ -15,12 +15,11 @@ from typing import Any, Literal, TypeVar, Unpack
 
 import numpy as np
 import scipy
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.checks import check
-from analyze.metrics.inputs import as_float64
+from analyze.metrics.inputs import as_float64, power_of_two
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.similarity.datapoints import Channels, check_channels, neurons, neurons_last
 from tracer.errors import MessageError
@@ -109,11 +108,6 @@ def once(x: Array | None, what: Any, compute: Callable[[], _T]) -> _T:
     return result
 
 
-def power_of_two(largest: float) -> float:
-    """A power of two near a number, whose squares are in range: dividing by it is exact."""
-    return 2.0 ** min(max(math.frexp(largest)[1] - 1, -1000), 1000)
-
-
 def matrix(w: Array | None) -> NDArray[Any]:
     """A weight as a contiguous matrix of its outputs by everything else, in a dtype of NumPy's that holds it exactly.
 
@@ -127,11 +121,7 @@ def matrix(w: Array | None) -> NDArray[Any]:
 
 def singular(w: Array | None) -> Spectrum:
     """The singular values of a weight, by LAPACK in float64; see `once`."""
-    return once(w, "singular", lambda: _singular(w))
-
-
-def _singular(w: Array | None) -> Spectrum:
-    return singular_of_matrix(matrix(w))
+    return once(w, "singular", lambda: singular_of_matrix(matrix(w)))
 
 
 def singular_of_matrix(w: NDArray[Any]) -> Spectrum:
@@ -298,11 +288,6 @@ def pieces(w: NDArray[Any]) -> Iterator[NDArray[Any]]:
     flat = w.reshape(w.shape[0], w.shape[1], math.prod(w.shape[2:]))
     for place in range(flat.shape[2]):
         yield np.ascontiguousarray(flat[:, :, place])
-
-
-def tensor(values: NDArray[np.float64]) -> Tensor:
-    """Numbers as metrics publish them: a float64 tensor of its own."""
-    return torch.from_numpy(np.array(values, dtype=np.float64))
 
 
 class OfSpectrum(PerMessage):

@@ -14,9 +14,10 @@ import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number, is_whole
+from analyze.metrics.inputs import as_float64, power_of_two
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.spectra.lanczos import Extreme, generator_of, largest, product, seeded
-from analyze.metrics.spectra.spectra import code, matrix, power_of_two
+from analyze.metrics.spectra.spectra import code, matrix
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import Array, as_array
 
@@ -120,7 +121,7 @@ def spectral_norm(
     elif a_mn.dtype == np.float16:
         a_mn = a_mn.astype(np.float32)
     if tolerance < SINGLE and a_mn.dtype.itemsize < (16 if a_mn.dtype.kind == "c" else 8):
-        a_mn = a_mn.astype(np.complex128 if a_mn.dtype.kind == "c" else np.float64)
+        a_mn = as_float64(a_mn)
     if a_mn.size == 0:
         return SpectralNormResult(0.0, 0.0, "exact")
     if exact or a_mn.shape[1] <= SMALL:
@@ -130,8 +131,8 @@ def spectral_norm(
     # with squares out of the range of the dtype, or something that is no number: look closer
     if not 1e-12 < found.value < 1e15:
         size = float(np.max(np.abs(a_mn)))
-        if size == 0 or not math.isfinite(size):
-            return SpectralNormResult(size, size, "exact" if size == 0 else "nonfinite")
+        if (result := trivial(size)) is not None:
+            return result
         scale = power_of_two(size)
         a_mn = (a_mn / a_mn.real.dtype.type(scale)) if scale > 1e-30 else (a_mn.astype(np.float64) / scale)
         found = _iterate(a_mn, random, tolerance)
@@ -142,6 +143,13 @@ def spectral_norm(
             return SpectralNormResult(right * scale, right.residual * scale, "corrected", found.steps)
         status = "certified"
     return SpectralNormResult(found.value * scale, found.residual * scale, status, found.steps)
+
+
+def trivial(largest: float) -> SpectralNormResult | None:
+    """The result of a weight whose largest modulus is 0 or not finite; None of others."""
+    if largest == 0:
+        return SpectralNormResult(largest, largest, "exact")
+    return None if math.isfinite(largest) else SpectralNormResult(largest, largest, "nonfinite")
 
 
 def check_tolerance(tolerance: object) -> None:
@@ -165,11 +173,11 @@ def _exact(a_mn: NDArray[Any]) -> SpectralNormResult:
     """The largest singular value by the largest eigenvalue of the Gram matrix in float64, good to 1e-13 of itself."""
     with np.errstate(invalid="ignore", over="ignore"):
         size = float(np.max(np.abs(a_mn)))
-    if size == 0 or not math.isfinite(size):
-        return SpectralNormResult(size, size, "exact" if size == 0 else "nonfinite")
+    if (result := trivial(size)) is not None:
+        return result
     # an exact power of two keeps the squares of the Gram matrix in range, whatever the scale of the weight
     scale = power_of_two(size)
-    a_mn = a_mn.astype(np.complex128 if a_mn.dtype.kind == "c" else np.float64) / scale
+    a_mn = as_float64(a_mn) / scale
     last = a_mn.shape[1] - 1
     wanted = (last, last)
     squares, vectors = scipy.linalg.eigh(_gram(a_mn), subset_by_index=wanted, overwrite_a=True, check_finite=False)
