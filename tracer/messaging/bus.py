@@ -179,9 +179,7 @@ class MessageBus:
             self._publishing = True
             try:
                 self._deliver(message, key)
-                while self._queue:
-                    later = self._queue.popleft()
-                    self._deliver(later, later.key)
+                self._deliver_queued()
             finally:
                 self._publishing = False  # first: what is called may be interrupted
                 self._queue.clear()
