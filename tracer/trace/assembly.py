@@ -4,19 +4,20 @@ what one of several replicas recorded is there for the others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracer.format.journal import Column
 from tracer.format.placement import Placement, cover
-from tracer.format.tables import Stream
+from tracer.format.tables import Pool, Stream
+from tracer.stores.protocols import ReadStore
 
 WHOLE = -2
-"""The pool of a row that stands for a tensor of several parts: its offset says which of `Assembly.blocks` it belongs
+"""The pool of a row that stands for a tensor of several parts: its offset says which of `Merged.wholes` it belongs
 to, and its checksum is the place there."""
 TABLE = 1 << 20
 """Entries of the table of steps and ranks that is looked at in one go."""
@@ -41,36 +42,59 @@ class Block:
     sizes: list[tuple[int, ...]]
 
 
+@final
 @dataclass(frozen=True, slots=True, eq=False)
-class Assembly:
-    """Journals as they are read: `journal`, `streams` and `shapes` refer to each other, `blocks` to `recorded`."""
+class Merged:
+    """One journal, and the tables that it refers to.
+
+    Attributes
+    ----------
+    journal : numpy.ndarray of int64, (messages, columns)
+    streams : list of Stream
+    shapes : list of tuple of int
+    pools : list of Pool
+    stores : list of ReadStore
+        Of each pool.
+    recorded : numpy.ndarray of int64, (rows, columns)
+        The journal before distributed tensors were put together; `wholes` refer to it.
+    wholes : list of Block
+        How they are put together.
+    problems : list of str
+        What could not be.
+    origin : (numpy.ndarray of int64, numpy.ndarray of int64) or None
+        For each row of `journal`, the number of its part and its row there; None where there is one part, whose rows
+        follow each other, and where tensors were put together.
+    """
 
     journal: NDArray[np.int64]
     streams: list[Stream]
     shapes: list[tuple[int, ...]]
+    pools: list[Pool]
+    stores: list[ReadStore]
     recorded: NDArray[np.int64]
-    blocks: list[Block]
-    problems: list[str]
+    wholes: list[Block] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    origin: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+
+    @property
+    def rank(self) -> NDArray[np.int64]:
+        """The rank that each row of `journal` is of."""
+        ranks = np.array([stream.rank for stream in self.streams] or [0], np.int64)
+        found: NDArray[np.int64] = ranks[self.journal[:, Column.STREAM]]
+        return found
 
 
-def assembled(
-    journal: NDArray[np.int64],
-    streams: Sequence[Stream],
-    shapes: Sequence[tuple[int, ...]],
-    only: Collection[int] | None,
-) -> Assembly:
+def assembled(recorded: Merged, only: Collection[int] | None) -> Merged:
     """Put the parts of distributed tensors together, as far as they are there.
 
     Parameters
     ----------
-    journal : numpy.ndarray of int64, (rows, columns)
-        Of all ranks, in order.
-    streams : sequence of Stream
-    shapes : sequence of tuple of int
+    recorded : Merged
+        The journal of all ranks, in order.
     only : collection of int, optional
         The ranks that are looked at. What they hold as others do is theirs, too, whoever recorded it.
     """
-    work = _Work(journal, streams, shapes, only)
+    work = _Work(recorded, only)
     for family in work.families():
         work.put_together(family)
     work.borrow()
@@ -89,18 +113,13 @@ class _Work:
     ranks recorded for them.
     """
 
-    def __init__(
-        self,
-        journal: NDArray[np.int64],
-        streams: Sequence[Stream],
-        shapes: Sequence[tuple[int, ...]],
-        only: Collection[int] | None,
-    ) -> None:
+    def __init__(self, merged: Merged, only: Collection[int] | None) -> None:
+        self.merged = merged
+        journal, streams = merged.journal, merged.streams
         self.recorded, self.journal = journal, journal.copy()
-        self.streams, self.shapes = list(streams), list(shapes)
+        self.streams, self.shapes = list(streams), list(merged.shapes)
         self.only = None if only is None else frozenset(only)
-        ranks = np.array([stream.rank for stream in streams] or [0], np.int64)
-        self.rank = ranks[journal[:, Column.STREAM]]  # the rank of each row
+        self.rank = merged.rank
         self.there = np.ones(len(journal), bool) if only is None else np.isin(self.rank, list(only))
         self.own = self.there.copy()
         self.borrowed = np.zeros(len(journal), bool)
@@ -243,7 +262,7 @@ class _Work:
                 self.journal[rows, Column.STREAM] = len(self.streams)
                 self.streams.append(self._whole(one, min(theirs), self._holders(one)))
 
-    def result(self) -> Assembly:
+    def result(self) -> Merged:
         """The rows that are read, borrowed ones where a rank would have recorded them."""
         rows = np.flatnonzero(self.there)
         if self.borrowed.any():
@@ -273,4 +292,13 @@ class _Work:
         for parts, number in self.wholes:
             recorded[parts, Column.STREAM] = numbers[number]
         streams = [one for one, keep in zip(self.streams, kept.tolist(), strict=True) if keep]
-        return Assembly(journal, streams, self.shapes, recorded, self.blocks, problems)
+        return replace(
+            self.merged,
+            journal=journal,
+            streams=streams,
+            shapes=self.shapes,
+            recorded=recorded,
+            wholes=self.blocks,
+            problems=problems,
+            origin=None,
+        )

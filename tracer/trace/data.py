@@ -23,8 +23,7 @@ from tracer.memory import SMALLEST, Memory
 from tracer.stores.disk.mapped import MappedFiles
 from tracer.stores.locations import Location
 from tracer.stores.protocols import Place, ReadStore
-from tracer.trace.assembly import WHOLE
-from tracer.trace.merging import Merged
+from tracer.trace.assembly import WHOLE, Merged
 from tracer.trace.streams import stream_name
 
 TOGETHER: Final = 4
