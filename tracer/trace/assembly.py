@@ -98,7 +98,7 @@ def assembled(recorded: Merged, only: Collection[int] | None) -> Merged:
     for family in work.families():
         work.put_together(family)
     work.borrow()
-    return work.result()
+    return work.result(recorded)
 
 
 def _rest(stream: Stream) -> dict[str, Any]:
@@ -114,7 +114,6 @@ class _Work:
     """
 
     def __init__(self, merged: Merged, only: Collection[int] | None) -> None:
-        self.merged = merged
         journal, streams = merged.journal, merged.streams
         self.recorded, self.journal = journal, journal.copy()
         self.streams, self.shapes = list(streams), list(merged.shapes)
@@ -262,8 +261,8 @@ class _Work:
                 self.journal[rows, Column.STREAM] = len(self.streams)
                 self.streams.append(self._whole(one, min(theirs), self._holders(one)))
 
-    def result(self) -> Merged:
-        """The rows that are read, borrowed ones where a rank would have recorded them."""
+    def result(self, merged: Merged) -> Merged:
+        """The same as it is read, with borrowed rows where a rank would have recorded them."""
         rows = np.flatnonzero(self.there)
         if self.borrowed.any():
             clock = self.recorded[rows, Column.GLOBAL_STEP].copy()
@@ -293,7 +292,7 @@ class _Work:
             recorded[parts, Column.STREAM] = numbers[number]
         streams = [one for one, keep in zip(self.streams, kept.tolist(), strict=True) if keep]
         return replace(
-            self.merged,
+            merged,
             journal=journal,
             streams=streams,
             shapes=self.shapes,
