@@ -15,6 +15,7 @@ from tracer.format.journal import Column
 from tracer.format.placement import Placement, cover
 from tracer.format.tables import Pool, Stream
 from tracer.stores.protocols import ReadStore
+from tracer.trace.selection import holders
 
 WHOLE = -2
 """The pool of a row that stands for a tensor of several parts: its offset says which of `Merged.wholes` it belongs
@@ -204,9 +205,9 @@ class _Work:
         mine = np.where(self.own[table], table, never).min(axis=1)
         borrowed = mine == never
         first = np.where(borrowed, table.min(axis=1), mine)
-        holders = {rank for number in family for rank in self._holders(self.streams[number])}
+        ranks = {rank for number in family for rank in holders(self.streams[number])}
         if borrowed.any():
-            theirs = holders & (self.only or frozenset())
+            theirs = ranks & (self.only or frozenset())
             if not theirs:
                 first, table, borrowed = first[~borrowed], table[~borrowed], borrowed[~borrowed]
             else:
@@ -221,7 +222,7 @@ class _Work:
         numbers = {}
         for rank in np.unique(self.rank[first]).tolist():
             numbers[rank] = len(self.streams)
-            self.streams.append(self._whole(self.streams[family[0]], rank, holders))
+            self.streams.append(self._whole(self.streams[family[0]], rank, ranks))
         self.journal[first, Column.STREAM] = [numbers[rank] for rank in self.rank[first].tolist()]
         self.journal[first, Column.POOL] = WHOLE
         self.journal[first, Column.OFFSET] = len(self.blocks)
@@ -234,15 +235,11 @@ class _Work:
         self.blocks.append(Block(parts, [boxes[one][0] for one in needed], [boxes[one][1] for one in needed]))
 
     @staticmethod
-    def _holders(stream: Stream) -> tuple[int, ...]:
-        return (stream.rank, *(() if stream.placement is None else stream.placement.replicas))
-
-    @staticmethod
-    def _whole(stream: Stream, rank: int, holders: Collection[int]) -> Stream:
-        """The stream of a whole tensor, or of a replica of it, as a rank has it."""
-        ranks = sorted(holders)
-        sampling = {"placement": {"replicas": ranks}, **_rest(stream)}
-        return stream._replace(rank=rank, sampling=sampling, placement=Placement(tuple(ranks)))
+    def _whole(stream: Stream, rank: int, ranks: Collection[int]) -> Stream:
+        """The stream of a whole tensor that some ranks hold, or of a replica of it, as one rank has it."""
+        replicas = sorted(ranks)
+        sampling = {"placement": {"replicas": replicas}, **_rest(stream)}
+        return stream._replace(rank=rank, sampling=sampling, placement=Placement(tuple(replicas)))
 
     def borrow(self) -> None:
         """Give the ranks that are looked at what another recorded for them."""
@@ -259,7 +256,7 @@ class _Work:
                 self.there[rows] = self.borrowed[rows] = True
                 self.rank[rows] = min(theirs)
                 self.journal[rows, Column.STREAM] = len(self.streams)
-                self.streams.append(self._whole(one, min(theirs), self._holders(one)))
+                self.streams.append(self._whole(one, min(theirs), holders(one)))
 
     def result(self, merged: Merged) -> Merged:
         """The same as it is read, with borrowed rows where a rank would have recorded them."""

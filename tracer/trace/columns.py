@@ -121,15 +121,9 @@ class ColumnPacking:
     commits : Commits
     pools : Pools
     due : Due
-
-    Attributes
-    ----------
-    bytes : int
-        Bytes of data that were written.
     """
 
     def __init__(self, commits: Commits, pools: Pools, due: Due) -> None:
-        self.bytes = 0
         self._commits = commits
         self._store = commits.store
         self._pools = pools
@@ -147,7 +141,7 @@ class ColumnPacking:
         self._write(columns.part(begin, begin + count))
         nbytes = int(sizes[:count].sum())
         self._due.add(nbytes, int(steps[0]), int(steps[count - 1]))
-        self.bytes += nbytes
+        self._commits.bytes += nbytes
         return begin + count
 
     def _write(self, columns: Columns) -> None:

@@ -44,6 +44,8 @@ class Commits:
         The declarations that wait.
     rows, committed : int
         Rows of the journal that wait, and that are safe.
+    bytes : int
+        Bytes of the data of all messages that were written.
     failed : BaseException or None
         Why nothing more is written.
     last_notes : callable
@@ -56,6 +58,7 @@ class Commits:
         self.lines: list[bytes] = []
         self.rows = 0
         self.committed = 0
+        self.bytes = 0
         self.failed: BaseException | None = None
         self.last_notes: Callable[[], Iterable[Mapping[str, Any]]] = tuple
         self._declarations = declarations_name(part)

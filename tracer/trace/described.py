@@ -193,9 +193,12 @@ class Described:
         if not self._tables.assembles:
             return self._tables.total(self._parts.only, without)
         journal = self.journal
-        training = [number for number, one in enumerate(self._streams) if one.tag == DEFAULT_TAG]
-        late = np.isin(journal[:, Column.GLOBAL_STEP], list(without)) & np.isin(journal[:, Column.STREAM], training)
-        return summarized(journal[~late], 0, checksum=False)
+        if without:
+            training = [number for number, one in enumerate(self._streams) if one.tag == DEFAULT_TAG]
+            left_out = np.isin(journal[:, Column.GLOBAL_STEP], list(without))
+            left_out &= np.isin(journal[:, Column.STREAM], training)
+            journal = journal[~left_out]
+        return summarized(journal, 0, checksum=False)
 
     @property
     def info(self) -> dict[str, Any]:

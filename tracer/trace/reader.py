@@ -262,9 +262,6 @@ class TraceReader(Described):
             mask &= where
         return np.flatnonzero(mask)
 
-    def _select(self, selection: Selection, among: set[int] | None) -> NDArray[np.int64]:
-        return np.flatnonzero(selection.rows(self.journal, self._streams, among))
-
     def _known(self, streams: Iterable[int] | None) -> set[int] | None:
         """The ids of streams, if they are known; None for all."""
         wanted = None if streams is None else set(streams)
@@ -327,7 +324,9 @@ class TraceReader(Described):
         return (
             message
             for window in self._holding(steps).windows()
-            for message in window._rows().blocks.messages(window._select(selection, among), mapped)
+            for message in window._rows().blocks.messages(
+                np.flatnonzero(selection.rows(window.journal, window._streams, among)), mapped
+            )
         )
 
     def _holding(self, steps: Steps | None) -> TraceReader:
