@@ -28,7 +28,7 @@ _KEPT: Final = 64
 """A message that is kept keeps the memory of so many."""
 
 Wants: TypeAlias = "Callable[[str, str | None, str | None, int | None], bool]"
-"""What `Receiver.wants` is."""
+"""The signature of `Receiver.wants`: kind, module, tag and step."""
 
 
 class Source(NamedTuple):
@@ -48,7 +48,7 @@ class Heads:
     Attributes
     ----------
     sources : sequence of Source
-        Those that there are; maybe more than these messages are of.
+        The sources that `source_ids` refer to; some of them may have no message here.
     source_ids : ndarray of int64, (n,)
         Of each message, the index of its source.
     counters : ndarray of int64, (n, 4)
@@ -241,7 +241,7 @@ class Stretch:
         return Stretch(found) if found else None
 
     def between(self, others: Stretch) -> Iterator[tuple[Stretch | None, Message | None]]:
-        """What comes before each message of another stretch of the same places, with that message; then the rest."""
+        """Each message of another stretch of the same places, after what comes before it here; then the rest."""
         import numpy as np
 
         places = np.concatenate([one.heads.places for one in others.stacks])[others.order]

@@ -29,7 +29,7 @@ BLOCK = 64 * ROW
 
 
 class Need:
-    """What to accumulate, as bits; whatever else is asked, each of them comes out the same to the bit."""
+    """What to accumulate, as flags. Each result is the same to the bit, whatever else is asked for with it."""
 
     TOTAL = 1  # the sum
     SQUARES = 2  # the sum of squares
@@ -82,7 +82,7 @@ class Moments:
         return cls(need, table)
 
     def merge(self, other: Moments) -> Moments:
-        """Those of the numbers of both, set by set."""
+        """The moments of the numbers of both, set by set."""
         with np.errstate(all="ignore"):
             return Moments(self.need & other.need, _united(np.stack([self.table, other.table])))
 

@@ -1,5 +1,6 @@
-"""What several ranks recorded of one tensor becomes one message: the parts of a distributed one are put together, and
-what one of several replicas recorded is there for the others.
+"""`Merged`: one journal with its tables; and how what several ranks recorded of one tensor becomes one message of it.
+
+The parts of a distributed tensor are put together. What one of several replicas recorded is there for the others.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Merged:
     wholes : list of Block
         How they are put together.
     problems : list of str
-        What could not be.
+        A sentence for each kind of which some tensors could not be put together.
     origin : (numpy.ndarray of int64, numpy.ndarray of int64) or None
         For each row of `journal`, the number of its part and its row there; None where there is one part, whose rows
         follow each other, and where tensors were put together.

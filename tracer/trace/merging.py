@@ -60,7 +60,7 @@ class Parts:
     lending : list of Part
         Those of other ranks, whose messages may be of the ranks that are looked at, too.
     superseding : list of Part
-        Those of which only counts what their attempts take the place of.
+        Those that are not read: they only say which rows of earlier attempts no longer count.
     problems : list of str
         A sentence for each part that is missing, is of another run, or cannot be read.
     unreadable : dict of int to TraceError
@@ -107,20 +107,19 @@ class Parts:
                 unread.append((name, store, error))
         if len(unread) == 1 and len(opened) + len(broken) == 1:
             raise unread[0][2]
+        foreign = foreign_parts(self.path, found)
+        found = [part for part in found if part.name not in foreign]
         self._tell_apart(found)
         unread.sort(key=lambda one: rank_and_attempt(one[0])[::-1])
         unread = [(name, store, unreadable_part(self.path, name, error)) for name, store, error in unread]
         self.unreadable = {rank_and_attempt(name)[0]: error for name, _, error in reversed(unread)}
         if not self.shown:
             self._refuse_nothing()
-        foreign = foreign_parts(self.path, found)
         self.problems += foreign.values()
-        again = restarted(part for part in found if part.name not in foreign)
+        again = restarted(found)
         # an attempt that was killed before its first message, and that a later one took the place of, is not told of
         empty = [one.name for one in self.shown if not one.header and _in_vain(one.name, one.store, again)]
-        self.shown = [one for one in self.shown if one.name not in foreign and one.name not in empty]
-        self.lending = [one for one in self.lending if one.name not in foreign]
-        self.superseding = [one for one in self.superseding if one.name not in foreign]
+        self.shown = [one for one in self.shown if one.name not in empty]
         self._tell_breaks()
         self.problems += [
             str(error) for name, store, error in unread if store is None or not _in_vain(name, store, again)
@@ -257,7 +256,7 @@ class Joint:
     parts : list of PartSpan
         As far as they were read then.
     others : list of PartSpan
-        Those that only take the place of rows of the others.
+        Those that are not read: they only say which rows of earlier attempts no longer count.
     streams : list of Stream
     shapes : list of tuple of int
     pools : list of Pool
@@ -366,7 +365,7 @@ def _joined(
 
 
 def _united(tables: list[Collection[_T]]) -> tuple[list[_T], list[NDArray[np.int64]]]:
-    """One table of what is in several, and for each of them the numbers that its entries have in it."""
+    """Several tables as one, and for each of them the numbers that its entries have in the one."""
     if len(tables) == 1:
         return list(tables[0]), [np.arange(len(tables[0]))]
     numbers: dict[str, int] = {}
