@@ -222,11 +222,8 @@ class Due:
     def is_now(self, commits: Commits) -> bool:
         """Whether a commit is due."""
         apart = 0 if self.steps is None else abs(self.steps[1] - self.steps[0])
-        return (
-            commits.rows >= self.most_rows
-            or bool(self._suffices(commits, self.bytes, apart))
-            or self.passed >= self.most_seconds
-        )
+        due: bool = self._suffices(commits, self.bytes, apart)
+        return due or commits.rows >= self.most_rows or self.passed >= self.most_seconds
 
     def _suffices(self, commits: Commits, nbytes: Any, apart: Any) -> Any:
         """Whether so many bytes, of steps so far apart, suffice for a commit; of numbers, or element by element.
