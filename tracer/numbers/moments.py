@@ -92,13 +92,8 @@ class Moments:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Moments:
-        """From what `state` gave, or what it gave before there was a centre."""
-        told = state["table"].numpy()
-        table = np.zeros((len(_NAMES), told.shape[1]))
-        table[: len(told)] = told
-        if len(told) < len(_NAMES):
-            _centre(table)
-        return cls(state["need"], table)
+        """From what `state` gave."""
+        return cls(state["need"], state["table"].numpy().copy())
 
 
 def _united(tables: NDArray[np.float64]) -> Table:
@@ -285,6 +280,8 @@ def _of_rows(rows: NDArray[np.float64], need: int, *, wide: bool) -> Table:
     """The table of a float64 array (sets, elements), of at most `ROW` elements each, which is overwritten."""
     table = np.zeros((len(_NAMES), len(rows)))
     table[COUNT] = rows.shape[1]
+    if need & Need.ZEROS:  # before large numbers are scaled down, and small ones beside them become zero
+        table[ZEROS] = rows.shape[1] - _dots((rows != 0).astype(rows.dtype), _ONES[: rows.shape[1]])
     if wide or need & Need.EXTREMES:
         low, high = extremes_of_rows(rows)
         if wide:
@@ -294,8 +291,6 @@ def _of_rows(rows: NDArray[np.float64], need: int, *, wide: bool) -> Table:
                 np.ldexp(rows, shift[:, None], out=rows)
                 low, high = np.ldexp(low, shift), np.ldexp(high, shift)
         table[LOW], table[HIGH] = low + 0.0, high + 0.0
-    if need & Need.ZEROS:
-        table[ZEROS] = rows.shape[1] - _dots((rows != 0).astype(rows.dtype), _ONES[: rows.shape[1]])
     if has(need, Need.NONFINITE):
         wrong = np.flatnonzero(~np.isfinite(_dots(rows, _ONES[: rows.shape[1]])))
         if wrong.size:
