@@ -208,6 +208,8 @@ def test_a_part_of_another_run_is_not_recovered(tmp_path: Path, suffix: str) -> 
         write_part(path, range(5), rank=1, ranks=(0,), run_id="theirs")
     mine = told(path)
     assert len(mine) == 6
+    with pytest.raises(CaptureError, match="has no messages of rank 1; it has 0"):
+        TraceReader(path, ranks=[1])
     report = tracer.verify(path)
     [problem] = report.problems
     assert (problem.check, report.messages, report.damaged) == ("foreign", 6, 0)

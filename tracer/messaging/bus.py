@@ -94,7 +94,7 @@ class MessageBus:
 
     @property
     def receivers(self) -> tuple[Receiver, ...]:
-        """Those who listen, in the order in which they get each message."""
+        """The receivers, in the order in which they get each message."""
         return self._receivers
 
     def register(self, receiver: Receiver) -> None:
@@ -179,18 +179,16 @@ class MessageBus:
             self._publishing = True
             try:
                 self._deliver(message, key)
-                while self._queue:
-                    later = self._queue.popleft()
-                    self._deliver(later, later.key)
+                self._deliver_queued()
             finally:
                 self._publishing = False  # first: what is called may be interrupted
                 self._queue.clear()
 
     def can_publish_many(self, stream: Named) -> bool:
-        """Whether nobody can tell if messages of a stream are published together by `publish_many`, or one by one.
+        """Whether `publish_many` of the messages of a stream has the same effect as to `publish` each.
 
-        So it is if all who want one of them, or an answer to one of them, take many, and none who answers wants the
-        answers of others.
+        It has if all receivers that want the messages, or answers to them, take many, and no receiver that answers
+        wants the answers of others.
         """
         if self.on_error != "raise":  # who fails at a message must not get the next one
             return False
@@ -201,10 +199,10 @@ class MessageBus:
         return not any(one.produces for one in listening) and all(one.can_take_many() for one in (*hearing, *listening))
 
     def publish_many(self, stretch: Stretch, alone: Wants | None = None) -> None:
-        """Deliver many messages, and all answers to them: those together of which `can_publish_many` says so.
+        """Deliver many messages of streams for which `can_publish_many` holds, and all answers to them.
 
-        Those who answer are asked first. Where one of them cannot answer, nobody has heard anything yet: all is
-        published one by one, so that what a message raises comes after the answers to all messages before it.
+        Receivers that answer are asked first. Where one of them cannot answer, no receiver has heard anything yet, and
+        all messages are published one by one: an error that a message raises comes after the answers to those before.
 
         Parameters
         ----------
@@ -285,7 +283,7 @@ class MessageBus:
     def close(self) -> None:
         """Close every receiver, even if closing one fails; then raise the first failure, if any.
 
-        Those that failed before, and no longer listen, are closed too; that they fail at it is no news.
+        Receivers that failed before are closed too; an error of theirs is not raised again.
         """
         first: Exception | None = None
         for receiver, _ in self.failures:
@@ -300,7 +298,7 @@ class MessageBus:
             raise first
 
     def _refuse(self, message: Message) -> None:
-        """Say why this bus does not carry a message, if it does not."""
+        """Raise a `MessageError` if this bus does not carry a message."""
         topic = self._topics.get(message.kind)
         if topic is None:
             raise MessageError(
@@ -362,7 +360,7 @@ class MessageBus:
         return [one for one in self._receivers if one.produces or not one.can_take_many()]
 
     def _answers_to(self, stretch: Stretch) -> list[Stack] | None:
-        """What all who answer say to many messages; None if that must be asked message by message."""
+        """The answers of all receivers that answer; None if these must be asked message by message."""
         answers: list[Stack] = []
         for receiver in self._receivers:
             if receiver.produces and (heard := stretch.wanted(receiver.wants)) is not None:
@@ -379,11 +377,11 @@ class MessageBus:
                 if not {one.kind for one in given} <= set(receiver.produces):
                     return None
                 answers += given
-        # who keeps numbers refuses complex ones
+        # a receiver that keeps numbers refuses complex ones
         return None if any(one.data is not None and one.data.is_complex() for one in answers) else answers
 
     def _hand_out(self, stretch: Stretch) -> None:
-        """Deliver many messages to those who listen, and then what these published meanwhile."""
+        """Deliver many messages to the receivers that only listen, and then what these published meanwhile."""
         for receiver in self._receivers:
             if not receiver.produces and (heard := stretch.wanted(receiver.wants)) is not None:
                 try:
@@ -457,5 +455,5 @@ def _detached(data: Tensor | None) -> Tensor | None:
 
 @cache
 def get_default_bus() -> MessageBus:
-    """One bus per process, for those who want that. Nothing in this project takes it unless it is passed."""
+    """The one default bus of the process. Nothing in this project uses it unless it is passed."""
     return MessageBus("default")

@@ -8,6 +8,7 @@ are such messages, because whoever names a message imports this.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -27,7 +28,7 @@ _KEPT: Final = 64
 """A message that is kept keeps the memory of so many."""
 
 Wants: TypeAlias = "Callable[[str, str | None, str | None, int | None], bool]"
-"""What `Receiver.wants` is."""
+"""The signature of `Receiver.wants`: kind, module, tag and step."""
 
 
 class Source(NamedTuple):
@@ -47,7 +48,7 @@ class Heads:
     Attributes
     ----------
     sources : sequence of Source
-        Those that there are; maybe more than these messages are of.
+        The sources that `source_ids` refer to; some of them may have no message here.
     source_ids : ndarray of int64, (n,)
         Of each message, the index of its source.
     counters : ndarray of int64, (n, 4)
@@ -72,8 +73,8 @@ class Heads:
         present: list[int] = np.flatnonzero(np.bincount(self.source_ids)).tolist()
         return present
 
-    def only(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> Heads:
-        """Those of some messages."""
+    def only(self, chosen: NDArray[np.int64] | slice) -> Heads:
+        """What some of the messages say."""
         return Heads(self.sources, self.source_ids[chosen], self.counters[chosen], self.places[chosen])
 
 
@@ -147,9 +148,8 @@ class Stack:
 
     def sliced(self, begin: int, end: int) -> Stack:
         """The messages from one to before another, without a copy."""
-        heads, rows = self.heads, slice(begin, end)
-        some = Heads(heads.sources, heads.source_ids[rows], heads.counters[rows], heads.places[rows])
-        return Stack(self.kind, some, None if self.data is None else self.data[rows], self.samplings)
+        data = None if self.data is None else self.data[begin:end]
+        return Stack(self.kind, self.heads.only(slice(begin, end)), data, self.samplings)
 
     def of_sources(self, wants: Wants) -> NDArray[np.bool_]:
         """Which messages are of a source that somebody wants, whatever the step."""
@@ -236,12 +236,12 @@ class Stretch:
     def _chosen(self, rows: Iterable[NDArray[np.bool_]]) -> Stretch | None:
         each = zip(self.stacks, rows, strict=True)
         found = [chosen for one, of_one in each if (chosen := one.only(of_one)) is not None]
-        if len(found) == len(self.stacks) and all(map(_same, found, self.stacks)):
+        if len(found) == len(self.stacks) and all(map(operator.is_, found, self.stacks)):
             return self
         return Stretch(found) if found else None
 
     def between(self, others: Stretch) -> Iterator[tuple[Stretch | None, Message | None]]:
-        """What comes before each message of another stretch of the same places, with that message; then the rest."""
+        """Each message of another stretch of the same places, after what comes before it here; then the rest."""
         import numpy as np
 
         places = np.concatenate([one.heads.places for one in others.stacks])[others.order]
@@ -266,10 +266,6 @@ def _rows(data: Tensor, rows: NDArray[np.int64]) -> Tensor:
 
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(data.itemsize, data.dtype)
     return data.view(bits).index_select(0, torch.from_numpy(rows)).view(data.dtype)
-
-
-def _same(one: object, other: object) -> bool:
-    return one is other
 
 
 def gathered(stack: Stack, answers: Iterable[Iterable[Message] | None]) -> list[Stack]:

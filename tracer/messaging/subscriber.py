@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 from tracer.errors import MessageError, did_you_mean
 from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message, MessageBundle, kept_of
@@ -15,6 +15,8 @@ from tracer.messaging.receiver import Receiver, describe
 from tracer.messaging.stacks import Stack, Stretch, gathered, has_own_methods, is_newer
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription, matches_tag
 
+Offered: TypeAlias = Sequence[tuple[str, str | None, str | None]]
+"""Streams that can be had, each by its kind, module and tag; a tag of None means that any tag may still come."""
 _PROBES = "a probe records them: run.probe(name, inputs, every=N), or trace record --probe N"
 
 
@@ -282,9 +284,7 @@ class CallbackSubscriber(Subscriber):
         self.callback(*data, bundle.global_step, bundle.train_step, bundle.epoch, bundle.key)
 
 
-def unmet(
-    receivers: Iterable[Receiver], offered: Sequence[tuple[str, str | None, str | None]], source: str
-) -> list[str]:
+def unmet(receivers: Iterable[Receiver], offered: Offered, source: str) -> list[str]:
     """What the subscribers among `receivers` need and cannot get: one sentence for each of them, or nothing.
 
     A `SynchronizedSubscription` needs all of its kinds, of one module at least; a plain `Subscription` one of them.
@@ -292,8 +292,8 @@ def unmet(
     Parameters
     ----------
     receivers : iterable of Receiver
-    offered : sequence of (kind, module or None, tag or None)
-        The streams that can be had; a tag of None means that any tag may still come.
+    offered : Offered
+        The streams that can be had.
     source : str
         What offers them, for the sentence.
     """
@@ -309,11 +309,7 @@ def unmet(
             absent = [
                 kind
                 for kind in subscription.kinds
-                if kind not in answers
-                and not any(
-                    subscription.stands_for(known) == kind and subscription.wants(known, module, tag, None)
-                    for known, module, tag in offered
-                )
+                if kind not in answers and next(_places(kind, subscription, offered), None) is None
             ]
             needs_all = isinstance(subscription, SynchronizedSubscription)
             if absent and (needs_all or len(absent) == len(subscription.kinds)):
@@ -323,25 +319,19 @@ def unmet(
                     tags = sorted({tag for known, _, tag in offered if known == kind and tag is not None})
                     elsewhere = tags and not any(matches_tag(subscription.tag, tag) for tag in tags)
                     there = f"; there is tag {', '.join(tags)}" if elsewhere else ""
-                    if not of_kind[kind] and not _stand_ins(kind, subscription, offered):
+                    instead = _stand_ins(kind, subscription, offered)
+                    if not of_kind[kind] and not instead:
                         hints[did_you_mean(kind, others | {kept_of(known)[0] for known, _, _ in offered})] = kind
                     elif of_kind[kind] and subscription.modules is not None:
                         hints |= dict.fromkeys(_other_modules(subscription.modules, of_kind[kind]), "")
-                    if elsewhere and not _stand_ins(kind, subscription, offered):
+                    if elsewhere and not instead:
                         hints[_other_tags(receiver, subscription.tag, tags)] = ""
                     else:
                         lost.append((kind, subscription))
                     tag = "" if subscription.tag is None else f" (tag {subscription.tag}{there})"
                     lacking[f"{kind}{tag}{modules}"] = None
             elif needs_all and len(observed := [kind for kind in subscription.kinds if kind not in answers]) > 1:
-                places = [
-                    {
-                        (module, tag)
-                        for known, module, tag in offered
-                        if subscription.stands_for(known) == kind and subscription.wants(known, module, tag, None)
-                    }
-                    for kind in observed
-                ]
+                places = [set(_places(kind, subscription, offered)) for kind in observed]
                 if not set.intersection(*places):
                     lacking[f"{' and '.join(observed)} of one and the same module"] = None
         if lacking:
@@ -370,9 +360,14 @@ def run_again(kinds: Iterable[str], steps: str = "A:B") -> str:
     return f"trace reenact RUN --steps {steps}{named} SCRIPT.py gives a trace of some steps that has it"
 
 
-def _stand_ins(
-    kind: str, subscription: Subscription, offered: Sequence[tuple[str, str | None, str | None]]
-) -> set[str]:
+def _places(kind: str, subscription: Subscription, offered: Offered) -> Iterator[tuple[str | None, str | None]]:
+    """The modules and tags of the streams that a subscription takes as messages of one of its kinds."""
+    for known, module, tag in offered:
+        if subscription.stands_for(known) == kind and subscription.wants(known, module, tag, None):
+            yield module, tag
+
+
+def _stand_ins(kind: str, subscription: Subscription, offered: Offered) -> set[str]:
     """What is there in place of the data that a subscription lacks: hashes or statistics."""
     found = set()
     for known, module, tag in offered:
@@ -382,11 +377,7 @@ def _stand_ins(
     return found
 
 
-def _remedies(
-    receiver: Receiver,
-    lost: Sequence[tuple[str, Subscription]],
-    offered: Sequence[tuple[str, str | None, str | None]],
-) -> Iterator[str]:
+def _remedies(receiver: Receiver, lost: Sequence[tuple[str, Subscription]], offered: Offered) -> Iterator[str]:
     """How what a subscriber lacks can be had, of a run or by another one."""
     again = any(known == "keyframe" for known, _, _ in offered)
     observed = [(kind, subscription) for kind, subscription in lost if kind in KINDS]
@@ -394,7 +385,7 @@ def _remedies(
         yield f"; {run_again(receiver.needs)}"
     elif receiver.same_inputs and any(not matches_tag(one.tag, DEFAULT_TAG) for _, one in observed):
         late = "; trace reenact RUN --probe FILE --every-keyframe SCRIPT.py makes one of this run"
-        yield f"; {_PROBES}" + (late if any(kind == "keyframe" for kind, _, _ in offered) else "")
+        yield f"; {_PROBES}" + (late if again else "")
     for kind in dict.fromkeys(kind for kind, _ in lost if kind not in KINDS and offered):
         base, _, name = kind.rpartition("_")
         if any(base == one or base.startswith(f"{one}_") for one in KINDS):
@@ -424,7 +415,7 @@ def _other_tags(receiver: Receiver, wanted: str | None, tags: Sequence[str]) -> 
     return f"; {name} compares the same inputs at different steps, as {_PROBES}; {name}:tag={tag} compares {other}"
 
 
-def _summary(offered: Sequence[tuple[str, str | None, str | None]]) -> str:
+def _summary(offered: Offered) -> str:
     """The kinds that are there, each with its tags unless that is just the training's; then what stands in for data."""
     tags: dict[str, dict[str, None]] = {}
     held: dict[str, dict[str, None]] = {}

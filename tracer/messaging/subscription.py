@@ -76,7 +76,7 @@ class Subscription:
         self._module_matches: dict[str, bool] = {}
 
     def stands_for(self, kind: str) -> str | None:
-        """The one of `kinds` for which messages of a kind are taken; None if they are not."""
+        """The one of `kinds` as which messages of a kind are taken; None if they are not taken."""
         if kind in self.kinds:
             return kind
         data = kind.removesuffix(STATISTICS_SUFFIX)
@@ -258,7 +258,7 @@ def matches_tag(pattern: str | None, tag: str) -> bool:
 
 
 class Named(Protocol):
-    """What has a kind, a module (None: it is the network's) and a tag, such as a stream of a trace."""
+    """Anything with a kind, a module (None: the network) and a tag, such as a stream of a trace."""
 
     @property
     def kind(self) -> str: ...

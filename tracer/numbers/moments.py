@@ -29,7 +29,7 @@ BLOCK = 64 * ROW
 
 
 class Need:
-    """What to accumulate, as bits; whatever else is asked, each of them comes out the same to the bit."""
+    """What to accumulate, as flags. Each result is the same to the bit, whatever else is asked for with it."""
 
     TOTAL = 1  # the sum
     SQUARES = 2  # the sum of squares
@@ -82,7 +82,7 @@ class Moments:
         return cls(need, table)
 
     def merge(self, other: Moments) -> Moments:
-        """Those of the numbers of both, set by set."""
+        """The moments of the numbers of both, set by set."""
         with np.errstate(all="ignore"):
             return Moments(self.need & other.need, _united(np.stack([self.table, other.table])))
 
@@ -92,13 +92,8 @@ class Moments:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Moments:
-        """From what `state` gave, or what it gave before there was a centre."""
-        told = state["table"].numpy()
-        table = np.zeros((len(_NAMES), told.shape[1]))
-        table[: len(told)] = told
-        if len(told) < len(_NAMES):
-            _centre(table)
-        return cls(state["need"], table)
+        """From what `state` gave."""
+        return cls(state["need"], state["table"].numpy().copy())
 
 
 def _united(tables: NDArray[np.float64]) -> Table:
@@ -285,6 +280,8 @@ def _of_rows(rows: NDArray[np.float64], need: int, *, wide: bool) -> Table:
     """The table of a float64 array (sets, elements), of at most `ROW` elements each, which is overwritten."""
     table = np.zeros((len(_NAMES), len(rows)))
     table[COUNT] = rows.shape[1]
+    if need & Need.ZEROS:  # before large numbers are scaled down, and small ones beside them become zero
+        table[ZEROS] = rows.shape[1] - _dots((rows != 0).astype(rows.dtype), _ONES[: rows.shape[1]])
     if wide or need & Need.EXTREMES:
         low, high = extremes_of_rows(rows)
         if wide:
@@ -294,8 +291,6 @@ def _of_rows(rows: NDArray[np.float64], need: int, *, wide: bool) -> Table:
                 np.ldexp(rows, shift[:, None], out=rows)
                 low, high = np.ldexp(low, shift), np.ldexp(high, shift)
         table[LOW], table[HIGH] = low + 0.0, high + 0.0
-    if need & Need.ZEROS:
-        table[ZEROS] = rows.shape[1] - _dots((rows != 0).astype(rows.dtype), _ONES[: rows.shape[1]])
     if has(need, Need.NONFINITE):
         wrong = np.flatnonzero(~np.isfinite(_dots(rows, _ONES[: rows.shape[1]])))
         if wrong.size:

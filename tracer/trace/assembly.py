@@ -1,22 +1,25 @@
-"""What several ranks recorded of one tensor becomes one message: the parts of a distributed one are put together, and
-what one of several replicas recorded is there for the others.
+"""`Merged`: one journal with its tables; and how what several ranks recorded of one tensor becomes one message of it.
+
+The parts of a distributed tensor are put together. What one of several replicas recorded is there for the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracer.format.journal import Column
 from tracer.format.placement import Placement, cover
-from tracer.format.tables import Stream
+from tracer.format.tables import Pool, Stream
+from tracer.stores.protocols import ReadStore
+from tracer.trace.selection import holders
 
 WHOLE = -2
-"""The pool of a row that stands for a tensor of several parts: its offset says which of `Assembly.blocks` it belongs
+"""The pool of a row that stands for a tensor of several parts: its offset says which of `Merged.wholes` it belongs
 to, and its checksum is the place there."""
 TABLE = 1 << 20
 """Entries of the table of steps and ranks that is looked at in one go."""
@@ -41,40 +44,63 @@ class Block:
     sizes: list[tuple[int, ...]]
 
 
+@final
 @dataclass(frozen=True, slots=True, eq=False)
-class Assembly:
-    """Journals as they are read: `journal`, `streams` and `shapes` refer to each other, `blocks` to `recorded`."""
+class Merged:
+    """One journal, and the tables that it refers to.
+
+    Attributes
+    ----------
+    journal : numpy.ndarray of int64, (messages, columns)
+    streams : list of Stream
+    shapes : list of tuple of int
+    pools : list of Pool
+    stores : list of ReadStore
+        Of each pool.
+    recorded : numpy.ndarray of int64, (rows, columns)
+        The journal before distributed tensors were put together; `wholes` refer to it.
+    wholes : list of Block
+        How they are put together.
+    problems : list of str
+        A sentence for each kind of which some tensors could not be put together.
+    origin : (numpy.ndarray of int64, numpy.ndarray of int64) or None
+        For each row of `journal`, the number of its part and its row there; None where there is one part, whose rows
+        follow each other, and where tensors were put together.
+    """
 
     journal: NDArray[np.int64]
     streams: list[Stream]
     shapes: list[tuple[int, ...]]
+    pools: list[Pool]
+    stores: list[ReadStore]
     recorded: NDArray[np.int64]
-    blocks: list[Block]
-    problems: list[str]
+    wholes: list[Block] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    origin: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+
+    @property
+    def rank(self) -> NDArray[np.int64]:
+        """The rank that each row of `journal` is of."""
+        ranks = np.array([stream.rank for stream in self.streams] or [0], np.int64)
+        found: NDArray[np.int64] = ranks[self.journal[:, Column.STREAM]]
+        return found
 
 
-def assembled(
-    journal: NDArray[np.int64],
-    streams: Sequence[Stream],
-    shapes: Sequence[tuple[int, ...]],
-    only: Collection[int] | None,
-) -> Assembly:
+def assembled(recorded: Merged, only: Collection[int] | None) -> Merged:
     """Put the parts of distributed tensors together, as far as they are there.
 
     Parameters
     ----------
-    journal : numpy.ndarray of int64, (rows, columns)
-        Of all ranks, in order.
-    streams : sequence of Stream
-    shapes : sequence of tuple of int
+    recorded : Merged
+        The journal of all ranks, in order.
     only : collection of int, optional
         The ranks that are looked at. What they hold as others do is theirs, too, whoever recorded it.
     """
-    work = _Work(journal, streams, shapes, only)
+    work = _Work(recorded, only)
     for family in work.families():
         work.put_together(family)
     work.borrow()
-    return work.result()
+    return work.result(recorded)
 
 
 def _rest(stream: Stream) -> dict[str, Any]:
@@ -89,18 +115,12 @@ class _Work:
     ranks recorded for them.
     """
 
-    def __init__(
-        self,
-        journal: NDArray[np.int64],
-        streams: Sequence[Stream],
-        shapes: Sequence[tuple[int, ...]],
-        only: Collection[int] | None,
-    ) -> None:
+    def __init__(self, merged: Merged, only: Collection[int] | None) -> None:
+        journal, streams = merged.journal, merged.streams
         self.recorded, self.journal = journal, journal.copy()
-        self.streams, self.shapes = list(streams), list(shapes)
+        self.streams, self.shapes = list(streams), list(merged.shapes)
         self.only = None if only is None else frozenset(only)
-        ranks = np.array([stream.rank for stream in streams] or [0], np.int64)
-        self.rank = ranks[journal[:, Column.STREAM]]  # the rank of each row
+        self.rank = merged.rank
         self.there = np.ones(len(journal), bool) if only is None else np.isin(self.rank, list(only))
         self.own = self.there.copy()
         self.borrowed = np.zeros(len(journal), bool)
@@ -186,9 +206,9 @@ class _Work:
         mine = np.where(self.own[table], table, never).min(axis=1)
         borrowed = mine == never
         first = np.where(borrowed, table.min(axis=1), mine)
-        holders = {rank for number in family for rank in self._holders(self.streams[number])}
+        ranks = {rank for number in family for rank in holders(self.streams[number])}
         if borrowed.any():
-            theirs = holders & (self.only or frozenset())
+            theirs = ranks & (self.only or frozenset())
             if not theirs:
                 first, table, borrowed = first[~borrowed], table[~borrowed], borrowed[~borrowed]
             else:
@@ -203,7 +223,7 @@ class _Work:
         numbers = {}
         for rank in np.unique(self.rank[first]).tolist():
             numbers[rank] = len(self.streams)
-            self.streams.append(self._whole(self.streams[family[0]], rank, holders))
+            self.streams.append(self._whole(self.streams[family[0]], rank, ranks))
         self.journal[first, Column.STREAM] = [numbers[rank] for rank in self.rank[first].tolist()]
         self.journal[first, Column.POOL] = WHOLE
         self.journal[first, Column.OFFSET] = len(self.blocks)
@@ -216,15 +236,11 @@ class _Work:
         self.blocks.append(Block(parts, [boxes[one][0] for one in needed], [boxes[one][1] for one in needed]))
 
     @staticmethod
-    def _holders(stream: Stream) -> tuple[int, ...]:
-        return (stream.rank, *(() if stream.placement is None else stream.placement.replicas))
-
-    @staticmethod
-    def _whole(stream: Stream, rank: int, holders: Collection[int]) -> Stream:
-        """The stream of a whole tensor, or of a replica of it, as a rank has it."""
-        ranks = sorted(holders)
-        sampling = {"placement": {"replicas": ranks}, **_rest(stream)}
-        return stream._replace(rank=rank, sampling=sampling, placement=Placement(tuple(ranks)))
+    def _whole(stream: Stream, rank: int, ranks: Collection[int]) -> Stream:
+        """The stream of a whole tensor that some ranks hold, or of a replica of it, as one rank has it."""
+        replicas = sorted(ranks)
+        sampling = {"placement": {"replicas": replicas}, **_rest(stream)}
+        return stream._replace(rank=rank, sampling=sampling, placement=Placement(tuple(replicas)))
 
     def borrow(self) -> None:
         """Give the ranks that are looked at what another recorded for them."""
@@ -241,10 +257,10 @@ class _Work:
                 self.there[rows] = self.borrowed[rows] = True
                 self.rank[rows] = min(theirs)
                 self.journal[rows, Column.STREAM] = len(self.streams)
-                self.streams.append(self._whole(one, min(theirs), self._holders(one)))
+                self.streams.append(self._whole(one, min(theirs), holders(one)))
 
-    def result(self) -> Assembly:
-        """The rows that are read, borrowed ones where a rank would have recorded them."""
+    def result(self, merged: Merged) -> Merged:
+        """The same as it is read, with borrowed rows where a rank would have recorded them."""
         rows = np.flatnonzero(self.there)
         if self.borrowed.any():
             clock = self.recorded[rows, Column.GLOBAL_STEP].copy()
@@ -273,4 +289,13 @@ class _Work:
         for parts, number in self.wholes:
             recorded[parts, Column.STREAM] = numbers[number]
         streams = [one for one, keep in zip(self.streams, kept.tolist(), strict=True) if keep]
-        return Assembly(journal, streams, self.shapes, recorded, self.blocks, problems)
+        return replace(
+            merged,
+            journal=journal,
+            streams=streams,
+            shapes=self.shapes,
+            recorded=recorded,
+            wholes=self.blocks,
+            problems=problems,
+            origin=None,
+        )

@@ -86,6 +86,11 @@ def expected_ranks(header: Mapping[str, Any]) -> list[int]:
     return sorted({*ranks})
 
 
+def listed(ranks: Iterable[int]) -> str:
+    """Ranks or attempts in a sentence."""
+    return ", ".join(map(str, sorted(ranks)))
+
+
 def unreadable_part(path: Location, name: str, error: TraceError) -> TraceError:
     """Why a part that is there cannot be read, as an error that says whose it is."""
     rank, attempt = rank_and_attempt(name)
@@ -107,20 +112,20 @@ def missing(path: Location, names: Collection[str], headers: Iterable[Mapping[st
         return []
     told = []
     if expected - ranks:
-        listed = ", ".join(map(str, sorted(expected - ranks)))
-        told.append(f"{path} has nothing of rank {listed}, of the {len(expected)} ranks that were recorded")
+        gone = listed(expected - ranks)
+        told.append(f"{path} has nothing of rank {gone}, of the {len(expected)} ranks that were recorded")
     # attempts are numbered one after the other, so a number that is missing is an attempt that is gone
-    gone = sorted(set(range(max(attempts, default=0))) - attempts)
+    gone = listed(set(range(max(attempts, default=0))) - attempts)
     if gone:
-        told.append(f"{path} has nothing of attempt {', '.join(map(str, gone))}, and goes on with later ones")
+        told.append(f"{path} has nothing of attempt {gone}, and goes on with later ones")
     began = {number: first_step(one, number) for one in headers if type(number := one.get("attempt", 0)) is int}
     for attempt in sorted(attempts & began.keys()):
         if any(began[later] <= began[attempt] for later in began if later > attempt):
             continue  # a later attempt began at the same step or before, so no message of this one counts
         of_it = {rank for one in headers if one.get("attempt", 0) == attempt for rank in expected_ranks(one)}
-        gone = sorted(rank for rank in of_it & ranks if (rank, attempt) not in there)
+        gone = listed(rank for rank in of_it & ranks if (rank, attempt) not in there)
         if gone:
-            told.append(f"{path} has nothing of rank {', '.join(map(str, gone))} in attempt {attempt}")
+            told.append(f"{path} has nothing of rank {gone} in attempt {attempt}")
     return told
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.format.encodings import ENCODINGS, readable
+from tracer.format.encodings import ENCODINGS, decode, readable
 from tracer.format.journal import COUNTERS, Column
 from tracer.memory import SMALLEST, Memory
 from tracer.messaging.messages import Message, checked
@@ -124,7 +124,7 @@ class Blocks:
         for (kind, dtype, _), found in parts.items():
             places, data = _together(found)
             heads = Heads(self._sources, fields[places, 0], fields[places, 1:], places)
-            tensor = None if data is None else _tensor(data, dtype)
+            tensor = None if data is None else decode(data, dtype, data.shape)
             stacks.append(Stack(self._kind_names[kind], heads, tensor, self._samplings))
         return Stretch(stacks)
 
@@ -278,21 +278,13 @@ def _together(
     if len(found) > 1:
         places = np.concatenate([one for one, _ in found])
         data = np.concatenate([one for _, one in found if one is not None])
-    if (places[1:] < places[:-1]).any():
-        order = np.argsort(places)
-        places, data = places[order], None if data is None else data[order]
-    return places, data
+    order = _order(places)
+    return places[order], None if data is None else data[order]
 
 
-def _tensor(data: NDArray[Any], dtype: str) -> Tensor:
-    """The messages of a group in one tensor."""
-    import torch
-
-    encoding = ENCODINGS[dtype]
-    if not data.size:
-        return torch.empty(data.shape, dtype=encoding.dtype, device="cpu")
-    tensor = torch.from_numpy(data)
-    return tensor if encoding.bits is None else tensor.view(encoding.dtype)
+def _order(places: NDArray[np.int64]) -> NDArray[np.int64] | slice:
+    """Which of some places is the first, the second, and so on; all as they are if they ascend."""
+    return np.argsort(places) if (places[1:] < places[:-1]).any() else slice(None)
 
 
 def _in_order(groups: list[Group], count: int) -> tuple[list[int], list[Iterator[Tensor | None]]]:
@@ -304,23 +296,17 @@ def _in_order(groups: list[Group], count: int) -> tuple[list[int], list[Iterator
     owners = np.full(count, len(groups), np.int64)
     tensors: list[Iterator[Tensor | None]] = []
     for number, group in enumerate(groups):
-        places = group.places
-        owners[places] = number
-        if (places[1:] < places[:-1]).any():
-            order = np.argsort(places)
-            group = Group(places[order], group.data[order], group.dtype, group.whole_nbytes)
-        tensors.append(_tensors(group))
+        owners[group.places] = number
+        order = _order(group.places)
+        tensors.append(_tensors(Group(group.places[order], group.data[order], group.dtype, group.whole_nbytes)))
     tensors.append(itertools.repeat(None))
     return owners.tolist(), tensors
 
 
 def _ascending(group: Group) -> Together:
     """The data of a group, in the order of its messages."""
-    places, data = group.places, group.data
-    if len(places) > 1 and (places[1:] < places[:-1]).any():
-        order = np.argsort(places)
-        places, data = places[order], data[order]
-    return Together(places, data, group.dtype)
+    order = _order(group.places)
+    return Together(group.places[order], group.data[order], group.dtype)
 
 
 def _only_tensor(group: Group) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
@@ -48,11 +47,6 @@ class Together:
     places: NDArray[np.int64]
     data: NDArray[Any]
     dtype: str
-
-    @property
-    def item_nbytes(self) -> int:
-        """Bytes of the data of a message."""
-        return math.prod(self.data.shape[1:]) * self.data.itemsize
 
 
 @final
@@ -108,7 +102,7 @@ class Columns:
         """Bytes of the data of each message."""
         found = np.zeros(len(self), np.int64)
         for one in self.data:
-            found[one.places] = one.item_nbytes
+            found[one.places] = one.data[:1].nbytes
         return found
 
 
@@ -121,15 +115,9 @@ class ColumnPacking:
     commits : Commits
     pools : Pools
     due : Due
-
-    Attributes
-    ----------
-    bytes : int
-        Bytes of data that were written.
     """
 
     def __init__(self, commits: Commits, pools: Pools, due: Due) -> None:
-        self.bytes = 0
         self._commits = commits
         self._store = commits.store
         self._pools = pools
@@ -147,7 +135,7 @@ class ColumnPacking:
         self._write(columns.part(begin, begin + count))
         nbytes = int(sizes[:count].sum())
         self._due.add(nbytes, int(steps[0]), int(steps[count - 1]))
-        self.bytes += nbytes
+        self._commits.bytes += nbytes
         return begin + count
 
     def _write(self, columns: Columns) -> None:

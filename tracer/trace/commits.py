@@ -44,6 +44,8 @@ class Commits:
         The declarations that wait.
     rows, committed : int
         Rows of the journal that wait, and that are safe.
+    bytes : int
+        Bytes of the data of all messages that were written.
     failed : BaseException or None
         Why nothing more is written.
     last_notes : callable
@@ -56,6 +58,7 @@ class Commits:
         self.lines: list[bytes] = []
         self.rows = 0
         self.committed = 0
+        self.bytes = 0
         self.failed: BaseException | None = None
         self.last_notes: Callable[[], Iterable[Mapping[str, Any]]] = tuple
         self._declarations = declarations_name(part)
@@ -212,35 +215,25 @@ class Due:
         """
         together = self.bytes + np.cumsum(nbytes)
         first = int(steps[0]) if self.steps is None else self.steps[0]
-        due = together >= self.most_bytes
-        if self.most_steps is not None:
-            due |= np.abs(steps - first) >= self.most_steps
-        if not commits.committed:
-            due |= (together >= FIRST_BYTES) & (np.asarray(steps != first) | (not commits.store.seals))
+        due = self._suffices(commits, together, np.abs(steps - first))
         count = int(due.argmax()) + 1 if due.any() else len(nbytes)
         return min(count, self.most_rows - commits.rows)
 
     def is_now(self, commits: Commits) -> bool:
         """Whether a commit is due."""
-        return (
-            commits.rows >= self.most_rows
-            or self.bytes >= self.most_bytes
-            or (
-                self.most_steps is not None
-                and self.steps is not None
-                and abs(self.steps[1] - self.steps[0]) >= self.most_steps
-            )
-            or self._first_is_due(commits)
-            or self.passed >= self.most_seconds
-        )
+        apart = 0 if self.steps is None else abs(self.steps[1] - self.steps[0])
+        due: bool = self._suffices(commits, self.bytes, apart)
+        return due or commits.rows >= self.most_rows or self.passed >= self.most_seconds
 
-    def _first_is_due(self, commits: Commits) -> bool:
-        """Whether nothing is safe yet, though enough is there.
+    def _suffices(self, commits: Commits, nbytes: Any, apart: Any) -> Any:
+        """Whether so many bytes, of steps so far apart, suffice for a commit; of numbers, or element by element.
 
-        A store that seals waits for the first step to be over, because most streams are seen in it for the first time.
+        While nothing is safe, `FIRST_BYTES` suffice; but a store that seals waits for the first step to be over,
+        because most streams are seen in it for the first time.
         """
-        return (
-            not commits.committed
-            and self.bytes >= FIRST_BYTES
-            and (not commits.store.seals or (self.steps is not None and self.steps[0] != self.steps[1]))
-        )
+        due = nbytes >= self.most_bytes
+        if self.most_steps is not None:
+            due = due | (apart >= self.most_steps)
+        if not commits.committed:
+            due = due | ((nbytes >= FIRST_BYTES) & ((apart > 0) | (not commits.store.seals)))
+        return due

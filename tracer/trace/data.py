@@ -23,8 +23,7 @@ from tracer.memory import SMALLEST, Memory
 from tracer.stores.disk.mapped import MappedFiles
 from tracer.stores.locations import Location
 from tracer.stores.protocols import Place, ReadStore
-from tracer.trace.assembly import WHOLE
-from tracer.trace.merging import Merged
+from tracer.trace.assembly import WHOLE, Merged
 from tracer.trace.streams import stream_name
 
 TOGETHER: Final = 4
@@ -69,7 +68,6 @@ class _Range(NamedTuple):
     name: str
     low: int
     high: int
-    row_size: int
     nbytes: int
     places: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -234,7 +232,7 @@ class Data:
             part = slice(begin, end)
             nbytes = (high - low) * row_size * item
             starts = offsets[part] - low * row_size
-            yield _Range(store, name, low, high, row_size, nbytes, places[part], starts, counts[part])
+            yield _Range(store, name, low, high, nbytes, places[part], starts, counts[part])
 
     def _read_range(self, rows: NDArray[np.int64], one: _Range, memory: Memory | None) -> list[Group]:
         """The messages in a part of a pool."""
@@ -244,12 +242,12 @@ class Data:
         own = bool((rows[one.places, Column.CRC32C] != NONE).all())
         whole = one.store.read(one.name, one.low, one.high, out, verify=not own).reshape(-1)
         try:
-            return list(self._group(rows, one.places, one.starts, one.counts, whole))
+            return list(self._group(rows, one, whole))
         except TraceCorruptError:
             if not own:
                 raise
         whole = one.store.read(one.name, one.low, one.high, out).reshape(-1)
-        return list(self._group(rows, one.places, one.starts, one.counts, whole))
+        return list(self._group(rows, one, whole))
 
     def _read_apart(self, rows: list[list[int]], memory: Memory, files: MappedFiles | None) -> list[Group]:
         """The data of a few messages, each mapped or in memory of its own, with as few steps as possible between two.
@@ -320,15 +318,9 @@ class Data:
                 return Group(at, data, dtype, nbytes, row)
         raise self._damaged(row)
 
-    def _group(
-        self,
-        rows: NDArray[np.int64],
-        places: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        whole: NDArray[Any],
-    ) -> Iterator[Group]:
-        """Group messages that lie in one array, by dtype and shape, and verify their checksums."""
+    def _group(self, rows: NDArray[np.int64], one: _Range, whole: NDArray[Any]) -> Iterator[Group]:
+        """Group the messages in a part of a pool by dtype and shape, and verify their checksums."""
+        places, starts, counts = one.places, one.starts, one.counts
         if len(places) == 1:
             first = int(starts[0])
             yield self._verified(rows, places, whole[first : first + int(counts[0])], whole.nbytes)

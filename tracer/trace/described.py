@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, final
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceError
 from tracer.format.journal import Column
-from tracer.format.summaries import Fact, summarized
+from tracer.format.summaries import Fact, Summary, summarized
 from tracer.format.tables import Stream
 from tracer.format.version import FORMAT
 from tracer.memory import collector_waits
@@ -53,10 +53,7 @@ class Reading:
     @cached_property
     def rank(self) -> NDArray[np.int64]:
         """The rank that each row is of."""
-        read = self.data.merged
-        ranks = np.array([stream.rank for stream in read.streams] or [0], np.int64)
-        found: NDArray[np.int64] = ranks[read.journal[:, Column.STREAM]]
-        return found
+        return self.data.merged.rank
 
     def after(self, count: int) -> Position:
         """As `TraceReader.after`."""
@@ -188,12 +185,20 @@ class Described:
 
     @collector_waits()
     def _described(self) -> list[StreamInfo]:
-        if self._tables.assembles:
-            read = self._rows().data.merged
-            streams, shapes, total = read.streams, read.shapes, summarized(read.journal, 0, checksum=False)
-        else:
-            streams, shapes, total = self._tables.streams, self._tables.shapes, self._tables.total(self._parts.only)
-        return described(streams, shapes, total, itemsizes(streams))
+        shapes = self._rows().data.merged.shapes if self._tables.assembles else self._tables.shapes
+        return described(self._streams, shapes, self._total(), itemsizes(self._streams))
+
+    def _total(self, without: Collection[int] = ()) -> Summary:
+        """The summary of all messages, or of those `without` training in some steps."""
+        if not self._tables.assembles:
+            return self._tables.total(self._parts.only, without)
+        journal = self.journal
+        if without:
+            training = [number for number, one in enumerate(self._streams) if one.tag == DEFAULT_TAG]
+            left_out = np.isin(journal[:, Column.GLOBAL_STEP], list(without))
+            left_out &= np.isin(journal[:, Column.STREAM], training)
+            journal = journal[~left_out]
+        return summarized(journal, 0, checksum=False)
 
     @property
     def info(self) -> dict[str, Any]:
@@ -227,14 +232,7 @@ class Described:
     def _trained(self) -> tuple[list[int] | None, list[int] | None]:
         """The first and the last global step and epoch, but for training that no step of an optimizer followed."""
         steps = [note["unended"].get("global_step") for note in self.notes if isinstance(note.get("unended"), Mapping)]
-        unended = [one for one in steps if type(one) is int]
-        if self._tables.assembles:
-            streams, journal = self._streams, self.journal
-            training = [number for number, one in enumerate(streams) if one.tag == DEFAULT_TAG]
-            late = np.isin(journal[:, Column.GLOBAL_STEP], unended) & np.isin(journal[:, Column.STREAM], training)
-            facts = summarized(journal[~late], 0, checksum=False).facts
-        else:
-            facts = self._tables.total(self._parts.only, without=unended).facts
+        facts = self._total(without=[one for one in steps if type(one) is int]).facts
         if not len(facts):
             return None, None
         return (

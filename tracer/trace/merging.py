@@ -7,7 +7,7 @@ attempts follow each other, and the steps that a later one trained again are tho
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar, final
 
@@ -22,12 +22,13 @@ from tracer.format.tables import Pool, Stream
 from tracer.stores.locations import Location, part_in
 from tracer.stores.opening import open_parts
 from tracer.stores.protocols import ReadStore
-from tracer.trace.assembly import Block, assembled
+from tracer.trace.assembly import Merged, assembled
 from tracer.trace.attempts import (
     Counting,
     counting,
     foreign_parts,
     in_order,
+    listed,
     missing,
     restarted,
     unreadable_part,
@@ -59,7 +60,7 @@ class Parts:
     lending : list of Part
         Those of other ranks, whose messages may be of the ranks that are looked at, too.
     superseding : list of Part
-        Those of which only counts what their attempts take the place of.
+        Those that are not read: they only say which rows of earlier attempts no longer count.
     problems : list of str
         A sentence for each part that is missing, is of another run, or cannot be read.
     unreadable : dict of int to TraceError
@@ -106,20 +107,19 @@ class Parts:
                 unread.append((name, store, error))
         if len(unread) == 1 and len(opened) + len(broken) == 1:
             raise unread[0][2]
+        foreign = foreign_parts(self.path, found)
+        found = [part for part in found if part.name not in foreign]
         self._tell_apart(found)
         unread.sort(key=lambda one: rank_and_attempt(one[0])[::-1])
         unread = [(name, store, unreadable_part(self.path, name, error)) for name, store, error in unread]
         self.unreadable = {rank_and_attempt(name)[0]: error for name, _, error in reversed(unread)}
         if not self.shown:
             self._refuse_nothing()
-        foreign = foreign_parts(self.path, found)
         self.problems += foreign.values()
-        again = restarted(part for part in found if part.name not in foreign)
+        again = restarted(found)
         # an attempt that was killed before its first message, and that a later one took the place of, is not told of
         empty = [one.name for one in self.shown if not one.header and _in_vain(one.name, one.store, again)]
-        self.shown = [one for one in self.shown if one.name not in foreign and one.name not in empty]
-        self.lending = [one for one in self.lending if one.name not in foreign]
-        self.superseding = [one for one in self.superseding if one.name not in foreign]
+        self.shown = [one for one in self.shown if one.name not in empty]
         self._tell_breaks()
         self.problems += [
             str(error) for name, store, error in unread if store is None or not _in_vain(name, store, again)
@@ -155,17 +155,17 @@ class Parts:
 
     def of_rank(self, rank: int, assemble: bool) -> Parts:
         """The same parts as a reader of one rank sees them, with the same open files."""
-        one = Parts(self.path, {rank}, assemble, self.stores, problems=self.problems, unreadable=self.unreadable)
-        one._tell_apart(self.all)
-        return one
+        return self._seen({rank}, assemble, self.all)
 
     def until(self, attempt: int) -> Parts:
         """The same parts, with the same open files, without those of later attempts."""
-        one = Parts(
-            self.path, self.only, self.assemble, self.stores, problems=self.problems, unreadable=self.unreadable
-        )
-        one._tell_apart(part for part in self.all if part.attempt <= attempt)
-        return one
+        return self._seen(self.only, self.assemble, [part for part in self.all if part.attempt <= attempt])
+
+    def _seen(self, only: set[int] | None, assemble: bool, parts: list[Part]) -> Parts:
+        """Some of the parts, with the same open files, as another reader sees them."""
+        seen = Parts(self.path, only, assemble, self.stores, problems=self.problems, unreadable=self.unreadable)
+        seen._tell_apart(parts)
+        return seen
 
     @property
     def all(self) -> list[Part]:
@@ -256,7 +256,7 @@ class Joint:
     parts : list of PartSpan
         As far as they were read then.
     others : list of PartSpan
-        Those that only take the place of rows of the others.
+        Those that are not read: they only say which rows of earlier attempts no longer count.
     streams : list of Stream
     shapes : list of tuple of int
     pools : list of Pool
@@ -331,59 +331,19 @@ def joint(parts: Parts) -> Joint:
     )
 
 
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class Merged:
-    """One journal, and the tables that it refers to.
-
-    Attributes
-    ----------
-    journal : numpy.ndarray of int64, (messages, columns)
-    streams : list of Stream
-    shapes : list of tuple of int
-    pools : list of Pool
-    stores : list of ReadStore
-        Of each pool.
-    recorded : numpy.ndarray of int64, (rows, columns)
-        The journal before distributed tensors were put together; `wholes` refer to it.
-    wholes : list of Block
-        How they are put together.
-    problems : list of str
-        What could not be.
-    origin : (numpy.ndarray of int64, numpy.ndarray of int64) or None
-        For each row of `journal`, the number of its part and its row there; None where there is one part, whose rows
-        follow each other, and where tensors were put together.
-    """
-
-    journal: NDArray[np.int64]
-    streams: list[Stream]
-    shapes: list[tuple[int, ...]]
-    pools: list[Pool]
-    stores: list[ReadStore]
-    recorded: NDArray[np.int64]
-    wholes: list[Block] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    origin: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
-
-
 def merged(parts: Parts, tables: Joint, spans: Sequence[PartSpan]) -> Merged:
     """Make one journal of some rows of the parts."""
     journal, origin = _joined(tables, spans)
-    streams, shapes, pools, stores = tables.streams, tables.shapes, tables.pools, tables.stores
+    whole = Merged(journal, tables.streams, tables.shapes, tables.pools, tables.stores, journal, origin=origin)
     if tables.assembles:
-        found = assembled(journal, streams, shapes, parts.only)
-        problems = found.problems if parts.status != "recording" else []
-        journal, streams, shapes = found.journal, found.streams, found.shapes
-        return Merged(journal, streams, shapes, pools, stores, found.recorded, found.blocks, problems)
-    recorded = journal
-    if parts.only is not None and not parts.only.issuperset(stream.rank for stream in streams):
-        ranks = np.array([stream.rank for stream in streams], np.int64)
-        shown = np.flatnonzero(np.isin(ranks[journal[:, Column.STREAM]], list(parts.only)))
-        journal = journal[shown]
-        if origin is None:
-            origin = np.zeros(len(recorded), np.int64), np.arange(spans[0].start, spans[0].stop)
-        origin = origin[0][shown], origin[1][shown]
-    return Merged(journal, streams, shapes, pools, stores, recorded, origin=origin)
+        found = assembled(whole, parts.only)
+        return replace(found, problems=[]) if parts.status == "recording" else found
+    if parts.only is None or parts.only.issuperset(stream.rank for stream in tables.streams):
+        return whole
+    shown = np.flatnonzero(np.isin(whole.rank, list(parts.only)))
+    if origin is None:
+        origin = np.zeros(len(journal), np.int64), np.arange(spans[0].start, spans[0].stop)
+    return replace(whole, journal=journal[shown], origin=(origin[0][shown], origin[1][shown]))
 
 
 def _joined(
@@ -405,7 +365,7 @@ def _joined(
 
 
 def _united(tables: list[Collection[_T]]) -> tuple[list[_T], list[NDArray[np.int64]]]:
-    """One table of what is in several, and for each of them the numbers that its entries have in it."""
+    """Several tables as one, and for each of them the numbers that its entries have in the one."""
     if len(tables) == 1:
         return list(tables[0]), [np.arange(len(tables[0]))]
     numbers: dict[str, int] = {}
@@ -430,8 +390,3 @@ def _in_vain(name: str, store: ReadStore, again: Mapping[int, int]) -> bool:
     """Whether nothing is in a part, and nothing that could be would count; `again` is what `restarted` says."""
     where = part_of(name)
     return where is not None and where[1] < again.get(where[0], 0) and is_empty(store, name)
-
-
-def listed(ranks: Iterable[int]) -> str:
-    """Ranks in a sentence."""
-    return ", ".join(map(str, sorted(ranks)))

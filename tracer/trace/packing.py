@@ -46,8 +46,6 @@ class Packing:
         self._store = commits.store
         self._pools = pools
         self._due = due
-        self.bytes = 0
-        """Bytes of data that were written."""
         # For each run of a batch, which is messages that are written together: what the journal says of all of them,
         # where the first one begins, and the checksum of each.
         self._entries = [(NONE, 0, NONE, 0)]
@@ -78,7 +76,7 @@ class Packing:
                 self._enter(flat)
                 if flat:
                     due.add(self._nbytes, flat[3], flat[3 - _FIELDS])
-                self.bytes += self._nbytes
+                commits.bytes += self._nbytes
             self._waiting.clear()
             del self._entries[1:], self._offsets[1:], self._checksums[1:]
         return len(flat) == _FIELDS * most or self._nbytes >= limit

@@ -117,29 +117,28 @@ class Part:
 
         return evaluated(pieces(), step)
 
-    def refresh(self) -> bool:
-        """Read what was committed since the last time; whether there was anything.
+    def refresh(self) -> None:
+        """Read what was committed since the last time.
 
         Raises
         ------
         TraceCorruptError
             If it is damaged.
         """
-        if self.tables.ending:
-            return False
-        self.store.refresh()
-        return self._read()
+        if not self.tables.ending:
+            self.store.refresh()
+            self._read()
 
     @collector_waits()
-    def _read(self) -> bool:
+    def _read(self) -> None:
         try:
-            return self._read_all()
+            self._read_all()
         except TraceUnreadableError:
             raise
         except TraceCorruptError as error:
-            return self._read_to_the_break(error)
+            self._read_to_the_break(error)
 
-    def _read_to_the_break(self, error: TraceCorruptError) -> bool:
+    def _read_to_the_break(self, error: TraceCorruptError) -> None:
         """Read what is whole of a part whose end the disk never had, because its machine lost power.
 
         Raises `error` while its writer lives, and for a part that says how its run ended.
@@ -153,7 +152,7 @@ class Part:
         self._declared += nbytes
         self._checksum = checksum
         self._declare_all(lines)
-        known, start = self.rows.length, self.rows.proven()
+        start = self.rows.proven()
         rows = rows_to_the_break(self.store, self.name, start, error)
         beyond = self.tables.beyond(rows)
         rows = rows[: int(beyond.argmax())] if beyond.any() else rows
@@ -162,9 +161,8 @@ class Part:
             f"{self.path}: the end of {self.name} is missing or damaged, from row {self.rows.length} of the journal "
             f"on: {str(error).removeprefix(f'{self.path}: ')}"
         )
-        return self.rows.length > known or bool(lines)
 
-    def _read_all(self) -> bool:
+    def _read_all(self) -> None:
         # the journal's length first: what its rows refer to was committed before them
         length = self.rows.committed()
         lines = self._new_lines()
@@ -183,7 +181,6 @@ class Part:
             raise TraceCorruptError(
                 f"{self.path}: the run ended with {ended_with} messages, and the journal has {self.rows.length} rows"
             )
-        return bool(len(rows) or lines)
 
     def _without_late_rows(self, start: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows of a library that may write the end of the journal before the rows, and those before declarations.

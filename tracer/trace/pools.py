@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 from tracer.format.declarations import declaration
@@ -31,16 +32,14 @@ _STACKED: Final = frozenset(
 
 
 @final
+@dataclass(slots=True, eq=False)
 class OpenPool:
     """An array that messages go to."""
 
-    __slots__ = ("id", "name", "row")
-
-    def __init__(self, number: int, name: str, row: tuple[int, ...]) -> None:
-        self.id = number
-        self.name = name
-        # shape of one row of an own pool, () for a shared one
-        self.row = row
+    id: int
+    name: str
+    # shape of one row of an own pool, () for a shared one
+    row: tuple[int, ...]
 
 
 @final
@@ -61,23 +60,21 @@ class Place:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class OpenStream:
     """What is known of a stream after its first message."""
 
-    __slots__ = ("encoding", "fresh", "id", "own", "packs", "place", "sampling", "shape", "shared")
-
-    def __init__(self, number: int, encoding: Encoding | None, sampling: Mapping[str, Any] | None) -> None:
-        self.id = number
-        self.encoding = encoding
-        self.sampling = sampling
-        # True until the first message, which decides whether the stream has a pool of its own
-        self.fresh = True
-        self.own: OpenPool | None = None
-        self.shared: OpenPool | None = None
-        # those of the last message, kept because most streams have one shape only
-        self.shape: tuple[int, ...] | None = None
-        self.place: Place | None = None
-        self.packs = False
+    id: int
+    encoding: Encoding | None
+    sampling: Mapping[str, Any] | None
+    # True until the first message, which decides whether the stream has a pool of its own
+    fresh: bool = True
+    own: OpenPool | None = None
+    shared: OpenPool | None = None
+    # those of the last message, kept because most streams have one shape only
+    shape: tuple[int, ...] | None = None
+    place: Place | None = None
+    packs: bool = False
 
 
 @final

@@ -16,10 +16,11 @@ from tracer.format.journal import COLUMNS, Column
 from tracer.messaging.messages import DEFAULT_TAG, Message
 from tracer.messaging.stacks import Stretch
 from tracer.stores.locations import Anywhere, location
+from tracer.trace.attempts import listed
 from tracer.trace.columns import Columns
 from tracer.trace.described import Described, Position
 from tracer.trace.fingerprint import Fingerprint
-from tracer.trace.merging import Parts, listed
+from tracer.trace.merging import Parts
 from tracer.trace.selection import Selection, Steps
 from tracer.trace.spans import PartSpan, ahead, clock_before
 from tracer.trace.streams import Batch, called
@@ -227,8 +228,8 @@ class TraceReader(Described):
 
     def _view(self, parts: Parts) -> TraceReader:
         """Another reader of the same open files."""
-        view = object.__new__(TraceReader)
-        view.path, view._verify, view._parts = self.path, self._verify, parts
+        view = copy(self)
+        view._parts = parts
         view._merge()
         return view
 
@@ -260,9 +261,6 @@ class TraceReader(Described):
                 )
             mask &= where
         return np.flatnonzero(mask)
-
-    def _select(self, selection: Selection, among: set[int] | None) -> NDArray[np.int64]:
-        return np.flatnonzero(selection.rows(self.journal, self._streams, among))
 
     def _known(self, streams: Iterable[int] | None) -> set[int] | None:
         """The ids of streams, if they are known; None for all."""
@@ -326,7 +324,9 @@ class TraceReader(Described):
         return (
             message
             for window in self._holding(steps).windows()
-            for message in window._rows().blocks.messages(window._select(selection, among), mapped)
+            for message in window._rows().blocks.messages(
+                np.flatnonzero(selection.rows(window.journal, window._streams, among)), mapped
+            )
         )
 
     def _holding(self, steps: Steps | None) -> TraceReader:

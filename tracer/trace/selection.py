@@ -90,10 +90,14 @@ class Selection:
         return mask
 
 
+def holders(stream: Stream) -> tuple[int, ...]:
+    """The rank that recorded a stream, and those that it recorded it for."""
+    return (stream.rank, *(() if stream.placement is None else stream.placement.replicas))
+
+
 def is_of(stream: Stream, ranks: Collection[int]) -> bool:
     """Whether one of some ranks recorded a stream, or another rank did so for it."""
-    replicas = () if stream.placement is None else stream.placement.replicas
-    return stream.rank in ranks or any(rank in ranks for rank in replicas)
+    return any(rank in ranks for rank in holders(stream))
 
 
 def _names(value: str | Iterable[str] | None) -> tuple[str, ...] | None:

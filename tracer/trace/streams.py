@@ -151,7 +151,7 @@ def called(
 
 
 def _meant(streams: Iterable[Stream], kind: str, module: str | None, tag: str, leaf: str) -> str:
-    """What may be meant by the first of the names of a stream that is not there, among those that go with it."""
+    """A hint for the first of these names that no stream has together with the names before it; else nothing."""
     known = [(one.kind, one.module or "", one.tag, one.leaf) for one in streams]
     for place, wanted in enumerate((kind, module or "", tag, leaf)):
         there = {names[place] for names in known}

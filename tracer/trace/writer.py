@@ -157,7 +157,7 @@ class TraceWriter:
     @property
     def bytes(self) -> int:
         """Bytes of their data."""
-        return self._packing.bytes + self._columns.bytes
+        return self._commits.bytes
 
     @property
     def commit_seconds(self) -> float:
