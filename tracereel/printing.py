@@ -176,6 +176,13 @@ def note_problems(reader: TraceReader) -> None:
         complain(problem)
 
 
+def note_status(reader: TraceReader, called: str) -> None:
+    """As `note_problems`; and say whether a trace is of a run that has not finished."""
+    note_problems(reader)
+    if reader.status != "finished":
+        complain(f"{called} is of a run that is {reader.status}: this is what it holds so far")
+
+
 @contextmanager
 def plain_warnings() -> Iterator[None]:
     """Print warnings as one sentence, without the line of code that gave them."""

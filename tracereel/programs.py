@@ -14,6 +14,8 @@ from tracereel.errors import Failure
 if TYPE_CHECKING:
     from tracer.recording.launching.program import Program
 
+MAIN = str(Path(__file__).absolute().with_name("__main__.py"))
+"""The file of the command, which a launcher starts in the place of a script."""
 OPTIONS = "options"
 """Where a context keeps the options before the program, as they were written, for the processes of a launcher."""
 
