@@ -12,7 +12,7 @@ from analyze.rules.rule import Rule
 from analyze.seeing.check import Wanted, concluded, lacking, rules_of
 from analyze.seeing.course import COLUMNS, Grid
 from analyze.seeing.findings import Checked, Findings
-from analyze.seeing.gathered import LONGEST, Gathered
+from analyze.seeing.gathered import LONGEST, Gathered, layer_of
 from analyze.seeing.listeners import LOSSES, Answers, Measures, Reached, Windows
 from tracer.errors import CaptureError, TraceCorruptError
 from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS
@@ -251,8 +251,9 @@ def _survey(reader: TraceReader) -> tuple[list[str], tuple[int, int] | None]:
     names: dict[str, None] = {}
     spans = []
     for stream in reader.streams:
-        if stream.module is not None:
-            names[stream.module if not stream.leaf else f"{stream.module}#{stream.leaf}"] = None
+        layer = layer_of(stream.module, stream.leaf)
+        if layer is not None:
+            names[layer] = None
         if stream.steps is not None and stream.tag == DEFAULT_TAG:
             spans.append(stream.steps)
     span = (min(first for first, _ in spans), max(last for _, last in spans)) if spans else None

@@ -24,6 +24,8 @@ RATIO, GRADIENT, WEIGHT, SIGNAL, DEAD, BAD = (
     *("dead share", "numbers not finite"),
 )
 """What is measured of each layer, whatever is asked."""
+NETWORK = "the network"
+"""What a series is of that is of no layer."""
 LEARNING_RATE = "learning rate"
 """What hyperparameters tell of each group of an optimizer's parameters."""
 
@@ -36,10 +38,15 @@ class Key(NamedTuple):
     tag: str
     rank: int
 
+    @classmethod
+    def of(cls, what: str, message: Message) -> Key:
+        """That of a measure or a kind of answer, of the layer of a message."""
+        return cls(what, layer_of(message.key, message.leaf), message.tag, message.rank)
 
-def layer_of(message: Message) -> str | None:
-    """The module of a message; its other parameters and outputs are layers of their own, as in `Results`."""
-    return message.key if not message.leaf or message.key is None else f"{message.key}#{message.leaf}"
+
+def layer_of(module: str | None, leaf: str) -> str | None:
+    """The layer that is a module; its other parameters and outputs are layers of their own, as in `Results`."""
+    return module if not leaf or module is None else f"{module}#{leaf}"
 
 
 @final
@@ -145,6 +152,12 @@ class Gathered:
     def course(self) -> Course:
         """A new series of this run."""
         return Course(self.limit, self.windows, self.grid, grows=self.grows)
+
+    def add(self, key: Key, step: int, value: float) -> None:
+        """Append a value to a series, which begins with the first."""
+        if key not in self.courses:
+            self.courses[key] = self.course()
+        self.courses[key].add(step, value)
 
     def bound(self, limit: int) -> None:
         """Keep so many values of each series from now on."""
