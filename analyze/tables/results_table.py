@@ -81,7 +81,10 @@ class ResultsTable:
 
     def __str__(self) -> str:
         """The tables as text, as wide as the terminal."""
-        width = shutil.get_terminal_size().columns
+        return self.plain(shutil.get_terminal_size().columns)
+
+    def plain(self, width: int = 100_000) -> str:
+        """The tables as text, in lines of at most this width; by default none is shortened."""
         return "\n\n".join("\n".join((heading, *lines)) for heading, lines in self.lines(width))
 
     def lines(self, width: int) -> Iterator[tuple[str, list[str]]]:
