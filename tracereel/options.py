@@ -126,9 +126,9 @@ def modules(**attributes: Any) -> Decorator:
     return several("-m", "--modules", "modules", metavar="GLOB", **attributes)
 
 
-def subscribers(**attributes: Any) -> Decorator:
+def subscribers(*, required: bool = True, **attributes: Any) -> Decorator:
     """``--subscriber``, as the argument `specs`."""
-    return several("-s", "--subscriber", "specs", metavar="NAME[:key=value,...]", required=True, **attributes)
+    return several("-s", "--subscriber", "specs", metavar="NAME[:key=value,...]", required=required, **attributes)
 
 
 def path(name: str) -> Decorator:

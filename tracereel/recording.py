@@ -20,7 +20,7 @@ from tracereel import options
 from tracereel.checks import check_new_trace
 from tracereel.errors import FOUND, WRONG_USAGE, Failure, debugging, wrong_usage
 from tracereel.printing import few_shapes, path_in_model, print_json, print_table, say, size, steps_in_short
-from tracereel.programs import MAIN, OPTIONS, ProgramCommand, program_of, title_of
+from tracereel.programs import MAIN, OPTIONS, ProgramCommand, module_option, program_argument, program_of, title_of
 
 if TYPE_CHECKING:
     from analyze.seeing.watch import Watch
@@ -134,7 +134,6 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
 
 @click.command(
     cls=RecordCommand,
-    context_settings={"allow_interspersed_args": False},
     options_metavar="[OPTIONS]",
     no_args_is_help=True,
     examples=[
@@ -192,7 +191,7 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
     "--strict",
     help="End the training if it can no longer be recorded, and exit with 1 if nothing of one was.  [default: go on]",
 )
-@click.option("--module", "module", metavar="NAME", help="Run a module, as python -m does; its arguments follow.")
+@module_option
 @options.compression
 @options.overwrite
 @options.flag("--resume", help="Go on with the trace, if there is one, after a restart.")
@@ -294,7 +293,7 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
     help="Leave the command line out of the trace. What it says of passwords, keys and tokens is *** there anyway.",
 )
 @options.as_json
-@click.argument("program", metavar="SCRIPT.py [ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@program_argument
 @options.gather(rehearsals=Rehearsals, recorder=FlightOptions)
 def record(
     program: tuple[str, ...],

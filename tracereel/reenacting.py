@@ -17,7 +17,7 @@ from tracereel.checks import check_new_trace
 from tracereel.errors import DIFFERENT, FAILED, WRONG_USAGE, Failure, wrong_usage
 from tracereel.options import Steps
 from tracereel.printing import print_json, say, show, tell
-from tracereel.programs import MAIN, OPTIONS, ProgramCommand, program_of
+from tracereel.programs import MAIN, OPTIONS, ProgramCommand, module_option, program_argument, program_of
 
 if TYPE_CHECKING:
     from analyze.tables.results import Results
@@ -45,7 +45,6 @@ class ReenactCommand(ProgramCommand):
 
 @click.command(
     cls=ReenactCommand,
-    context_settings={"allow_interspersed_args": False},
     options_metavar="",
     no_args_is_help=True,
     examples=[
@@ -73,10 +72,9 @@ class ReenactCommand(ProgramCommand):
 )
 @options.kinds(help="Record this kind; may be repeated.  [default: what the profile full keeps of steps]")
 @options.modules(help="Record modules that match; repeatable.")
-@options.several(
-    "-s", "--subscriber", "specs", metavar="NAME[:key=value,...]",
-    help="Ask this metric about the steps, also one that needs the model; may be repeated.",
-)  # fmt: skip
+@options.subscribers(
+    required=False, help="Ask this metric about the steps, also one that needs the model; may be repeated."
+)
 @click.option(
     "--answers",
     metavar="FILE",
@@ -95,11 +93,11 @@ class ReenactCommand(ProgramCommand):
     help="Go on after a step with another value, and with another version of PyTorch; the exit code stays 5 where a "
     "value is different.",
 )
-@click.option("--module", "module", metavar="NAME", help="Run a module, as python -m does; its arguments follow.")
+@module_option
 @options.overwrite
 @options.as_json
 @click.argument("run", metavar="RUN [OPTIONS]", type=click.Path(path_type=str))
-@click.argument("program", metavar="SCRIPT.py [ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@program_argument
 def reenact(
     run: str,
     program: tuple[str, ...],

@@ -181,16 +181,13 @@ class Gathered:
 
     def cut(self, first: int, last: int) -> Gathered:
         """What is there of some steps, both inclusive."""
-        courses = {key: one.cut(first, last) for key, one in self.courses.items()}
-        losses = {key: one.cut(first, last) for key, one in self.losses.items()}
-        frames = {key: one.cut(first, last) for key, one in self.frames.items()}
-        return replace(
-            self,
-            grid=Grid.over(first, last),
-            courses={key: one for key, one in courses.items() if one.count},
-            losses={key: one for key, one in losses.items() if one.count},
-            frames={key: one for key, one in frames.items() if one.count},
-        )
+
+        def part_of(series: Mapping[Any, Any]) -> dict[Any, Any]:
+            parts = {key: one.cut(first, last) for key, one in series.items()}
+            return {key: one for key, one in parts.items() if one.count}
+
+        courses, losses, frames = map(part_of, (self.courses, self.losses, self.frames))
+        return replace(self, grid=Grid.over(first, last), courses=courses, losses=losses, frames=frames)
 
     def of(self, what: str, tag: str = DEFAULT_TAG) -> dict[str, Course]:
         """The series of one measure or kind of answer, by layer."""
