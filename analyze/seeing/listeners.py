@@ -10,6 +10,7 @@ import numpy as np
 from analyze.metrics.elementwise.activation_rate import activation_rate
 from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.similarity.similarity import Similarity
+from analyze.rules.rule import Rule
 from analyze.seeing.findings import Findings
 from analyze.seeing.gathered import (
     BAD,
@@ -201,23 +202,16 @@ class Reached(Receiver):
         return ()
 
 
-class Windows(Receiver):
-    """Has everything kept around the first findings, as soon as they are made."""
+class Windows(Findings):
+    """Findings; around the first of them everything is kept, as soon as they are made."""
 
-    passive = True
-    scope = "message"
-    name = "windows"
-
-    def __init__(self, findings: Findings, windows: list[tuple[int, int]]) -> None:
-        self.findings, self.windows = findings, windows
-
-    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """Whether it is a finding."""
-        return self.findings.wants(kind, module, tag, step)
+    def __init__(self, rules: Iterable[Rule], windows: list[tuple[int, int]]) -> None:
+        super().__init__(rules)
+        self.windows = windows
 
     def receive(self, message: Message) -> Iterable[Message]:
-        """Remember the steps around a finding."""
+        """Keep a finding, and remember the steps around it."""
         window = (message.global_step - AROUND, message.global_step + AROUND)
         if len(self.windows) < WINDOWS and window not in self.windows:
             self.windows.append(window)
-        return ()
+        return super().receive(message)
