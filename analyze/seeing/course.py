@@ -111,8 +111,6 @@ class Course:
     def outline(self, columns: int) -> tuple[Steps, Values]:
         """Steps and values of what a drawing with so many columns needs; see `decimate.extremes`."""
         steps, values, _ = self.points()
-        if not len(steps):
-            return steps, values
         chosen = extremes(steps, values, width_for(int(steps[0]), int(steps[-1]), columns))
         return steps[chosen], values[chosen]
 

@@ -103,8 +103,9 @@ class Gathered:
     checked : Checked
         What the rules say.
     courses : mapping of Key to Course
-        Of the layers: what is measured of each, and the answers of metrics that are numbers.
+        None is empty. Of the layers: what is measured of each, and the answers of metrics that are numbers.
     losses : mapping of (kind, tag) to Course
+        None is empty.
     frames : mapping of Key to Frames or Matrices
         The answers of metrics that are arrays, and of those that compare each two layers; see `subscribers`.
     subscribers : mapping of str to str

@@ -128,10 +128,8 @@ def _layer(
     )
 
 
-def _greatest(steps: np.ndarray, values: np.ndarray) -> tuple[float | None, int | None]:
+def _greatest(steps: np.ndarray, values: np.ndarray) -> tuple[float, int]:
     """The greatest value and its step; what is not finite is greater than what is."""
-    if not len(values):
-        return None, None
     at = int(np.argmax(np.where(np.isfinite(values), values, np.inf)))
     return float(values[at]), int(steps[at])
 

@@ -44,7 +44,7 @@ def panel(found: Gathered, references: Sequence[Gathered], steps: Any) -> Panel:
     steps : bokeh.models.Range1d
     """
     own = losses(found)
-    if not any(course.count for course in own.values()):
+    if not own:
         return Panel(
             name="loss", title="Loss", before="<p>No loss was recorded, so there is no curve of it.</p>" + _marks(found)
         )
@@ -79,8 +79,6 @@ def _draw(drawn: figure, runs: Sequence[tuple[str, Mapping[str, Course]]]) -> No
     for number_of_run, (run, kinds) in zip(range(len(runs))[::-1], runs, strict=True):
         for number_of_kind, (name, course) in enumerate(kinds.items()):
             steps, values = course.outline(COLUMNS)
-            if not len(steps):
-                continue
             label = plain(f"{name} of {run}" if run else name)
             columns = {"step": compact(steps), "loss": values, "name": [label] * len(steps)}
             source = ColumnDataSource(columns, name=f"loss-{number_of_run}-{number_of_kind}")
