@@ -187,8 +187,13 @@ class Gathered:
             parts = {key: one.cut(first, last) for key, one in series.items()}
             return {key: one for key, one in parts.items() if one.count}
 
-        courses, losses, frames = map(part_of, (self.courses, self.losses, self.frames))
-        return replace(self, grid=Grid.over(first, last), courses=courses, losses=losses, frames=frames)
+        return replace(
+            self,
+            grid=Grid.over(first, last),
+            courses=part_of(self.courses),
+            losses=part_of(self.losses),
+            frames=part_of(self.frames),
+        )
 
     def of(self, what: str, tag: str = DEFAULT_TAG) -> dict[str, Course]:
         """The series of one measure or kind of answer, by layer."""
