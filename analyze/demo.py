@@ -20,7 +20,7 @@ from analyze.metrics.predictions.pooled_accuracy import TestAccuracy
 from analyze.metrics.similarity.svcca import SVCCA
 from analyze.metrics.spectra.spectral_norm import SpectralNorm
 from analyze.seeing.report import report
-from tracer.errors import TraceExistsError, TracerError
+from tracer.errors import TracerError
 from tracer.messaging.receiver import Collect
 
 TRAINED_ON = 1437
@@ -67,23 +67,20 @@ def run(
         Where ``digits.zarr``, ``digits.png`` and ``digits.html`` go.
     epochs, seed : int
     overwrite : bool
-        Whether files that are there may be replaced.
+        Whether a trace and a page that are there may be replaced; the plot is in any case.
     say : callable
         Gets a sentence at each stage.
 
     Raises
     ------
     TraceExistsError
-        If one of the files is there.
+        If the trace or the page is there.
     TracerError
         If scikit-learn (which has the images), matplotlib (which plots) or Bokeh (which reports) is not installed.
     """
     _check_installed()
     images, labels = _digits()
     trace, plot, page = (folder / f"digits.{suffix}" for suffix in ("zarr", "png", "html"))
-    for made in (trace, plot, page):
-        if made.exists() and not overwrite:
-            raise TraceExistsError(f"{made} is already there; --overwrite replaces it, --out DIR spares it")
     shown = Shown()
 
     say(f"Training a small network on {TRAINED_ON} images of handwritten digits, and recording it ...")

@@ -21,7 +21,7 @@ from tracereel.printing import (
     cell,
     complain,
     is_terminal,
-    note_problems,
+    note_status,
     plain_warnings,
     print_json,
     print_table,
@@ -163,7 +163,7 @@ def replay(
             raise click.UsageError(f"{trace} has the ranks {ranks}: follow one, with --rank")
         if not follow:
             filters.check(reader, companions=True)
-            _note_status(reader)
+            note_status(reader, str(reader.path))
         questions = _questions(reader, trace, specs, filters)
         if only_plan:
             for question in questions:
@@ -182,7 +182,7 @@ def replay(
         times = None
         try:
             if follow and not isinstance(damage, TraceUnreadableError):
-                _note_status(reader)
+                note_status(reader, str(reader.path))
             times = times_of(reader)
         except TraceError as error:  # what was gathered is written nevertheless
             damage = damage or error
@@ -343,12 +343,6 @@ class _Counter(_Overhearing):
         return ()
 
 
-def _note_status(reader: TraceReader) -> None:
-    note_problems(reader)
-    if reader.status != "finished":
-        complain(f"{reader.path} is of a run that is {reader.status}: this is what it holds so far")
-
-
 def _note_silent(results: Results, asked: Iterable[Subscriber]) -> None:
     """Say which subscribers answered nothing, and what they need."""
     from analyze.catalogue import headings
@@ -362,10 +356,8 @@ def _note_silent(results: Results, asked: Iterable[Subscriber]) -> None:
 
 
 def _print_rows(results: Results) -> None:
-    from analyze.tables.columns import as_json
-
     for row in results:
-        print_json(as_json(row), indent=None)
+        print_json(row._asdict(), indent=None)
 
 
 def _print_plan(plan: Plan, as_json: bool) -> None:
@@ -422,7 +414,7 @@ def plot(trace: str, specs: tuple[str, ...], filters: Filters, out: str, log: bo
         from analyze.tables.results import Results
 
         filters.check(reader)
-        _note_status(reader)
+        note_status(reader, str(reader.path))
         questions = _questions(reader, trace, specs, filters)
         results, damage = Results(), None
         for question in questions:

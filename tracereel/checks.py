@@ -43,6 +43,13 @@ def check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Location:
     return target
 
 
+def check_new_trace(path: str, overwrite: bool) -> Location:
+    """As `check_new`, of a trace; other ranks of a distributed run may have begun their parts of it."""
+    from tracer.trace.claiming import this_process
+
+    return check_new(path, TRACE_SUFFIXES, overwrite or this_process().size > 1)
+
+
 def check_apart(out: str, trace: str) -> None:
     """Refuse an output path that is the trace being read, one of its files, or inside it."""
     from tracer.stores.locations import Url

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ FOLDER = "reenacted"
 """Where in the folder of a batch the traces of steps are."""
 
 
+@dataclass(eq=False, repr=False)
 class StepsAgain:
     """Gives of each trace of a batch the one that is asked: itself if it has what is asked, or its steps, run again.
 
@@ -55,22 +57,18 @@ class StepsAgain:
         If the line names no script.
     """
 
-    def __init__(
-        self,
-        line: str,
-        specs: Sequence[str],
-        filters: Mapping[str, Any],
-        out: str,
-        *,
-        environment: Mapping[str, str],
-        only_plan: bool,
-    ) -> None:
-        if line != RECORDED:
-            Script.parse(line)
-        self._line, self._specs, self._filters, self._out, self._only_plan = line, specs, filters, out, only_plan
-        self._environment = environment
-        self._steps: tuple[int, int] = filters["steps"][:2]
-        self.planned: list[dict[str, Any]] = []
+    line: str
+    specs: Sequence[str]
+    filters: Mapping[str, Any]
+    out: str
+    environment: Mapping[str, str]
+    only_plan: bool
+    planned: list[dict[str, Any]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        if self.line != RECORDED:
+            Script.parse(self.line)
+        self._steps: tuple[int, int] = self.filters["steps"][:2]
 
     def __call__(self, trace: str) -> str | None:
         """The trace that is asked in the place of one; None if it would have to be made.
@@ -84,10 +82,10 @@ class StepsAgain:
             return trace
         # traces in several folders may have one name
         name = f"{sha256(where(trace).encode(errors='surrogateescape')).hexdigest()[:8]}-{trace.rpartition('/')[2]}"
-        out = trace_of_steps(f"{self._out.rstrip('/')}/{FOLDER}/{name}", self._steps)
+        out = trace_of_steps(f"{self.out.rstrip('/')}/{FOLDER}/{name}", self._steps)
         try:
-            script = Script.of(self._line, trace)._replace(environment=self._environment)
-            if self._only_plan:
+            script = Script.of(self.line, trace)._replace(environment=self.environment)
+            if self.only_plan:
                 return self._plan(trace, out)
             found = recorded_again(trace, script, self._steps, out=out)
         except Failure as failure:
@@ -103,10 +101,10 @@ class StepsAgain:
 
     def _rank_has_all(self, reader: tracer.TraceReader, rank: int) -> bool:
         # together, because one may take the answers of another
-        if tracer.plan(reader, *map(registry.parse, self._specs), rank=rank, **self._filters).missing:
+        if tracer.plan(reader, *map(registry.parse, self.specs), rank=rank, **self.filters).missing:
             return False
         kept = _Kept.of(reader, self._steps)
-        plans = (tracer.plan(reader, registry.parse(spec), rank=rank, **self._filters) for spec in self._specs)
+        plans = (tracer.plan(reader, registry.parse(spec), rank=rank, **self.filters) for spec in self.specs)
         return all(kept.has_all_of(plan) for plan in plans)
 
     def _plan(self, trace: str, out: str) -> str | None:

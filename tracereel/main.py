@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Mapping
 from importlib import import_module
-from typing import final
+from typing import Any, final
 
 import click
 
@@ -36,37 +37,13 @@ HOMES: Mapping[str, str] = {
 
 
 @final
-class Commands(MutableMapping[str, click.Command]):
-    """Commands by their names; each is imported when it is asked for.
-
-    Parameters
-    ----------
-    homes : mapping of str to str
-        Where each is: ``module:name``.
-    """
-
-    def __init__(self, homes: Mapping[str, str]) -> None:
-        self._homes = dict(homes)
-        self._known: dict[str, click.Command] = {}
+class Commands(UserDict[str, Any]):
+    """Commands by their names, made from `HOMES`; each is imported when it is asked for."""
 
     def __getitem__(self, name: str) -> click.Command:
-        if name not in self._known:
-            module, _, attribute = self._homes[name].partition(":")
-            self._known[name] = getattr(import_module(module), attribute)
-        return self._known[name]
-
-    def __setitem__(self, name: str, command: click.Command) -> None:
-        self._homes[name], self._known[name] = "", command
-
-    def __delitem__(self, name: str) -> None:
-        del self._homes[name]
-        self._known.pop(name, None)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._homes)
-
-    def __len__(self) -> int:
-        return len(self._homes)
+        module, _, attribute = self.data[name].partition(":")
+        command: click.Command = getattr(import_module(module), attribute)
+        return command
 
 
 @click.group(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from tracer.errors import CaptureError, UnknownNameError
+from tracer.recording.environment import share_of, size_of
 
 if TYPE_CHECKING:
     from tracer.trace.reader import TraceReader
@@ -51,39 +52,17 @@ class Steps(click.ParamType[Any]):
         return (start, stop, stride)
 
 
-class Size(click.ParamType[Any]):
-    """``100000``, ``256MB`` or ``256MiB``: a number of bytes."""
+class Number(click.ParamType[Any]):
+    """A number with a unit, such as ``256MiB`` or ``3%``, as a function reads it."""
 
-    name = "SIZE"
-
-    def __init__(self, least: int = 1) -> None:
-        self._least = least
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number of bytes."""
-        if not isinstance(value, str):
-            return value
-        from tracer.recording.environment import size_of
-
-        try:
-            return size_of(value, self._least)
-        except CaptureError as error:
-            self.fail(str(error), param, ctx)
-
-
-class Share(click.ParamType[Any]):
-    """``3%`` or ``0.03``: a share of something."""
-
-    name = "SHARE"
+    def __init__(self, name: str, read: Callable[[Any], float]) -> None:
+        self.name = name
+        self._read = read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The share, as a number."""
-        if not isinstance(value, str):
-            return value
-        from tracer.recording.environment import share_of
-
+        """The number."""
         try:
-            return share_of(value)
+            return self._read(value)
         except CaptureError as error:
             self.fail(str(error), param, ctx)
 
@@ -119,12 +98,12 @@ def attempt(**attributes: Any) -> Decorator:
 
 def size(*names: str, least: int = 1, **attributes: Any) -> Decorator:
     """An option that is a number of bytes."""
-    return click.option(*names, type=Size(least), **attributes)
+    return click.option(*names, type=Number("SIZE", functools.partial(size_of, least=least)), **attributes)
 
 
 def share(*names: str, **attributes: Any) -> Decorator:
     """An option that is a share of something."""
-    return click.option(*names, type=Share(), **attributes)
+    return click.option(*names, type=Number("SHARE", share_of), **attributes)
 
 
 def one_of(name: str, *values: str, **attributes: Any) -> Decorator:
@@ -147,9 +126,9 @@ def modules(**attributes: Any) -> Decorator:
     return several("-m", "--modules", "modules", metavar="GLOB", **attributes)
 
 
-def subscribers(**attributes: Any) -> Decorator:
+def subscribers(*, required: bool = True, **attributes: Any) -> Decorator:
     """``--subscriber``, as the argument `specs`."""
-    return several("-s", "--subscriber", "specs", metavar="NAME[:key=value,...]", required=True, **attributes)
+    return several("-s", "--subscriber", "specs", metavar="NAME[:key=value,...]", required=required, **attributes)
 
 
 def path(name: str) -> Decorator:

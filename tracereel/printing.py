@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import warnings
@@ -13,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from analyze.tables.escapes import in_json, printable
+from analyze.tables.escapes import finite, in_json, printable
 from tracereel.errors import as_typed, harmless
 
 if TYPE_CHECKING:
-    from rich.console import ConsoleRenderable, RichCast
-
+    from analyze.tables.layout import TextTable
+    from analyze.tables.results_table import ResultsTable
     from tracer.trace.reader import TraceReader
     from tracer.trace.streams import StreamInfo
 
@@ -43,25 +42,17 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], **layout:
     """
     from analyze.tables.layout import TextTable
 
-    table = TextTable(columns, [[printable(cell(value)) for value in row] for row in rows], **layout)
-    if is_terminal(sys.stdout):
-        show(table)
-    else:
+    show(TextTable(columns, [[printable(cell(value)) for value in row] for row in rows], **layout))
+
+
+def show(table: TextTable | ResultsTable) -> None:
+    """Print a table: as wide as the terminal, or as wide as it is where stdout is no terminal."""
+    if not is_terminal(sys.stdout):
         click.echo(table.plain())
-
-
-def show(table: RichCast | ConsoleRenderable) -> None:
-    """Print what rich can draw: as wide as the terminal, or as wide as it is where stdout is no terminal."""
+        return
     from rich.console import Console
 
-    if is_terminal(sys.stdout):
-        Console(file=sys.stdout, highlight=False, color_system=None if _is_plain() else "auto").print(table)
-        return
-    console = Console(file=sys.stdout, width=100_000, highlight=False, color_system=None)
-    with console.capture() as capture:
-        console.print(table)
-    for line in capture.get().splitlines():
-        click.echo(line.rstrip())
+    Console(file=sys.stdout, highlight=False, color_system=None if _is_plain() else "auto").print(table)
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:
@@ -71,14 +62,12 @@ def print_json(value: Any, *, indent: int | None = 2) -> None:
 
 
 def _jsonable(value: Any) -> Any:
-    """JSON has no word for what is not finite: the strings here are those that ``float`` and JavaScript understand."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    """A value in which JSON has words for all numbers, and a text for every key."""
     if isinstance(value, Mapping):
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_jsonable(item) for item in value]
-    return value
+    return finite(value)
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -174,6 +163,13 @@ def note_problems(reader: TraceReader) -> None:
     """Say what is wrong with a trace that can be read nevertheless."""
     for problem in reader.problems:
         complain(problem)
+
+
+def note_status(reader: TraceReader, called: str) -> None:
+    """As `note_problems`; and say whether a trace is of a run that has not finished."""
+    note_problems(reader)
+    if reader.status != "finished":
+        complain(f"{called} is of a run that is {reader.status}: this is what it holds so far")
 
 
 @contextmanager

@@ -14,12 +14,22 @@ from tracereel.errors import Failure
 if TYPE_CHECKING:
     from tracer.recording.launching.program import Program
 
+MAIN = str(Path(__file__).absolute().with_name("__main__.py"))
+"""The file of the command, which a launcher starts in the place of a script."""
 OPTIONS = "options"
 """Where a context keeps the options before the program, as they were written, for the processes of a launcher."""
 
 
+module_option = click.option(
+    "--module", "module", metavar="NAME", help="Run a module, as python -m does; its arguments follow."
+)
+program_argument = click.argument("program", metavar="SCRIPT.py [ARGS]...", nargs=-1, type=click.UNPROCESSED)
+
+
 class ProgramCommand(Command):
     """Passes all that follows the script's name, or ``--module NAME``, to the program as it is."""
+
+    allow_interspersed_args = False
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Put a ``--`` where the program's own arguments begin, if it is after ``--module NAME``."""

@@ -17,10 +17,10 @@ import tracer
 from analyze.tables.escapes import printable
 from tracer.errors import CaptureError, UnknownNameError
 from tracereel import options
-from tracereel.checks import TRACE_SUFFIXES, check_new
+from tracereel.checks import check_new_trace
 from tracereel.errors import FOUND, WRONG_USAGE, Failure, debugging, wrong_usage
 from tracereel.printing import few_shapes, path_in_model, print_json, print_table, say, size, steps_in_short
-from tracereel.programs import OPTIONS, ProgramCommand, program_of, title_of
+from tracereel.programs import MAIN, OPTIONS, ProgramCommand, module_option, program_argument, program_of, title_of
 
 if TYPE_CHECKING:
     from analyze.seeing.watch import Watch
@@ -134,7 +134,6 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
 
 @click.command(
     cls=RecordCommand,
-    context_settings={"allow_interspersed_args": False},
     options_metavar="[OPTIONS]",
     no_args_is_help=True,
     examples=[
@@ -192,7 +191,7 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
     "--strict",
     help="End the training if it can no longer be recorded, and exit with 1 if nothing of one was.  [default: go on]",
 )
-@click.option("--module", "module", metavar="NAME", help="Run a module, as python -m does; its arguments follow.")
+@module_option
 @options.compression
 @options.overwrite
 @options.flag("--resume", help="Go on with the trace, if there is one, after a restart.")
@@ -294,7 +293,7 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
     help="Leave the command line out of the trace. What it says of passwords, keys and tokens is *** there anyway.",
 )
 @options.as_json
-@click.argument("program", metavar="SCRIPT.py [ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@program_argument
 @options.gather(rehearsals=Rehearsals, recorder=FlightOptions)
 def record(
     program: tuple[str, ...],
@@ -341,7 +340,7 @@ def record(
     if off and not rehearsals.only_dry_run:
         _run_unwatched(script)
     called = out or f"{title_of(script)}.zarr"
-    target = _target(called, may_exist=given["overwrite"] or given["resume"] or rehearsals.only_dry_run)
+    target = check_new_trace(called, given["overwrite"] or given["resume"] or rehearsals.only_dry_run)
     chosen_here = {name: given[name] for name in _CAPTURE if given[name] not in (None, ())}
     profile = _profile(profile, config, chosen_here)
     settings = _settings(profile, config, chosen_here)
@@ -378,14 +377,6 @@ def record(
     if watch is not None and (watch.stopped is not None or (code == 0 and watch.reached)):
         code = FOUND
     click.get_current_context().exit(code)
-
-
-def _target(called: str, *, may_exist: bool) -> Location:
-    """Where the trace is made, if it can be made there."""
-    from tracer.trace.claiming import this_process
-
-    # other ranks of a distributed run may have begun their parts
-    return check_new(called, TRACE_SUFFIXES, may_exist or this_process().size > 1)
 
 
 def _refuse_contradictions(given: Mapping[str, Any], rehearsals: Rehearsals) -> None:
@@ -431,7 +422,7 @@ def _become_launcher(program: tuple[str, ...], module: str | None, rehearsals: R
     if rehearsals.only_dry_run:
         raise click.UsageError(f"--dry-run runs a script of one process: give it without {launcher.name}")
     before = click.get_current_context().meta.get(OPTIONS, [])
-    launchers.become(launcher, ["record", *before], program=str(Path(__file__).absolute().with_name("__main__.py")))
+    launchers.become(launcher, ["record", *before], program=MAIN)
 
 
 def _run_unwatched(program: Program) -> NoReturn:
@@ -601,8 +592,7 @@ def _say_outlook(profile: str | None, options: Options, captures: Sequence[Captu
         room = f"{size(left)} free" if left == outlook.free_bytes else f"{size(left)} allowed"
         lasts = f"{room}, for {steps_in_short(left / each)} steps"
     bound = "" if options.max_overhead is None else f", at most {100 * options.max_overhead:.3g}% of overhead"
-    with suppress(OSError, ValueError):  # the script may have closed stderr
-        say(f"recording {_what(profile, captures)}: {size(each)} a step{bound}; {lasts}")
+    _say(f"recording {_what(profile, captures)}: {size(each)} a step{bound}; {lasts}")
 
 
 def _what(profile: str | None, captures: Sequence[Capture]) -> str:
@@ -619,9 +609,8 @@ def _what(profile: str | None, captures: Sequence[Capture]) -> str:
 
 
 def _say_how_it_ended(path: Location, called: str, watch: Watch | None) -> None:
-    with suppress(OSError, ValueError):  # the script may have closed stderr
-        for sentence in [] if watch is None else _why_stopped(watch, called):
-            say(printable(sentence))
+    for sentence in [] if watch is None else _why_stopped(watch, called):
+        _say(printable(sentence))
     _say_what_was_recorded(path, called)
 
 
@@ -649,8 +638,13 @@ def _say_what_was_recorded(path: Location, called: str) -> None:
     with tracer.open(path, ranks=None if process.size == 1 else [process.rank]) as reader:
         info = reader.info
     lost = "" if info["status"].startswith(("finished", "failed")) else "; the trace is INCOMPLETE, see above"
-    with suppress(OSError, ValueError):  # the script may have closed stderr
-        say(
-            f"recorded {info['messages']:,} messages in {info['streams']:,} streams, {size(info['bytes'])}{lost}: "
-            f"trace info {called}"
-        )
+    _say(
+        f"recorded {info['messages']:,} messages in {info['streams']:,} streams, {size(info['bytes'])}{lost}: "
+        f"trace info {called}"
+    )
+
+
+def _say(sentence: str) -> None:
+    """Print a sentence on stderr, unless the script has closed that."""
+    with suppress(OSError, ValueError):
+        say(sentence)

@@ -12,11 +12,12 @@ import click
 from tracer.messaging.receiver import Around, Receiver
 from tracereel import options
 from tracereel.again import trace_of_steps
-from tracereel.checks import RESULT_SUFFIXES, TRACE_SUFFIXES, check_new
+from tracereel.asking import Outputs
+from tracereel.checks import check_new_trace
 from tracereel.errors import DIFFERENT, FAILED, WRONG_USAGE, Failure, wrong_usage
 from tracereel.options import Steps
 from tracereel.printing import print_json, say, show, tell
-from tracereel.programs import OPTIONS, ProgramCommand, program_of
+from tracereel.programs import MAIN, OPTIONS, ProgramCommand, module_option, program_argument, program_of
 
 if TYPE_CHECKING:
     from analyze.tables.results import Results
@@ -44,7 +45,6 @@ class ReenactCommand(ProgramCommand):
 
 @click.command(
     cls=ReenactCommand,
-    context_settings={"allow_interspersed_args": False},
     options_metavar="",
     no_args_is_help=True,
     examples=[
@@ -72,10 +72,9 @@ class ReenactCommand(ProgramCommand):
 )
 @options.kinds(help="Record this kind; may be repeated.  [default: what the profile full keeps of steps]")
 @options.modules(help="Record modules that match; repeatable.")
-@options.several(
-    "-s", "--subscriber", "specs", metavar="NAME[:key=value,...]",
-    help="Ask this metric about the steps, also one that needs the model; may be repeated.",
-)  # fmt: skip
+@options.subscribers(
+    required=False, help="Ask this metric about the steps, also one that needs the model; may be repeated."
+)
 @click.option(
     "--answers",
     metavar="FILE",
@@ -94,11 +93,11 @@ class ReenactCommand(ProgramCommand):
     help="Go on after a step with another value, and with another version of PyTorch; the exit code stays 5 where a "
     "value is different.",
 )
-@click.option("--module", "module", metavar="NAME", help="Run a module, as python -m does; its arguments follow.")
+@module_option
 @options.overwrite
 @options.as_json
 @click.argument("run", metavar="RUN [OPTIONS]", type=click.Path(path_type=str))
-@click.argument("program", metavar="SCRIPT.py [ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@program_argument
 def reenact(
     run: str,
     program: tuple[str, ...],
@@ -134,8 +133,6 @@ def reenact(
     if module is None and not program:
         raise click.UsageError("there is no script to run: trace reenact RUN --steps A:B SCRIPT.py [ARGS]...")
     _run_by_launcher(run, program, module)
-    from tracer.trace.claiming import this_process
-
     script = program_of(program, module)
     if late_probe is not None:
         if every_keyframe == (steps_again is not None):
@@ -143,7 +140,7 @@ def reenact(
         if specs:
             raise click.UsageError("--probe makes a trace, which trace replay asks; -s is for steps that are run again")
         called = out or f"{Path(run).with_suffix('')}.probes.zarr"
-        target = check_new(called, TRACE_SUFFIXES, overwrite or this_process().size > 1)
+        target = check_new_trace(called, overwrite)
         from tracer.recording.reenacting.late_probes import LateProbe
 
         span = None if steps_again is None else steps_again[:2]
@@ -159,7 +156,7 @@ def reenact(
     if stop is None or stride != 1:
         raise click.BadParameter("it is START:STOP, without a stride, or one step", param_hint="--steps")
     called = out or trace_of_steps(run, (start, stop), attempt)
-    target = check_new(called, TRACE_SUFFIXES, overwrite or this_process().size > 1)
+    target = check_new_trace(called, overwrite)
     from tracer.observing.capture import Capture
     from tracer.recording.options import Options
     from tracer.recording.reenacting.reenact import OF_STEPS, of_steps, reenact_script
@@ -167,7 +164,7 @@ def reenact(
     refused = [kind for kind in kinds if kind not in OF_STEPS]
     if refused:
         raise Failure(f"steps that are run again have no {refused[0]}; they have {', '.join(OF_STEPS)}", WRONG_USAGE)
-    asked = _Asked(specs, answers, (start, stop), called, overwrite)
+    asked = _Asked(specs, Outputs(answers, None, overwrite), start, run, called)
     verdict, status = reenact_script(
         run,
         script,
@@ -182,6 +179,8 @@ def reenact(
     if as_json:
         print_json(verdict.describe())
     else:
+        from tracer.trace.claiming import this_process
+
         process = this_process()
         tell(f"rank {process.rank}: {verdict}" if process.size > 1 else str(verdict))
         say(f"recorded in {called}: trace info {called}")
@@ -208,14 +207,10 @@ class _From(Around):
 class _Asked:
     """Metrics that are asked while steps run again, and where their answers go."""
 
-    def __init__(
-        self, specs: tuple[str, ...], answers: str | None, steps: tuple[int, int], trace: str, overwrite: bool
-    ) -> None:
-        if answers is not None and not specs:
+    def __init__(self, specs: tuple[str, ...], outputs: Outputs, first: int, run: str, trace: str) -> None:
+        if outputs.out is not None and not specs:
             raise click.UsageError("--answers FILE goes with -s")
-        if answers is not None:
-            check_new(answers, RESULT_SUFFIXES, overwrite)
-        self._answers, self._overwrite = answers, overwrite
+        self._outputs, self._target = outputs, outputs.checked(run)
         self._results: Results | None = None
         self.receivers: list[Any] = []
         if specs:
@@ -225,15 +220,14 @@ class _Asked:
             with wrong_usage():
                 subscribers = [registry.parse(spec) for spec in specs]
             self._results = Results()
-            self.receivers = [*(_From(one, steps[0]) for one in subscribers), self._results.sink(subscribers, trace)]
+            self.receivers = [*(_From(one, first) for one in subscribers), self._results.sink(subscribers, trace)]
 
     def give(self) -> None:
         """Print or write the answers."""
         if self._results is None:
             return
-        if self._answers is not None:
-            self._results.write(Path(self._answers).absolute(), overwrite=self._overwrite)
-            say(f"{len(self._results):,} rows written to {self._answers}")
+        if self._target is not None:
+            self._outputs.write(self._results, self._target, {})
         elif len(self._results):
             show(self._results.to_table())
 
@@ -257,8 +251,7 @@ def _run_by_launcher(run: str, program: tuple[str, ...], module: str | None) -> 
 
     ctx = click.get_current_context()
     command = ["reenact", run, *ctx.meta[OPTIONS]]
-    file = str(Path(__file__).absolute().with_name("__main__.py"))
-    arguments = launchers.arguments_for(launcher, command, program=file)
+    arguments = launchers.arguments_for(launcher, command, program=MAIN)
     with TemporaryDirectory(prefix="trace-") as folder:
         os.environ[_DIFFERENCES] = folder
         status = unwatched(Program(script=launcher.module, arguments=arguments, module=True))

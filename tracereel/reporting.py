@@ -13,13 +13,7 @@ from tracereel.command import Command, conclude
 from tracereel.errors import DAMAGED, wrong_usage
 from tracereel.printing import complain, plain_warnings, print_json, say, tell
 
-_metrics = options.several(
-    "-s",
-    "--subscriber",
-    "specs",
-    metavar="NAME[:key=value,...]",
-    help="Show this metric, too; may be repeated.",
-)
+_metrics = options.subscribers(required=False, help="Show this metric, too; may be repeated.")
 _others = click.argument("others", metavar="[OTHER]...", nargs=-1, type=click.Path(path_type=str))
 _rank = options.number("--rank", least=0, help="Draw this rank of a distributed run; by default the lowest.")
 

@@ -15,7 +15,7 @@ from tracereel import options
 from tracereel.command import Command, conclude
 from tracereel.errors import DAMAGED, FOUND, SOME_FAILED, wrong_usage
 from tracereel.options import Filters
-from tracereel.printing import complain, note_problems, plain_warnings, print_json, print_table, tell
+from tracereel.printing import complain, note_problems, note_status, plain_warnings, print_json, print_table, tell
 from tracereel.showing import means_several
 
 if TYPE_CHECKING:
@@ -84,9 +84,7 @@ def _check(trace: str, rules: list[Rule], filters: Filters) -> Checked:
 
     with tracer.open(trace, ranks=filters.ranks or None) as reader, plain_warnings():
         filters.check(reader)
-        note_problems(reader)
-        if reader.status != "finished":
-            complain(f"{trace} is of a run that is {reader.status}: this is what it holds so far")
+        note_status(reader, trace)
         return check_trace(reader, rules, steps=filters.steps)
 
 

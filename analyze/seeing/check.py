@@ -177,7 +177,7 @@ def concluded(
 
 
 def lacking(rule: Rule, reader: TraceReader, rank: int | None = None) -> str:
-    """What a rule needs and a trace neither has nor a replay derives, in a sentence; empty if there is all.
+    """What a rule needs that a trace lacks and no replay derives, in a sentence; empty if nothing is lacking.
 
     Parameters
     ----------

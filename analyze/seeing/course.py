@@ -108,6 +108,12 @@ class Course:
         self._settle()
         return self._head
 
+    def outline(self, columns: int) -> tuple[Steps, Values]:
+        """Steps and values of what a drawing with so many columns needs; see `decimate.extremes`."""
+        steps, values, _ = self.points()
+        chosen = extremes(steps, values, width_for(int(steps[0]), int(steps[-1]), columns))
+        return steps[chosen], values[chosen]
+
     @property
     def cells(self) -> Values:
         """The row of a heat map, of values and of distances."""

@@ -11,8 +11,8 @@ from analyze.registry import instances
 from analyze.rules.rule import Rule
 from analyze.seeing.check import Wanted, concluded, lacking, rules_of
 from analyze.seeing.course import COLUMNS, Grid
-from analyze.seeing.findings import Checked, Findings
-from analyze.seeing.gathered import LONGEST, Gathered
+from analyze.seeing.findings import Checked
+from analyze.seeing.gathered import LONGEST, Gathered, layer_of
 from analyze.seeing.listeners import LOSSES, Answers, Measures, Reached, Windows
 from tracer.errors import CaptureError, TraceCorruptError
 from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS
@@ -151,7 +151,7 @@ class Gathering:
             one.name: lacking(one, reader, rank) or (self.missing(one, reader) if only else "") for one in rules
         }
         self.able = [one for one in rules if not self.unjudged[one.name]]
-        self.findings = Findings(self.able)
+        self.findings = Windows(self.able, self.found.windows)
         self.metrics: list[Subscriber] = []
         for one in metrics:
             missing = self.missing(one, reader)
@@ -163,7 +163,7 @@ class Gathering:
         self._look(reader)
 
     def missing(self, one: Receiver, reader: TraceReader) -> str:
-        """What a subscriber needs and the trace does not have, in a sentence; empty if there is all."""
+        """What a subscriber needs that the trace lacks, in a sentence; empty if nothing is lacking."""
         if not len(reader):
             return "the trace is empty"
         told = plan(reader, one, kinds=self.only, rank=self.found.rank).missing
@@ -208,8 +208,7 @@ class Gathering:
         found, rank = self.found, self.found.rank
         if active:
             answers = Answers(found, self.metrics)
-            passive = [self.findings, Windows(self.findings, found.windows), answers, Reached(found), *heard]
-            receivers = [*active, *passive]
+            receivers = [*active, self.findings, answers, Reached(found), *heard]
             try:
                 replay(trace, *receivers, kinds=self.only, steps=self.steps, rank=rank, follow=follow, guard=guard)
             except TraceCorruptError as error:
@@ -251,8 +250,9 @@ def _survey(reader: TraceReader) -> tuple[list[str], tuple[int, int] | None]:
     names: dict[str, None] = {}
     spans = []
     for stream in reader.streams:
-        if stream.module is not None:
-            names[stream.module if not stream.leaf else f"{stream.module}#{stream.leaf}"] = None
+        layer = layer_of(stream.module, stream.leaf)
+        if layer is not None:
+            names[layer] = None
         if stream.steps is not None and stream.tag == DEFAULT_TAG:
             spans.append(stream.steps)
     span = (min(first for first, _ in spans), max(last for _, last in spans)) if spans else None

@@ -24,6 +24,8 @@ RATIO, GRADIENT, WEIGHT, SIGNAL, DEAD, BAD = (
     *("dead share", "numbers not finite"),
 )
 """What is measured of each layer, whatever is asked."""
+NETWORK = "the network"
+"""What a series is of that is of no layer."""
 LEARNING_RATE = "learning rate"
 """What hyperparameters tell of each group of an optimizer's parameters."""
 
@@ -36,10 +38,15 @@ class Key(NamedTuple):
     tag: str
     rank: int
 
+    @classmethod
+    def of(cls, what: str, message: Message) -> Key:
+        """That of a measure or a kind of answer, of the layer of a message."""
+        return cls(what, layer_of(message.key, message.leaf), message.tag, message.rank)
 
-def layer_of(message: Message) -> str | None:
-    """The module of a message; its other parameters and outputs are layers of their own, as in `Results`."""
-    return message.key if not message.leaf or message.key is None else f"{message.key}#{message.leaf}"
+
+def layer_of(module: str | None, leaf: str) -> str | None:
+    """The layer that is a module; its other parameters and outputs are layers of their own, as in `Results`."""
+    return module if not leaf or module is None else f"{module}#{leaf}"
 
 
 @final
@@ -96,8 +103,9 @@ class Gathered:
     checked : Checked
         What the rules say.
     courses : mapping of Key to Course
-        Of the layers: what is measured of each, and the answers of metrics that are numbers.
+        None is empty. Of the layers: what is measured of each, and the answers of metrics that are numbers.
     losses : mapping of (kind, tag) to Course
+        None is empty.
     frames : mapping of Key to Frames or Matrices
         The answers of metrics that are arrays, and of those that compare each two layers; see `subscribers`.
     subscribers : mapping of str to str
@@ -146,6 +154,12 @@ class Gathered:
         """A new series of this run."""
         return Course(self.limit, self.windows, self.grid, grows=self.grows)
 
+    def add(self, key: Key, step: int, value: float) -> None:
+        """Append a value to a series, which begins with the first."""
+        if key not in self.courses:
+            self.courses[key] = self.course()
+        self.courses[key].add(step, value)
+
     def bound(self, limit: int) -> None:
         """Keep so many values of each series from now on."""
         self.limit = limit
@@ -168,15 +182,17 @@ class Gathered:
 
     def cut(self, first: int, last: int) -> Gathered:
         """What is there of some steps, both inclusive."""
-        courses = {key: one.cut(first, last) for key, one in self.courses.items()}
-        losses = {key: one.cut(first, last) for key, one in self.losses.items()}
-        frames = {key: one.cut(first, last) for key, one in self.frames.items()}
+
+        def part_of(series: Mapping[Any, Any]) -> dict[Any, Any]:
+            parts = {key: one.cut(first, last) for key, one in series.items()}
+            return {key: one for key, one in parts.items() if one.count}
+
         return replace(
             self,
             grid=Grid.over(first, last),
-            courses={key: one for key, one in courses.items() if one.count},
-            losses={key: one for key, one in losses.items() if one.count},
-            frames={key: one for key, one in frames.items() if one.count},
+            courses=part_of(self.courses),
+            losses=part_of(self.losses),
+            frames=part_of(self.frames),
         )
 
     def of(self, what: str, tag: str = DEFAULT_TAG) -> dict[str, Course]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from analyze.rules.finding import Finding
 from analyze.seeing.course import Course
-from analyze.seeing.gathered import BAD, DEAD, GRADIENT, RATIO, Gathered
+from analyze.seeing.gathered import BAD, DEAD, GRADIENT, RATIO, Gathered, layer_of
 from analyze.seeing.words import times
 
 FAR = 3.0
@@ -70,8 +70,9 @@ def layers(found: Gathered) -> list[Layer]:
     """
     findings: dict[str, list[Finding]] = {}
     for one in found.checked.findings:
-        if one.module is not None:
-            findings.setdefault(one.module if not one.leaf else f"{one.module}#{one.leaf}", []).append(one)
+        layer = layer_of(one.module, one.leaf)
+        if layer is not None:
+            findings.setdefault(layer, []).append(one)
     ratios, deads, gradients = (found.of(what) for what in (RATIO, DEAD, GRADIENT))
     bad: dict[str, int] = {}
     for key, course in found.courses.items():
@@ -127,10 +128,8 @@ def _layer(
     )
 
 
-def _greatest(steps: np.ndarray, values: np.ndarray) -> tuple[float | None, int | None]:
+def _greatest(steps: np.ndarray, values: np.ndarray) -> tuple[float, int]:
     """The greatest value and its step; what is not finite is greater than what is."""
-    if not len(values):
-        return None, None
     at = int(np.argmax(np.where(np.isfinite(values), values, np.inf)))
     return float(values[at]), int(steps[at])
 

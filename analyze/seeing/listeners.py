@@ -10,7 +10,7 @@ import numpy as np
 from analyze.metrics.elementwise.activation_rate import activation_rate
 from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.similarity.similarity import Similarity
-from analyze.seeing.course import Course
+from analyze.rules.rule import Rule
 from analyze.seeing.findings import Findings
 from analyze.seeing.gathered import (
     BAD,
@@ -52,13 +52,6 @@ class Measures(Subscriber):
         self.into = into
         self.weights: dict[tuple[str | None, int], float] = {}
 
-    def _course(self, what: str, message: Message) -> Course:
-        key = Key(what, layer_of(message), message.tag, message.rank)
-        course = self.into.courses.get(key)
-        if course is None:
-            course = self.into.courses[key] = self.into.course()
-        return course
-
     def compute(self, message: Message) -> Iterator[Message]:
         """Measure one message."""
         data, extent = message.data, Extent.of(message)
@@ -75,31 +68,31 @@ class Measures(Subscriber):
             self._numbers(message)
         alive = message.kind != "activations" or message.tag != DEFAULT_TAG or are_statistics(message.sampling)
         if not alive and data.ndim > 1 and shared(message, "min") == 0:
-            self._course(DEAD, message).add(
-                message.global_step, activation_rate(as_array(data), threshold=0.0).death_rate
-            )
+            self._add(DEAD, message, activation_rate(as_array(data), threshold=0.0).death_rate)
         yield from ()
+
+    def _add(self, what: str, message: Message, value: float) -> None:
+        self.into.add(Key.of(what, message), message.global_step, value)
 
     def _numbers(self, message: Message) -> None:
         """What follows from the moments of a message."""
-        kind, step = message.kind, message.global_step
+        kind, layer = message.kind, (layer_of(message.key, message.leaf), message.rank)
         bad = shared(message, "nan") + shared(message, "inf") if message.key is not None else 0.0
         if bad:
-            self._course(BAD, message).add(step, bad)
+            self._add(BAD, message, bad)
         if message.tag != DEFAULT_TAG:
             return
         if kind == "weights":
-            norm = shared(message, "norm2")
-            self.weights[layer_of(message), message.rank] = norm
-            self._course(WEIGHT, message).add(step, norm)
+            self.weights[layer] = shared(message, "norm2")
+            self._add(WEIGHT, message, self.weights[layer])
         elif kind == "weight_updates":
-            weight = self.weights.get((layer_of(message), message.rank), 0.0)
+            weight = self.weights.get(layer, 0.0)
             if weight != 0:
-                self._course(RATIO, message).add(step, shared(message, "norm2") / weight)
+                self._add(RATIO, message, shared(message, "norm2") / weight)
         elif kind == "weight_gradients":
-            self._course(GRADIENT, message).add(step, shared(message, "norm2"))
+            self._add(GRADIENT, message, shared(message, "norm2"))
         elif kind == "layer_gradients":
-            self._course(SIGNAL, message).add(step, shared(message, "norm2"))
+            self._add(SIGNAL, message, shared(message, "norm2"))
 
     def _rate(self, message: Message) -> None:
         """The learning rate of a group of parameters."""
@@ -107,9 +100,7 @@ class Measures(Subscriber):
         if message.data is None or not isinstance(names, list) or "lr" not in names:
             return
         key = Key(LEARNING_RATE, f"group {message.leaf}", message.tag, message.rank)
-        if key not in self.into.courses:
-            self.into.courses[key] = self.into.course()
-        self.into.courses[key].add(message.global_step, float(message.data[names.index("lr")]))
+        self.into.add(key, message.global_step, float(message.data[names.index("lr")]))
 
     def _loss(self, message: Message) -> None:
         if message.key is not None or message.data is None or message.data.numel() != 1:
@@ -166,11 +157,9 @@ class Answers(Receiver):
         if message.kind in self.comparing:
             self._compare(message, float(data))
             return
-        key = Key(message.kind, layer_of(message), message.tag, message.rank)
+        key = Key.of(message.kind, message)
         if data.numel() == 1:
-            if key not in self.into.courses:
-                self.into.courses[key] = self.into.course()
-            self.into.courses[key].add(message.global_step, float(data))
+            self.into.add(key, message.global_step, float(data))
         elif data.ndim == 1 and data.numel() <= WIDEST:
             frames = self.into.frames.setdefault(key, Frames())
             if isinstance(frames, Frames):
@@ -213,23 +202,16 @@ class Reached(Receiver):
         return ()
 
 
-class Windows(Receiver):
-    """Has everything kept around the first findings, as soon as they are made."""
+class Windows(Findings):
+    """Findings; around the first of them everything is kept, as soon as they are made."""
 
-    passive = True
-    scope = "message"
-    name = "windows"
-
-    def __init__(self, findings: Findings, windows: list[tuple[int, int]]) -> None:
-        self.findings, self.windows = findings, windows
-
-    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """Whether it is a finding."""
-        return self.findings.wants(kind, module, tag, step)
+    def __init__(self, rules: Iterable[Rule], windows: list[tuple[int, int]]) -> None:
+        super().__init__(rules)
+        self.windows = windows
 
     def receive(self, message: Message) -> Iterable[Message]:
-        """Remember the steps around a finding."""
+        """Keep a finding, and remember the steps around it."""
         window = (message.global_step - AROUND, message.global_step + AROUND)
         if len(self.windows) < WINDOWS and window not in self.windows:
             self.windows.append(window)
-        return ()
+        return super().receive(message)

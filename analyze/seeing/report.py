@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 
 from analyze.seeing.check import Wanted, check, rules_of, together
 from analyze.seeing.gather import gather, reference
 from analyze.seeing.gathered import Gathered
-from analyze.tables.writing import new_file, not_installed
+from analyze.tables.writing import needed, new_file
 from tracer.messaging.subscriber import Subscriber
 from tracer.stores.locations import Anywhere, Url
 from tracer.trace.reader import TraceReader
@@ -61,8 +60,7 @@ def report(
     TracerError
         If a trace cannot be opened, a name is unknown, or Bokeh is not installed.
     """
-    if find_spec("bokeh") is None:
-        raise not_installed("a report", "bokeh", "report")
+    needed("a report", "bokeh", "report")
     from analyze.seeing.page import page
 
     others = [against] if isinstance(against, str | os.PathLike | Url) else list(against)

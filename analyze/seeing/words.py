@@ -6,6 +6,8 @@ import html
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from analyze.tables.escapes import printable
 
 
@@ -42,6 +44,17 @@ def short(name: str, length: int = 24) -> str:
     return name if len(name) <= length else "…" + name[1 - length :]
 
 
+def titled(what: str, tag: str) -> str:
+    """What an answer is called, with its tag unless that is the usual one.
+
+    Examples
+    --------
+    >>> titled("loss", "default"), titled("loss", "probe")
+    ('loss', 'loss (tag probe)')
+    """
+    return plain(what if tag == "default" else f"{what} (tag {tag})")
+
+
 def number(value: float | None, digits: int = 4) -> str:
     """A number for people; empty for none.
 
@@ -68,6 +81,19 @@ def times(shift: float) -> str:
     ('8 times', '0.5 times')
     """
     return f"{2.0**shift:.3g} times"
+
+
+def course_in_words(steps: np.ndarray, values: np.ndarray) -> str:
+    """The first and the last value of a course, the least and the greatest.
+
+    Examples
+    --------
+    >>> course_in_words(np.array([0, 5, 9]), np.array([2.0, 0.5, 1.0]))
+    '2 at step 0, 1 at step 9; the least is 0.5 at step 5, the greatest 2 at step 0'
+    """
+    places = (0, -1, np.argmin(values), np.argmax(values))
+    first, last, least, greatest = (f"{number(values[at])} at step {steps[at]}" for at in places)
+    return f"{first}, {last}; the least is {least}, the greatest {greatest}"
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:

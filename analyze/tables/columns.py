@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
+from analyze.tables.escapes import finite
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, message_of
 from tracer.messaging.stacks import COUNTERS as HEADS
@@ -53,13 +54,7 @@ def as_json(row: NamedTuple) -> dict[str, Any]:
     >>> as_json(Row("run.zarr", "norm", "weights_norm2", "fc", "default", 0, 0, 1, 1, 0, "", float("inf")))["value"]
     'Infinity'
     """
-    return {name: _finite(value) for name, value in row._asdict().items()}
-
-
-def _finite(value: Any) -> Any:
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return {name: finite(value) for name, value in row._asdict().items()}
 
 
 class Stream(NamedTuple):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from typing import Final
+from typing import Any, Final
 
 from tracer.shown import printable as printable  # with what makes names harmless elsewhere
 
@@ -11,6 +12,21 @@ _UNSEEN: Final = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2
 """Characters that JSON does not escape, but terminals and editors obey: controls, line ends, text direction."""
 _RUN: Final = tuple("=+-@\t\r\n'＝＋－＠")
 """Beginnings that a spreadsheet takes for formulas; and the apostrophe, so that it can be taken off again."""
+
+
+def finite(value: Any) -> Any:
+    """A value that JSON has a word for: what is not finite becomes ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``.
+
+    ``float`` of Python and ``Number`` of JavaScript understand these texts.
+
+    Examples
+    --------
+    >>> finite(float("-inf")), finite(0.5), finite("fc")
+    ('-Infinity', 0.5, 'fc')
+    """
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def in_json(text: str) -> str:

@@ -14,7 +14,7 @@ from analyze.tables.columns import Columns
 from analyze.tables.escapes import printable
 from analyze.tables.layout import shortened
 from analyze.tables.sparkline import mean_of
-from analyze.tables.writing import not_installed
+from analyze.tables.writing import needed
 from tracer.errors import MessageError
 from tracer.messaging.messages import DEFAULT_TAG
 
@@ -166,11 +166,10 @@ def _colours(name: str) -> Any:
 
 def _figure(width: float, height: float) -> Figure:
     """An empty figure, in inches, that pyplot does not know."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise not_installed("a figure", "matplotlib", "plot") from error
+    needed("a figure", "matplotlib", "plot")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
@@ -81,7 +81,10 @@ class ResultsTable:
 
     def __str__(self) -> str:
         """The tables as text, as wide as the terminal."""
-        width = shutil.get_terminal_size().columns
+        return self.plain(shutil.get_terminal_size().columns)
+
+    def plain(self, width: int = 100_000) -> str:
+        """The tables as text, in lines of at most this width; by default none is shortened."""
         return "\n\n".join("\n".join((heading, *lines)) for heading, lines in self.lines(width))
 
     def lines(self, width: int) -> Iterator[tuple[str, list[str]]]:
@@ -97,16 +100,16 @@ class ResultsTable:
             if left >= min(room, _WIDE_LABEL):
                 break
         label = max(min(room, left), _LEAST_LABEL)
-        for (kind, trace), these in self._by_kind():
+        for (kind, trace), these in self._by_kind().items():
             heading = printable(kind) + (f" of {printable(trace)}" if trace else "")
             yield shortened(heading, width), self._table(columns, widths, these, label, " " * gap)
 
-    def _by_kind(self) -> Iterator[tuple[tuple[str, str], list[Shown]]]:
+    def _by_kind(self) -> dict[tuple[str, str], list[Shown]]:
         """The rows or series of each table, after its kind and, if there are several traces, its trace."""
         groups: dict[tuple[str, str], list[Shown]] = {}
         for one in self._shown:
             groups.setdefault((one.kind, one.trace if self._traces else ""), []).append(one)
-        yield from groups.items()
+        return groups
 
     def _label(self, one: Shown) -> str:
         """The label of a row: the module, and its tag, rank and call where they are not the usual."""
@@ -123,10 +126,9 @@ class ResultsTable:
         ]
 
     @staticmethod
-    def _cells(columns: Sequence[_Column], shown: Iterable[Shown]) -> list[list[tuple[str, ...]]]:
+    def _cells(columns: Sequence[_Column], shown: Sequence[Shown]) -> list[list[tuple[str, ...]]]:
         """The heading of each column, and its cells."""
-        rows = list(shown)
-        return [[column.heading, *map(column.cell, rows)] for column in columns]
+        return [[column.heading, *map(column.cell, shown)] for column in columns]
 
     def _table(
         self, columns: Sequence[_Column], widths: Sequence[int], shown: Sequence[Shown], label: int, gap: str

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from analyze.tables.columns import Columns, Stream, positions
-from analyze.tables.writing import PathLike, not_installed
+from analyze.tables.writing import PathLike, needed
 from tracer.messaging.messages import Message
 
 if TYPE_CHECKING:
@@ -30,10 +30,7 @@ def write_events(answers: Columns, logdir: PathLike, times: Mapping[str, Clock])
     TracerError
         If tensorboard is not installed.
     """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise not_installed("writing for TensorBoard", "tensorboard", "tensorboard") from error
+    writers = needed("writing for TensorBoard", "tensorboard", "tensorboard", "torch.utils.tensorboard")
     several_ranks = len({stream.rank for stream in answers.streams}) > 1
     with contextlib.ExitStack() as stack:
         events: dict[tuple[str, int], _Events] = {}
@@ -42,7 +39,7 @@ def write_events(answers: Columns, logdir: PathLike, times: Mapping[str, Clock])
             key = stream.trace, stream.rank
             if key not in events:
                 folder = Path(logdir, _run_of(stream.trace), f"rank{stream.rank}" if several_ranks else "")
-                writer = stack.enter_context(SummaryWriter(os.fspath(folder)))
+                writer = stack.enter_context(writers.SummaryWriter(os.fspath(folder)))
                 events[key] = _Events(writer, answers.streams, times.get(stream.trace))
             events[key].add(stream, message)
 

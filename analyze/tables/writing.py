@@ -63,10 +63,9 @@ def write_jsonl(rows: Iterable[Row], path: PathLike, *, overwrite: bool) -> None
 
 def write_parquet(table: Mapping[str, Any], path: PathLike, *, overwrite: bool) -> None:
     """Write a table as Parquet: see `analyze.Results.to_parquet`."""
-    try:
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise not_installed("writing Parquet", "pyarrow", "tables") from error
+    needed("writing Parquet", "pyarrow", "tables")
+    import pyarrow.parquet as pq
+
     made = arrow_table(table)
     with new_file(path, overwrite=overwrite) as temporary:
         pq.write_table(made, temporary)
@@ -158,17 +157,24 @@ def new_file(path: PathLike, *, overwrite: bool) -> Iterator[Path]:
 
 def pandas() -> Any:
     """The package; `TracerError` if it is not installed."""
-    return _optional("a data frame", "pandas", "tables")
+    return needed("a data frame", "pandas", "tables")
 
 
 def xarray() -> Any:
     """The package; `TracerError` if it is not installed."""
-    return _optional("arrays with named axes", "xarray", "xarray")
+    return needed("arrays with named axes", "xarray", "xarray")
 
 
-def _optional(what: str, package: str, extra: str) -> Any:
+def needed(what: str, package: str, extra: str, module: str | None = None) -> Any:
+    """The package that `what` needs, or a module of it.
+
+    Raises
+    ------
+    TracerError
+        If it is not installed.
+    """
     try:
-        return import_module(package)
+        return import_module(module or package)
     except ImportError as error:
         raise not_installed(what, package, extra) from error
 

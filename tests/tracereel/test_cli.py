@@ -27,12 +27,13 @@ from analyze.tables.layout import TextTable
 from tests import processes
 from tracer.format.names import part_name
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
+from tracer.recording.environment import size_of
 from tracer.recording.options import Options
 from tracer.stores.zarr.shards import CHUNKS_PER_SHARD, chunks_begin
 from tracer.trace.writer import TraceWriter
 from tracereel.command import HEADINGS, Command
 from tracereel.main import main
-from tracereel.options import Size
+from tracereel.options import Number
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(main.commands)
@@ -910,7 +911,7 @@ def test_record_options(tmp_path: Path) -> None:
 )
 def test_sizes(size: str, expected: int) -> None:
     """Sizes are written as people write them."""
-    assert Size().convert(size, None, None) == expected
+    assert Number("SIZE", size_of).convert(size, None, None) == expected
 
 
 def test_info_shows_once_what_all_ranks_noted(tmp_path: Path) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from analyze.seeing.gathered import Frames, Gathered, Key
+from analyze.seeing.gathered import NETWORK, Frames, Gathered, Key
 from analyze.seeing.layers import Layer
-from analyze.seeing.panels.panel import Panel, drawing, packed
-from analyze.seeing.words import plain, text
+from analyze.seeing.panels.panel import Panel, drawing, legend, packed, tell
+from analyze.seeing.words import text, titled
 
 NUMBERS = 45_000
 """So many numbers have all of them together."""
-NETWORK = "the network"
 
 
 def arrays_of(found: Gathered, order: Sequence[Layer]) -> list[dict[str, Any]]:
@@ -31,7 +30,7 @@ def arrays_of(found: Gathered, order: Sequence[Layer]) -> list[dict[str, Any]]:
             break
         left -= table.size
         pack = {
-            "what": plain(key.what if key.tag == "default" else f"{key.what} (tag {key.tag})"),
+            "what": titled(key.what, key.tag),
             "layer": key.layer if key.layer is not None else NETWORK,
             "steps": packed(steps),
             "width": table.shape[1],
@@ -58,7 +57,7 @@ def _edges(edges: Frames, key: Key, frames: Frames) -> dict[str, Any]:
 
 def panel(found: Gathered, order: Sequence[Layer], steps: Any) -> Panel:
     """The panel of histograms and spectra."""
-    from bokeh.models import ColorBar, ColumnDataSource, HoverTool, LinearColorMapper
+    from bokeh.models import ColumnDataSource, LinearColorMapper
     from bokeh.palettes import Viridis256
 
     packs = arrays_of(found, order)
@@ -76,9 +75,8 @@ def panel(found: Gathered, order: Sequence[Layer], steps: Any) -> Panel:
         "left", "right", "bottom", "top", source=source, line_color=None,
         fill_color={"field": "value", "transform": mapper},
     )  # fmt: skip
-    told = [("step", "@step"), ("at", "@at"), ("value", "@value{%.6g}")]
-    picture.add_tools(HoverTool(renderers=[marks], tooltips=told, formatters={"@value": "printf"}, visible=False))
-    picture.add_layout(ColorBar(color_mapper=mapper, width=10, padding=4, background_fill_color=None), "right")
+    tell(picture, [marks], [("step", "@step"), ("at", "@at"), ("value", "@value{%.6g}")])
+    legend(picture, mapper)
     there = sum(not key.what.endswith("_edges") for key in _series(found))
     left_out = f" Of {there:,} series, {len(packs):,} have room in the page." if there > len(packs) else ""
     return Panel(

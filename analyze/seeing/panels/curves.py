@@ -8,12 +8,22 @@ from typing import Any
 import numpy as np
 
 from analyze.seeing.course import Course
-from analyze.seeing.decimate import extremes, width_for
-from analyze.seeing.gathered import DEAD, GRADIENT, RATIO, SIGNAL, WEIGHT, Gathered
+from analyze.seeing.gathered import DEAD, GRADIENT, NETWORK, RATIO, SIGNAL, WEIGHT, Gathered
 from analyze.seeing.layers import Layer
 from analyze.seeing.maps import drawn
-from analyze.seeing.panels.panel import DASHES, LINES, NOT_FINITE, SLOTS, Panel, drawing, name_rows, packed
-from analyze.seeing.words import plain, text
+from analyze.seeing.panels.panel import (
+    DASHES,
+    LINES,
+    NOT_FINITE,
+    SLOTS,
+    Panel,
+    drawing,
+    legend,
+    name_rows,
+    packed,
+    tell,
+)
+from analyze.seeing.words import plain, text, titled
 
 POINTS = 45_000
 """So many points have the curves of all measures together."""
@@ -27,7 +37,6 @@ SELECTED = 5
 """So many layers are selected at first."""
 
 ALWAYS = (RATIO, GRADIENT, WEIGHT, SIGNAL, DEAD)
-NETWORK = "the network"
 
 
 def _measures(found: Gathered) -> dict[tuple[str, str], dict[str, Course]]:
@@ -56,17 +65,16 @@ def lines_of(found: Gathered, order: Sequence[Layer]) -> tuple[list[dict[str, An
         lines: list[dict[str, str]] = []
         spent = 0
         for name in names:
-            steps, values, _ = courses[name].points()
-            chosen = extremes(steps, values, width_for(int(steps[0]), int(steps[-1]), COLUMNS))
-            if lines and spent + len(chosen) > budget:
+            steps, values = courses[name].outline(COLUMNS)
+            if lines and spent + len(steps) > budget:
                 break
-            spent += len(chosen)
-            lines.append({"layer": name, "x": packed(steps[chosen]), "y": packed(values[chosen])})
+            spent += len(steps)
+            lines.append({"layer": name, "x": packed(steps), "y": packed(values)})
             kept.add(name)
         rows = [name for name in found.layers if name in courses] or [NETWORK]
         one = drawn(courses, rows, cells)
         pack: dict[str, Any] = {
-            "title": plain(what if tag == "default" else f"{what} (tag {tag})"),
+            "title": titled(what, tag),
             "by": found.subscribers.get(what, ""),
             "lines": lines,
             "left_out": len(names) - len(lines),
@@ -118,7 +126,7 @@ def _in_words(packs: Sequence[Mapping[str, Any]]) -> str:
 def _picture(steps: Any) -> Any:
     """Two pictures, one below the other, of which one is seen: curves, and a heat map."""
     from bokeh.layouts import column
-    from bokeh.models import ColumnDataSource, HoverTool
+    from bokeh.models import ColumnDataSource
 
     pictures = []
     for scale in ("linear", "log"):
@@ -128,15 +136,14 @@ def _picture(steps: Any) -> Any:
             source = ColumnDataSource({"x": [], "y": [], "name": []}, name=f"curve-{scale}-{slot}")
             colour = LINES[slot % len(LINES)]
             lines.append(picture.line("x", "y", source=source, line_width=2, line_color=colour, line_dash=DASHES[slot]))
-        told = [("", "@name"), ("step", "@x{0}"), ("value", "@y{%.6g}")]
-        picture.add_tools(HoverTool(renderers=lines, tooltips=told, formatters={"@y": "printf"}, visible=False))
+        tell(picture, lines, [("", "@name"), ("step", "@x{0}"), ("value", "@y{%.6g}")])
         pictures.append(picture)
     return column(*pictures, _map_picture(steps), sizing_mode="stretch_width")
 
 
 def _map_picture(steps: Any) -> Any:
     """An empty heat map, which the page's script fills."""
-    from bokeh.models import ColorBar, ColumnDataSource, HoverTool, LinearColorMapper
+    from bokeh.models import ColumnDataSource, LinearColorMapper
     from bokeh.palettes import Viridis256
 
     picture = drawing(steps, 340, y_range=(-0.5, 0.5), name="curve-map", visible=False)
@@ -147,12 +154,6 @@ def _map_picture(steps: Any) -> Any:
         palette=Viridis256, low=0, high=1, nan_color="rgba(0, 0, 0, 0)", high_color=NOT_FINITE, name="curve-map-colours"
     )
     image = picture.image("image", "x", "y", "dw", "dh", source=source, color_mapper=mapper)
-    picture.add_tools(
-        HoverTool(
-            renderers=[image],
-            tooltips=[("step", "$x{0}"), ("row", "$y{0}"), ("value", "@image{0.0000e+0}")],
-            visible=False,
-        )
-    )
-    picture.add_layout(ColorBar(color_mapper=mapper, width=10, padding=4, background_fill_color=None), "right")
+    tell(picture, [image], [("step", "$x{0}"), ("row", "$y{0}"), ("value", "@image{0.0000e+0}")])
+    legend(picture, mapper)
     return picture

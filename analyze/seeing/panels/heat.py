@@ -18,9 +18,10 @@ from analyze.seeing.panels.panel import (
     blend,
     drawing,
     height_of,
-    mark_findings,
+    legend,
+    mark_layers,
     name_rows,
-    tell_of_taps,
+    tell,
 )
 from analyze.seeing.words import number, plain, text, times
 
@@ -74,8 +75,6 @@ def panel(found: Gathered, reference: Gathered | None, order: Sequence[Layer], s
     maps = _maps(found, reference, what)
     first = maps["value"]
     rows = len(first.layers)
-    from bokeh.models import ColumnDataSource
-
     picture = drawing(steps, height_of(rows), y_range=(-0.5, rows - 0.5))
     anomalous = {one.name: number_of for number_of, one in enumerate(order)}
     best = [min(anomalous.get(name, len(order)) for name in group) for group in first.layers]
@@ -84,17 +83,7 @@ def panel(found: Gathered, reference: Gathered | None, order: Sequence[Layer], s
         _draw(picture, mode, one, what, visible=mode == "past")
     _draw_bad(picture, first)
     places = {name: row for row, group in enumerate(first.layers) for name in group}
-    tell_of_taps(picture, "heat")
-    mark_findings(picture, found.checked.findings, places, "heat")
-    picture.hstrip(
-        "y0",
-        "y1",
-        name="heat-selected",
-        fill_alpha=0,
-        line_width=2,
-        line_color="colour",
-        source=ColumnDataSource({"y0": [], "y1": [], "colour": []}),
-    )
+    mark_layers(picture, found.checked.findings, places, "heat")
     return Panel(
         name="heat",
         title=f"{what[0].upper()}{what[1:]} of each layer",
@@ -148,7 +137,7 @@ def colours_of(mode: str, cells: np.ndarray) -> ColorMapper:
 
 
 def _draw(picture: figure, mode: str, one: Map, what: str, *, visible: bool) -> None:
-    from bokeh.models import ColorBar, ColumnDataSource, CustomJSHover, HoverTool
+    from bokeh.models import ColumnDataSource, CustomJSHover
 
     width = float(one.last - one.grid.first)
     source = ColumnDataSource(
@@ -171,20 +160,13 @@ def _draw(picture: figure, mode: str, one: Map, what: str, *, visible: bool) -> 
         "'not finite'"
     )
     unit = what if mode == "value" else "powers of two"
-    picture.add_tools(
-        HoverTool(
-            renderers=[image],
-            tooltips=[("layer", "$y{0}"), ("step", "$x{0}"), (unit, "@image{0}")],
-            formatters={"$y": row, "$x": step, "@image": shown},
-            visible=False,
-            name=f"heat-hover-{mode}",
-        )
-    )
-    bar = ColorBar(
-        color_mapper=mapper, width=10, padding=4, margin=0, visible=visible, name=f"heat-bar-{mode}",
-        background_fill_color=None, major_label_text_font_size="11px", height=int(picture.height * 0.55),
+    told = [("layer", "$y{0}"), ("step", "$x{0}"), (unit, "@image{0}")]
+    formats = {"$y": row, "$x": step, "@image": shown}
+    tell(picture, [image], told, formatters=formats, name=f"heat-hover-{mode}")
+    legend(
+        picture, mapper, margin=0, visible=visible, name=f"heat-bar-{mode}", major_label_text_font_size="11px",
+        height=int(picture.height * 0.55),
     )  # fmt: skip
-    picture.add_layout(bar, "right")
 
 
 def _draw_bad(picture: figure, one: Map) -> None:

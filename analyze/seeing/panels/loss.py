@@ -10,10 +10,10 @@ import numpy as np
 
 from analyze.rules.finding import Finding
 from analyze.seeing.course import Course
-from analyze.seeing.decimate import compact, extremes, width_for
+from analyze.seeing.decimate import compact
 from analyze.seeing.gathered import Gathered
-from analyze.seeing.panels.panel import FINDING, LINES, MARKERS, MARKS, SHADES, Panel, drawing
-from analyze.seeing.words import listed, number, plain, short, text
+from analyze.seeing.panels.panel import FINDING, LINES, MARKERS, MARKS, SHADES, Panel, drawing, in_columns, tell
+from analyze.seeing.words import course_in_words, listed, plain, short, text
 from tracer.messaging.messages import DEFAULT_TAG
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def panel(found: Gathered, references: Sequence[Gathered], steps: Any) -> Panel:
     steps : bokeh.models.Range1d
     """
     own = losses(found)
-    if not any(course.count for course in own.values()):
+    if not own:
         return Panel(
             name="loss", title="Loss", before="<p>No loss was recorded, so there is no curve of it.</p>" + _marks(found)
         )
@@ -73,35 +73,23 @@ def panel(found: Gathered, references: Sequence[Gathered], steps: Any) -> Panel:
 
 
 def _draw(drawn: figure, runs: Sequence[tuple[str, Mapping[str, Course]]]) -> None:
-    from bokeh.models import ColumnDataSource, HoverTool
+    from bokeh.models import ColumnDataSource
 
     dashes = ("solid", "dashed", "dotted", "dotdash", "dashdot", "dashed")
     for number_of_run, (run, kinds) in zip(range(len(runs))[::-1], runs, strict=True):
         for number_of_kind, (name, course) in enumerate(kinds.items()):
-            at, values, _ = course.points()
-            if not len(at):
-                continue
-            chosen = extremes(at, values, width_for(int(at[0]), int(at[-1]), COLUMNS))
+            steps, values = course.outline(COLUMNS)
             label = plain(f"{name} of {run}" if run else name)
-            source = ColumnDataSource(
-                {"step": compact(at[chosen]), "loss": values[chosen], "name": [label] * len(chosen)},
-                name=f"loss-{number_of_run}-{number_of_kind}",
-            )
+            columns = {"step": compact(steps), "loss": values, "name": [label] * len(steps)}
+            source = ColumnDataSource(columns, name=f"loss-{number_of_run}-{number_of_kind}")
             colour = LINES[number_of_run % len(LINES)]
             style: dict[str, Any] = {"source": source, "color": colour, "legend_label": label}
             width = 2 if number_of_run == 0 else 4  # so that an equal one is seen below
             line = drawn.line("step", "loss", line_width=width, line_dash=dashes[number_of_kind % len(dashes)], **style)
-            if len(chosen) < 3 or number_of_kind:
+            if len(steps) < 3 or number_of_kind:
                 drawn.scatter("step", "loss", size=6, **style)
-            drawn.add_tools(
-                HoverTool(
-                    renderers=[line],
-                    mode="vline" if not number_of_run and not number_of_kind else "mouse",
-                    tooltips=[("", "@name"), ("step", "@step"), ("loss", "@loss{%.6g}")],
-                    formatters={"@loss": "printf"},
-                    visible=False,
-                )
-            )
+            mode = "vline" if not number_of_run and not number_of_kind else "mouse"
+            tell(drawn, [line], [("", "@name"), ("step", "@step"), ("loss", "@loss{%.6g}")], mode=mode)
 
 
 def _mark_bad(drawn: figure, own: Mapping[str, Course], floor: float) -> None:
@@ -121,7 +109,7 @@ def _mark_bad(drawn: figure, own: Mapping[str, Course], floor: float) -> None:
 
 def _mark(drawn: figure, findings: Sequence[Finding], own: Mapping[str, Course], floor: float) -> None:
     """A line and a marker at the first step of each finding."""
-    from bokeh.models import ColumnDataSource, HoverTool
+    from bokeh.models import ColumnDataSource
 
     at, values, _ = next(iter(own.values())).points()
     finite = np.isfinite(values)
@@ -134,9 +122,7 @@ def _mark(drawn: figure, findings: Sequence[Finding], own: Mapping[str, Course],
             {
                 "step": compact(np.array([one.first for one in these])),
                 "loss": heights,
-                "rule": [one.rule for one in these],
-                "where": [plain(one.place) for one in these],
-                "evidence": [plain(one.evidence) for one in these],
+                **in_columns(these),
             },
             name=f"findings-{severity}",
         )
@@ -145,7 +131,7 @@ def _mark(drawn: figure, findings: Sequence[Finding], own: Mapping[str, Course],
             "step", "loss", source=source, marker=MARKERS[severity], size=12, color=SHADES[severity],
             line_color="#444444", legend_label=str(severity),
         )  # fmt: skip
-        drawn.add_tools(HoverTool(renderers=[marks], tooltips=list(FINDING), visible=False))
+        tell(drawn, [marks], FINDING)
 
 
 def _marks(found: Gathered) -> str:
@@ -156,15 +142,10 @@ def _marks(found: Gathered) -> str:
 def _in_words(own: Mapping[str, Course], found: Gathered) -> str:
     name, course = next(iter(own.items()))
     steps, values, _ = course.points()
-    finite = np.flatnonzero(np.isfinite(values))
+    finite = np.isfinite(values)
     told = f"{name} at {course.count:,} steps"
-    if len(finite):
-        low, high = finite[np.argmin(values[finite])], finite[np.argmax(values[finite])]
-        told += (
-            f": {number(values[finite[0]])} at step {steps[finite[0]]}, {number(values[finite[-1]])} at step "
-            f"{steps[finite[-1]]}; the least is {number(values[low])} at step {steps[low]}, the greatest "
-            f"{number(values[high])} at step {steps[high]}"
-        )
+    if finite.any():
+        told += f": {course_in_words(steps[finite], values[finite])}"
     if course.bad:
         told += f"; {course.bad:,} are not finite"
     marks = list(dict.fromkeys(f"{one.rule} at step {one.first}" for one in found.checked.findings))

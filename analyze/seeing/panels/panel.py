@@ -12,9 +12,11 @@ import numpy as np
 
 from analyze.rules.finding import Finding
 from analyze.seeing.decimate import compact
+from analyze.seeing.gathered import layer_of
 from analyze.seeing.words import plain, short
 
 if TYPE_CHECKING:
+    from bokeh.models import ColorMapper
     from bokeh.plotting import figure
 
 LINES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -98,6 +100,24 @@ def drawing(steps: Any, height: int, **options: Any) -> figure:
     return drawn
 
 
+def tell(drawn: figure, marks: Sequence[Any], told: Sequence[tuple[str, str]], **options: Any) -> None:
+    """Tell of marks, where the pointer is, what stands in some columns: titles, and columns with their formats."""
+    from bokeh.models import HoverTool
+
+    formats = {column.partition("{")[0]: "printf" for _, column in told if "{%" in column}
+    drawn.add_tools(
+        HoverTool(renderers=list(marks), tooltips=list(told), visible=False, **({"formatters": formats} | options))
+    )
+
+
+def legend(drawn: figure, mapper: ColorMapper, **options: Any) -> None:
+    """Show at the right of a picture what its colours mean."""
+    from bokeh.models import ColorBar
+
+    bar = ColorBar(color_mapper=mapper, width=10, padding=4, background_fill_color=None, **options)
+    drawn.add_layout(bar, "right")
+
+
 def name_rows(drawn: figure, names: Sequence[str], marked: Sequence[int] = ()) -> None:
     """Write names beside the rows of a heat map: of all if there is room, else of some and of those that are marked."""
     from bokeh.models import FixedTicker, NoOverlap
@@ -113,15 +133,6 @@ def name_rows(drawn: figure, names: Sequence[str], marked: Sequence[int] = ()) -
     drawn.yaxis.major_label_policy = NoOverlap()
     drawn.yaxis.major_tick_line_color = None
     drawn.ygrid.grid_line_color = None
-
-
-def tell_of_taps(drawn: figure, panel: str) -> None:
-    """Let the page's script know which row of a heat map is clicked."""
-    from bokeh.events import Tap
-    from bokeh.models import CustomJS
-
-    code = "document.dispatchEvent(new CustomEvent('layer-tap', {detail: {panel, y: cb_obj.y}}))"
-    drawn.js_on_event(Tap, CustomJS(args={"panel": panel}, code=code))
 
 
 def height_of(rows: int) -> int:
@@ -156,19 +167,29 @@ def packed(values: np.ndarray) -> str:
     return letter + base64.b64encode(np.ascontiguousarray(small, small.dtype.newbyteorder("<")).tobytes()).decode()
 
 
-def mark_findings(drawn: figure, findings: Iterable[Finding], rows: Mapping[str, int], name: str) -> None:
+def mark_layers(drawn: figure, findings: Iterable[Finding], rows: Mapping[str, int], panel: str) -> None:
+    """Let the rows of a heat map be clicked and selected by the page's script, and mark findings of their layers."""
+    from bokeh.events import Tap
+    from bokeh.models import ColumnDataSource, CustomJS
+
+    code = "document.dispatchEvent(new CustomEvent('layer-tap', {detail: {panel, y: cb_obj.y}}))"
+    drawn.js_on_event(Tap, CustomJS(args={"panel": panel}, code=code))
+    _mark_findings(drawn, findings, rows, panel)
+    selected = ColumnDataSource({"y0": [], "y1": [], "colour": []})
+    drawn.hstrip("y0", "y1", name=f"{panel}-selected", fill_alpha=0, line_width=2, line_color="colour", source=selected)
+
+
+def _mark_findings(drawn: figure, findings: Iterable[Finding], rows: Mapping[str, int], name: str) -> None:
     """Mark the first steps of findings in the rows of their layers."""
-    from bokeh.models import ColumnDataSource, HoverTool
+    from bokeh.models import ColumnDataSource
 
     for severity, these in groupby(sorted(findings, key=lambda one: one.severity), key=lambda one: one.severity):
-        marked = [one for one in these if layer_of(one) in rows][:MARKS]
+        marked = [one for one in these if _layer(one) in rows][:MARKS]
         source = ColumnDataSource(
             {
                 "step": compact(np.array([one.first for one in marked], np.int64)),
-                "row": [rows[layer_of(one) or ""] + 0.4 for one in marked],  # not over the cell itself
-                "rule": [one.rule for one in marked],
-                "where": [plain(one.place) for one in marked],
-                "evidence": [plain(one.evidence) for one in marked],
+                "row": [rows[_layer(one) or ""] + 0.4 for one in marked],  # not over the cell itself
+                **in_columns(marked),
             },
             name=f"{name}-findings-{severity}",
         )
@@ -176,9 +197,17 @@ def mark_findings(drawn: figure, findings: Iterable[Finding], rows: Mapping[str,
             "step", "row", source=source, marker=MARKERS[severity], size=9, color=SHADES[severity],
             line_color="#222222", level="overlay",
         )  # fmt: skip
-        drawn.add_tools(HoverTool(renderers=[marks], tooltips=list(FINDING), visible=False))
+        tell(drawn, [marks], FINDING)
 
 
-def layer_of(one: Finding) -> str | None:
-    """The layer that a finding is about."""
-    return one.module if not one.leaf or one.module is None else f"{one.module}#{one.leaf}"
+def _layer(one: Finding) -> str | None:
+    return layer_of(one.module, one.leaf)
+
+
+def in_columns(findings: Sequence[Finding]) -> dict[str, list[str]]:
+    """The columns of `FINDING` that are texts."""
+    return {
+        "rule": [one.rule for one in findings],
+        "where": [plain(one.place) for one in findings],
+        "evidence": [plain(one.evidence) for one in findings],
+    }

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from analyze.seeing.course import Course
-from analyze.seeing.decimate import compact, extremes, width_for
+from analyze.seeing.decimate import compact
 from analyze.seeing.gathered import LEARNING_RATE, Gathered
-from analyze.seeing.panels.panel import DASHES, LINES, SLOTS, Panel, drawing
-from analyze.seeing.words import number, plain
+from analyze.seeing.panels.panel import DASHES, LINES, SLOTS, Panel, drawing, tell
+from analyze.seeing.words import course_in_words, plain
 from tracer.messaging.messages import DEFAULT_TAG
 
 COLUMNS = 400
@@ -36,31 +34,20 @@ def panel(found: Gathered, steps: Any) -> Panel:
 
 
 def _draw(picture: Any, rates: Mapping[str, Course]) -> None:
-    from bokeh.models import ColumnDataSource, HoverTool
+    from bokeh.models import ColumnDataSource
 
     for place, (name, course) in enumerate(rates.items()):
-        at, values, _ = course.points()
-        chosen = extremes(at, values, width_for(int(at[0]), int(at[-1]), COLUMNS))
-        source = ColumnDataSource(
-            {"step": compact(at[chosen]), "rate": values[chosen], "name": [plain(name)] * len(chosen)},
-            name=f"rate-{place}",
-        )
+        steps, values = course.outline(COLUMNS)
+        columns = {"step": compact(steps), "rate": values, "name": [plain(name)] * len(steps)}
+        source = ColumnDataSource(columns, name=f"rate-{place}")
         line = picture.line(
             "step", "rate", source=source, line_width=2, line_dash=DASHES[place], color=LINES[place % len(LINES)]
         )
-        if len(chosen) < 3:
+        if len(steps) < 3:
             picture.scatter("step", "rate", source=source, size=6, color=LINES[place % len(LINES)])
-        told = [("", "@name"), ("step", "@step"), ("learning rate", "@rate{%.6g}")]
-        picture.add_tools(HoverTool(renderers=[line], tooltips=told, formatters={"@rate": "printf"}, visible=False))
+        tell(picture, [line], [("", "@name"), ("step", "@step"), ("learning rate", "@rate{%.6g}")])
 
 
 def _in_words(rates: Mapping[str, Course]) -> str:
-    told = []
-    for name, course in rates.items():
-        at, values, _ = course.points()
-        low, high = int(np.argmin(values)), int(np.argmax(values))
-        told.append(
-            f"{name}: {number(values[0])} at step {at[0]}, {number(values[-1])} at step {at[-1]}; the least is "
-            f"{number(values[low])} at step {at[low]}, the greatest {number(values[high])} at step {at[high]}"
-        )
+    told = [f"{name}: {course_in_words(*course.points()[:2])}" for name, course in rates.items()]
     return f"The learning rate of each group of an optimizer's parameters. {'. '.join(told)}."

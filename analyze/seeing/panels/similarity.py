@@ -15,8 +15,8 @@ from analyze.registry import find
 from analyze.seeing.gathered import Gathered, Key
 from analyze.seeing.layers import Layer
 from analyze.seeing.matrices import Matrices
-from analyze.seeing.panels.panel import AWAY, Panel, blend, drawing, height_of, packed
-from analyze.seeing.words import number, plain, text
+from analyze.seeing.panels.panel import AWAY, Panel, blend, drawing, height_of, legend, packed, tell
+from analyze.seeing.words import number, plain, text, titled
 
 NUMBERS = 20_000
 """So many numbers have all matrices together."""
@@ -119,7 +119,7 @@ def _of_pairs(found: Gathered, key: Key, matrices: Matrices, order: Sequence[Lay
     chosen = _most_anomalous(layers, order)
     names = [plain(layers[at]) or "the root" for at in chosen]
     cut: dict[str, NDArray[np.float64]] = {role: values[:, chosen][:, :, chosen] for role, values in numbers.items()}
-    title = f"{_titled(key.what, key.tag)}: each two layers"
+    title = f"{titled(key.what, key.tag)}: each two layers"
     left_out, is_distance = len(layers) - len(chosen), matrices.is_distance
     return Sheet(title, matrices.measure, is_distance, steps, names, names, cut, True, matrices.symmetric, left_out)
 
@@ -141,7 +141,7 @@ def _of_time(found: Gathered, kind: str, tag: str, order: Sequence[Layer]) -> Sh
                 table[0, row, np.searchsorted(steps, at[known])] = values[known]
         if of_layers:
             numbers[role] = table
-    title = f"{_titled(kind, tag)}: each layer with itself"
+    title = f"{titled(kind, tag)}: each layer with itself"
     names = [plain(name) or "the root" for name in chosen]
     columns = [str(step) for step in steps.tolist()]
     left_out, is_distance = len(layers) - len(chosen), _class_of(measure).is_distance
@@ -172,10 +172,6 @@ def _class_of(measure: str) -> type[Similarity]:
     found = find(measure)
     assert issubclass(found, Similarity)
     return found
-
-
-def _titled(kind: str, tag: str) -> str:
-    return plain(kind if tag == "default" else f"{kind} (tag {tag})")
 
 
 def _most_anomalous(layers: Sequence[str], order: Sequence[Layer]) -> list[int]:
@@ -245,7 +241,7 @@ def _alike() -> list[str]:
 
 
 def _picture(sheets: Sequence[Sheet]) -> Any:
-    from bokeh.models import ColorBar, ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper, NoOverlap, Range1d
+    from bokeh.models import ColumnDataSource, FixedTicker, LinearColorMapper, NoOverlap, Range1d
 
     rows = max(len(one.rows) for one in sheets)
     # room for all names, so that the matrix does not move when others are shown
@@ -269,8 +265,8 @@ def _picture(sheets: Sequence[Sheet]) -> Any:
         fill_color={"field": "shade", "transform": mapper},
     )  # fmt: skip
     told = [("", "@row"), ("", "@column"), ("value", "@value"), ("null", "@null"), ("beyond its null", "@beyond")]
-    picture.add_tools(HoverTool(renderers=[marks], tooltips=[*told, ("status", "@status")], visible=False))
-    picture.add_layout(ColorBar(color_mapper=mapper, width=10, padding=4, background_fill_color=None), "right")
+    tell(picture, [marks], [*told, ("status", "@status")])
+    legend(picture, mapper)
     return picture
 
 

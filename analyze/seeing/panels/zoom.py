@@ -13,7 +13,7 @@ from analyze.seeing.gathered import Gathered
 from analyze.seeing.layers import Layer
 from analyze.seeing.listeners import AROUND
 from analyze.seeing.panels.heat import colours_of, measure_of
-from analyze.seeing.panels.panel import Panel, drawing, height_of, mark_findings, name_rows, packed, tell_of_taps
+from analyze.seeing.panels.panel import Panel, drawing, height_of, mark_layers, name_rows, packed, tell
 from analyze.seeing.words import listed, plain, text, times
 
 PLACES = 8
@@ -51,7 +51,7 @@ def places(found: Gathered, order: Sequence[Layer]) -> list[_Place]:
 
 def panel(found: Gathered, order: Sequence[Layer]) -> Panel:
     """The panel of the steps around a finding."""
-    from bokeh.models import ColumnDataSource, HoverTool, Range1d
+    from bokeh.models import ColumnDataSource, Range1d
 
     what = measure_of(found)
     looked = places(found, order)
@@ -79,21 +79,9 @@ def panel(found: Gathered, order: Sequence[Layer]) -> Panel:
         fill_color={"field": "shade", "transform": mapper}, name="zoom-rects",
     )  # fmt: skip
     picture.vspan(x=[float(start)], name="zoom-step", line_dash="dashed", line_color="#888888", line_width=1.5)
-    tell_of_taps(picture, "zoom")
-    mark_findings(picture, found.checked.findings, {name: row for row, name in enumerate(shown)}, "zoom")
-    picture.hstrip(
-        "y0", "y1", name="zoom-selected", fill_alpha=0, line_width=2, line_color="colour",
-        source=ColumnDataSource({"y0": [], "y1": [], "colour": []}),
-    )  # fmt: skip
-    told = [
-        ("layer", "@name"),
-        ("step", "@step"),
-        (what, "@value{%.6g}"),
-        ("powers of two from its past", "@shift{%.3g}"),
-    ]
-    picture.add_tools(
-        HoverTool(renderers=[marks], tooltips=told, formatters={"@value": "printf", "@shift": "printf"}, visible=False)
-    )
+    mark_layers(picture, found.checked.findings, {name: row for row, name in enumerate(shown)}, "zoom")
+    told = [("layer", "@name"), ("step", "@step"), (what, "@value{%.6g}")]
+    tell(picture, [marks], [*told, ("powers of two from its past", "@shift{%.3g}")])
     options = "".join(
         f'<option value="{number}">step {one.step}: {text(one.why)}</option>' for number, one in enumerate(looked)
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self, final
@@ -63,8 +62,6 @@ class Job(Receiver):
         How many messages there were.
     error : str
         Why it failed.
-    began : float
-        When, by `time.monotonic`.
     """
 
     passive = True
@@ -76,7 +73,6 @@ class Job(Receiver):
         self.state = RUNNING
         self.reached, self.heard = -1, 0
         self.error = ""
-        self.began = time.monotonic()
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(work,), name=title, daemon=True)
 

@@ -7,11 +7,10 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 
 from analyze.seeing.check import Wanted
 from analyze.seeing.viewing.view import View
-from analyze.tables.writing import not_installed
+from analyze.tables.writing import needed
 from tracer.errors import TracerError
 from tracer.messaging.subscriber import Subscriber
 from tracer.stores.locations import Anywhere
@@ -57,8 +56,7 @@ def view(
     TracerError
         If the trace cannot be opened, a name or parameter is wrong, the port is taken, or Bokeh is not installed.
     """
-    if find_spec("bokeh") is None:
-        raise not_installed("a view", "bokeh", "report")
+    needed("a view", "bokeh", "report")
     shown = View(path, metrics, against=against, rules=rules, rank=rank)
     try:
         asyncio.run(_serve(shown, port, opened))
