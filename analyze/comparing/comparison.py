@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from analyze.comparing.amounts import Amount, amount
 from analyze.comparing.difference import Difference, Parting, StreamDifference, Uncompared
 from analyze.comparing.kept import Summaries, differing
-from analyze.comparing.matching import KEPT, Matched, Name, Rows, first_of, values_of_pairs
+from analyze.comparing.matching import KEPT, Arrays, Matched, Name, Rows, first_of, values_of_pairs
 from analyze.comparing.noise import Judgement, Observed
 from analyze.comparing.samples import INPUT, Samples
 from analyze.comparing.structure import StructureDifference
@@ -26,7 +26,6 @@ from tracer.trace.reader import TraceReader
 from tracer.trace.streams import StreamInfo
 
 Align = Literal["step", "sample"]
-_Arrays: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
 UPDATED = {"weight_updates": "weights", "bias_updates": "biases"}
 """Kinds that are differences of others, before and after a step."""
 _ONLY = ("only in A", "only in B")
@@ -68,7 +67,7 @@ class Comparison:
     atol: float = 0.0
     quick: bool = False
     with_norms: bool = False
-    tallies: dict[int, _Tally] = field(default_factory=dict)
+    tallies: defaultdict[int, _Tally] = field(default_factory=lambda: defaultdict(_Tally))
     refused: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     """The steps of messages that are in both and cannot be compared, by name and reason."""
     observed: Observed = field(init=False)
@@ -100,7 +99,7 @@ class Comparison:
         ways, way = ways_of(self.readers, self.matched, aligned=self.samples is not None)
         equal, rows = self._by_checksum(ways, way)
         for number, count in zip(*np.unique(names[equal], return_counts=True), strict=True):
-            self._tally(int(number)).compared += int(count)
+            self.tallies[int(number)].compared += int(count)
         self.observed.relative[equal] = 0.0
         for number, one in enumerate(ways):
             pairs = np.flatnonzero(way == number)
@@ -113,16 +112,17 @@ class Comparison:
 
     def _compare_data(self, rows: Rows) -> None:
         """Read the data of both, and compare it."""
-        names = self.matched.name_of[0]
-        for row, both in self._values(rows, self.samples):
-            if isinstance(both, str):
-                self._refuse(row, both)
+        names, samples = self.matched.name_of[0], self.samples
+        for row, both in values_of_pairs(self.readers, rows):
+            alike = both if samples is None else self._aligned(samples, row, both)
+            if isinstance(alike, str):
+                self._refuse(row, alike)
                 continue
-            mine, theirs = both
+            mine, theirs = alike
             number = int(names[row])
             if self.with_norms and self.matched.names[number].kind in (*UPDATED, *UPDATED.values()):
                 self._weigh(row, mine)
-            tally = self._tally(number)
+            tally = self.tallies[number]
             tally.compared += 1
             found = amount(mine, theirs, self.rtol, self.atol)
             self._note(row, found)
@@ -131,22 +131,17 @@ class Comparison:
                 first = parting if found.beyond else None
                 tally.differs(parting, first, int(self.place[row]), parted=found.beyond)
 
-    def _values(self, rows: Rows, samples: Samples | None) -> Iterator[tuple[int, _Arrays | str]]:
-        """The rows of A with the data of both, aligned by its samples if there are some; or why that cannot be."""
-        journal, names = self.readers[0].journal, self.matched.name_of[0]
-        for row, mine, theirs in values_of_pairs(self.readers, rows):
-            if samples is None:
-                yield row, (mine, theirs)
-            else:
-                name, step = self.matched.names[int(names[row])], int(journal[row, Column.GLOBAL_STEP])
-                yield row, samples.aligned(name, step, mine, theirs)
+    def _aligned(self, samples: Samples, row: int, both: Arrays) -> Arrays | str:
+        """The parts of the data of both that are of the same samples; or why they cannot be had."""
+        name = self.matched.names[int(self.matched.name_of[0][row])]
+        return samples.aligned(name, int(self.readers[0].journal[row, Column.GLOBAL_STEP]), *both)
 
     def _compare_kept(self, pairs: NDArray[np.int64], way: Way) -> None:
         """Compare messages by their hashes or statistics."""
         names = self.matched.name_of[0]
         rows = self.matched.rows[0][pairs]
         for number, many in zip(*np.unique(names[rows], return_counts=True), strict=True):
-            tally = self._tally(int(number))
+            tally = self.tallies[int(number)]
             tally.compared += int(many)
             tally.by[way.by] += int(many)
         self.observed.relative[rows] = 0.0
@@ -159,7 +154,7 @@ class Comparison:
                 else:
                     sure = summaries.beyond(self.rtol, self.atol)
                 for row in self.matched.rows[0][some[~sure]].tolist():
-                    tally = self._tally(int(names[row]))
+                    tally = self.tallies[int(names[row])]
                     tally.compared -= 1
                     tally.by[way.by] -= 1
                     self.observed.relative[row] = math.nan
@@ -184,7 +179,7 @@ class Comparison:
             mine = sure[streams == stream]
             first = int(mine[self.place[rows[mine]].argmin()])
             most = int(mine[np.fmax(far[mine], -1.0).argmax()])
-            tally, place = self._tally(stream), int(self.place[rows[first]])
+            tally, place = self.tallies[stream], int(self.place[rows[first]])
             tally.differs(parting(most), parting(first), place, len(mine), len(mine))
 
     def _weigh(self, row: int, data: NDArray[Any]) -> None:
@@ -252,9 +247,10 @@ class Comparison:
             at = np.isin(journal[self.matched.rows[0], Column.GLOBAL_STEP], journal[rows[0], Column.GLOBAL_STEP])
             chosen = (at & np.isin(names[self.matched.rows[0]], inputs)) | np.isin(self.matched.rows[0], rows[0])
             rows = (self.matched.rows[0][chosen], self.matched.rows[1][chosen])
-        for row, both in self._values(rows, samples):
-            if row in wanted and not isinstance(both, str):
-                found = amount(*both, self.rtol, self.atol)
+        for row, both in values_of_pairs(self.readers, rows):
+            alike = both if samples is None else self._aligned(samples, row, both)
+            if row in wanted and not isinstance(alike, str):
+                found = amount(*alike, self.rtol, self.atol)
                 assert found is not None
                 yield row, found
 
@@ -269,9 +265,6 @@ class Comparison:
             equal |= alike & (first == second) & (first != NONE)
         data &= ~equal
         return mine[equal], (mine[data], theirs[data])
-
-    def _tally(self, number: int) -> _Tally:
-        return self.tallies.setdefault(number, _Tally())
 
     def _compared(self, number: int) -> bool:
         """Whether some message of a stream was compared."""

@@ -23,6 +23,8 @@ GENERATORS: Final = "generators"
 _LAST: Final = np.iinfo(np.int64).max
 Rows: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Rows of the journals of two traces."""
+Arrays: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
+"""The data of a message in two traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +210,7 @@ def _groups(key: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_
     return order, begins
 
 
-def values_of_pairs(
-    readers: tuple[TraceReader, TraceReader], rows: Rows
-) -> Iterator[tuple[int, NDArray[Any], NDArray[Any]]]:
+def values_of_pairs(readers: tuple[TraceReader, TraceReader], rows: Rows) -> Iterator[tuple[int, Arrays]]:
     """The data of rows that belong together, in the order of the first's journal: its row, and both arrays.
 
     Each trace is read once, in its own order. Only where the second has another order than the first, data of it waits
@@ -235,4 +235,4 @@ def values_of_pairs(
             else:
                 waiting[number] = data.copy()  # a view would keep the whole block in memory
         assert mine is not None
-        yield row, mine, found
+        yield row, (mine, found)
