@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from analyze.batching.cutting import PART_BYTES
@@ -16,9 +16,10 @@ from analyze.batching.part_files import done
 from analyze.batching.planning import plan_trace, unplanned, where
 from analyze.batching.questions import Question, questions
 from analyze.batching.traces import find_traces
-from analyze.batching.units import Failure, Pairs, Selection, Task, TracePlan, Unit, sentence_of
+from analyze.batching.units import Failure, Pairs, Task, TracePlan, Unit, sentence_of
 from analyze.metrics.checks import is_whole
 from tracer.errors import CaptureError
+from tracer.replaying.filters import Filters
 from tracer.stores.locations import Anywhere, Url, location
 from tracer.trace.selection import Steps
 
@@ -37,7 +38,7 @@ class BatchPlan:
     Attributes
     ----------
     asked : list of Question
-    selection : Selection
+    filters : Filters
     traces : list of TracePlan
     tasks : list of Task
         The tasks to compute, the largest first; units whose answers are there already are left out.
@@ -48,7 +49,7 @@ class BatchPlan:
     """
 
     asked: list[Question]
-    selection: Selection
+    filters: Filters
     traces: list[TracePlan]
     tasks: list[Task]
     cached: list[Unit]
@@ -90,7 +91,7 @@ class BatchPlan:
         """The plan as JSON values."""
         return {
             "subscribers": [question.document() for question in self.asked],
-            "selection": asdict(self.selection),
+            "selection": asdict(self.filters),
             "share": None if self.share is None else f"{self.share[0]}/{self.share[1]}",
             "traces": [asdict(one.run) for one in self.traces if one.run is not None],
             "tasks": [
@@ -133,7 +134,7 @@ def plan_batch(
     share = _share(part)
     if not is_whole(part_bytes, 1):
         raise CaptureError(f"part_bytes is a positive number of bytes, not {part_bytes!r}")
-    selection = Selection.of(kinds, modules, steps, tags)
+    filters = Filters.of(kinds, modules, _plain(steps), tags)
     named = find_traces(traces, outside=out)
     asked = questions([subscribers] if isinstance(subscribers, str) else subscribers)
     say = progress or (lambda event: None)
@@ -142,23 +143,23 @@ def plan_batch(
         # imported here, because it imports torch, and a mistyped path should be reported without that wait
         from analyze.batching.pairing import plan_pairs
 
-        planned = plan_pairs(found, asked, pairs, selection, part_bytes=part_bytes)
+        planned = plan_pairs(found, asked, pairs, filters, part_bytes=part_bytes)
         say({"event": "planning", "traces": len(found), "of": len(found)})
     else:
-        planned = _plans(found, asked, selection, part_bytes, say)
+        planned = _plans(found, asked, filters, part_bytes, say)
     planned = [*refused, *planned]
     hands = share[1] if share is not None else cores() if workers is None else max(workers, 1)
     if share is not None:
         # all shares must deal the same tasks, so the parts that are there already are left out only afterwards
-        _keep(dealt(fused(planned, selection, hands), *share), planned, is_first=share[0] == 0)
+        _keep(dealt(fused(planned, filters, hands), *share), planned, is_first=share[0] == 0)
     with folder_at(out) as folder:
         there = set() if force else done(folder)
     left = [TracePlan(run=one.run, units=[unit for unit in one.units if unit.id not in there]) for one in planned]
     return BatchPlan(
         asked=asked,
-        selection=selection,
+        filters=filters,
         traces=planned,
-        tasks=fused(left, selection, hands),
+        tasks=fused(left, filters, hands),
         cached=[unit for one in planned for unit in one.units if unit.id in there],
         share=share,
     )
@@ -190,20 +191,14 @@ def _keep(tasks: Iterable[Task], planned: Iterable[TracePlan], *, is_first: bool
 
 
 def _plans(
-    found: Sequence[str], asked: Sequence[Question], selection: Selection, part_bytes: int, say: Progress
+    found: Sequence[str], asked: Sequence[Question], filters: Filters, part_bytes: int, say: Progress
 ) -> list[TracePlan]:
     """The plan of each trace; if any trace is on an object store, several are planned at the same time."""
     planned: list[TracePlan] = []
-    with contextlib.ExitStack() as stack:
-
-        def planner(trace: str) -> TracePlan:
-            return plan_trace(trace, asked, selection, part_bytes=part_bytes)
-
-        if any(isinstance(location(trace), Url) for trace in found):
-            threads = stack.enter_context(ThreadPoolExecutor(PLANNERS, "batch-planner"))
-            made: Iterable[TracePlan] = threads.map(planner, found)
-        else:
-            made = map(planner, found)
+    planner = partial(plan_trace, asked=asked, filters=filters, part_bytes=part_bytes)
+    with ThreadPoolExecutor(PLANNERS, "batch-planner") as threads:  # none is started before it is given a trace
+        on_stores = any(isinstance(location(trace), Url) for trace in found)
+        made = threads.map(planner, found) if on_stores else map(planner, found)
         seen: set[str] = set()
         for number, one in enumerate(made, 1):
             # the same trace may be named in two ways
@@ -213,6 +208,11 @@ def _plans(
                 seen.add(one.run.trace)
             say({"event": "planning", "traces": number, "of": len(found)})
     return planned
+
+
+def _plain(steps: Steps | None) -> Any:
+    """Steps in Python's own integers, not NumPy's, so that they can be written as JSON."""
+    return None if steps is None else tuple(None if bound is None else int(bound) for bound in steps)
 
 
 def _share(part: str | tuple[int, int] | None) -> tuple[int, int] | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any, final
 
 from analyze.batching.batch_plan import BatchPlan
-from analyze.batching.part_files import PartFiles
+from analyze.batching.part_files import RUN_COLUMNS, PartFiles
 from analyze.batching.work import Work
 from analyze.tables.results import Results
-from analyze.tables.writing import PathLike, arrow_schema, new_file, not_installed
+from analyze.tables.writing import PathLike, arrow_schema, new_file, pandas
 
 
 @final
@@ -79,8 +78,6 @@ class BatchResults(Results):
         """All `tables` as one `pyarrow.Table`."""
         import pyarrow as pa
 
-        from analyze.batching.part_files import RUN_COLUMNS
-
         tables = list(self.tables())
         return pa.concat_tables(tables) if tables else arrow_schema(*RUN_COLUMNS).empty_table()
 
@@ -92,8 +89,7 @@ class BatchResults(Results):
         TracerError
             If pandas is not installed.
         """
-        if find_spec("pandas") is None:
-            raise not_installed("a data frame", "pandas", "tables")
+        pandas()  # which says how it is installed, where it is not
         return self.to_arrow().to_pandas()
 
     def to_parquet(self, path: PathLike, *, overwrite: bool = False) -> None:
@@ -107,8 +103,6 @@ class BatchResults(Results):
             If it cannot be written.
         """
         import pyarrow.parquet as pq
-
-        from analyze.batching.part_files import RUN_COLUMNS
 
         schema = arrow_schema(*RUN_COLUMNS)
         with new_file(path, overwrite=overwrite) as temporary, pq.ParquetWriter(temporary, schema) as writer:

@@ -17,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.batching.questions import KNOWN_SCOPES, Question
-from analyze.batching.units import Module, Selection, StepRange, stride_of
+from analyze.batching.units import Module, stride_of
 from tracer.format.journal import Column
 from tracer.replaying.audience import Audience
 from tracer.replaying.due import Due, due_windows
 from tracer.replaying.filters import Filters
 from tracer.replaying.wanted import wanted_of
 from tracer.trace.reader import TraceReader
+from tracer.trace.selection import Steps
 
 PART_BYTES: Final = 128 << 20
 """The most bytes that a part reads, where the work can be cut."""
@@ -36,7 +37,7 @@ class Share:
     """A part of what a subscriber reads of a trace; None stands for all modules, or all steps."""
 
     modules: tuple[Module, ...] | None = None
-    steps: StepRange | None = None
+    steps: Steps | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Asked:
     reader : TraceReader
         Of this rank.
     question : Question
-    selection : Selection
+    filters : Filters
     rank : int
 
     Attributes
@@ -70,9 +71,9 @@ class Asked:
         A sentence for each thing that the question needs and the trace lacks.
     """
 
-    def __init__(self, reader: TraceReader, question: Question, selection: Selection, rank: int) -> None:
-        self.reader, self.question, self._selection = reader, question, selection
-        self._wanted = wanted_of(reader, Audience(question.receivers), Filters.of(**selection.filters()), rank)
+    def __init__(self, reader: TraceReader, question: Question, filters: Filters, rank: int) -> None:
+        self.reader, self.question, self._filters = reader, question, filters
+        self._wanted = wanted_of(reader, Audience(question.receivers), filters, rank)
         self.missing = self._wanted.missing
 
     def due(self, share: Share) -> Iterator[Due]:
@@ -82,8 +83,7 @@ class Asked:
             mine = frozenset(share.modules)
             streams = [one for one in wanted.streams if one.module in mine]
             wanted = replace(wanted, streams=streams, derived=[one for one in wanted.derived if one.module in mine])
-        filters = Filters.of(**self._selection.at(share.steps).filters())
-        return due_windows(self.reader, wanted, filters)
+        return due_windows(self.reader, wanted, replace(self._filters, steps=share.steps))
 
     def measured(self, share: Share) -> Measured:
         """What a share reads, in numbers."""
@@ -103,7 +103,7 @@ class Asked:
             yield due, rows, due.window.sizes(rows)
 
 
-def shares(asked: Asked, steps: StepRange | None, part_bytes: int = PART_BYTES) -> Iterator[tuple[Share, Measured]]:
+def shares(asked: Asked, steps: Steps | None, part_bytes: int = PART_BYTES) -> Iterator[tuple[Share, Measured]]:
     """Cut what is asked of a trace into shares of some `part_bytes`, as far as the question's scope allows.
 
     A message counts as `MESSAGE_BYTES` at least, so that the answers to any number of scalars are bounded, too.
@@ -133,26 +133,39 @@ def _cut(asked: Asked, whole: Share, part_bytes: int) -> Iterator[Share]:
             yield share
 
 
-def _by_steps(asked: Asked, steps: StepRange | None, part_bytes: int) -> list[tuple[Share, int]]:
+def _by_steps(asked: Asked, steps: Steps | None, part_bytes: int) -> Iterator[tuple[Share, int]]:
     """Shares with all modules and a range of steps each, and the bytes of each share."""
     numbers, per_step, begins = _steps(asked, Share(steps=steps))
-    ends = np.cumsum(per_step)
     stride = stride_of(steps)
-    found = []
-    first = 0
-    while first < len(numbers):
-        before = int(ends[first - 1]) if first else 0
-        last = max(int(np.searchsorted(ends, before + part_bytes, side="right")), first + 1)
-        if last < len(numbers):
-            near = int(np.searchsorted(ends, before + part_bytes // 2, side="right"))
-            aligned = np.flatnonzero(begins[max(near, first + 1) : last + 1])
-            last = max(near, first + 1) + int(aligned[-1]) if len(aligned) else last
+    for first, last, nbytes in stretches(per_step, part_bytes, begins):
         start = int(numbers[first])
         stop = int(numbers[last]) if last < len(numbers) else int(numbers[-1]) + 1
-        share = Share(steps=(start, stop) if stride is None else (start, stop, stride))
-        found.append((share, int(ends[last - 1]) - before))
+        yield Share(steps=(start, stop) if stride is None else (start, stop, stride)), nbytes
+
+
+def stretches(
+    per_step: NDArray[np.int64], part_bytes: int, begins: NDArray[np.bool_] | None = None
+) -> Iterator[tuple[int, int, int]]:
+    """Cut steps, of so many bytes each, into stretches of at most `part_bytes`, or of a single step.
+
+    If cutting is better in some places, which `begins` tells, a stretch ends there if it is half full by then.
+
+    Yields
+    ------
+    int, int, int
+        The place of the first step of a stretch, that of the first step after it, and the bytes.
+    """
+    ends = np.cumsum(per_step)
+    first = 0
+    while first < len(ends):
+        before = int(ends[first - 1]) if first else 0
+        last = max(int(np.searchsorted(ends, before + part_bytes, side="right")), first + 1)
+        if begins is not None and last < len(ends):
+            near = max(int(np.searchsorted(ends, before + part_bytes // 2, side="right")), first + 1)
+            aligned = np.flatnonzero(begins[near : last + 1])
+            last = near + int(aligned[-1]) if len(aligned) else last
+        yield first, last, int(ends[last - 1]) - before
         first = last
-    return found
 
 
 def _steps(asked: Asked, share: Share) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:

@@ -7,20 +7,21 @@ from functools import cache
 from typing import Any, Final
 
 from analyze import registry
-from analyze.batching.units import Selection, Task, TracePlan, Unit
+from analyze.batching.units import Task, TracePlan, Unit
+from tracer.replaying.filters import Filters
 
 TASKS_PER_WORKER: Final = 4
 """Units are put together only while at least so many tasks are left for each worker."""
 
 
-def fused(plans: Iterable[TracePlan], selection: Selection, workers: int) -> list[Task]:
+def fused(plans: Iterable[TracePlan], filters: Filters, workers: int) -> list[Task]:
     """Put units that read the same part of a trace together, while enough tasks are left for all workers.
 
     Two units are not put together if their chains bring two producers of the same kind. The largest task comes first.
     """
     produces = cache(lambda spec: frozenset(registry.parse(spec).produces))
     tasks = [
-        Task(units=tuple(group), run=one.run, selection=selection)
+        Task(units=tuple(group), run=one.run, filters=filters)
         for one in plans
         if one.run is not None
         for group in _together(one.units, produces)

@@ -54,9 +54,10 @@ class Folder(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @abstractmethod
     def make(self) -> None:
         """Make the folder on a disk, so that it is known before any work is done whether it can be written to.
+
+        An object store has no folders.
 
         Raises
         ------
@@ -90,21 +91,15 @@ class Folder(ABC):
 
     @abstractmethod
     def trace(self, name: str) -> Path | Url:
-        """The place of a trace in the folder."""
-
-    @abstractmethod
-    def new_trace(self, name: str) -> Path | Url:
-        """The place of a trace to write; on a disk, its parent folder is made."""
+        """The place of a trace in the folder, whether it is there or not."""
 
     @abstractmethod
     def remove_trace(self, name: str) -> None:
         """Remove a trace in the folder."""
 
-    @abstractmethod
     def sweep(self) -> None:
-        """Remove the unfinished files of processes of this machine that have ended."""
+        """Remove, from a disk, the unfinished files of processes of this machine that have ended."""
 
-    @abstractmethod
     def close(self) -> None:
         """Close the connection to an object store."""
 
@@ -168,11 +163,6 @@ class _DiskFolder(Folder):
     def trace(self, name: str) -> Path:
         return self._path / name
 
-    def new_trace(self, name: str) -> Path:
-        place = self.trace(name)
-        place.parent.mkdir(exist_ok=True)
-        return place
-
     def remove_trace(self, name: str) -> None:
         shutil.rmtree(self._path / name, ignore_errors=True)
 
@@ -187,9 +177,6 @@ class _DiskFolder(Folder):
             if begun and pid.isdigit() and process_start(int(pid)) is None:
                 with contextlib.suppress(OSError):
                     (parts / name).unlink()
-
-    def close(self) -> None:
-        """Do nothing: a disk has no connection."""
 
 
 @final
@@ -207,9 +194,6 @@ class _ObjectFolder(Folder):
 
     def __str__(self) -> str:
         return str(self._url)
-
-    def make(self) -> None:
-        """Do nothing: an object store has no folders."""
 
     def names(self, prefix: str) -> set[str]:
         if not prefix:
@@ -237,14 +221,8 @@ class _ObjectFolder(Folder):
     def trace(self, name: str) -> Url:
         return self._url / name
 
-    def new_trace(self, name: str) -> Url:
-        return self.trace(name)
-
     def remove_trace(self, name: str) -> None:
         remove(self.trace(name))
-
-    def sweep(self) -> None:
-        """Do nothing: an unfinished write leaves no object."""
 
     def close(self) -> None:
         self._objects.close()

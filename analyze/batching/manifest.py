@@ -74,7 +74,7 @@ def _manifest(planned: BatchPlan, work: Work, state: str, folder: Folder) -> dic
             "torch": torch.__version__,
             "numpy": np.__version__,
         },
-        "selection": asdict(planned.selection),
+        "selection": asdict(planned.filters),
         "computed": work.computed,
         "cached": len(planned.cached),
         "failed": len(work.failures),

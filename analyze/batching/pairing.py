@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.batching.cutting import PART_BYTES, Asked, Share
+from analyze.batching.cutting import Asked, Share, stretches
 from analyze.batching.planning import unplanned, where
 from analyze.batching.questions import Question
 from analyze.batching.units import (
@@ -18,20 +18,20 @@ from analyze.batching.units import (
     Failure,
     Pairs,
     Run,
-    Selection,
-    StepRange,
     TracePlan,
     Unit,
     digest,
     sentence_of,
     stride_of,
 )
-from analyze.comparing.ranks import both_ranks
+from analyze.comparing.ranks import both_ranks, none_in_both
 from analyze.metrics.similarity.similarity import Similarity
 from tracer.errors import CaptureError, MessageError, TracerError
 from tracer.format.journal import Column
+from tracer.replaying.filters import Filters
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
+from tracer.trace.selection import Steps
 
 _Key: TypeAlias = tuple[str, str | None, str]
 
@@ -49,9 +49,9 @@ def plan_pairs(
     traces: Sequence[Anywhere],
     asked: Sequence[Question],
     which: Pairs,
-    selection: Selection | None = None,
+    filters: Filters,
     *,
-    part_bytes: int = PART_BYTES,
+    part_bytes: int,
 ) -> list[TracePlan]:
     """Cut the comparison of traces into units; each trace is opened once, and no data is read.
 
@@ -63,22 +63,21 @@ def plan_pairs(
     asked : sequence of Question
         Subscribers that compare layers, such as ``svcca`` and ``cka``.
     which : {"all", "first"}
-    selection : Selection, optional
+    filters : Filters
         May choose steps only; the subscribers choose the layers.
     part_bytes : int
 
     Raises
     ------
     CaptureError, MessageError
-        If a subscriber compares no layers, or `selection` chooses something else than steps.
+        If a subscriber compares no layers, or `filters` choose something else than steps.
     """
-    selection = selection or Selection()
-    _check(asked, which, selection)
+    _check(asked, which, filters)
     names = list(dict.fromkeys(where(trace) for trace in traces))
     if len(names) < 2:
         raise CaptureError(f"to compare runs takes at least two traces, and not {len(names)}")
     unread = TracePlan(run=None)
-    runs, taken = _opened(names, asked, selection, unread.failures)
+    runs, taken = _opened(names, asked, filters.steps, unread.failures)
     plans = [unread]
     pairs = combinations(names, 2) if which == "all" else ((names[0], name) for name in names[1:])
     for one, other in pairs:
@@ -91,7 +90,7 @@ def plan_pairs(
                 found = [
                     unit
                     for a, b in both_ranks(mine, theirs)
-                    for unit in _units((one, a), (other, b), question, (mine[a], theirs[b]), selection, part_bytes)
+                    for unit in _units((one, a), (other, b), question, (mine[a], theirs[b]), filters.steps, part_bytes)
                 ]
                 planned.units += found
                 planned.failures += [] if found else [_nothing_in_common(one, other, question, mine, theirs)]
@@ -99,11 +98,11 @@ def plan_pairs(
     return plans
 
 
-def _check(asked: Iterable[Question], which: str, selection: Selection) -> None:
+def _check(asked: Iterable[Question], which: str, filters: Filters) -> None:
     """Raise an error if runs cannot be compared with these arguments."""
     if which not in ("all", "first"):
         raise CaptureError(f"pairs is 'all' or 'first', not {which!r}")
-    if selection.at(None) != Selection():
+    if filters.narrow:
         raise CaptureError(
             "kinds, modules and tags are chosen in the subscriber, as in svcca:tag=probe; "
             "only steps can be chosen for all"
@@ -114,7 +113,7 @@ def _check(asked: Iterable[Question], which: str, selection: Selection) -> None:
 
 
 def _opened(
-    names: Iterable[str], asked: Sequence[Question], selection: Selection, failures: list[Failure]
+    names: Iterable[str], asked: Sequence[Question], steps: Steps | None, failures: list[Failure]
 ) -> tuple[dict[str, Run], dict[tuple[str, str], dict[int, Taken]]]:
     """The run of each trace, and what each question reads of each of its ranks.
 
@@ -128,7 +127,7 @@ def _opened(
                 runs[name] = Run.of(name, reader)
                 for question in asked:
                     try:
-                        taken[name, question.spec] = take_ranks(reader, question, selection)
+                        taken[name, question.spec] = take_ranks(reader, question, steps)
                     except TracerError as error:
                         failures.append(unplanned(name, question.spec, None, error))
         except Exception as error:  # noqa: BLE001 - one file that a library chokes on must not end a batch of hundreds
@@ -140,8 +139,7 @@ def _nothing_in_common(one: str, other: str, question: Question, mine: Iterable[
     """Why two traces cannot be compared; `mine` and `theirs` are the ranks of each that have what is compared."""
     why = f"{one} and {other} have no step of a layer in common"
     if not both_ranks(mine, theirs):
-        ranks = [", ".join(map(str, some)) for some in (mine, theirs)]
-        why = f"what is compared is in {one} of the ranks {ranks[0]}, in {other} of {ranks[1]}: none is in both"
+        why = none_in_both(one, mine, other, theirs)
     return unplanned(f"{one}|{other}", question.spec, None, why)
 
 
@@ -149,14 +147,14 @@ def identity_of(
     one: tuple[str, int],
     other: tuple[str, int],
     question: Question,
-    steps: StepRange | None,
+    steps: Steps | None,
     pair: tuple[Taken, Taken],
 ) -> str:
     """A digest of all that the stored answers of a unit depend on."""
     return digest([SCHEMA, one, other, question.identity, steps, pair[0].digest, pair[1].digest])[:32]
 
 
-def take_ranks(reader: TraceReader, question: Question, selection: Selection) -> dict[int, Taken]:
+def take_ranks(reader: TraceReader, question: Question, steps: Steps | None) -> dict[int, Taken]:
     """What a question reads of each rank of a trace; ranks that lack it are left out.
 
     Raises
@@ -168,7 +166,7 @@ def take_ranks(reader: TraceReader, question: Question, selection: Selection) ->
     lacking: CaptureError | None = None
     for rank in reader.ranks:
         try:
-            found[rank] = take(reader.of_rank(rank), question, selection)
+            found[rank] = take(reader.of_rank(rank), question, steps)
         except CaptureError as error:
             lacking = lacking or error
     if lacking is not None and not found:
@@ -176,7 +174,7 @@ def take_ranks(reader: TraceReader, question: Question, selection: Selection) ->
     return found
 
 
-def take(reader: TraceReader, question: Question, selection: Selection) -> Taken:
+def take(reader: TraceReader, question: Question, steps: Steps | None) -> Taken:
     """What a question reads of a trace of one rank.
 
     Raises
@@ -184,27 +182,27 @@ def take(reader: TraceReader, question: Question, selection: Selection) -> Taken
     CaptureError
         If the trace lacks it.
     """
-    asked = Asked(reader, question, selection, reader.ranks[0])
+    asked = Asked(reader, question, Filters(steps=steps), reader.ranks[0])
     if asked.missing:
         raise CaptureError("; ".join(asked.missing))
     read = reader.fingerprint()
     found: dict[int, list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = {}
-    for due in asked.due(Share(steps=selection.steps)):
+    for due in asked.due(Share(steps=steps)):
         journal, sizes = due.window.journal[due.where], due.window.sizes(np.flatnonzero(due.where))
         read.add(journal)
         for number in np.unique(journal[:, Column.STREAM]).tolist():
             mine = journal[:, Column.STREAM] == number
             numbers, place = np.unique(journal[mine, Column.GLOBAL_STEP], return_inverse=True)
             found.setdefault(number, []).append((numbers, np.bincount(place, sizes[mine]).astype(np.int64)))
-    steps: dict[_Key, NDArray[np.int64]] = {}
+    of_stream: dict[_Key, NDArray[np.int64]] = {}
     nbytes: dict[_Key, NDArray[np.int64]] = {}
     for stream in reader.streams:
         if stream.id in found:
             key = (stream.kind, stream.module, f"{stream.tag}/{stream.leaf}")
             numbers, sizes = (np.concatenate(one) for one in zip(*found[stream.id], strict=True))
-            steps[key], place = np.unique(numbers, return_inverse=True)
+            of_stream[key], place = np.unique(numbers, return_inverse=True)
             nbytes[key] = np.bincount(place, sizes).astype(np.int64)
-    return Taken(steps, nbytes, f"{Run.of('', reader).ended} {read.hexdigest()}")
+    return Taken(of_stream, nbytes, f"{Run.of('', reader).ended} {read.hexdigest()}")
 
 
 def _units(
@@ -212,7 +210,7 @@ def _units(
     other: tuple[str, int],
     question: Question,
     pair: tuple[Taken, Taken],
-    selection: Selection,
+    steps: Steps | None,
     part_bytes: int,
 ) -> list[Unit]:
     """The units of one question about two traces, each with a rank; none if they have no step of a layer in common."""
@@ -225,17 +223,12 @@ def _units(
     for key, common in zip(both, met, strict=True):
         for side in pair:
             sizes[np.searchsorted(numbers, common)] += side.nbytes[key][np.searchsorted(side.steps[key], common)]
-    ends = np.cumsum(sizes)
-    stride = stride_of(selection.steps) or 1
+    stride = stride_of(steps) or 1
     cell = digest([one, other, question.spec])[:16]
     units = []
-    first = 0
-    while first < len(numbers):
-        before = int(ends[first - 1]) if first else 0
-        last = max(int(np.searchsorted(ends, before + part_bytes, side="right")), first + 1)
-        whole = first == 0 and last == len(numbers)
-        share: StepRange | None = (int(numbers[first]), int(numbers[last - 1]) + 1, stride)
-        share = selection.steps if whole else share
+    for first, last, nbytes in stretches(sizes, part_bytes):
+        is_whole = first == 0 and last == len(numbers)
+        share = steps if is_whole else (int(numbers[first]), int(numbers[last - 1]) + 1, stride)
         units.append(
             Unit(
                 id=f"{cell}-{identity_of(one, other, question, share, pair)}",
@@ -246,10 +239,9 @@ def _units(
                 modules=None,
                 steps=share,
                 messages=2 * (last - first),
-                bytes=int(ends[last - 1]) - before,
+                bytes=nbytes,
                 other=other[0],
                 other_rank=other[1],
             )
         )
-        first = last
     return units

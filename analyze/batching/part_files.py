@@ -155,7 +155,7 @@ class PartAnswers:
         from tracer.trace.writer import TraceWriter
 
         header = {"results_of": self._unit.title, "subscribers": [self._unit.spec]}
-        with TraceWriter(folder.new_trace(_arrays_of(self._unit.id)), header=header, overwrite=True) as writer:
+        with TraceWriter(folder.trace(_arrays_of(self._unit.id)), header=header, overwrite=True) as writer:
             for message in self._large:
                 writer.write(message)
 

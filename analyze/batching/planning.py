@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from analyze.batching.cutting import PART_BYTES, Asked, Measured, shares
 from analyze.batching.questions import Question
-from analyze.batching.units import SCHEMA, Failure, Run, Selection, StepRange, TracePlan, Unit, digest, sentence_of
+from analyze.batching.units import SCHEMA, Failure, Run, TracePlan, Unit, digest, sentence_of
+from tracer.replaying.filters import Filters
 from tracer.stores.locations import Anywhere, Url, location
 from tracer.trace.reader import TraceReader
+from tracer.trace.selection import Steps
 
 
 def where(trace: Anywhere) -> str:
@@ -19,7 +22,7 @@ def where(trace: Anywhere) -> str:
 
 
 def plan_trace(
-    trace: Anywhere, asked: Sequence[Question], selection: Selection | None = None, *, part_bytes: int = PART_BYTES
+    trace: Anywhere, asked: Sequence[Question], filters: Filters | None = None, *, part_bytes: int = PART_BYTES
 ) -> TracePlan:
     """Cut what is asked of one trace into units; no data is read. What is wrong with the trace becomes a failure.
 
@@ -27,22 +30,22 @@ def plan_trace(
     ----------
     trace : path or URL
     asked : sequence of Question
-    selection : Selection, optional
+    filters : Filters, optional
     part_bytes : int
         The most bytes that a unit reads, where its scope lets it be cut.
     """
     path = where(trace)
-    selection = selection or Selection()
+    filters = filters or Filters()
     try:
         reader = TraceReader(path)
     except Exception as error:  # noqa: BLE001 - one file that a library chokes on must not end a batch of hundreds
         return TracePlan(run=None, failures=[unplanned(path, "", None, sentence_of(error))])
     with reader:
-        return _plan_trace(path, reader, asked, selection, part_bytes)
+        return _plan_trace(path, reader, asked, filters, part_bytes)
 
 
 def _plan_trace(
-    path: str, reader: TraceReader, asked: Sequence[Question], selection: Selection, part_bytes: int
+    path: str, reader: TraceReader, asked: Sequence[Question], filters: Filters, part_bytes: int
 ) -> TracePlan:
     run = Run.of(path, reader)
     planned = TracePlan(run=run)
@@ -53,8 +56,8 @@ def _plan_trace(
         lacking: list[Failure] = []
         for rank, view in views.items():
             try:
-                steps = _settled(view, selection.steps) if run.status == "recording" else selection.steps
-                todo = Asked(view, question, selection.at(steps), rank)
+                steps = _settled(view, filters.steps) if run.status == "recording" else filters.steps
+                todo = Asked(view, question, replace(filters, steps=steps), rank)
                 if todo.missing:
                     lacking.append(unplanned(path, question.spec, rank, "; ".join(todo.missing)))
                     continue
@@ -72,14 +75,14 @@ def unplanned(trace: str, spec: str, rank: int | None, why: object) -> Failure:
     return Failure(trace=trace, spec=spec, rank=rank, unit="", status="unplanned", reason=str(why))
 
 
-def _settled(reader: TraceReader, steps: StepRange | None) -> StepRange:
+def _settled(reader: TraceReader, steps: Steps | None) -> Steps:
     """The complete steps of a run that is still being recorded: all their messages are there, derived ones too."""
     last = max((stream.steps[1] for stream in reader.streams if stream.steps is not None), default=0) - 1
     start, stop, stride = (*(steps or (None, None)), 1)[:3]
     return start, max(last, 0) if stop is None else min(stop, max(last, 0)), stride
 
 
-def _units(path: str, asked: Asked, rank: int, steps: StepRange | None, ended: str, part_bytes: int) -> list[Unit]:
+def _units(path: str, asked: Asked, rank: int, steps: Steps | None, ended: str, part_bytes: int) -> list[Unit]:
     """The units of one subscriber in one rank of a trace."""
     question = asked.question
     cell = digest([path, rank, question.spec])[:16]

@@ -14,8 +14,9 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Final, Protocol, final
+from typing import Final, final
 
 from analyze.batching.engines import ONE_THREAD, Death, Document, is_own_program
 from analyze.batching.starter import REQUEST, is_alone, serve_here
@@ -113,7 +114,7 @@ class Processes:
             worker = idle.pop() if idle else self._start()
             key, document = self._waiting.popleft()
             worker.key = key
-            # if the worker has just died, its end is told next
+            # a worker that has just died cannot take it: the starter reports its end, and the task then fails
             with contextlib.suppress(OSError):
                 worker.connection.sendall(json.dumps(document).encode() + b"\n")
 
@@ -137,7 +138,7 @@ class Processes:
             data = b""
         if not data:
             with contextlib.suppress(KeyError):
-                self._selector.unregister(worker.connection)  # how it ended is told by who started it
+                self._selector.unregister(worker.connection)  # the starter reports how it ended
             return False
         *lines, worker.said = (worker.said + data).split(b"\n")
         for line in lines:
@@ -227,14 +228,16 @@ class _Starter:
     def __init__(self, modules: Sequence[str], *, fork: bool) -> None:
         self.control, theirs = socket.socketpair()
         with theirs:
-            self._process: _Process = _Forked(theirs, self.control, modules) if fork else _Fresh(theirs, modules)
+            self._process: BaseProcess | _Fresh = (
+                _forked(theirs, self.control, modules) if fork else _Fresh(theirs, modules)
+            )
         self._said = b""
         self.has_started = self.is_ended = False
 
     def start(self) -> socket.socket:
         """Ask for a worker, and return the connection to it."""
         ours, theirs = socket.socketpair()
-        # if this process has just ended, that is told by its words
+        # a starter that has just ended cannot take it: `words` then finds the connection closed
         with theirs, contextlib.suppress(OSError):
             socket.send_fds(self.control, [REQUEST], [theirs.fileno()])
         return ours
@@ -253,29 +256,20 @@ class _Starter:
     def end(self) -> int:
         """Have it kill its workers and end; return its exit code."""
         self.control.close()
-        if self._process.poll(END_SECONDS) is None:
+        self._process.join(END_SECONDS)
+        if self._process.exitcode is None:
             self._process.kill()
-        code = self._process.poll(END_SECONDS)
-        assert code is not None, "what was killed has ended"
-        return code
-
-
-class _Process(Protocol):
-    """A process that this one has started."""
-
-    def poll(self, seconds: float) -> int | None:
-        """Wait for its end, and return its exit code, or that of a signal; None if it has not ended so soon."""
-
-    def kill(self) -> None:
-        """Kill it."""
+            self._process.join(END_SECONDS)
+        assert self._process.exitcode is not None, "what was killed has ended"
+        return self._process.exitcode
 
 
 @final
-class _Fresh:
-    """A fresh interpreter that starts workers."""
+class _Fresh(subprocess.Popen[bytes]):
+    """A fresh interpreter that starts workers, with the methods of `multiprocessing.Process`."""
 
     def __init__(self, control: socket.socket, modules: Sequence[str]) -> None:
-        self._process = subprocess.Popen(
+        super().__init__(
             [sys.executable, "-m", "analyze.batching.starter", *modules],
             stdin=control.fileno(),
             stdout=2,
@@ -283,30 +277,22 @@ class _Fresh:
             start_new_session=True,  # so that an interrupt from the keyboard reaches this process only
         )
 
-    def poll(self, seconds: float) -> int | None:
+    @property
+    def exitcode(self) -> int | None:
+        """The exit code, or the negative number of the signal that killed it; None while it runs."""
+        return self.poll()
+
+    def join(self, seconds: float) -> None:
+        """Wait for its end, for so long at the most."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-        return self._process.returncode
-
-    def kill(self) -> None:
-        self._process.kill()
+            self.wait(seconds)
 
 
-@final
-class _Forked:
+def _forked(control: socket.socket, ours: socket.socket, modules: Sequence[str]) -> BaseProcess:
     """A copy of this process that starts workers."""
-
-    def __init__(self, control: socket.socket, ours: socket.socket, modules: Sequence[str]) -> None:
-        context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=serve_here, args=(control, ours, modules), daemon=True)
-        self._process.start()
-
-    def poll(self, seconds: float) -> int | None:
-        self._process.join(seconds)
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
+    process = multiprocessing.get_context("fork").Process(target=serve_here, args=(control, ours, modules), daemon=True)
+    process.start()
+    return process
 
 
 def can_fork_here() -> bool:

@@ -115,7 +115,7 @@ def is_alone() -> bool:
 
 
 def _do_nothing(*_: object) -> None:
-    """Be called at a signal, so that the system call that waits is told."""
+    """Be called at a signal: without a handler, Python writes nothing to the descriptor on which `select` waits."""
 
 
 def _ended(living: set[int]) -> list[tuple[int, int]]:

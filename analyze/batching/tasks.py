@@ -11,7 +11,7 @@ import socket
 import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from typing import Any, Final, TypeVar, final
 
 import numpy as np
@@ -23,7 +23,7 @@ from analyze.batching.pairing import identity_of, take
 from analyze.batching.part_files import PartAnswers
 from analyze.batching.planning import identity
 from analyze.batching.questions import KNOWN_SCOPES, Question, questions
-from analyze.batching.units import Module, Outcome, Selection, Task, Unit, sentence_of, stride_of
+from analyze.batching.units import Module, Outcome, Task, Unit, sentence_of, stride_of
 from analyze.comparing.compare import compare
 from tracer.errors import TraceCorruptError, TraceError
 from tracer.format.journal import Column
@@ -32,7 +32,6 @@ from tracer.messaging.receiver import Around, Receiver, describe
 from tracer.messaging.stacks import Stack, Stretch
 from tracer.messaging.subscriber import Subscriber
 from tracer.replaying.audience import Audience
-from tracer.replaying.filters import Filters
 from tracer.replaying.replay import replay
 from tracer.replaying.wanted import wanted_of
 from tracer.trace.reader import TraceReader
@@ -131,21 +130,24 @@ def _replay(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[
     for question in questions(chains):
         for unit in units:
             if unit.spec == question.spec:
-                _check_unchanged(task, unit, question, reader)
+                measured = _asked(task, unit, question, reader).measured(_share(unit))
+                _check_unchanged(unit, identity(question, measured, unit.trace, unit.rank, task.run.ended))
     _listen(task, units, reader, heard, _share(units[0]))
 
 
 def _listen(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[Heard], share: Share) -> None:
     """Replay a share of the trace through new instances of the subscribers, and append their answers to `heard`."""
     made = {spec: registry.parse(spec) for unit in units for spec in unit.chain}
-    timed = dict(zip(made, of_modules(list(made.values()), share.modules), strict=True))
+    modules = None if share.modules is None else frozenset(share.modules)
+    answers = frozenset(kind for one in made.values() for kind in one.produces)
+    timed = {spec: Timed(one, modules, answers) for spec, one in made.items()}
     heard += [Heard(unit, made[unit.spec], timed[unit.spec]) for unit in units]
-    filters, rank = task.selection.at(share.steps).filters(), units[0].rank
+    filters, rank = replace(task.filters, steps=share.steps), units[0].rank
     # the plan has seen that the trace has all that is needed; if some modules lack it, nothing is answered about them
     some = len(units) == 1 and share.modules is not None
-    if some and wanted_of(reader, Audience([*timed.values(), *heard]), Filters.of(**filters), rank).missing:
+    if some and wanted_of(reader, Audience([*timed.values(), *heard]), filters, rank).missing:
         return
-    replay(reader, *timed.values(), *heard, rank=rank, **filters)
+    replay(reader, *timed.values(), *heard, rank=rank, **asdict(filters))
 
 
 def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[Heard]) -> str:
@@ -154,107 +156,83 @@ def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[Heard]) ->
     The answers replace those in `heard`. Returns a clause that says what is missing.
     """
     (question,) = (one for one in questions(unit.chain) if one.spec == unit.spec)
-    pieces = _Pieces.of(unit, _asked(task, unit, question, reader))
-    if pieces is None:
+    if question.scope not in KNOWN_SCOPES:
         return "; the answers are to what comes before that"
+    by_module = question.scope == "stream"
+    pieces = _pieces(unit, _asked(task, unit, question, reader), by_module=by_module)
     heard.clear()
     lost, tries = 0, 0
-    waiting = [(0, pieces.count)]
+    waiting = [pieces]
     while waiting:
-        begin, end = waiting.pop()
+        some = waiting.pop()
         said: list[Heard] = []
         try:
             tries += 1
-            _listen(task, (unit,), reader, said, pieces.share(begin, end))
+            _listen(task, (unit,), reader, said, _share_of(unit, some, by_module=by_module))
         except TraceCorruptError:
-            if end - begin > 1 and tries < SALVAGES:
-                middle = (begin + end) // 2
-                waiting += [(middle, end), (begin, middle)]
+            if len(some) > 1 and tries < SALVAGES:
+                middle = len(some) // 2
+                waiting += [some[middle:], some[:middle]]
                 continue
-            lost += end - begin
-            if pieces.modules is None:
+            lost += len(some)
+            if not by_module:
                 continue  # a damaged step has no answers; a damaged module keeps those before the damage
         if heard:
             heard[0].answers.extend(said[0].answers)
         else:
             heard += said
-    if pieces.modules is None:
-        return f"; the answers to {lost} of {pieces.count} steps are missing"
-    return f"; the answers to {lost} of {pieces.count} modules are missing in part"
+    what = "modules are missing in part" if by_module else "steps are missing"
+    return f"; the answers to {lost} of {len(pieces)} {what}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """The smallest shares that a unit can be cut into: single modules, or else single steps."""
+def _pieces(unit: Unit, asked: Asked, *, by_module: bool) -> list[Any]:
+    """What a unit can be cut into: its modules, or its steps."""
+    found: set[int] = set()
+    for due, rows, _ in asked.costs(_share(unit)):
+        of_row = due.window.journal[rows, Column.STREAM if by_module else Column.GLOBAL_STEP]
+        found.update(np.unique(of_row).tolist())
+    if not by_module:
+        return sorted(found)
+    return list(dict.fromkeys(stream.module for stream in asked.reader.streams if stream.id in found))
 
-    unit: Unit
-    steps: Sequence[int]
-    modules: Sequence[Module] | None
 
-    @classmethod
-    def of(cls, unit: Unit, asked: Asked) -> _Pieces | None:
-        """The pieces that the scope of a subscriber allows; None if it allows no cut."""
-        scope = asked.question.scope
-        if scope not in KNOWN_SCOPES:
-            return None
-        steps: set[int] = set()
-        found: set[int] = set()
-        for due, rows, _ in asked.costs(_share(unit)):
-            steps.update(np.unique(due.window.journal[rows, Column.GLOBAL_STEP]).tolist())
-            found.update(np.unique(due.window.journal[rows, Column.STREAM]).tolist())
-        modules = list(dict.fromkeys(stream.module for stream in asked.reader.streams if stream.id in found))
-        return cls(unit, sorted(steps), modules if scope == "stream" else None)
-
-    @property
-    def count(self) -> int:
-        """How many pieces there are."""
-        return len(self.steps if self.modules is None else self.modules)
-
-    def share(self, begin: int, end: int) -> Share:
-        """The pieces from `begin` to before `end`, as one share."""
-        if self.modules is not None:
-            return Share(modules=tuple(self.modules[begin:end]), steps=self.unit.steps)
-        stride = stride_of(self.unit.steps) or 1
-        return Share(modules=self.unit.modules, steps=(self.steps[begin], self.steps[end - 1] + 1, stride))
+def _share_of(unit: Unit, pieces: Sequence[Any], *, by_module: bool) -> Share:
+    """Some of its pieces that follow each other, as one share."""
+    if by_module:
+        return Share(modules=tuple(pieces), steps=unit.steps)
+    return Share(modules=unit.modules, steps=(pieces[0], pieces[-1] + 1, stride_of(unit.steps) or 1))
 
 
 def _compared(task: Task, unit: Unit, one: TraceReader) -> Heard:
     """The answers of a comparison of two traces, layer by layer."""
     (question,) = questions([unit.spec])
     with TraceReader(unit.other) as other:
-        steps = Selection(steps=task.selection.steps)
         views = one.of_rank(unit.rank), other.of_rank(unit.other_rank)
-        pair = take(views[0], question, steps), take(views[1], question, steps)
+        pair = take(views[0], question, task.filters.steps), take(views[1], question, task.filters.steps)
         places = (unit.trace, unit.rank), (unit.other, unit.other_rank)
-        if not unit.id.endswith(f"-{identity_of(*places, question, unit.steps, pair)}"):
-            raise _changed(unit)
+        _check_unchanged(unit, identity_of(*places, question, unit.steps, pair))
         measure = registry.parse(unit.spec)
         heard = Heard(unit, measure)
         heard.answers.add_rows(compare(*views, measure, steps=unit.steps))  # type: ignore[arg-type]
     return heard
 
 
-def _check_unchanged(task: Task, unit: Unit, question: Question, reader: TraceReader) -> None:
-    """Raise `TraceError` if the trace or a subscriber has changed since the plan: the unit's id would be wrong."""
-    measured = _asked(task, unit, question, reader).measured(_share(unit))
-    if not unit.id.endswith(f"-{identity(question, measured, unit.trace, unit.rank, task.run.ended)}"):
-        raise _changed(unit)
+def _check_unchanged(unit: Unit, digest: str) -> None:
+    """Raise `TraceError` if a trace or a subscriber has changed since the plan: the digest is not that in the id."""
+    if not unit.id.endswith(f"-{digest}"):
+        raise TraceError(
+            f"{unit.title} or the source of {unit.spec} is not what it was when the batch was planned: plan it again"
+        )
 
 
 def _asked(task: Task, unit: Unit, question: Question, reader: TraceReader) -> Asked:
     """What the question of a unit asks of its trace."""
-    return Asked(reader, question, task.selection.at(unit.steps), unit.rank)
+    return Asked(reader, question, replace(task.filters, steps=unit.steps), unit.rank)
 
 
 def _share(unit: Unit) -> Share:
     """The share of a unit."""
     return Share(modules=unit.modules, steps=unit.steps)
-
-
-def _changed(unit: Unit) -> TraceError:
-    return TraceError(
-        f"{unit.title} or the source of {unit.spec} is not what it was when the batch was planned: plan it again"
-    )
 
 
 @final
@@ -300,13 +278,6 @@ class Timed(Around):
         found = tuple(answers or ())
         self.seconds += time.perf_counter() - began
         return found
-
-
-def of_modules(chain: Sequence[Subscriber], modules: Iterable[Module] | None) -> list[Timed]:
-    """Subscribers that receive messages of some modules only (of all, if None)."""
-    chosen = None if modules is None else frozenset(modules)
-    answers = frozenset(kind for one in chain for kind in one.produces)
-    return [Timed(one, chosen, answers) for one in chain]
 
 
 @final

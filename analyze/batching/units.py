@@ -1,4 +1,4 @@
-"""What a batch is made of, as values: selections, units, tasks, outcomes and failures.
+"""What a batch is made of, as values: units, tasks, outcomes and failures.
 
 A `Unit` is the share of one subscriber in one trace that is computed and stored as a whole. Its id is made of all that
 its answers depend on, so a unit that is there need not be computed again. A `Task` is what a worker does at once: units
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from tracer.errors import TracerError
+from tracer.replaying.filters import Filters
 from tracer.secrets import masked_text
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
@@ -24,45 +25,9 @@ Module: TypeAlias = str | None
 """A module's dotted path; None stands for the network."""
 Pairs: TypeAlias = Literal["all", "first"]
 """Which runs are compared: each two, or each with the first."""
-StepRange: TypeAlias = tuple[int | None, ...]
-"""Start, stop and perhaps a stride of global steps; None where there is no bound."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """What is replayed of each trace, as the filters of `tracer.replay`."""
-
-    kinds: tuple[str, ...] | None = None
-    modules: tuple[str, ...] | None = None
-    steps: StepRange | None = None
-    tags: tuple[str, ...] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        kinds: str | Iterable[str] | None,
-        modules: str | Iterable[str] | None,
-        steps: Steps | None,
-        tags: str | Iterable[str] | None,
-    ) -> Selection:
-        """The selection that these filters of `tracer.replay` make."""
-        plain = None if steps is None else tuple(None if bound is None else int(bound) for bound in steps)
-        return cls(kinds=_names(kinds), modules=_names(modules), steps=plain, tags=_names(tags))
-
-    def at(self, steps: StepRange | None) -> Selection:
-        """The same selection with other steps."""
-        return replace(self, steps=steps)
-
-    def filters(self) -> dict[str, Any]:
-        """The arguments of `tracer.replay`."""
-        return {"kinds": self.kinds, "modules": self.modules, "steps": self.steps, "tags": self.tags}
-
-
-def _names(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    return None if value is None else (value,) if isinstance(value, str) else tuple(value)
-
-
-def stride_of(steps: StepRange | None) -> int | None:
+def stride_of(steps: Steps | None) -> int | None:
     """The stride of a range of steps; None if it has none."""
     return None if steps is None or len(steps) < 3 else steps[2]
 
@@ -101,7 +66,7 @@ class Unit:
     trace: str
     rank: int
     modules: tuple[Module, ...] | None
-    steps: StepRange | None
+    steps: Steps | None
     messages: int
     bytes: int
     other: str = ""
@@ -240,7 +205,7 @@ class Task:
 
     units: tuple[Unit, ...]
     run: Run
-    selection: Selection
+    filters: Filters
 
     @property
     def bytes(self) -> int:
@@ -261,7 +226,7 @@ class Task:
         return cls(
             units=tuple(Unit(**_with_tuples(one)) for one in document["units"]),
             run=Run(**_with_tuples(document["run"])),
-            selection=Selection(**_with_tuples(document["selection"])),
+            filters=Filters(**_with_tuples(document["filters"])),
         )
 
 

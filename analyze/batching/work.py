@@ -43,7 +43,7 @@ class Work:
         self._planned, self._folder, self._say, self._force = planned, folder, say, force
         self._done = self._failed = 0
         self._tasks: dict[str, Task] = {}
-        self._tried: dict[str, int] = {}
+        self._tried: set[str] = set()
         # tasks to be tried again alone, when all others are done
         self._later: list[Task] = []
 
@@ -68,13 +68,13 @@ class Work:
 
     def _mourn(self, engine: Engine, task: Task, death: Death) -> None:
         """Retry a task that a worker died of: each unit by itself; a single unit once more, maybe after all others."""
-        tried = self._tried.get(task.units[0].id, 0)
+        tried = task.units[0].id in self._tried
         if len(task.units) > 1:
             self._say({"event": "retry", "trace": task.run.trace, "reason": death.reason, "parts": len(task.units)})
             for unit in task.units:
                 self._submit(engine, task.only(unit))
         elif death.again and not tried:
-            self._tried[task.units[0].id] = tried + 1
+            self._tried.add(task.units[0].id)
             self._say({"event": "retry", "trace": task.run.trace, "reason": death.reason, "parts": 1})
             if death.alone:
                 self._later.append(task)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -57,7 +57,7 @@ class Amount:
     beyond: bool = True
     signs: bool = False
     switched: bool = False
-    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = field(default=None)
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     by: str = "data"
     statistics: tuple[tuple[str, float, float], ...] = ()
 
@@ -76,11 +76,12 @@ class Amount:
         if self.signs:
             return f"{self.elements:,} of {self.of:,} elements differ, all of them zeros of another sign"
         if self.of == 1:
-            return f"{number(self.here)} and {number(self.there)}, relative difference {self.relative:.2g}"
+            return f"{self.here!s} and {self.there!s}, relative difference {self.relative:.2g}"
         where = ", ".join(map(str, self.place))
+        # by !s, because a float32 that is formatted is a float64 first, and has other digits
         return (
             f"{self.elements:,} of {self.of:,} elements differ, relative difference {self.relative:.2g}, at most "
-            f"{self.largest:.2g} at [{where}]: {number(self.here)} and {number(self.there)}"
+            f"{self.largest:.2g} at [{where}]: {self.here!s} and {self.there!s}"
         )
 
     def _of_summaries(self) -> str:
@@ -91,17 +92,6 @@ class Amount:
         if math.isnan(self.relative):
             return told
         return f"{told}; relative difference {self.relative:.2g} at least" if self.relative else told
-
-
-def number(value: Any) -> str:
-    """A number for people, with all of its digits.
-
-    Examples
-    --------
-    >>> number(np.float32(0.1)), number(3), number(True)
-    ('0.1', '3', 'True')
-    """
-    return str(value)
 
 
 def amount(one: NDArray[Any], other: NDArray[Any], rtol: float = 0.0, atol: float = 0.0) -> Amount | None:
@@ -120,6 +110,8 @@ def amount(one: NDArray[Any], other: NDArray[Any], rtol: float = 0.0, atol: floa
     >>> x, y = np.array([1.0, np.nan, 2.0], np.float32), np.array([1.0, np.nan, 3.0], np.float32)
     >>> amount(x, x) is None, amount(x, y).elements, amount(x, y).place, amount(x, y, atol=1.0).beyond
     (True, 1, (2,), False)
+    >>> str(amount(np.array([0.1], np.float32), np.array([0.2], np.float32)))
+    '0.1 and 0.2, relative difference 1'
     """
     if one.shape != other.shape:
         return Amount(shapes=(one.shape, other.shape))

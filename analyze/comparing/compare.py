@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 
-from analyze.comparing.ranks import both_ranks
+from analyze.comparing.ranks import both_ranks, none_in_both
 from analyze.metrics.similarity.similarity import Origin, Similarity
 from analyze.registry import instances
 from analyze.tables.results import Results
@@ -17,6 +16,7 @@ from tracer.errors import CaptureError, MessageError
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import unmet
 from tracer.replaying.audience import Audience
+from tracer.replaying.plan import opened
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
@@ -76,10 +76,7 @@ def compare(
             raise MessageError(f"compare compares layers, and {type(measure).__name__} does not")
     results = Results()
     with contextlib.ExitStack() as stack:
-        first, second = (
-            trace if isinstance(trace, TraceReader) else stack.enter_context(TraceReader(trace))
-            for trace in (one, other)
-        )
+        first, second = (stack.enter_context(opened(trace, None)) for trace in (one, other))
         for measure in asked:
             sink = results.sink([measure], f"{first.path}|{second.path}")
             met = 0
@@ -112,11 +109,8 @@ def _ranks(one: TraceReader, other: TraceReader, measure: Similarity) -> list[tu
     ]
     both = both_ranks(*having)
     if not both:
-        mine, theirs = (", ".join(map(str, ranks)) for ranks in having)
-        raise CaptureError(
-            f"what is compared is in {one.path} of the ranks {mine}, in {other.path} of {theirs}: none is in both; "
-            "compare TraceReader(path).of_rank(number) of each"
-        )
+        why = none_in_both(one.path, having[0], other.path, having[1])
+        raise CaptureError(f"{why}; compare TraceReader(path).of_rank(number) of each")
     return both
 
 
@@ -177,9 +171,7 @@ def aligned(traces: Sequence[Anywhere | TraceReader], measure: Similarity) -> It
         If a trace lacks it or has several ranks, or if the datapoints differ.
     """
     with contextlib.ExitStack() as stack:
-        readers = [
-            trace if isinstance(trace, TraceReader) else stack.enter_context(TraceReader(trace)) for trace in traces
-        ]
+        readers = [stack.enter_context(opened(trace, None)) for trace in traces]
         for reader in readers:
             missing = _lacking(reader, measure)
             if missing:
@@ -223,8 +215,8 @@ def _check_alike(one: TraceReader, other: TraceReader, measure: Similarity) -> N
                 f"{' and '.join(sorted(sampled))}, {other.path} with {' and '.join(sorted(found))}"
             )
     for tag in sorted(tags):
-        labels = [_labels(reader, tag) for reader in (one, other)]
-        if all(label is not None for label in labels) and not _equal(*labels):
+        first, second = (_labels(reader, tag) for reader in (one, other))
+        if first is not None and second is not None and not torch.equal(first, second):
             raise CaptureError(
                 f"the datapoints under the tag {tag!r} are not the same: their labels differ in {one.path} and "
                 f"{other.path}"
@@ -236,7 +228,3 @@ def _labels(reader: TraceReader, tag: str) -> torch.Tensor | None:
     chosen = [stream.id for stream in reader.streams if stream.kind == "input_labels" and stream.tag == tag]
     message = next(reader.messages(streams=chosen), None) if chosen else None
     return None if message is None else message.data
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return bool(one.shape == other.shape and torch.equal(one, other))

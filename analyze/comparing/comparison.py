@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -13,11 +15,11 @@ from numpy.typing import NDArray
 from analyze.comparing.amounts import Amount, amount
 from analyze.comparing.difference import Difference, Parting, StreamDifference, Uncompared
 from analyze.comparing.kept import Summaries, differing
-from analyze.comparing.matching import KEPT, Matched, Name, first_of, values_of_pairs
+from analyze.comparing.matching import KEPT, Arrays, Matched, Name, Rows, first_of, values_of_pairs
 from analyze.comparing.noise import Judgement, Observed
 from analyze.comparing.samples import INPUT, Samples
 from analyze.comparing.structure import StructureDifference
-from analyze.comparing.ways import HASH, Way, sampled, ways_of
+from analyze.comparing.ways import HASH, STATISTICS, Way, sampled, ways_of
 from tracer.errors import CaptureError
 from tracer.format.journal import NONE, Column
 from tracer.trace.reader import TraceReader
@@ -35,8 +37,8 @@ class _Tally:
     """What was seen of one stream."""
 
     compared: int = 0
-    by_hash: int = 0
-    by_statistics: int = 0
+    by: Counter[str] = field(default_factory=Counter)
+    """Of the compared messages, how many by their hashes, and by their statistics."""
     differing: int = 0
     parted: int = 0
     first: Parting | None = None
@@ -61,12 +63,11 @@ class Comparison:
     readers: tuple[TraceReader, TraceReader]
     matched: Matched
     align: Align
-    rtol: float
-    atol: float
-    quick: bool
-    of_a_rank: bool = False
+    rtol: float = 0.0
+    atol: float = 0.0
+    quick: bool = False
     with_norms: bool = False
-    tallies: dict[int, _Tally] = field(default_factory=dict)
+    tallies: defaultdict[int, _Tally] = field(default_factory=lambda: defaultdict(_Tally))
     refused: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     """The steps of messages that are in both and cannot be compared, by name and reason."""
     observed: Observed = field(init=False)
@@ -98,7 +99,7 @@ class Comparison:
         ways, way = ways_of(self.readers, self.matched, aligned=self.samples is not None)
         equal, rows = self._by_checksum(ways, way)
         for number, count in zip(*np.unique(names[equal], return_counts=True), strict=True):
-            self._tally(int(number)).compared += int(count)
+            self.tallies[int(number)].compared += int(count)
         self.observed.relative[equal] = 0.0
         for number, one in enumerate(ways):
             pairs = np.flatnonzero(way == number)
@@ -109,21 +110,19 @@ class Comparison:
                 self._compare_kept(pairs, one)
         self._compare_data(rows)
 
-    def _compare_data(self, rows: tuple[NDArray[np.int64], NDArray[np.int64]]) -> None:
+    def _compare_data(self, rows: Rows) -> None:
         """Read the data of both, and compare it."""
-        journal, names = self.readers[0].journal, self.matched.name_of[0]
-        for row, _, mine, theirs in values_of_pairs(self.readers, rows):
+        names, samples = self.matched.name_of[0], self.samples
+        for row, both in values_of_pairs(self.readers, rows):
+            alike = both if samples is None else self._aligned(samples, row, both)
+            if isinstance(alike, str):
+                self._refuse(row, alike)
+                continue
+            mine, theirs = alike
             number = int(names[row])
-            if self.samples is not None:
-                name, step = self.matched.names[number], int(journal[row, Column.GLOBAL_STEP])
-                aligned = self.samples.aligned(name, step, mine, theirs)
-                if isinstance(aligned, str):
-                    self._refuse(row, aligned)
-                    continue
-                mine, theirs = aligned
             if self.with_norms and self.matched.names[number].kind in (*UPDATED, *UPDATED.values()):
                 self._weigh(row, mine)
-            tally = self._tally(number)
+            tally = self.tallies[number]
             tally.compared += 1
             found = amount(mine, theirs, self.rtol, self.atol)
             self._note(row, found)
@@ -132,26 +131,32 @@ class Comparison:
                 first = parting if found.beyond else None
                 tally.differs(parting, first, int(self.place[row]), parted=found.beyond)
 
+    def _aligned(self, samples: Samples, row: int, both: Arrays) -> Arrays | str:
+        """The parts of the data of both that are of the same samples; or why they cannot be had."""
+        name = self.matched.names[int(self.matched.name_of[0][row])]
+        return samples.aligned(name, int(self.readers[0].journal[row, Column.GLOBAL_STEP]), *both)
+
     def _compare_kept(self, pairs: NDArray[np.int64], way: Way) -> None:
         """Compare messages by their hashes or statistics."""
-        count = "by_hash" if way.by == KEPT[HASH] else "by_statistics"
         names = self.matched.name_of[0]
         rows = self.matched.rows[0][pairs]
         for number, many in zip(*np.unique(names[rows], return_counts=True), strict=True):
-            tally = self._tally(int(number))
+            tally = self.tallies[int(number)]
             tally.compared += int(many)
-            vars(tally)[count] += int(many)
+            tally.by[way.by] += int(many)
         self.observed.relative[rows] = 0.0
         for some, summaries in differing(self.readers, self.matched.kept, pairs, way):
             sure = np.ones(len(some), np.bool_)
             if self.rtol or self.atol or self.with_norms:
                 # noise and tolerances are about the size of a difference, of which a hash says nothing
-                unsure = summaries is None or self.with_norms
-                sure = sure & False if unsure else summaries.beyond(self.rtol, self.atol)  # type: ignore[union-attr]
+                if summaries is None or self.with_norms:
+                    sure[:] = False
+                else:
+                    sure = summaries.beyond(self.rtol, self.atol)
                 for row in self.matched.rows[0][some[~sure]].tolist():
-                    tally = self._tally(int(names[row]))
+                    tally = self.tallies[int(names[row])]
                     tally.compared -= 1
-                    vars(tally)[count] -= 1
+                    tally.by[way.by] -= 1
                     self.observed.relative[row] = math.nan
                     self._refuse(row, UNDECIDED)
             self._note_kept(some, np.flatnonzero(sure), summaries, way.by)
@@ -174,7 +179,7 @@ class Comparison:
             mine = sure[streams == stream]
             first = int(mine[self.place[rows[mine]].argmin()])
             most = int(mine[np.fmax(far[mine], -1.0).argmax()])
-            tally, place = self._tally(stream), int(self.place[rows[first]])
+            tally, place = self.tallies[stream], int(self.place[rows[first]])
             tally.differs(parting(most), parting(first), place, len(mine), len(mine))
 
     def _weigh(self, row: int, data: NDArray[Any]) -> None:
@@ -231,7 +236,7 @@ class Comparison:
             tally = self.tallies[int(names[row])]
             tally.first, tally.place = parting, int(self.place[row])
 
-    def _again(self, rows: tuple[NDArray[np.int64], NDArray[np.int64]]) -> Iterator[tuple[int, Amount]]:
+    def _again(self, rows: Rows) -> Iterator[tuple[int, Amount]]:
         """Read a few messages once more; with aligned samples, with the inputs of their steps."""
         journal, names = self.readers[0].journal, self.matched.name_of[0]
         samples = None
@@ -242,43 +247,24 @@ class Comparison:
             at = np.isin(journal[self.matched.rows[0], Column.GLOBAL_STEP], journal[rows[0], Column.GLOBAL_STEP])
             chosen = (at & np.isin(names[self.matched.rows[0]], inputs)) | np.isin(self.matched.rows[0], rows[0])
             rows = (self.matched.rows[0][chosen], self.matched.rows[1][chosen])
-        for row, _, mine, theirs in values_of_pairs(self.readers, rows):
-            if samples is not None:
-                name, step = self.matched.names[int(names[row])], int(journal[row, Column.GLOBAL_STEP])
-                aligned = samples.aligned(name, step, mine, theirs)
-                if isinstance(aligned, str):
-                    continue
-                mine, theirs = aligned
-            if row in wanted:
-                found = amount(mine, theirs, self.rtol, self.atol)
+        for row, both in values_of_pairs(self.readers, rows):
+            alike = both if samples is None else self._aligned(samples, row, both)
+            if row in wanted and not isinstance(alike, str):
+                found = amount(*alike, self.rtol, self.atol)
                 assert found is not None
                 yield row, found
 
-    def _by_checksum(
-        self, ways: Sequence[Way], way: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    def _by_checksum(self, ways: Sequence[Way], way: NDArray[np.int64]) -> tuple[NDArray[np.int64], Rows]:
         """The rows of A that are equal without a look, and the rows of A and B whose data is to be read."""
         mine, theirs = self.matched.rows
-        by = np.array([one.by for one in ways], np.str_)[way] if len(ways) else np.zeros(0, np.str_)
+        by = np.array([one.by for one in ways], np.str_)[way]
         equal, data = by == "nothing", by == "data"
         if self.quick and self.samples is None:
-            first, second = self.readers[0].journal[mine], self.readers[1].journal[theirs]
-            checksums = first[:, Column.CRC32C]
-            same = data & (checksums == second[:, Column.CRC32C]) & (checksums != NONE)
-            streams = np.stack([first[:, Column.STREAM], second[:, Column.STREAM]], axis=1)
-            found, of_pair = np.unique(streams, axis=0, return_inverse=True)
-            alike = np.array([self._alike(*pair) for pair in found.tolist()], np.bool_)
-            equal |= same & (alike[of_pair.reshape(-1)] if len(found) else same)
+            first, second = (self._column(side, Column.CRC32C) for side in (0, 1))
+            alike = np.array([one.alike for one in ways], np.bool_)[way]
+            equal |= alike & (first == second) & (first != NONE)
         data &= ~equal
         return mine[equal], (mine[data], theirs[data])
-
-    def _alike(self, one: int, other: int) -> bool:
-        """Whether messages of two streams have one dtype and one shape."""
-        x, y = self.matched.streams[0][one], self.matched.streams[1][other]
-        return x.dtype == y.dtype and x.shapes == y.shapes and len(x.shapes) == 1
-
-    def _tally(self, number: int) -> _Tally:
-        return self.tallies.setdefault(number, _Tally())
 
     def _compared(self, number: int) -> bool:
         """Whether some message of a stream was compared."""
@@ -358,9 +344,8 @@ class Comparison:
             rows = self.matched.alone[side]
             numbers, first, counts = np.unique(self.matched.name_of[side][rows], return_index=True, return_counts=True)
             steps = self.readers[side].journal[rows[first], Column.GLOBAL_STEP]
-            for number, step, count in sorted(
-                zip(numbers.tolist(), steps.tolist(), counts.tolist(), strict=True), key=_second
-            ):
+            told = zip(numbers.tolist(), steps.tolist(), counts.tolist(), strict=True)
+            for number, step, count in sorted(told, key=itemgetter(1)):
                 found.append(Uncompared(why, self.matched.names[number], count, step, not self._compared(number)))
         for side, why in enumerate(_ONLY):
             found += self._of_other_ranks(side, why)
@@ -371,7 +356,7 @@ class Comparison:
         found = []
         for number in self.matched.strangers[side]:
             one, reader = self.matched.streams[side][number], self.readers[side]
-            rows = reader.select(steps=self.matched.steps, streams=[number])
+            rows = reader.select(steps=self.matched.filters.steps, streams=[number])
             if len(rows):
                 name = Name(one.kind, one.module, one.tag, one.leaf, one.rank)
                 found.append(Uncompared(why, name, len(rows), int(reader.journal[rows[0], Column.GLOBAL_STEP]), True))
@@ -394,8 +379,8 @@ class Comparison:
             streams=tuple(streams),
             uncompared=tuple(self.uncompared()),
             compared=sum(tally.compared for tally in self.tallies.values()),
-            by_hash=sum(tally.by_hash for tally in self.tallies.values()),
-            by_statistics=sum(tally.by_statistics for tally in self.tallies.values()),
+            by_hash=sum(tally.by[KEPT[HASH]] for tally in self.tallies.values()),
+            by_statistics=sum(tally.by[KEPT[STATISTICS]] for tally in self.tallies.values()),
             undecided=sum(len(steps) for (_, why), steps in self.refused.items() if why == UNDECIDED),
             compared_streams=sum(tally.compared > 0 for tally in self.tallies.values()),
             steps=(int(steps.min()), int(steps.max())) if len(steps) else None,
@@ -417,7 +402,3 @@ def _order(one: tuple[int, _Tally]) -> tuple[float, float, float]:
     tally = one[1]
     size = (0.0, 0.0) if tally.largest is None else _size(tally.largest)
     return tally.place, -size[0], -size[1]
-
-
-def _second(one: tuple[int, int, int]) -> int:
-    return one[1]

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from analyze.comparing.comparison import Align, Comparison
 from analyze.comparing.difference import Difference
-from analyze.comparing.matching import GENERATORS, matched
+from analyze.comparing.matching import GENERATORS, Matched, matched
 from analyze.comparing.noise import Journal, Judgement, Observed, Repeated, judge
 from analyze.comparing.renaming import Renaming
-from analyze.comparing.repeats import first_difference, trained_again
+from analyze.comparing.repeats import trained_again
 from analyze.comparing.structure import generator_differences, likely_renamings, structure_differences
 from tracer.errors import CaptureError
 from tracer.format.journal import NONE, Column
+from tracer.replaying.filters import Filters
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
@@ -122,21 +122,18 @@ def diff(
                 f"come before; the steps from {steps[0]} on do not tell where that is"
             )
         renaming.check(_modules(first))
-        filters: dict[str, Any] = {
-            "kinds": _texts(kinds), "modules": _texts(modules), "tags": _texts(tags), "steps": steps,
-            "of_a_rank": rank is not None,
-        }  # fmt: skip
-        pairing = matched(first, second, renaming=renaming, **filters)
-        comparison = Comparison((first, second), pairing, align, rtol, atol, quick, rank is not None, bool(wanted))
+        filters = Filters.of(kinds, modules, steps, tags)
+        pairing = matched(first, second, filters, renaming=renaming, of_a_rank=rank is not None)
+        comparison = Comparison((first, second), pairing, align, rtol, atol, quick=quick, with_norms=bool(wanted))
         comparison.run()
         structure = [*structure_differences(first, second, renaming), *comparison.structure()]
-        if GENERATORS not in (filters["kinds"] or ()):
+        if GENERATORS not in (filters.kinds or ()):
             structure += generator_differences(first, second)
         tolerance, judgement = _words(rtol, atol), None
         remarks = [*first.problems, *second.problems, *comparison.remarks()]
         if wanted:
-            noises = _of_runs(comparison, first, others, filters, remarks)
-            repeated = _of_repeats(comparison, others, filters, remarks) if with_repeats else []
+            noises = _of_runs(comparison, others, remarks)
+            repeated = _of_repeats(comparison, others, remarks) if with_repeats else []
             if noises or repeated:
                 judgement = _judged(comparison, [*noises, *repeated])
                 comparison.judged(judgement)
@@ -166,12 +163,6 @@ def _several(traces: Anywhere | TraceReader | Iterable[Anywhere | TraceReader]) 
     return list(traces)
 
 
-def _texts(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
 def _modules(reader: TraceReader) -> set[str]:
     """The modules that a trace knows of, recorded or not."""
     found = {stream.module for stream in reader.streams if stream.module is not None}
@@ -199,18 +190,18 @@ def _explained(count: int, noises: Sequence[Observed], repeated: Sequence[Repeat
 # -- noise --------------------------------------------------------------------------------------------------------
 
 
-def _of_runs(
-    comparison: Comparison,
-    first: TraceReader,
-    others: Sequence[TraceReader],
-    filters: dict[str, Any],
-    remarks: list[str],
-) -> list[Observed]:
+def _beside(comparison: Comparison, other: TraceReader) -> Matched:
+    """The messages of the first run, matched with those of a noise run."""
+    known = comparison.matched
+    return matched(comparison.readers[0], other, known.filters, renaming=Renaming(), of_a_rank=known.of_a_rank)
+
+
+def _of_runs(comparison: Comparison, others: Sequence[TraceReader], remarks: list[str]) -> list[Observed]:
     """How far other runs are from the first one; those that are not at all are left out, with a remark."""
+    first = comparison.readers[0]
     noise = []
     for other in others:
-        pairing = matched(first, other, renaming=Renaming(), **filters)
-        heard = Comparison((first, other), pairing, comparison.align, 0.0, 0.0, False, of_a_rank=comparison.of_a_rank)
+        heard = Comparison((first, other), _beside(comparison, other), comparison.align)
         heard.run()
         remarks += [f"{other.path}: {problem}" for problem in other.problems]
         if not heard.tallies:
@@ -222,37 +213,33 @@ def _of_runs(
     return noise
 
 
-def _of_repeats(
-    comparison: Comparison, others: Sequence[TraceReader], filters: dict[str, Any], remarks: list[str]
-) -> list[Repeated]:
+def _of_repeats(comparison: Comparison, others: Sequence[TraceReader], remarks: list[str]) -> list[Repeated]:
     """How far the steps that runs trained again are from what they were, put to where A and B first differ."""
     first, second = comparison.readers
     numbers = comparison.matched.name_of
-    narrower = {name: filters[name] for name in ("kinds", "tags", "of_a_rank")}
-    found = [
-        *trained_again(first, numbers[0], narrower, comparison.align),
-        *trained_again(second, numbers[1], narrower, comparison.align),
-    ]
+    runs = [(first, numbers[0]), (second, numbers[1])]
     of_name = {name: number for number, name in enumerate(comparison.matched.names)}
     for other in others:
-        pairing = matched(first, other, renaming=Renaming(), **filters)
+        pairing = _beside(comparison, other)
         known = np.array([*(of_name.get(name, NONE) for name in pairing.names), NONE], np.int64)
-        found += trained_again(other, known[pairing.name_of[1]], narrower, comparison.align)
+        runs.append((other, known[pairing.name_of[1]]))
+    found = [(reader, *told) for reader, of_row in runs for told in trained_again(reader, of_row, comparison)]
     if not found:
         raise CaptureError(
             f"no step was trained again: {', '.join(str(one.path) for one in (first, second, *others))}"
             " have no attempt that went on before the end of an earlier one"
         )
     journal = first.journal[:, Column.GLOBAL_STEP]
-    begin = first_difference(comparison.observed, numbers[0], journal)
+    begin = comparison.observed.first_difference(numbers[0], journal)
     repeated = []
-    for one in found:
-        where = f"{one.trace}: the steps {one.since} to {one.last}"
-        if one.begin is None:
+    for reader, since, again in found:
+        where = f"{reader.path}: the steps {since} to {again.reach}"
+        own = again.first_difference(again.name, again.step)
+        if own is None:
             remarks.append(f"{where}, which were trained again, are bit-identical, so they tell nothing of rounding")
         elif begin is not None:
-            repeated.append(one.beginning_at(begin, int(journal.max())))
-            remarks.append(f"{where} were trained again: they tell the noise of {one.last - one.begin + 1} steps")
+            repeated.append(again.beginning_at(begin, int(journal.max())))
+            remarks.append(f"{where} were trained again: they tell the noise of {again.reach - own + 1} steps")
     return repeated
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from analyze.comparing.amounts import Amount, number
+from analyze.comparing.amounts import Amount
 from analyze.comparing.matching import Name
 from analyze.comparing.structure import StructureDifference
 
@@ -48,7 +48,7 @@ class Parting:
         found: dict[str, Any] = {
             "step": self.step,
             "epoch": self.epoch,
-            **_name(self.name),
+            **asdict(self.name),
             "call": self.call,
             "elements": amount.elements,
             "of": amount.of,
@@ -93,7 +93,7 @@ class StreamDifference:
     def as_json(self) -> dict[str, Any]:
         """The stream in JSON values."""
         return {
-            **_name(self.name),
+            **asdict(self.name),
             "compared": self.compared,
             "differing": self.differing,
             "parted": self.parted,
@@ -128,7 +128,7 @@ class Uncompared:
 
     def as_json(self) -> dict[str, Any]:
         """The messages in JSON values."""
-        return {"why": self.why, **_name(self.name), "count": self.count, "first": self.first, "whole": self.whole}
+        return {"why": self.why, **asdict(self.name), "count": self.count, "first": self.first, "whole": self.whole}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,11 +294,7 @@ def counted(count: int, what: str) -> str:
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
-def _name(name: Name) -> dict[str, Any]:
-    return {"kind": name.kind, "module": name.module, "tag": name.tag, "leaf": name.leaf, "rank": name.rank}
-
-
 def _plain(value: Any) -> Any:
     """A numpy scalar as a JSON value; complex numbers as text."""
     item = value.item() if hasattr(value, "item") else value
-    return number(value) if isinstance(item, complex) else item
+    return str(value) if isinstance(item, complex) else item

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.comparing.matching import KEPT
+from analyze.comparing.matching import KEPT, Rows
 from analyze.comparing.ways import DATA, HASH, Way
 from tracer.trace.reader import TraceReader
 
@@ -132,13 +132,9 @@ class Summaries:
         return tuple(found)
 
 
-Differing: TypeAlias = tuple[NDArray[np.int64], Summaries | None]
-
-
 def differing(
-    readers: tuple[TraceReader, TraceReader], kept: tuple[NDArray[np.int64], NDArray[np.int64]],
-    pairs: NDArray[np.int64], way: Way,
-) -> Iterator[Differing]:  # fmt: skip
+    readers: tuple[TraceReader, TraceReader], kept: Rows, pairs: NDArray[np.int64], way: Way
+) -> Iterator[tuple[NDArray[np.int64], Summaries | None]]:
     """The messages that differ by their hashes or statistics, some thousands at a time.
 
     Parameters
@@ -157,12 +153,9 @@ def differing(
         Numbers of pairs that differ, and their statistics, if both traces have some.
     """
 
-    def rows(column: tuple[int, int], some: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return kept[0][some, column[0]], kept[1][some, column[1]]
-
     def read(of: Callable[..., NDArray[Any]], column: tuple[int, int], some: NDArray[np.int64]) -> list[NDArray[Any]]:
-        both = zip(readers, rows(column, some), column, strict=True)
-        return [of(reader, mine, number != DATA) for reader, mine, number in both]
+        both = zip(readers, kept, column, strict=True)
+        return [of(reader, rows[some, number], number != DATA) for reader, rows, number in both]
 
     if way.by == KEPT[HASH]:
         one, other = read(hashes_at, (way.one, way.other), pairs)

@@ -13,15 +13,18 @@ from analyze.comparing.ranks import both_ranks
 from analyze.comparing.renaming import Renaming
 from tracer.format.journal import NONE, Column
 from tracer.messaging.messages import kept_of
-from tracer.messaging.subscription import passes
+from tracer.replaying.filters import Filters
 from tracer.trace.reader import TraceReader
-from tracer.trace.selection import Steps
 from tracer.trace.streams import StreamInfo, stream_name
 
 KEPT: Final = ("data", "hash", "statistics")
 """What a trace may hold of a message."""
 GENERATORS: Final = "generators"
 _LAST: Final = np.iinfo(np.int64).max
+Rows: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Rows of the journals of two traces."""
+Arrays: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
+"""The data of a message in two traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,48 +69,37 @@ class Matched:
         Of the same messages, the rows of each trace with the data, the hash and the statistics; -1 where it has none.
     alone : pair of ndarray of int64
         The rows that the other trace lacks, ascending.
-    ranks : list of (int, int)
-        The ranks that are compared.
     streams : pair of list of StreamInfo
         Those of both traces.
     strangers : pair of list of int
         The streams that pass the filters, of ranks that are not compared.
-    steps : tuple or None
-        The filter of steps.
+    filters : Filters
+    of_a_rank : bool
+        As they were given to `matched`.
     """
 
     names: list[Name]
-    name_of: tuple[NDArray[np.int64], NDArray[np.int64]]
-    rows: tuple[NDArray[np.int64], NDArray[np.int64]]
-    kept: tuple[NDArray[np.int64], NDArray[np.int64]]
-    alone: tuple[NDArray[np.int64], NDArray[np.int64]]
-    ranks: list[tuple[int, int]]
+    name_of: Rows
+    rows: Rows
+    kept: Rows
+    alone: Rows
     streams: tuple[list[StreamInfo], list[StreamInfo]]
     strangers: tuple[list[int], list[int]]
-    steps: Steps | None
+    filters: Filters
+    of_a_rank: bool
 
 
-def matched(
-    one: TraceReader,
-    other: TraceReader,
-    *,
-    renaming: Renaming,
-    kinds: Sequence[str] | None = None,
-    modules: Sequence[str] | None = None,
-    tags: Sequence[str] | None = None,
-    steps: Steps | None = None,
-    of_a_rank: bool = False,
-) -> Matched:
+def matched(one: TraceReader, other: TraceReader, filters: Filters, *, renaming: Renaming, of_a_rank: bool) -> Matched:
     """Match the messages of two traces by kind, module, tag, leaf, rank, step and call.
 
     Parameters
     ----------
     one, other : TraceReader
+    filters : Filters
+        By the names of `one`. With a kind come its hashes and statistics. Without kinds the states of random generators
+        are left out; see `generator_differences`.
     renaming : Renaming
         From the modules of `one` to those of `other`.
-    kinds, modules, tags, steps
-        Filters, as `TraceReader.messages` has them, by the names of `one`. With a kind come its hashes and statistics.
-        Without `kinds` the states of random generators are left out; see `generator_differences`.
     of_a_rank : bool
         Whether both readers are of one rank, so that it does not matter which rank recorded what it shares with others.
     """
@@ -118,10 +110,10 @@ def matched(
     of_rank: tuple[dict[int, int], dict[int, int]] = ({a: a for a, _ in ranks}, {b: a for a, b in ranks})
     names: dict[tuple[Any, ...], int] = {}
     shown: list[Name] = []
-    numbers = []
+    name_of = []
     held = []
     strangers: tuple[list[int], list[int]] = ([], [])
-    for side, streams in enumerate((mine, theirs)):
+    for side, (reader, streams) in enumerate(((one, mine), (other, theirs))):
         found: list[int] = []
         for stream in streams:
             # both are matched by the names of the second trace, and shown by those of the first
@@ -130,7 +122,7 @@ def matched(
             displaced = not side and module == "" and back.get(there or "") != ""
             here = module if module is None or not side else back.get(module, module)
             rank = 0 if of_a_rank else of_rank[side].get(stream.rank)
-            wanted = _passes(replace(stream, module=here), kinds, modules, tags)
+            wanted = _passes(replace(stream, module=here), filters)
             if rank is None or not wanted:
                 strangers[side].extend([stream.id] if wanted else [])
                 found.append(NONE)
@@ -141,13 +133,10 @@ def matched(
                 names[key] = len(names)
                 shown.append(Name(kind, here, stream.tag, stream.leaf, stream.rank if of_a_rank else rank))
             found.append(names[key])
-        numbers.append(np.array([*found, NONE], np.int64))
         held.append(np.array([*(KEPT.index(kept_of(stream.kind)[1]) for stream in streams), 0], np.int64))
-    name_of = []
-    for reader, number in zip((one, other), numbers, strict=True):
-        of_row = number[reader.journal[:, Column.STREAM]]
+        of_row = np.array([*found, NONE], np.int64)[reader.journal[:, Column.STREAM]]
         within = np.zeros(len(of_row), np.bool_)
-        within[reader.select(steps=steps)] = True
+        within[reader.select(steps=filters.steps)] = True
         name_of.append(np.where(within, of_row, NONE))
     rows, kept, alone = _pairs((one, other), name_of, held)
     for side in (0, 1):
@@ -155,24 +144,20 @@ def matched(
         chosen = np.concatenate([rows[side], alone[side]])
         standing[chosen] = name_of[side][chosen]
         name_of[side] = standing
-    return Matched(shown, (name_of[0], name_of[1]), rows, kept, alone, ranks, (mine, theirs), strangers, steps)
+    of_rows = (name_of[0], name_of[1])
+    return Matched(shown, of_rows, rows, kept, alone, (mine, theirs), strangers, filters, of_a_rank)
 
 
-def _passes(
-    stream: StreamInfo, kinds: Sequence[str] | None, modules: Sequence[str] | None, tags: Sequence[str] | None
-) -> bool:
-    """Whether a stream passes the filters by its own kind, or by that of which it holds hashes or statistics."""
-    if kinds is None:
-        return stream.kind != GENERATORS and passes(stream, None, modules, tags)
-    return (stream.kind in kinds or kept_of(stream.kind)[0] in kinds) and passes(stream, None, modules, tags)
-
-
-_Pair: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
+def _passes(stream: StreamInfo, filters: Filters) -> bool:
+    """Whether a stream passes by its own kind, or by that of which it holds hashes or statistics."""
+    if filters.kinds is None:
+        return stream.kind != GENERATORS and filters.let_through(stream)
+    return any(filters.let_through_as(kind, stream) for kind in (stream.kind, kept_of(stream.kind)[0]))
 
 
 def _pairs(
     readers: tuple[TraceReader, TraceReader], name_of: Sequence[NDArray[np.int64]], held: Sequence[NDArray[np.int64]]
-) -> tuple[_Pair, _Pair, _Pair]:
+) -> tuple[Rows, Rows, Rows]:
     """The rows of two journals that have the same name, step and call, what is kept of them, and the rows alone."""
     rows, keys, what = [], [], []
     for reader, names, of_stream in zip(readers, name_of, held, strict=True):
@@ -184,8 +169,7 @@ def _pairs(
         keys.append(np.column_stack([key, _repeated(np.column_stack([key, kept]))]))
         what.append(kept)
     joined = np.concatenate(keys)
-    order = np.lexsort(joined.T[::-1])
-    begins = np.r_[True, (joined[order[1:]] != joined[order[:-1]]).any(axis=1)] if len(order) else np.zeros(0, np.bool_)
+    order, begins = _groups(joined)
     message = np.empty(len(order), np.int64)
     message[order] = np.cumsum(begins) - 1
     wide = len(KEPT) if any(one.any() for one in what) else 1
@@ -210,20 +194,24 @@ def first_of(kept: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _repeated(key: NDArray[np.int64]) -> NDArray[np.int64]:
     """For each row, how many equal ones are before it."""
-    if not len(key):
-        return np.zeros(0, np.int64)
-    order = np.lexsort(key.T[::-1])
-    begins = np.flatnonzero(np.r_[True, (key[order[1:]] != key[order[:-1]]).any(axis=1)])
-    length = np.diff(np.r_[begins, len(key)])
+    order, is_first = _groups(key)
+    begins = np.flatnonzero(is_first)
+    length = np.diff(begins, append=len(key))
     found = np.empty(len(key), np.int64)
     found[order] = np.arange(len(key)) - np.repeat(begins, length)
     return found
 
 
-def values_of_pairs(
-    readers: tuple[TraceReader, TraceReader], rows: tuple[NDArray[np.int64], NDArray[np.int64]]
-) -> Iterator[tuple[int, int, NDArray[Any], NDArray[Any]]]:
-    """The data of rows that belong together, in the order of the first's journal: both rows, and both arrays.
+def _groups(key: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The order that puts equal rows next to each other, and which of the ordered rows are the first of their kind."""
+    order = np.lexsort(key.T[::-1])
+    begins = np.ones(len(key), np.bool_)
+    begins[1:] = (key[order[1:]] != key[order[:-1]]).any(axis=1)
+    return order, begins
+
+
+def values_of_pairs(readers: tuple[TraceReader, TraceReader], rows: Rows) -> Iterator[tuple[int, Arrays]]:
+    """The data of rows that belong together, in the order of the first's journal: its row, and both arrays.
 
     Each trace is read once, in its own order. Only where the second has another order than the first, data of it waits
     in memory.
@@ -247,4 +235,4 @@ def values_of_pairs(
             else:
                 waiting[number] = data.copy()  # a view would keep the whole block in memory
         assert mine is not None
-        yield row, partner, mine, found
+        yield row, (mine, found)

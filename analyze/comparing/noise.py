@@ -85,6 +85,12 @@ class Observed:
         """An observation that is to be filled."""
         return cls(np.full(messages, np.nan), np.zeros(messages, np.bool_), np.zeros(messages, np.bool_))
 
+    def first_difference(self, name: NDArray[np.int64], step: NDArray[np.int64]) -> int | None:
+        """The first step that differs in a bit, by the stream and the step of each message; None if none does."""
+        with np.errstate(invalid="ignore"):
+            differs = (name >= 0) & ((self.relative > 0) | self.broken)
+        return int(step[differs].min()) if differs.any() else None
+
 
 @dataclass(frozen=True, eq=False)
 class Repeated(Observed):
@@ -93,7 +99,7 @@ class Repeated(Observed):
     Attributes
     ----------
     name, step : ndarray of int64, (messages,)
-        As in `Journal`; the steps are those of the judged run that are as far from its beginning.
+        As in `Journal`. For the judge, the steps are those of the judged run that are as far from its beginning.
     reach : int
         The last of these steps.
     """
@@ -101,6 +107,15 @@ class Repeated(Observed):
     name: NDArray[np.int64]
     step: NDArray[np.int64]
     reach: int
+
+    def beginning_at(self, step: int, end: int) -> Repeated:
+        """The same noise as that of a run that first differs at a step, up to another one."""
+        begin = self.first_difference(self.name, self.step)
+        assert begin is not None
+        steps = self.step + (step - begin)
+        rows = (steps >= step) & (steps <= end)
+        seen = self.relative[rows], self.switched[rows], self.broken[rows]
+        return Repeated(*seen, self.name[rows], steps[rows], min(self.reach + step - begin, end))
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,6 +347,6 @@ def _walk(
         rebased = np.maximum(found.tolerance[later], margins[later] * reached[journal.name[later]])
         found.tolerance[later] = rebased
         ahead = np.flatnonzero(within)
-        # numbers that are not finite are told even now
+        # numbers that are not finite are reported even in these steps
         shown = ahead[broken[ahead]]
         beginning = int(shown[0]) if len(shown) else int(ahead[-1]) + 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,10 +14,11 @@ from analyze.metrics.elementwise.statistics import SEVEN, StatisticsResult, chec
 from analyze.tables.writing import pandas
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
+from tracer.replaying.plan import opened
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
-from tracer.trace.streams import Batch, StreamInfo
+from tracer.trace.streams import StreamInfo
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +102,7 @@ def statistics_over_time(
     ('fc', [0, 1, 2], [0.0, 2.0, 4.0])
     """
     names = check_names(which)
-    with nullcontext(trace) if isinstance(trace, TraceReader) else TraceReader(trace) as reader:
+    with opened(trace, None) as reader:
         rows = reader.select(kind, modules, steps, tags)
         streams = {stream.id: stream for stream in reader.streams if stream.kind == kind}
         chosen = np.unique(reader.journal[rows, Column.STREAM]).tolist()
@@ -113,7 +114,9 @@ def statistics_over_time(
                 raise CaptureError(f"statistics need real numbers, but {streams[number]} of {reader.path} has {dtype}")
         columns = np.full((len(names), len(reader.journal)), np.nan)
         for batch in reader.arrays(kind, modules, steps, tags):
-            _fill(columns, batch, names, ddof, precision)
+            data = batch.data.reshape(len(batch.rows), math.prod(batch.data.shape[1:]))
+            of_batch = statistics_of_tensors(data, names, ddof=ddof, precision=precision)
+            columns[:, batch.rows] = list(of_batch.values())
         found = []
         for number in chosen:
             of_stream = rows[reader.journal[rows, Column.STREAM] == number]
@@ -126,16 +129,3 @@ def statistics_over_time(
                 )
             )
         return found
-
-
-def _fill(
-    columns: NDArray[np.float64],
-    batch: Batch,
-    names: tuple[str, ...],
-    ddof: int,
-    precision: Literal["double", "single"],
-) -> None:
-    data = batch.data.reshape(len(batch.rows), -1) if batch.data.size else batch.data.reshape(len(batch.rows), 0)
-    found = statistics_of_tensors(data, names, ddof=ddof, precision=precision)
-    for place, name in enumerate(names):
-        columns[place, batch.rows] = found[name]

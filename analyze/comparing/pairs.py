@@ -19,7 +19,7 @@ import scipy
 from numpy.typing import NDArray
 
 from analyze.comparing.compare import aligned, observed
-from analyze.comparing.similarities import Item, Similarities
+from analyze.comparing.similarities import Item, Similarities, codes_of_pairs
 from analyze.comparing.sketched_pairs import Sketches
 from analyze.metrics.checks import check_word
 from analyze.metrics.similarity.bases import STATUSES, Basis, Status, basis, check_threshold
@@ -173,16 +173,11 @@ class Bases:
 
     def _codes(self, same: NDArray[np.bool_], n: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.int8]:
         """The status of each pair; `same` says which have the same datapoints."""
-        mismatch, ill_posed, few = (STATUSES.index(word) for word in ("mismatch", "ill_posed", "few_samples"))
+        ill_posed, few = (STATUSES.index(word) for word in ("ill_posed", "few_samples"))
         shaky = np.array([known.ill_posed for known in self._known], bool)
         scarce = (n - 1)[:, None] < 5 * np.maximum(k[:, None], k)
         codes = np.where(shaky[:, None] | shaky, ill_posed, np.where(scarce, few, 0))
-        codes[~same] = mismatch
-        # a status of one item goes before a status of the pair
-        alone = np.array([STATUSES.index(known.status) for known in self._known], np.int8)
-        codes = np.where(alone[None, :] != 0, alone[None, :], codes)
-        codes = np.where(alone[:, None] != 0, alone[:, None], codes)
-        return codes.astype(np.int8)
+        return codes_of_pairs(codes, same, (known.status for known in self._known))
 
     def _blocks(self, items: list[int]) -> list[list[int]]:
         """Items, which have the same n, in groups whose bases fit into a block."""
@@ -294,8 +289,9 @@ def pairs(
     sources: list[Any] = [traces] if single else list(traces)  # type: ignore[arg-type] # one or many, as was just seen
     averages: dict[type, Average] = {SVCCA: "mean", CCA: "mean", R2CCA: "square"}
     average = averages.get(type(measure)) if measure.positions != "fourier" else None
-    made = Bases(average=average or "mean", dtype=dtype, scratch=scratch)
+    bases = Bases(average=average or "mean", dtype=dtype, scratch=scratch)
     sketches = Sketches(measure.k) if isinstance(measure, SketchedCKA) else None
+    items: list[Hashable] = []
     others: list[Any] = []
     with aligned(sources, measure) as readers:
         for reader in readers:
@@ -304,21 +300,20 @@ def pairs(
                 item = Item(str(reader.path), origin.module, origin.global_step, origin.call, origin.leaf)
                 assert message.data is not None
                 represented = measure.represent(message.data)
+                items.append(item)
                 if average is not None:
-                    made.add_basis(item, represented)
+                    bases.add_basis(item, represented)
                 elif sketches is not None:
-                    made.keys.append(item)
                     sketches.add(item, represented)
                 else:
-                    made.keys.append(item)
                     others.append(represented)
-    if not made.keys:
+    if not items:
         raise CaptureError(f"no step of {', '.join(str(one.path) for one in readers)} is among those that were asked")
     if sketches is not None:
         return sketches.similarities()
     if average is None:
-        return _each(measure, made.keys, others)
-    return replace(made.similarities(quick=quick), measure=measure.name)
+        return _each(measure, items, others)
+    return replace(bases.similarities(quick=quick), measure=measure.name)
 
 
 def _each(measure: Similarity, items: list[Hashable], kept: list[Any]) -> Similarities:

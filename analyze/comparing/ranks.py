@@ -11,3 +11,9 @@ def both_ranks(one: Iterable[int], other: Iterable[int]) -> list[tuple[int, int]
     if len(mine) == len(theirs) == 1:
         return [(mine[0], theirs[0])]
     return [(rank, rank) for rank in mine if rank in theirs]
+
+
+def none_in_both(one: object, mine: Iterable[int], other: object, theirs: Iterable[int]) -> str:
+    """Why two runs cannot be compared: the ranks of each that have what is compared, of which none is in both."""
+    ranks = [", ".join(map(str, some)) for some in (mine, theirs)]
+    return f"what is compared is in {one} of the ranks {ranks[0]}, in {other} of {ranks[1]}: none is in both"

@@ -6,74 +6,23 @@ Nothing of an attempt that was given up is written over: what it recorded is in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.comparing.comparison import Align, Comparison
+from analyze.comparing.comparison import Comparison
 from analyze.comparing.matching import matched
-from analyze.comparing.noise import Observed, Repeated
+from analyze.comparing.noise import Repeated
 from analyze.comparing.renaming import Renaming
 from tracer.format.journal import NONE, Column
 from tracer.trace.reader import TraceReader
 
 
-@dataclass(frozen=True, eq=False)
-class Again:
-    """Steps that a run trained again.
-
-    Attributes
-    ----------
-    trace : str
-    attempt : int
-        The one that had trained them before.
-    since, last : int
-        The first and the last of them.
-    observed : Observed
-        How far they are from what they were.
-    name, step : ndarray of int64, (messages,)
-        Of each message that was compared.
-    """
-
-    trace: str
-    attempt: int
-    since: int
-    last: int
-    observed: Observed
-    name: NDArray[np.int64]
-    step: NDArray[np.int64]
-
-    @property
-    def begin(self) -> int | None:
-        """The first step that differs; None if all is the same to the bit."""
-        return first_difference(self.observed, self.name, self.step)
-
-    def beginning_at(self, step: int, end: int) -> Repeated:
-        """The noise of these steps, as that of a run that first differs at a step, up to another one."""
-        begin = self.begin
-        assert begin is not None
-        steps = self.step + (step - begin)
-        rows = (steps >= step) & (steps <= end)
-        seen = self.observed
-        return Repeated(
-            seen.relative[rows], seen.switched[rows], seen.broken[rows],
-            self.name[rows], steps[rows], min(self.last + step - begin, end),
-        )  # fmt: skip
-
-
-def first_difference(observed: Observed, name: NDArray[np.int64], step: NDArray[np.int64]) -> int | None:
-    """The first step at which a run differs in a bit; None if it differs nowhere."""
-    with np.errstate(invalid="ignore"):
-        differs = (name != NONE) & ((observed.relative > 0) | observed.broken)
-    return int(step[differs].min()) if differs.any() else None
-
-
 def trained_again(
-    reader: TraceReader, numbers: NDArray[np.int64], filters: Mapping[str, Any], align: Align
-) -> Iterator[Again]:
+    reader: TraceReader, numbers: NDArray[np.int64], comparison: Comparison
+) -> Iterator[tuple[int, Repeated]]:
     """The steps of a trace that an attempt had recorded and a later one trained again, attempt by attempt.
 
     Parameters
@@ -81,9 +30,13 @@ def trained_again(
     reader : TraceReader
     numbers : ndarray of int64, (messages,)
         Of each message of its journal, the number of its stream; -1 of what is left out.
-    filters : mapping
-        ``kinds``, ``tags`` and ``of_a_rank``, as `matched` has them.
-    align : {"step", "sample"}
+    comparison : Comparison
+        That of the runs whose noise is looked for: with its filters of kinds and tags, and its alignment.
+
+    Yields
+    ------
+    int, Repeated
+        The first of these steps, and how far they are from what they were, with the steps that the trace has.
     """
     attempts = reader.attempts
     for place, one in enumerate(attempts):
@@ -92,15 +45,19 @@ def trained_again(
             continue
         since = min(later)
         earlier = reader.until_attempt(one["attempt"])
-        pairing = matched(reader, earlier, renaming=Renaming(), steps=(since, None), **filters)
-        heard = Comparison((reader, earlier), pairing, align, 0.0, 0.0, False, of_a_rank=filters["of_a_rank"])
+        filters = replace(comparison.matched.filters, modules=None, steps=(since, None))
+        of_a_rank = comparison.matched.of_a_rank
+        pairing = matched(reader, earlier, filters, renaming=Renaming(), of_a_rank=of_a_rank)
+        heard = Comparison((reader, earlier), pairing, comparison.align)
         heard.run()
-        rows = np.flatnonzero(~np.isnan(heard.observed.relative) & (numbers != NONE))
+        seen = heard.observed
+        rows = np.flatnonzero(~np.isnan(seen.relative) & (numbers != NONE))
         if not len(rows):
             continue
-        seen = heard.observed
         steps = reader.journal[rows, Column.GLOBAL_STEP]
-        yield Again(
-            str(reader.path), one["attempt"], since, int(steps.max()),
-            Observed(seen.relative[rows], seen.switched[rows], seen.broken[rows]), numbers[rows], steps,
-        )  # fmt: skip
+        yield (
+            since,
+            Repeated(
+                seen.relative[rows], seen.switched[rows], seen.broken[rows], numbers[rows], steps, int(steps.max())
+            ),
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
@@ -104,8 +103,4 @@ def _same_rows(one: NDArray[Any], other: NDArray[Any]) -> _Rows:
             if places:
                 first.append(number)
                 second.append(places.pop())
-    return _Rows(_whole(first), _whole(second), sizes)
-
-
-def _whole(numbers: Sequence[int]) -> NDArray[np.int64]:
-    return np.array(numbers, np.int64)
+    return _Rows(np.array(first, np.int64), np.array(second, np.int64), sizes)

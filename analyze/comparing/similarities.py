@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -256,6 +256,27 @@ class Similarities:
             **{name: (both, ends, {"long_name": f"{name} end of the interval"}) for name, ends in self._ends.items()},
         }
         return xarray().Dataset(variables, coordinates, {"measure": self.measure})
+
+
+def codes_of_pairs(
+    of_pairs: NDArray[np.int64], same: NDArray[np.bool_], of_items: Iterable[Status]
+) -> NDArray[np.int8]:
+    """The status of each pair: that of an item, which goes first, or a mismatch, or what is known of the two.
+
+    Parameters
+    ----------
+    of_pairs : array (items, items) of int
+        What is known of the two, as an index into `STATUSES`.
+    same : array (items, items) of bool
+        Which have the same datapoints.
+    of_items : iterable of str
+        The status of each item.
+    """
+    codes = np.where(same, of_pairs, STATUSES.index("mismatch"))
+    alone = np.array([STATUSES.index(status) for status in of_items], np.int8)
+    codes = np.where(alone[None, :] != 0, alone[None, :], codes)
+    codes = np.where(alone[:, None] != 0, alone[:, None], codes)
+    return codes.astype(np.int8)
 
 
 def _coordinates(items: Sequence[Any]) -> dict[str, NDArray[Any]]:

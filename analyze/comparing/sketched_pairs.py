@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.comparing.similarities import Similarities
+from analyze.comparing.similarities import Similarities, codes_of_pairs
 from analyze.metrics.similarity.bases import STATUSES, Status
 from analyze.metrics.similarity.datapoints import as_many, comparable_pairs
 from analyze.metrics.similarity.estimates import (
@@ -112,7 +112,9 @@ class Sketches:
             nulls = np.minimum(1.0, np.sqrt(np.outer(directions, directions)) / np.maximum(n - 1, 1)[:, None])
         nulls[np.isnan(values)] = math.nan
         k = np.array([self.k if known.drawn else 0 for known in self._known], np.int64)
-        codes = self._codes(same, n, directions)
+        most = np.maximum(directions[:, None], directions)
+        scarce = np.where((n - 1)[:, None] < 5 * np.nan_to_num(most), STATUSES.index("few_samples"), 0)
+        codes = codes_of_pairs(scarce, same, (known.status for known in self._known))
         return Similarities(tuple(self.keys), values, codes, k, n, nulls, "sketched_cka", False, lows, highs)
 
     def _blocks(self, items: list[int]) -> Iterator[list[int]]:
@@ -152,16 +154,3 @@ class Sketches:
         own = [np.stack([self._known[item].log_square_1k for item in items]) / 2 for items in (one, other)]
         with np.errstate(divide="ignore", invalid="ignore"):
             return alignments(np.log(sums_bc1k) - own[0][:, None] - own[1])
-
-    def _codes(
-        self, same: NDArray[np.bool_], n: NDArray[np.int64], directions: NDArray[np.float64]
-    ) -> NDArray[np.int8]:
-        """The status of each pair; `same` says which have the same datapoints."""
-        most = np.maximum(directions[:, None], directions)
-        codes = np.where((n - 1)[:, None] < 5 * np.nan_to_num(most), STATUSES.index("few_samples"), 0)
-        codes[~same] = STATUSES.index("mismatch")
-        # a status of one item goes before a status of the pair
-        alone = np.array([STATUSES.index(known.status) for known in self._known], np.int8)
-        codes = np.where(alone[None, :] != 0, alone[None, :], codes)
-        codes = np.where(alone[:, None] != 0, alone[:, None], codes)
-        return codes.astype(np.int8)

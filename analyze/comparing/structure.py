@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from analyze.comparing.matching import GENERATORS
@@ -39,7 +39,7 @@ class StructureDifference:
 
     def as_json(self) -> dict[str, Any]:
         """The difference in JSON values."""
-        return {"what": self.what, "name": self.name, "one": self.one, "other": self.other}
+        return asdict(self)
 
 
 def structure_differences(one: TraceReader, other: TraceReader, renaming: Renaming) -> list[StructureDifference]:
@@ -54,18 +54,14 @@ def structure_differences(one: TraceReader, other: TraceReader, renaming: Renami
     found = [*_of_models(mine.get("model"), theirs.get("model"), renaming)]
     for key, what in (("versions", "version"), ("seeds", "seed")):
         found += _of_mappings(what, _mapping(mine.get(key)), _mapping(theirs.get(key)))
-    if mine.get("argv") != theirs.get("argv"):
-        found.append(StructureDifference("argv", "", mine.get("argv"), theirs.get("argv")))
+    found += _of_values("argv", mine.get("argv"), theirs.get("argv"))
     found += _of_captures(mine.get("capture"), theirs.get("capture"))
     tied = [_mapping(header.get("model")).get("tied") for header in (mine, theirs)]
-    if tied[0] != tied[1] and not renaming.rules:
-        found.append(StructureDifference("tied parameters", "", *tied))
-    if one.ranks != other.ranks:
-        found.append(StructureDifference("ranks", "", one.ranks, other.ranks))
-    if one.status != other.status:
-        found.append(StructureDifference("status", "", one.status, other.status))
-    if one.dropped != other.dropped:
-        found.append(StructureDifference("dropped messages", "", one.dropped or None, other.dropped or None))
+    if not renaming.rules:
+        found += _of_values("tied parameters", *tied)
+    found += _of_values("ranks", one.ranks, other.ranks)
+    found += _of_values("status", one.status, other.status)
+    found += _of_values("dropped messages", one.dropped or None, other.dropped or None)
     known = {*_OWN, "model", "models", "versions", "seeds", "argv", "capture", "ranks"}
     rest = [{key: value for key, value in header.items() if key not in known} for header in (mine, theirs)]
     found += _of_mappings("header", *rest)
@@ -118,7 +114,7 @@ def _of_models(one: Any, other: Any, renaming: Renaming) -> Iterable[StructureDi
     found: list[StructureDifference] = []
     for key, what in (("modules", "module"), ("parameters", "parameter")):
         first, second = _by_name(mine.get(key)), _by_name(theirs.get(key))
-        if not first or not second:  # one of the traces was not told of its model
+        if not first or not second:  # the header of one trace says nothing of its model
             continue
         for name, told in first.items():
             module, _, own = name.rpartition(".") if key == "parameters" else (name, "", "")
@@ -142,12 +138,12 @@ def _by_name(listed: Any) -> dict[str, dict[str, Any]]:
 
 
 def _brief(told: Mapping[str, Any]) -> Any:
-    """A module's class, or what is told of a parameter."""
+    """A module's class, or all that the header says of a parameter."""
     return told["class"] if "class" in told else dict(told)
 
 
 def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What is told differently of a module or parameter."""
+    """What two headers say differently of a module or parameter."""
     keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
     if "class" in keys:  # of another class, the rest says little
         return one.get("class"), other.get("class")
@@ -156,15 +152,17 @@ def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Any, Any]
 
 def _of_captures(one: Any, other: Any) -> Iterable[StructureDifference]:
     """Which messages were to be recorded, and how much of them."""
-    if one == other:
-        return []
     if not (_is_single(one) and _is_single(other)):
-        return [StructureDifference("capture", "", one, other)]
+        return _of_values("capture", one, other)
     return _of_mappings("capture", dict(one[0]), dict(other[0]))
 
 
 def _is_single(captures: Any) -> bool:
     return isinstance(captures, list) and len(captures) == 1 and isinstance(captures[0], Mapping)
+
+
+def _of_values(what: str, one: Any, other: Any) -> list[StructureDifference]:
+    return [] if one == other else [StructureDifference(what, "", one, other)]
 
 
 def _of_mappings(what: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[StructureDifference]:

@@ -37,6 +37,8 @@ class Way(NamedTuple):
         Where hashes are compared: the rows with the statistics that say how much differs, if both have some.
     why : str
         Why they cannot be compared.
+    alike : bool
+        Of data, whether all of it has one dtype and one shape, so that equal bytes are equal tensors.
     """
 
     by: str
@@ -44,6 +46,7 @@ class Way(NamedTuple):
     other: int = DATA
     statistics: tuple[int, int] | None = None
     why: str = ""
+    alike: bool = False
 
 
 def ways_of(
@@ -93,7 +96,7 @@ def way_of(mine: Sequence[StreamInfo | None], theirs: Sequence[StreamInfo | None
         if x.dtype is None or y.dtype is None:
             return Way("", why="data in one of them only")
         if sampled(x.sampling) == sampled(y.sampling):
-            return Way("data")
+            return Way("data", alike=x.dtype == y.dtype and x.shapes == y.shapes and len(x.shapes) == 1)
         why = ANOTHER_SAMPLING
     rows: dict[int, tuple[int, int]] = {}
     for what in range(HASH, len(mine)):

@@ -94,7 +94,7 @@ class EvaluationMode(Rule):
 
     def _look_at(self, message: Message, data: Tensor, numbers: int) -> Iterator[Message]:
         """Judge what a dropout gives, and remember what a batch normalisation does."""
-        if not is_doubled(message.sampling):  # else its statistics have told that
+        if not is_doubled(message.sampling):  # else its statistics come as a message, too, which is judged
             zeros = shared(message, "zeros")
             judged = numbers >= 1000 and zeros < numbers and not shared(message, "nan")
             if message.key in self.dropouts and judged:

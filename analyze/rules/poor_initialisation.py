@@ -65,7 +65,7 @@ class PoorInitialisation(Rule):
         if message.global_step > 0 or data is None or extent is None:
             return
         if message.kind in ("activations", "weights"):
-            if is_doubled(message.sampling):  # its statistics have told all
+            if is_doubled(message.sampling):  # its statistics come as a message, too, which is judged
                 return
         elif are_statistics(message.sampling):
             return

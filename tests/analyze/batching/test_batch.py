@@ -34,7 +34,6 @@ from analyze.batching.engines import Death
 from analyze.batching.estimate import estimate
 from analyze.batching.folder import folder_at
 from analyze.batching.processes import Processes, environment
-from analyze.batching.units import Selection
 from analyze.tables.columns import COLUMNS, Columns, Row
 from analyze.tables.results import Results
 from tests import processes
@@ -1026,6 +1025,7 @@ def test_options_of_a_cluster(tmp_path: Path) -> None:
         options_of(str(toml))
 
 
-def test_selections_are_values() -> None:
-    """What is asked can be compared."""
-    assert Selection(steps=(0, 5)) == Selection(steps=(0, 5)) != Selection()
+def test_a_plan_of_numpys_integers_is_json(runs: Path, tmp_path: Path) -> None:
+    """Steps that NumPy counted are written as others are."""
+    planned = plan_batch(runs, "norm", tmp_path / "out", steps=(np.int64(0), np.int64(5)))  # type: ignore[arg-type]
+    assert json.loads(json.dumps(planned.describe()))["selection"]["steps"] == [0, 5]

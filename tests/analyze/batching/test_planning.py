@@ -17,9 +17,10 @@ from analyze.batching.dealing import dealt, fused
 from analyze.batching.planning import plan_trace
 from analyze.batching.questions import questions
 from analyze.batching.traces import find_traces
-from analyze.batching.units import Run, Selection, Task, TracePlan, Unit
+from analyze.batching.units import Run, Task, TracePlan, Unit
 from tracer import ModuleMessage, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, MessageError, TraceNotFoundError, UnknownNameError
+from tracer.replaying.filters import Filters
 
 SPECS = ["norm", "ratio", "message_mean", "svcca:tag=default", "spectral_norm"]
 SUBSCRIBERS = """
@@ -115,9 +116,9 @@ def test_questions_that_cannot_be_asked_are_refused(tmp_path: Path) -> None:
 # -- ids --------------------------------------------------------------------------------------------------------------
 
 
-def ids(path: Path, specs: list[str], selection: Selection | None = None, part_bytes: int = 1 << 30) -> list[str]:
+def ids(path: Path, specs: list[str], filters: Filters | None = None, part_bytes: int = 1 << 30) -> list[str]:
     """What the units of a plan without failures are called."""
-    planned = plan_trace(path, questions(specs), selection, part_bytes=part_bytes)
+    planned = plan_trace(path, questions(specs), filters, part_bytes=part_bytes)
     assert not planned.failures
     return [unit.id for unit in planned.units]
 
@@ -129,8 +130,8 @@ def test_an_id_is_that_of_the_question_and_of_all_that_the_answers_depend_on(tra
     others = [
         ids(trace, ["norm"]),
         ids(trace, ["norm:order=1"]),
-        ids(trace, ["norm"], Selection(steps=(0, 4))),
-        ids(trace, ["norm"], Selection(modules=("layer0",))),
+        ids(trace, ["norm"], Filters(steps=(0, 4))),
+        ids(trace, ["norm"], Filters(modules=("layer0",))),
         ids(write(tmp_path / "run.zarr"), ["norm"]),
     ]
     assert len({one for some in others for one in some}) == len(others)
@@ -187,8 +188,8 @@ def test_parts_read_each_message_once(trace: Path, part_bytes: int, stride: int 
     """Whatever the size, the parts of a subscriber read what it wants, each message in one part, and no more."""
     steps = None if stride is None else (start, 7, stride)
     for question in questions(SPECS):
-        whole = plan_trace(trace, [question], Selection(steps=steps), part_bytes=1 << 40).units
-        parts = plan_trace(trace, [question], Selection(steps=steps), part_bytes=part_bytes).units
+        whole = plan_trace(trace, [question], Filters(steps=steps), part_bytes=1 << 40).units
+        parts = plan_trace(trace, [question], Filters(steps=steps), part_bytes=part_bytes).units
         assert sum(unit.messages for unit in parts) == sum(unit.messages for unit in whole)
         assert sum(unit.bytes for unit in parts) == sum(unit.bytes for unit in whole)
         assert len({unit.id for unit in parts}) == len(parts)
@@ -260,20 +261,20 @@ def test_units_that_read_the_same_are_done_at_once(trace: Path) -> None:
     plans = [plan_trace(trace, questions([*SPECS, "norm:tag=eval*"]))]
     eval_less = [one for one in plans[0].failures if one.spec == "norm:tag=eval*"]
     assert eval_less
-    (task,) = fused(plans, Selection(), 0)
+    (task,) = fused(plans, Filters(), 0)
     assert [unit.spec for unit in task.units] == SPECS
-    assert len(fused(plans, Selection(), 1)) == 4
-    assert len(fused(plans, Selection(), 8)) == len(SPECS)
+    assert len(fused(plans, Filters(), 1)) == 4
+    assert len(fused(plans, Filters(), 8)) == len(SPECS)
     twice = [plan_trace(trace, questions(["norm", "norm:modules=layer0", "ratio"]))]
-    together = [{unit.spec for unit in task.units} for task in fused(twice, Selection(), 0)]
+    together = [{unit.spec for unit in task.units} for task in fused(twice, Filters(), 0)]
     assert {"norm", "ratio"} in together
     assert {"norm:modules=layer0"} in together
 
 
 def test_a_task_survives_json(trace: Path) -> None:
     """A task that was sent as JSON is the same."""
-    plans = [plan_trace(trace, questions(SPECS), Selection(tags=("default",), steps=(0, 5, 1)), part_bytes=3000)]
-    for task in fused(plans, Selection(tags=("default",)), 1):
+    plans = [plan_trace(trace, questions(SPECS), Filters(tags=("default",), steps=(0, 5, 1)), part_bytes=3000)]
+    for task in fused(plans, Filters(tags=("default",)), 1):
         assert Task.of(json.loads(json.dumps(task.document()))) == task
 
 
@@ -290,7 +291,7 @@ def test_shares_are_all_tasks_each_once(sizes: list[int], parts: int) -> None:
         "messages": 0,
     }
     tasks = [
-        Task(units=(Unit(id=f"{number:016x}-0", spec="norm", bytes=size, **rest),), run=_RUN, selection=Selection())
+        Task(units=(Unit(id=f"{number:016x}-0", spec="norm", bytes=size, **rest),), run=_RUN, filters=Filters())
         for number, size in enumerate(sorted(sizes, reverse=True))
     ]
     shares = [dealt(tasks, part, parts) for part in range(parts)]
@@ -345,7 +346,7 @@ def test_what_means_no_trace_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_plans_of_nothing() -> None:
     """No traces, no tasks."""
-    assert fused([TracePlan(run=None)], Selection(), 4) == []
+    assert fused([TracePlan(run=None)], Filters(), 4) == []
 
 
 NAMES = ["a#b", "#c", "d e", "f\u2028g", "h\x0bi", "j\x85k", "l\xa0", "m\rn", "\ufeffo", "p\x1cq"]
