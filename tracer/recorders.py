@@ -120,10 +120,6 @@ class Subrecorder:
             self.steps.append(message.global_step)
 
 
-def _end_dropped(run: Run, wait: bool) -> None:
-    end(run, wait=wait)
-
-
 class _Network(Receiver):
     """The receiver for the chosen modules of one network."""
 
@@ -262,7 +258,7 @@ class TensorRecorder:
             else:
                 run = self._run = start(self._trace, exporter, [receiver])
                 # at the latest when the program ends: a trace that is dropped is not lost
-                self._ending = termination.Ending(self, functools.partial(_end_dropped, run))
+                self._ending = termination.Ending(self, functools.partial(end, run))
                 if run.recorder is not None:
                     termination.watch(run.recorder.close)
         except BaseException:

@@ -139,11 +139,11 @@ class Ending:
     owner : object
         The object.
     end : callable
-        It is told whether it may wait. It may not when the owner is collected, which can happen in any thread. It must
-        not refer to the owner.
+        ``end(wait=...)``: it is told whether it may wait. It may not when the owner is collected, which can happen in
+        any thread. It must not refer to the owner.
     """
 
-    def __init__(self, owner: object, end: Callable[[bool], Any]) -> None:
+    def __init__(self, owner: object, end: Callable[..., Any]) -> None:
         self._end = end
         self._finalizer = weakref.finalize(owner, self._dropped)
         self._finalizer.atexit = False  # which would be too late
@@ -151,11 +151,11 @@ class Ending:
 
     def _dropped(self) -> None:
         not_at_exit(self._at_exit)
-        self._end(False)
+        self._end(wait=False)
 
     def _at_exit(self) -> None:
         if self._finalizer.detach() is not None:
-            self._end(True)
+            self._end(wait=True)
 
     def cancel(self) -> None:
         """Do not call it."""

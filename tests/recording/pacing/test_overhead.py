@@ -79,7 +79,7 @@ def paced(run: MadeUp, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[Sc
     monkeypatch.setattr(overhead, "thread_time", lambda: run.thread)
     monkeypatch.setattr(overhead, "process_time", lambda: run.thread + run.cpu_seconds)
     schedule = Schedule(profile("standard"))
-    bound = OverheadBound(0.05, schedule, made_up, made_up, **more)
+    bound = OverheadBound(0.05, schedule, made_up, made_up, **{"probes": SimpleNamespace(seconds=0.0), **more})
     return schedule, Pacer(schedule, made_up, made_up, [bound], bound)
 
 

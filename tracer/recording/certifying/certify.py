@@ -204,6 +204,3 @@ class _Passes:
         if self.open:
             self._over(self._run)
         self.open = True
-
-
-# -- what is compared -------------------------------------------------------------------------------------------------

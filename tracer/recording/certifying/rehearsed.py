@@ -31,6 +31,7 @@ from tracer.observing.pytorch.patches import Differentiating
 from tracer.recording.certifying.fingerprint import fingerprint
 from tracer.recording.certifying.rehearsal import PATIENCE, Request
 from tracer.recording.certifying.verdict import Rehearsal
+from tracer.recording.launching.replaced import replaced
 from tracer.recording.launching.script import captures_of, run, unwatched
 from tracer.recording.launching.trained import models_of, names_of
 from tracer.recording.run import Run
@@ -152,7 +153,7 @@ class _OfScript(Rehearsal):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Notice the optimizers that are made, and their steps."""
-        original, backward = Optimizer.__init__, Tensor.backward
+        original = Optimizer.__init__
 
         @functools.wraps(original)
         def made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -160,15 +161,14 @@ class _OfScript(Rehearsal):
             self._optimizers.append(weakref.ref(optimizer))
             self._models = None
 
-        setattr(Optimizer, "__init__", made)  # noqa: B010 - mypy forbids to assign it
         # it is called after the hooks of an optimizer's own, the recorder's among them
         handle = register_optimizer_step_post_hook(self._stepped)
-        try:
-            yield
-        finally:
-            handle.remove()
-            setattr(Optimizer, "__init__", original)  # noqa: B010
-            setattr(Tensor, "backward", backward)  # noqa: B010
+        # `_watch_backward` will put something else in the place of the second
+        with replaced(Optimizer, "__init__", made), replaced(Tensor, "backward", Tensor.backward):
+            try:
+                yield
+            finally:
+                handle.remove()
 
     def _watch_backward(self) -> None:
         """Until a script makes an optimizer, each backward is a step, as a recording counts them."""
@@ -189,7 +189,7 @@ class _OfScript(Rehearsal):
             self._differentiated = leaves
             self._step_over()
 
-        setattr(Tensor, "backward", backward)  # noqa: B010 - as above
+        setattr(Tensor, "backward", backward)  # noqa: B010 - mypy forbids to assign it
 
     def _alive(self) -> list[Optimizer]:
         return [one for one in (ref() for ref in self._optimizers) if one is not None]

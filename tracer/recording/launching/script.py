@@ -41,8 +41,8 @@ def run(
     program: Program,
     *,
     out: Anywhere,
-    captures: Sequence[Capture] | None = None,
-    options: Options | None = None,
+    captures: Sequence[Capture],
+    options: Options,
     receivers: Iterable[Receiver] = (),
     required: bool | None = False,
     began: Callable[[Run], None] | None = None,
@@ -55,9 +55,9 @@ def run(
     program : Program
     out : path or URL
         Of the trace; it is created at the first training step.
-    captures : sequence of Capture, optional
-        What to observe; by default `captures_of` no settings.
-    options : Options, optional
+    captures : sequence of Capture
+        What to observe.
+    options : Options
     receivers : iterable of Receiver
         Who listens live to what this process trains. One that raises `StopTraining` ends the script, without a
         traceback: whoever gave it says why.
@@ -85,8 +85,6 @@ def run(
         If something is at `out`; with `resume`, if it is still being recorded.
     """
     target = location(out)
-    options = options if options is not None else Options()
-    captures = captures_of() if captures is None else captures
     _check_target(target, options)
     code, main = program.load()
     program.check_imports(code)
@@ -144,7 +142,7 @@ def unwatched(program: Program) -> int:
     return 0
 
 
-def captures_of(settings: Sequence[Mapping[str, Any]] = ({},)) -> tuple[Capture, ...]:
+def captures_of(settings: Sequence[Mapping[str, Any]]) -> tuple[Capture, ...]:
     """The captures that settings describe (`Capture.from_mapping`).
 
     A single one keeps of evaluation passes only outputs, labels and losses, as the activations of a whole test set

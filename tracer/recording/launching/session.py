@@ -29,6 +29,7 @@ from tracer.recording import termination
 from tracer.recording.family import Member
 from tracer.recording.launching import children
 from tracer.recording.launching.epochs import Epochs
+from tracer.recording.launching.replaced import replaced
 from tracer.recording.launching.trained import TrainedModels
 from tracer.recording.options import Options
 from tracer.recording.recording import concluded, end, observer, start
@@ -294,25 +295,21 @@ def watching(session: Session) -> Iterator[None]:
         (_BaseDataLoaderIter, "__next__", _loader_next),
         (BaseProcess, "start", _start),
     ]
-    originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
-    for (owner, name, wrap), (_, _, original) in zip(patches, originals, strict=True):
-        wrapper = wrap(session, original)
-        wrapper.__doc__ = original.__doc__
-        wrapper.__wrapped__ = original  # inspect.signature follows it
-        setattr(owner, name, wrapper)
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not is_dynamo_compiling():
             session.optimizer_steps(optimizer)
 
-    steps = before_any_step(before_step)
-    try:
-        with termination.raises():
-            yield
-    finally:
-        steps.remove()
-        for owner, name, original in originals:
-            setattr(owner, name, original)
+    with contextlib.ExitStack() as stack:
+        for owner, name, wrap in patches:
+            original = vars(owner)[name]
+            wrapper = wrap(session, original)
+            wrapper.__doc__ = original.__doc__
+            wrapper.__wrapped__ = original  # inspect.signature follows it
+            stack.enter_context(replaced(owner, name, wrapper))
+        stack.callback(before_any_step(before_step).remove)
+        stack.enter_context(termination.raises())
+        yield
 
 
 def _optimizer_init(session: Session, original: Callable[..., None]) -> Callable[..., None]:

@@ -213,14 +213,12 @@ def models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
     roots = {id(unwrap(one)): unwrap(one) for one in owners if id(one) not in inner}
     # a copy (an average of the weights, say) shares no parameter; a view of some layers does, and owns fewer
     owned = [(one, [trained[id(p)] for p in walking.parameters(one) if id(p) in trained]) for one in roots.values()]
-    roots_by_size = [one for one, places in sorted(owned, key=lambda found: (-len(found[1]), found[1]))]
     chosen: list[nn.Module] = []
     covered: set[int] = set()
-    for one in roots_by_size:
-        own = {id(p) for p in walking.parameters(one) if id(p) in trained}
-        if not own <= covered:
+    for one, places in sorted(owned, key=lambda found: (-len(found[1]), found[1])):
+        if not covered.issuperset(places):
             chosen.append(one)
-            covered |= own
+            covered.update(places)
     return chosen
 
 
