@@ -27,7 +27,7 @@ WHEN: Final = ("non_finite", "loss", EXCEPTION, SIGNAL)
 NAMES: Final = (*BY_NAME, EXCEPTION, SIGNAL)
 """All names that `Flight` takes as `when`."""
 PER_MESSAGE: Final = 512
-"""Bytes that a message takes besides its data."""
+"""Bytes that a message takes besides its data: so a bound holds for a million empty ones, too."""
 
 
 @dataclass(frozen=True, kw_only=True)

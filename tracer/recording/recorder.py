@@ -15,13 +15,11 @@ from tracer.messaging.messages import Message, with_data
 from tracer.messaging.receiver import Receiver
 from tracer.recording import termination
 from tracer.recording.budget import Budget, Held
+from tracer.recording.flight import PER_MESSAGE
 from tracer.recording.options import QUEUE_BYTES, check_queue
 from tracer.recording.transfers import ELSEWHERE, Copy, Transfers
 from tracer.recording.writer_thread import MessageQueue, WriterThread
 from tracer.trace.writer import TraceWriter
-
-_PER_MESSAGE = 512
-"""Bytes that a waiting message takes besides its data, so that a million empty ones are bounded too."""
 
 
 class Recorder(Receiver):
@@ -131,7 +129,7 @@ class Recorder(Receiver):
             self._check()
         data = message.data
         try:
-            size = _PER_MESSAGE if data is None else _PER_MESSAGE + data.nbytes
+            size = PER_MESSAGE if data is None else PER_MESSAGE + data.nbytes
         except RuntimeError:  # what is sparse or nested does not say
             size = 0
         if data is not None and (not size or not (data.is_cpu or data.is_cuda)):
@@ -149,7 +147,7 @@ class Recorder(Receiver):
             return ()
         if queue.is_full(size) and not self._make_room(message.kind, size):
             return ()
-        version: int | Copy = 0 if data is None or data.is_inference() else data._version
+        version: int | Copy = version_of(message)
         if data is not None and not data.is_cpu:
             version = self._transfers.start(data)
             message = with_data(message, ELSEWHERE)  # so that it can be given back as soon as it is copied
@@ -159,7 +157,7 @@ class Recorder(Receiver):
     def make_room(self, nbytes: int) -> None:
         """Wait until a message of so many bytes fits into the queue, unless what does not fit is dropped."""
         if not self._closed and os.getpid() == self._pid and threading.current_thread() is not self._thread:
-            self._queue.wait_for_room(_PER_MESSAGE + nbytes)
+            self._queue.wait_for_room(PER_MESSAGE + nbytes)
 
     def _within(self, budget: Budget, message: Message, size: int) -> None:
         """Hold a message until its step is over, and queue those of the step before, if there is room for all."""

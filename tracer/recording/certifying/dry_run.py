@@ -78,7 +78,7 @@ def dry_run(
         again, _ = rehearse(request, Path(folder), recorded=False)
     if recorded.error is not None or "streams" not in told:
         raise CaptureError(f"{program.script} cannot be recorded: {recorded.error or 'it took no step'}")
-    seen = len(recorded.cpu)
+    seen = len(recorded.taken)
     if seen < DRY_RUN_STEPS and run_steps is None:  # the script has ended by itself
         run_steps = seen
     streams = [_per_step(one, seen) for one in told["streams"]]

@@ -89,7 +89,7 @@ class _OfScript(Rehearsal):
         self._tell = tell
         self._pid = os.getpid()
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._models: dict[str, weakref.ref[nn.Module]] | None = None
+        self._models: weakref.WeakValueDictionary[str, nn.Module] | None = None
         self._differentiated: list[Tensor] = []  # the leaves of what backward was called on, while there was none
 
     def run(self) -> int:
@@ -201,10 +201,10 @@ class _OfScript(Rehearsal):
         self._step_over()
 
     def _step_over(self) -> None:
-        steps, before = self.steps, len(self.steps.hashes)
+        taken, before = self.steps.taken, len(self.steps.taken)
         last = self.step_over()
-        if len(steps.hashes) > before:  # else the script goes on after it was told to end
-            self._tell(hashes=steps.hashes[-1], cpu=steps.cpu[-1], wall=steps.wall[-1], recorded=steps.recorded[-1])
+        if len(taken) > before:  # else the script goes on after it was told to end
+            self._tell(**taken[-1]._asdict())
             if last:
                 self._tell(left=True)
                 _wait_for_the_others()
@@ -224,10 +224,8 @@ class _OfScript(Rehearsal):
         alive = self._alive()
         if self._models is None:
             models = models_of(alive)
-            named = {"": models[0]} if len(models) == 1 else names_of(models)
-            self._models = {name: weakref.ref(one) for name, one in named.items()}
-        living = {name: one for name, ref in self._models.items() if (one := ref()) is not None}
-        return fingerprint(living, alive)
+            self._models = weakref.WeakValueDictionary({"": models[0]} if len(models) == 1 else names_of(models))
+        return fingerprint(dict(self._models), alive)
 
 
 def _leaves_of(tensor: Tensor) -> list[Tensor]:

@@ -140,18 +140,14 @@ class TrainedModels:
         self._looked = len(alive)
         untrained = self._exporter.steps_seen == 0 and not self._exporter.parts.clock.open
         models = models_of(alive) or self._tensors_of(alive, untrained)
-        if untrained or not self._exporter.parts.models.tops:
-            if untrained:
-                self._exporter.parts.forget_models()
-            if len(models) == 1:
-                self._exporter.set_model(models[0])
-            else:
-                for name, one in names_of(models).items():
-                    self._exporter.add_modules((name, one))
-        else:  # a second training in one script: its model joins the first
-            watched = {id(one) for _, top in self._exporter.parts.models.outermost for one in walking.modules(top)}
-            more = [one for one in models if id(one) not in watched]
-            for name, one in names_of(more).items():
+        if untrained:
+            self._exporter.parts.forget_models()
+        outermost = self._exporter.parts.models.outermost
+        if len(models) == 1 and not outermost:
+            self._exporter.set_model(models[0])
+        else:  # the model of a second training in one script joins the first
+            watched = {id(one) for _, top in outermost for one in walking.modules(top)}
+            for name, one in names_of([one for one in models if id(one) not in watched]).items():
                 self._exporter.add_modules((name, one))
         return bool(models)
 
