@@ -259,8 +259,6 @@ class TensorRecorder:
                 run = self._run = start(self._trace, exporter, [receiver])
                 # at the latest when the program ends: a trace that is dropped is not lost
                 self._ending = termination.Ending(self, functools.partial(end, run))
-                if run.recorder is not None:
-                    termination.watch(run.recorder.close)
         except BaseException:
             exporter.detach()
             raise

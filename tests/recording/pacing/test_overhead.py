@@ -45,8 +45,7 @@ class MadeUp:
         self.notes: list[Any] = []
         self.clock = SimpleNamespace(last=None, step=0)
         problems = SimpleNamespace(note=lambda *about, warn: self.notes.append(about))
-        steps = SimpleNamespace(call_between=lambda _: None)
-        self.parts = SimpleNamespace(clock=self.clock, problems=problems, steps=steps)
+        self.parts = SimpleNamespace(clock=self.clock, problems=problems)
 
     def varied(self, seconds: float) -> float:
         return seconds * (1 + self.noise * self.random.uniform(-1, 1))

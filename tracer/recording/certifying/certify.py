@@ -132,7 +132,7 @@ class _OfFunction(Rehearsal):
     def record(
         self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None, **settings: Any
     ) -> Iterator[Run]:
-        """`tracer.record` without the path; or nothing that looks like it."""
+        """`tracer.record` without the path; where nothing is recorded, it gives a run that only looks like one."""
         optimizers = observable(optimizer)
         path = os.path.join(self._folder or "", f"run{len(self._models)}.zarr")
         with self._recording(path, model, None if optimizer is None else optimizers, settings) as run:

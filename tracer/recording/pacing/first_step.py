@@ -48,11 +48,7 @@ class FirstStep:
         self._recorder = recorder
         self._tell: Callable[[Outlook], None] | None = tell
         self._bytes = 0.0
-
-    def begin(self) -> None:
-        """Listen to the recorder until the step is over."""
-        self._recorder.overhears = self._hear
-        self._exporter.parts.steps.call_between(self.step_over)
+        recorder.overhears = self._hear
 
     def _hear(self, message: Message) -> None:
         if clock_of(message.kind) == "epoch" or (message.kind == "generators" and message.leaf != "torch"):
