@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import random
@@ -27,12 +26,11 @@ from tracer.observing.capture import Capture, observed
 from tracer.observing.optimizers import steps_within
 from tracer.observing.probes import PROBE
 from tracer.observing.pytorch.loss_graph import behind
-from tracer.observing.pytorch.patches import Differentiating
 from tracer.recording.certifying.fingerprint import fingerprint
 from tracer.recording.certifying.rehearsal import PATIENCE, Request
 from tracer.recording.certifying.verdict import Rehearsal
-from tracer.recording.launching.replaced import replaced
 from tracer.recording.launching.script import captures_of, run, unwatched
+from tracer.recording.launching.stand_ins import replaced, telling, telling_backward
 from tracer.recording.launching.trained import models_of, names_of
 from tracer.recording.run import Run
 from tracer.trace.claiming import this_process
@@ -153,18 +151,16 @@ class _OfScript(Rehearsal):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Notice the optimizers that are made, and their steps."""
-        original = Optimizer.__init__
 
-        @functools.wraps(original)
-        def made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
+        def made(optimizer: Optimizer) -> None:
             self._optimizers.append(weakref.ref(optimizer))
             self._models = None
 
+        init = telling(Optimizer.__init__, made)
         # it is called after the hooks of an optimizer's own, the recorder's among them
         handle = register_optimizer_step_post_hook(self._stepped)
         # `_watch_backward` will put something else in the place of the second
-        with replaced(Optimizer, "__init__", made), replaced(Tensor, "backward", Tensor.backward):
+        with replaced(Optimizer, "__init__", init), replaced(Tensor, "backward", Tensor.backward):
             try:
                 yield
             finally:
@@ -172,23 +168,19 @@ class _OfScript(Rehearsal):
 
     def _watch_backward(self) -> None:
         """Until a script makes an optimizer, each backward is a step, as a recording counts them."""
-        original: Callable[..., None] = Tensor.backward
-        running = Differentiating()
 
-        @functools.wraps(original)
-        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            if self._optimizers or running.now or os.getpid() != self._pid:
-                original(tensor, *args, **kwargs)
-                return
-            leaves = _leaves_of(tensor)
-            running.now = True
-            try:
-                original(tensor, *args, **kwargs)
-            finally:
-                running.now = False
-            self._differentiated = leaves
-            self._step_over()
+        def is_step() -> bool:
+            return not self._optimizers and os.getpid() == self._pid
 
+        def begins(tensor: Tensor) -> None:
+            if is_step():
+                self._differentiated = _leaves_of(tensor)
+
+        def ended() -> None:
+            if is_step():
+                self._step_over()
+
+        backward = telling_backward(begins, ended)
         setattr(Tensor, "backward", backward)  # noqa: B010 - mypy forbids to assign it
 
     def _alive(self) -> list[Optimizer]:

@@ -28,7 +28,7 @@ from tracer.observing.pytorch.optimizer_states import SCALE, put_state, set_hype
 from tracer.observing.pytorch.tensors import leaves
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.observing.state import LEFT, SCALER
-from tracer.recording.launching.replaced import replaced
+from tracer.recording.launching.stand_ins import replaced
 from tracer.recording.reenacting.batches import Batches
 from tracer.recording.reenacting.recorded import Keyframe, Place, Recorded, RecordedStep
 
