@@ -44,8 +44,8 @@ def run(
     captures: Sequence[Capture],
     options: Options,
     receivers: Iterable[Receiver] = (),
-    required: bool | None = False,
-    began: Callable[[Run], None] | None = None,
+    required: bool | None,
+    began: Callable[[Run], None],
     ended: Callable[[], None] | None = None,
 ) -> int:
     """Run a training script, or a module as ``python -m`` does, and record it.
@@ -61,9 +61,9 @@ def run(
     receivers : iterable of Receiver
         Who listens live to what this process trains. One that raises `StopTraining` ends the script, without a
         traceback: whoever gave it says why.
-    required : bool
+    required : bool or None
         Whether it is an error that nothing of a training was recorded. If not, it is said on stderr; None: nowhere.
-    began : callable, optional
+    began : callable
         Called with the recording before the script begins.
     ended : callable, optional
         Called when the recording has ended: before this returns, or when the process ends, if the script left threads
@@ -99,8 +99,7 @@ def run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(watching(session))
         try:
-            if began is not None:
-                began(session.run)
+            began(session.run)
             exec(code, main.__dict__)
         except BaseException as raised:
             error = raised
