@@ -79,6 +79,8 @@ class Budget:
 
     Attributes
     ----------
+    name : str
+        The option that bounds.
     spent : int
         Bytes that were given out. Who knows of more, such as what earlier attempts took, adds to it.
     stopped : int or None
@@ -105,6 +107,7 @@ class Budget:
     def __init__(self, max_bytes: int, *, thins: bool = False) -> None:
         self.max_bytes = max_bytes
         self.thins = thins
+        self.name = "max_bytes" if thins else "stop_at_bytes"
         self.spent = BASE_BYTES + (NOTES_BYTES if thins else 0)
         self.stopped: int | None = None
         self.left_out: list[int] = []
@@ -114,11 +117,6 @@ class Budget:
         self._once = 0  # of that, what streams and arrays cost that are new
         self._known: set[tuple[Any, ...]] = set()
         self._new: set[tuple[Any, ...]] = set()
-
-    @property
-    def name(self) -> str:
-        """The option that bounds."""
-        return "max_bytes" if self.thins else "stop_at_bytes"
 
     def exhausted(self) -> bool:
         """Whether nothing more is given out."""

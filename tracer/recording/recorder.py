@@ -52,6 +52,8 @@ class Recorder(Receiver):
         How many messages it received to record, and their bytes, each message with some for itself.
     overhears : callable or None
         Called with each message that is to be recorded.
+    closed : bool
+        Whether it takes no more messages.
 
     Examples
     --------
@@ -89,7 +91,7 @@ class Recorder(Receiver):
         self.overhears: Callable[[Message], None] | None = None
         self._queue = MessageQueue(queue_bytes, on_full)
         self._transfers = Transfers()
-        self._closed = False  # whether it takes no more messages
+        self.closed = False
         self._ended = False  # whether whoever closes it was told how that went
         self._pid = os.getpid()
         self._raised_before = termination.last_unhandled()
@@ -117,7 +119,7 @@ class Recorder(Receiver):
             If the writer thread has failed: what was committed before is safe, the rest is lost.
         """
         # a forked child has this object, but not the thread: the trace is the parent's
-        if self._closed or os.getpid() != self._pid:
+        if self.closed or os.getpid() != self._pid:
             return ()
         queue, thread = self._queue, self._thread
         if thread.writer is None and self._make is not None:
@@ -156,7 +158,7 @@ class Recorder(Receiver):
 
     def make_room(self, nbytes: int) -> None:
         """Wait until a message of so many bytes fits into the queue, unless what does not fit is dropped."""
-        if not self._closed and os.getpid() == self._pid and threading.current_thread() is not self._thread:
+        if not self.closed and os.getpid() == self._pid and threading.current_thread() is not self._thread:
             self._queue.wait_for_room(PER_MESSAGE + nbytes)
 
     def _within(self, budget: Budget, message: Message, size: int) -> None:
@@ -195,11 +197,11 @@ class Recorder(Receiver):
         bound : int
         step : int
         """
-        if self._closed:
+        if self.closed:
             return
         if self.budget is not None and not self.budget.exhausted():
             self._give_out(self.budget)
-        if not self._closed:
+        if not self.closed:
             self._end_at(by, bound, step)
 
     def _end_at(self, by: str, bound: int, step: int) -> None:
@@ -211,7 +213,7 @@ class Recorder(Receiver):
             if self.stopped is not None:
                 self.stopped(about)
         finally:
-            self._closed = True
+            self.closed = True
             self._queue.close()
 
     def _make_room(self, kind: str, size: int) -> bool:
@@ -222,11 +224,6 @@ class Recorder(Receiver):
         if has_room:
             self._check()
         return has_room
-
-    @property
-    def closed(self) -> bool:
-        """Whether it takes no more messages."""
-        return self._closed
 
     @property
     def waiting_bytes(self) -> int:
@@ -251,7 +248,7 @@ class Recorder(Receiver):
 
     def note(self, note: Mapping[str, Any]) -> None:
         """Put a remark into the trace: a stream that was disabled, a module that was never seen."""
-        if not self._closed:
+        if not self.closed:
             self._queue.put_note(note)
 
     def close(self, status: str = "finished", *, patience: float | None = None) -> None:
@@ -273,12 +270,12 @@ class Recorder(Receiver):
         if self._ended or os.getpid() != self._pid:
             return
         try:
-            if not self._closed:
+            if not self.closed:
                 self._thread.status = status
                 if self.budget is not None and self._queue.error is None:
                     self._give_out(self.budget)  # which notes it, as long as this takes notes
         finally:
-            self._closed = True
+            self.closed = True
             self._queue.close()
         if threading.current_thread() is self._thread:  # in which a collection of garbage ends what nobody refers to
             return
@@ -298,7 +295,7 @@ class Recorder(Receiver):
             warn_only(f"the trace is incomplete: {error}", stacklevel=2)
 
     def _thread_ended(self) -> None:
-        if self._closed:
+        if self.closed:
             termination.not_at_exit(self._close_at_exit)  # there is nothing left to be done, or told
 
     def _check(self) -> None:

@@ -55,11 +55,6 @@ class MessageQueue:
         The error that ended the thread that takes.
     """
 
-    __slots__ = (
-        *("_bound", "_idle", "_on_full", "_stalled", "changed", "closing", "commit_steps", "dropped", "due_since"),
-        *("entries", "error", "received", "written"),
-    )
-
     def __init__(self, bound: int, on_full: Literal["wait", "drop"]) -> None:
         self._bound = bound
         self._on_full = on_full

@@ -155,7 +155,7 @@ class TrainedModels:
         """What holds the tensors of optimizers that train no module, under the names ``parameters.N``."""
         watched = set() if untrained else self._watched()
         holder = Tensors(alive, watched)
-        if not holder.held:
+        if not holder._parameters:
             return []
         # the exporter keeps no model that nobody else has
         key = id(holder)
@@ -182,11 +182,6 @@ class Tensors(nn.Module):
         mine: dict[int, Any] = {id(one): one for one in walking.trained(*optimizers) if id(one) not in others}
         # they need not be parameters
         self._parameters.update({f"parameters.{number}": one for number, one in enumerate(mine.values())})
-
-    @property
-    def held(self) -> int:
-        """How many tensors there are."""
-        return len(self._parameters)
 
 
 def trains_no_module(optimizer: Optimizer) -> bool:
