@@ -31,7 +31,7 @@ class FlightRecorder(Receiver):
     flight : Flight
     exporter : Exporter
     recorder : Recorder
-        To whose bus it belongs. Once that one has gone, nothing is held any more.
+        Records what this one publishes. Once the recorder has left the bus, nothing is held any more.
     """
 
     name = "flight recorder"

@@ -218,7 +218,7 @@ class Recorder(Receiver):
 
     def _make_room(self, kind: str, size: int) -> bool:
         """Wait until a message fits into the queue; or count it as dropped and say that it does not."""
-        if threading.current_thread() is self._thread:  # in which a collection of garbage may end what it watched
+        if threading.current_thread() is self._thread:  # garbage collected in it may end a recording, and so a step
             return True
         has_room = self._queue.make_room(kind, size)
         if has_room:
@@ -277,7 +277,7 @@ class Recorder(Receiver):
         finally:
             self.closed = True
             self._queue.close()
-        if threading.current_thread() is self._thread:  # in which a collection of garbage ends what nobody refers to
+        if threading.current_thread() is self._thread:  # garbage collected in it may end a recording
             return
         if self._thread.done.wait(patience) and not self._ended:
             self._ended = True

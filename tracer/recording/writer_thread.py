@@ -307,7 +307,7 @@ class WriterThread(threading.Thread):
         del message, version
         if writer is not None:
             writer.last_notes = self._take_drops
-            # when it fills up, or somebody waits for its end, the page cache is the faster one
+            # while the queue fills up, or its end is waited for, the writer takes the page cache, which is faster
             writer.unhurried = not queue.closing and queue.is_half_empty()
             self._write_each(writer, batch)
             queue.due_since = writer.first_step

@@ -262,12 +262,12 @@ class Session:
         self.refusal = self._models.add(optimizer)
 
     def _add_group(self, optimizer: Optimizer) -> None:
-        """An optimizer trains more: maybe a module that is not watched yet."""
+        """Follow an optimizer that trains more: maybe a module that is not watched yet."""
         if not self._models.watches_last_group(optimizer):
             self._add(optimizer)
 
     def _find(self, optimizer: Optimizer) -> None:
-        """An optimizer steps that was not made here, but loaded or copied as it was."""
+        """Follow an optimizer that was loaded or copied whole, so that its ``__init__`` was not called, and steps."""
         self._exporter.parts.let_go()  # what it may be a copy of
         self._add(optimizer)
         if self._exporter.parts.optimizers:

@@ -114,9 +114,9 @@ class TrainedModels:
     def _that_end_steps(self, alive: Sequence[Optimizer]) -> Sequence[Optimizer]:
         """The optimizers that may end a step.
 
-        Once the training has begun not those that were made for something that is not watched, an adversarial input
-        say, if others are there. Of those that are there from the beginning, such as that of a temperature, the
-        exporter sees when they step.
+        Once the training has begun, an optimizer of something that is not watched, such as an adversarial input, ends
+        none as long as there are others. What one does that is there from the beginning, such as the optimizer of a
+        temperature, the exporter learns from its steps.
         """
         others = [one for one in alive if one not in self._beside]
         if len(others) in (0, len(alive)) or not (self._exporter.steps_seen or self._exporter.parts.clock.open):
@@ -128,8 +128,9 @@ class TrainedModels:
     def _is_watched(self, optimizer: Optimizer, count: int) -> bool:
         """Whether one more optimizer of many trains only what is watched already.
 
-        To look for models takes as long as there are objects, and some programs make an optimizer for each parameter.
-        Of few, and whenever there are twice as many, a module that holds those that were found is looked for, too.
+        A search for models goes through all objects of the process, and some programs make an optimizer for each
+        parameter. So the search, which may also find a module around the known models, takes place for the first few
+        optimizers, and again whenever their number has doubled.
         """
         if count <= _FEW or count >= 2 * self._looked:
             return False
