@@ -98,6 +98,29 @@ def test_recording_changes_nothing() -> None:
     assert json.loads(json.dumps(certificate.describe()))["differing"] == []
 
 
+def test_an_optimizer_around_another() -> None:
+    """One that only wraps another, as accelerate's, takes no hooks: the other's steps are compared."""
+
+    class Around(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def step(self, closure: Any = None) -> None:
+            self.optimizer.step(closure)
+
+    def train(record: Any) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with record(model, Around(optimizer)):
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.randn(5, 4)).sum().backward()
+                optimizer.step()
+
+    certificate = tracer.certify(train, steps=3)
+    assert (certificate.verdict, certificate.steps) == ("identical", 3), certificate
+
+
 def _draw(message: Message, model: nn.Module) -> None:
     if message.global_step == 2:
         torch.rand(1)
