@@ -15,8 +15,8 @@ first row, ``samples`` counted batches, and the results of ``apply`` were lost.
 from __future__ import annotations
 
 import functools
+import glob
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -118,10 +118,6 @@ class Subrecorder:
             self._counted = call
             self.samples += data.shape[0] if data.ndim else 1
             self.steps.append(message.global_step)
-
-
-def _end_dropped(run: Run, wait: bool) -> None:
-    end(run, wait=wait)
 
 
 class _Network(Receiver):
@@ -251,7 +247,7 @@ class TensorRecorder:
             return slot is not None and (condition is None or slot.asks(_call_of(message), condition))
 
         capture = Capture(
-            kinds=[self.kind], modules=[_literally(path) for path in picked], tags=self._tags, condition=records
+            kinds=[self.kind], modules=[glob.escape(path) for path in picked], tags=self._tags, condition=records
         )
         exporter = Exporter(capture=capture, strict=self._strict)
         try:
@@ -262,9 +258,7 @@ class TensorRecorder:
             else:
                 run = self._run = start(self._trace, exporter, [receiver])
                 # at the latest when the program ends: a trace that is dropped is not lost
-                self._ending = termination.Ending(self, functools.partial(_end_dropped, run))
-                if run.recorder is not None:
-                    termination.watch(run.recorder.close)
+                self._ending = termination.Ending(self, functools.partial(end, run))
         except BaseException:
             exporter.detach()
             raise
@@ -438,8 +432,3 @@ class BackwardOutput(TensorRecorder):
 
 def _call_of(message: Message) -> tuple[Any, ...]:
     return message.global_step, message.tag, message.call
-
-
-def _literally(path: str) -> str:
-    """The glob that only this path matches."""
-    return re.sub(r"([*?[])", r"[\1]", path)

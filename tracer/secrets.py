@@ -27,8 +27,7 @@ _ORDINARY = frozenset(
     {
         *("pad", "padding", "eos", "bos", "eot", "sep", "cls", "unk", "mask", "special", "start", "end", "begin"),
         *("stop", "image", "video", "audio", "text", "new", "next", "last", "first", "prompt", "num", "n", "max"),
-        *("min",),
-        *("per", "sort", "sorting", "order", "label", "target", "input", "output", "feature", "batch", "column", "row"),
+        *("min", "sort", "sorting", "order", "label", "target", "input", "output", "feature", "batch", "column", "row"),
         *("primary", "monitor", "metric", "query", "value", "hot", "cache", "per", "forward", "backward", "single"),
         *("two", "multi", "one", "decoder", "encoder", "loss", "dict", "config", "group", "state"),
     }
@@ -37,8 +36,7 @@ _ORDINARY = frozenset(
 _QUALIFIERS = frozenset(
     {
         *("access", "api", "auth", "secret", "private", "shared", "signing", "encryption", "client", "account"),
-        *("refresh",),
-        *("bearer", "security", "service", "ssh", "hf", "wandb", "openai", "github", "aws", "azure"),
+        *("refresh", "bearer", "security", "service", "ssh", "hf", "wandb", "openai", "github", "aws", "azure"),
     }
 )
 """Words before ``keys``, ``tokens`` and ``key_id`` that make them secrets."""

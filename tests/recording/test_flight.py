@@ -241,7 +241,7 @@ def test_a_bound_shortens_what_is_there(tmp_path: Path) -> None:
 
     def look(run: Run, step: int) -> None:
         assert run.flight is not None
-        peaks.append(run.flight.nbytes)
+        peaks.append(run.flight._ring.nbytes)
 
     flight = Flight(before=10, after=0, bytes=100_000, when=["non_finite"])
     train(tmp_path / "run.zarr", bad=20, capture=LIGHT, flight=flight, each=look)
@@ -595,7 +595,7 @@ def test_a_bound_of_the_trace_holds(tmp_path: Path) -> None:
 
     def ask(run: Run, step: int) -> None:
         assert run.flight is not None
-        rings.append(run.flight.nbytes)
+        rings.append(run.flight._ring.nbytes)
         if step == 12:
             run.keep("look")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tracer.errors import CaptureError, TracerError
-from tracer.integrations.recording import Recording
+from tracer.errors import CaptureError
+from tracer.integrations.recording import Recording, require
 from tracer.recording.run import Run
 from tracer.stores.locations import Anywhere
 
@@ -47,11 +47,7 @@ class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is 
     """
 
     def __init__(self, path: Anywhere, *, module: str = "", **options: Any) -> None:
-        if _missing is not None:
-            raise TracerError(
-                f"this callback needs lightning, which cannot be imported ({_missing}): "
-                "pip install 'tracereel[lightning]'"
-            )
+        require("lightning", _missing)
         super().__init__()
         self._module = module
         self._recording = Recording(path, options)

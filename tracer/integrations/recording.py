@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from tracer.errors import CaptureError, TraceError, UnknownNameError
+from tracer.errors import CaptureError, TraceError, TracerError, UnknownNameError
 from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS
 from tracer.recording.recording import end, record
 from tracer.recording.run import Run
@@ -19,6 +19,14 @@ from tracer.stores.locations import Anywhere, location
 
 _FROM_THE_TRAINER = frozenset({"self", "path", "model", "optimizer", "first_step", "first_epoch"})
 """What `tracer.record` is told by a callback, not by its user."""
+
+
+def require(library: str, missing: ImportError | None) -> None:
+    """Raise `TracerError` if a library that a callback is for could not be imported."""
+    if missing is not None:
+        raise TracerError(
+            f"this callback needs {library}, which cannot be imported ({missing}): pip install 'tracereel[{library}]'"
+        )
 
 
 class Recording:
@@ -97,6 +105,6 @@ class Recording:
             end(run, error)
 
 
-def _end_unended(run: Run, before: object, wait: bool) -> None:
+def _end_unended(run: Run, before: object, *, wait: bool) -> None:
     """Close the trace of a training that nobody ended; the exception that ends the program is why."""
     end(run, what_ends_the_program(before), wait=wait)

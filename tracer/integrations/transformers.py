@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tracer.errors import TracerError
-from tracer.integrations.recording import Recording
+from tracer.integrations.recording import Recording, require
 from tracer.observing.pytorch.hanging import Hanging, after_forward
 from tracer.observing.pytorch.loss_functions import ModelLoss
 from tracer.recording.run import Run
@@ -59,11 +58,7 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
     """
 
     def __init__(self, path: Anywhere, **options: Any) -> None:
-        if _missing is not None:
-            raise TracerError(
-                f"this callback needs transformers, which cannot be imported ({_missing}): "
-                "pip install 'tracereel[transformers]'"
-            )
+        require("transformers", _missing)
         super().__init__()
         self._loss = ModelLoss() if "loss" not in options else None
         self._recording = Recording(path, {"loss": self._loss, **options})

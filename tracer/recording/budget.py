@@ -57,6 +57,12 @@ def stored_bytes(shape: tuple[int, ...], itemsize: int) -> int:
     return rows.per_row * (-(-(rows.chunk_nbytes + 4) // page) * page + PER_CHUNK)
 
 
+def message_bytes(message: Message) -> int:
+    """Bytes on the disk of a message, without compression: its data, and its row in the journal."""
+    data = message.data
+    return ROW_BYTES + (0 if data is None else stored_bytes(tuple(data.shape), data.dtype.itemsize))
+
+
 @final
 class Budget:
     """Holds the messages of a step until the step is over, and then gives them out if all of them fit.
@@ -67,14 +73,16 @@ class Budget:
     Parameters
     ----------
     max_bytes : int
-    spent : int
-        Bytes that earlier attempts took.
     thins : bool
         Whether a step that does not fit is left out, and the next ones may fit. Else it is the end, and what is held
         from then on is not given out.
 
     Attributes
     ----------
+    name : str
+        The option that bounds.
+    spent : int
+        Bytes that were given out. Who knows of more, such as what earlier attempts took, adds to it.
     stopped : int or None
         The first global step of the end.
     left_out : list of int
@@ -96,10 +104,11 @@ class Budget:
     ([], 2)
     """
 
-    def __init__(self, max_bytes: int, spent: int = 0, *, thins: bool = False) -> None:
+    def __init__(self, max_bytes: int, *, thins: bool = False) -> None:
         self.max_bytes = max_bytes
         self.thins = thins
-        self.spent = spent + BASE_BYTES + (NOTES_BYTES if thins else 0)
+        self.name = "max_bytes" if thins else "stop_at_bytes"
+        self.spent = BASE_BYTES + (NOTES_BYTES if thins else 0)
         self.stopped: int | None = None
         self.left_out: list[int] = []
         self._held: list[Held] = []
@@ -108,11 +117,6 @@ class Budget:
         self._once = 0  # of that, what streams and arrays cost that are new
         self._known: set[tuple[Any, ...]] = set()
         self._new: set[tuple[Any, ...]] = set()
-
-    @property
-    def name(self) -> str:
-        """The option that bounds."""
-        return "max_bytes" if self.thins else "stop_at_bytes"
 
     def exhausted(self) -> bool:
         """Whether nothing more is given out."""
@@ -133,7 +137,7 @@ class Budget:
         message = entry[0]
         self._step = max(self._step, message.global_step)
         data = message.data
-        self._cost += ROW_BYTES + (0 if data is None else stored_bytes(tuple(data.shape), data.dtype.itemsize))
+        self._cost += message_bytes(message)
         stream = (message.kind, message.key, message.tag, message.leaf, None if data is None else data.dtype)
         self._pay_once(stream, STREAM_BYTES)
         if data is not None:

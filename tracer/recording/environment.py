@@ -126,24 +126,13 @@ def bounds_or(
     >>> bounds_or(None, None, {"TRACE_MAX_BYTES": "5kB"}), bounds_or(None, 9000, {"TRACE_MAX_BYTES": "5kB"})
     ((5000, None), (None, 5000))
     """
-    if stop_at_bytes is not None:
-        return max_bytes, bound_or(stop_at_bytes, environment)
-    return bound_or(max_bytes, environment), None
-
-
-def bound_or(given: int | None, environment: Mapping[str, str] = os.environ) -> int | None:
-    """The smaller of a bound that was given and that of ``TRACE_MAX_BYTES``.
-
-    Raises
-    ------
-    CaptureError
-        If the variable is not a size.
-    """
     value = environment.get(MAX_BYTES)
     if not value:
-        return given
+        return max_bytes, stop_at_bytes
     try:
         bound = size_of(value)
     except CaptureError as error:
         raise CaptureError(f"the environment variable {MAX_BYTES} is no bound: {error}") from None
-    return bound if given is None else min(given, bound)
+    if stop_at_bytes is not None:
+        return max_bytes, min(stop_at_bytes, bound)
+    return bound if max_bytes is None else min(max_bytes, bound), None

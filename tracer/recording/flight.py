@@ -27,7 +27,7 @@ WHEN: Final = ("non_finite", "loss", EXCEPTION, SIGNAL)
 NAMES: Final = (*BY_NAME, EXCEPTION, SIGNAL)
 """All names that `Flight` takes as `when`."""
 PER_MESSAGE: Final = 512
-"""Bytes that a message takes besides its data."""
+"""Bytes that a message takes besides its data: so a bound holds for a million empty ones, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +85,12 @@ class Flight:
             if isinstance(one, str) and one not in NAMES:
                 raise UnknownNameError.of("reason to write what a flight recorder holds", one, NAMES)
         held = environment.size_of(self.bytes)
-        there = _memory()
-        if there is not None and held > there:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if held > there:
             raise CaptureError(
                 f"a flight recorder of {held:,} bytes does not fit into the memory of this machine, which has {there:,}"
             )
-        given = Capture(tags=[DEFAULT_TAG]) if self.capture is None else self.capture
-        captures = (given,) if isinstance(given, Capture) else tuple(given) if isinstance(given, Iterable) else ()
+        captures = _several(self.capture)
         if not captures or not all(isinstance(one, Capture) for one in captures):
             raise CaptureError(f"capture of a flight recorder is a tracer.Capture or several, not {self.capture!r}")
         if any(one.runs for one in captures):
@@ -105,8 +104,7 @@ class Flight:
     @property
     def captures(self) -> tuple[Capture, ...]:
         """What is held, as captures that are nobody else's."""
-        given = Capture(tags=[DEFAULT_TAG]) if self.capture is None else self.capture
-        return tuple(replace(one) for one in ((given,) if isinstance(given, Capture) else given))
+        return tuple(replace(one) for one in _several(self.capture))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,12 +135,13 @@ class Flight:
         return {**told, "capture": [one.describe() for one in self.captures]}
 
 
-def _memory() -> int | None:
-    """Bytes of memory of this machine; None where the system does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
+def _several(given: Capture | Iterable[Capture] | None) -> tuple[Capture, ...]:
+    """The captures that were given; without any, all of the training's passes that a capture takes by default."""
+    if given is None:
+        return (Capture(tags=[DEFAULT_TAG]),)
+    if isinstance(given, Capture):
+        return (given,)
+    return tuple(given) if isinstance(given, Iterable) else ()
 
 
 @final
@@ -180,8 +179,9 @@ class Ring:
         self.whole_from = 0
         self.too_large: int | None = None
         self._bound = bound
-        self._messages: deque[tuple[Message, int]] = deque()
-        self._copies: dict[int, tuple[Message, Copy]] = {}  # by the ids of messages
+        # with their bytes, and with the copy of their data that is on its way, if one is
+        self._messages: deque[tuple[Message, int, Copy | None]] = deque()
+        self._settled = True  # whether none is on its way
 
     def hold(self, message: Message, copy: Copy | None = None) -> None:
         """Take a message, whose data is on its way if it is a copy.
@@ -197,21 +197,21 @@ class Ring:
                 self.too_large = step
                 return
         self.nbytes += size
-        self._messages.append((message, size))
-        if copy is not None:
-            self._copies[id(message)] = message, copy
+        self._messages.append((message, size, copy))
+        self._settled &= copy is None
 
     def settle(self, wait: Callable[[Copy], Tensor | None]) -> None:
         """Wait for the data that is on its way; what somebody wrote into meanwhile is left out."""
-        if not self._copies:
+        if self._settled:
             return
-        copies, self._copies = self._copies, {}
-        settled = deque[tuple[Message, int]]()
-        for message, size in self._messages:
-            coming = copies.get(id(message))
-            data = None if coming is None else wait(coming[1])
-            if coming is None or data is not None:
-                settled.append((message if coming is None else with_data(message, data), size))
+        self._settled = True
+        settled = deque[tuple[Message, int, Copy | None]]()
+        for message, size, copy in self._messages:
+            data = None if copy is None else wait(copy)
+            if copy is None:
+                settled.append((message, size, None))
+            elif data is not None:
+                settled.append((with_data(message, data), size, None))
             else:
                 self.nbytes -= size
         self._messages = settled
@@ -220,22 +220,19 @@ class Ring:
         """Let go of the messages of all steps before one."""
         messages = self._messages
         while messages and messages[0][0].global_step < step:
-            message, size = messages.popleft()
-            self.nbytes -= size
-            self._copies.pop(id(message), None)
+            self.nbytes -= messages.popleft()[1]
         self.whole_from = max(self.whole_from, step)
 
     def emptied(self) -> Iterator[Message]:
         """The messages in their order, each of which leaves as it is given out."""
         while self._messages:
-            message, size = self._messages.popleft()
+            message, size, _ = self._messages.popleft()
             self.nbytes -= size
             yield message
 
     def clear(self) -> None:
         """Let go of everything."""
         self._messages.clear()
-        self._copies.clear()
         self.nbytes = 0
 
 

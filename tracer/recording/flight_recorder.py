@@ -20,7 +20,7 @@ from tracer.recording.triggers import BY_NAME, Answer, Trigger
 
 @final
 class FlightRecorder(Receiver):
-    """Holds of the last steps what is not recorded of them, and publishes it when something happens.
+    """Holds of the last steps, from now on, what is not recorded of them, and publishes it when something happens.
 
     It overhears the bus, and gets what is observed for it alone. What it publishes goes to the recorder and to all who
     listen live, as all that is recorded does: so they hear what a replay of the trace will say, in its order. Steps
@@ -31,7 +31,7 @@ class FlightRecorder(Receiver):
     flight : Flight
     exporter : Exporter
     recorder : Recorder
-        To whose bus it belongs. Once that one has gone, nothing is held any more.
+        Records what this one publishes. Once the recorder has left the bus, nothing is held any more.
     """
 
     name = "flight recorder"
@@ -53,21 +53,12 @@ class FlightRecorder(Receiver):
         self._own: dict[int, Message] = {}  # what it published and did not hear yet, by id
         self._signalled = False
         self._holds = True
-
-    def begin(self) -> None:
-        """Observe, hold and listen from now on."""
-        exporter, flight = self._exporter, self._flight
         exporter.parts.publisher.memory.allow(flight.nbytes)
         exporter.message_bus.register(self)
         exporter.message_bus.watch(self._receivers_changed)
         exporter.set_apart(Apart(flight.captures, self.wants, self.hold))
         if SIGNAL in flight.names:
             user_signal.listen(self._signal)
-
-    @property
-    def nbytes(self) -> int:
-        """What is held takes so many bytes."""
-        return self._ring.nbytes
 
     def keep(self, why: str) -> None:
         """Have the steps written that are held now, and those that follow; in the middle of a step, when it is over."""

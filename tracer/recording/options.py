@@ -102,7 +102,8 @@ class Options:
             raise CaptureError(f"replicated is 'once' or 'every', not {self.replicated!r}")
         # what may be given in several forms is held in one
         held = {
-            **{name: None if size is None else environment.size_of(size) for name, size in self._bounds().items()},
+            "max_bytes": None if self.max_bytes is None else environment.size_of(self.max_bytes),
+            "stop_at_bytes": None if self.stop_at_bytes is None else environment.size_of(self.stop_at_bytes),
             "max_overhead": None if self.max_overhead is None else environment.share_of(self.max_overhead),
             "min_free_disk": None if self.min_free_disk is None else environment.size_of(self.min_free_disk, least=0),
             "ranks": None if self.ranks is None else tuple(self.ranks),
@@ -141,9 +142,6 @@ class Options:
         return replace(
             self, max_bytes=None, stop_at_bytes=None, max_overhead=None, overhead_credit=None, keyframe_bytes=None
         )
-
-    def _bounds(self) -> dict[str, int | None]:
-        return {"max_bytes": self.max_bytes, "stop_at_bytes": self.stop_at_bytes}
 
     def describe(self) -> dict[str, Any]:
         """Those that a trace's header tells, as JSON."""

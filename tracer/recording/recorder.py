@@ -15,13 +15,11 @@ from tracer.messaging.messages import Message, with_data
 from tracer.messaging.receiver import Receiver
 from tracer.recording import termination
 from tracer.recording.budget import Budget, Held
+from tracer.recording.flight import PER_MESSAGE
 from tracer.recording.options import QUEUE_BYTES, check_queue
 from tracer.recording.transfers import ELSEWHERE, Copy, Transfers
 from tracer.recording.writer_thread import MessageQueue, WriterThread
 from tracer.trace.writer import TraceWriter
-
-_PER_MESSAGE = 512
-"""Bytes that a waiting message takes besides its data, so that a million empty ones are bounded too."""
 
 
 class Recorder(Receiver):
@@ -54,6 +52,8 @@ class Recorder(Receiver):
         How many messages it received to record, and their bytes, each message with some for itself.
     overhears : callable or None
         Called with each message that is to be recorded.
+    closed : bool
+        Whether it takes no more messages.
 
     Examples
     --------
@@ -91,7 +91,7 @@ class Recorder(Receiver):
         self.overhears: Callable[[Message], None] | None = None
         self._queue = MessageQueue(queue_bytes, on_full)
         self._transfers = Transfers()
-        self._closed = False  # whether it takes no more messages
+        self.closed = False
         self._ended = False  # whether whoever closes it was told how that went
         self._pid = os.getpid()
         self._raised_before = termination.last_unhandled()
@@ -119,7 +119,7 @@ class Recorder(Receiver):
             If the writer thread has failed: what was committed before is safe, the rest is lost.
         """
         # a forked child has this object, but not the thread: the trace is the parent's
-        if self._closed or os.getpid() != self._pid:
+        if self.closed or os.getpid() != self._pid:
             return ()
         queue, thread = self._queue, self._thread
         if thread.writer is None and self._make is not None:
@@ -131,7 +131,7 @@ class Recorder(Receiver):
             self._check()
         data = message.data
         try:
-            size = _PER_MESSAGE if data is None else _PER_MESSAGE + data.nbytes
+            size = PER_MESSAGE if data is None else PER_MESSAGE + data.nbytes
         except RuntimeError:  # what is sparse or nested does not say
             size = 0
         if data is not None and (not size or not (data.is_cpu or data.is_cuda)):
@@ -149,7 +149,7 @@ class Recorder(Receiver):
             return ()
         if queue.is_full(size) and not self._make_room(message.kind, size):
             return ()
-        version: int | Copy = 0 if data is None or data.is_inference() else data._version
+        version: int | Copy = version_of(message)
         if data is not None and not data.is_cpu:
             version = self._transfers.start(data)
             message = with_data(message, ELSEWHERE)  # so that it can be given back as soon as it is copied
@@ -158,8 +158,8 @@ class Recorder(Receiver):
 
     def make_room(self, nbytes: int) -> None:
         """Wait until a message of so many bytes fits into the queue, unless what does not fit is dropped."""
-        if not self._closed and os.getpid() == self._pid and threading.current_thread() is not self._thread:
-            self._queue.wait_for_room(_PER_MESSAGE + nbytes)
+        if not self.closed and os.getpid() == self._pid and threading.current_thread() is not self._thread:
+            self._queue.wait_for_room(PER_MESSAGE + nbytes)
 
     def _within(self, budget: Budget, message: Message, size: int) -> None:
         """Hold a message until its step is over, and queue those of the step before, if there is room for all."""
@@ -197,11 +197,11 @@ class Recorder(Receiver):
         bound : int
         step : int
         """
-        if self._closed:
+        if self.closed:
             return
         if self.budget is not None and not self.budget.exhausted():
             self._give_out(self.budget)
-        if not self._closed:
+        if not self.closed:
             self._end_at(by, bound, step)
 
     def _end_at(self, by: str, bound: int, step: int) -> None:
@@ -213,22 +213,17 @@ class Recorder(Receiver):
             if self.stopped is not None:
                 self.stopped(about)
         finally:
-            self._closed = True
+            self.closed = True
             self._queue.close()
 
     def _make_room(self, kind: str, size: int) -> bool:
         """Wait until a message fits into the queue; or count it as dropped and say that it does not."""
-        if threading.current_thread() is self._thread:  # in which a collection of garbage may end what it watched
+        if threading.current_thread() is self._thread:  # garbage collected in it may end a recording, and so a step
             return True
         has_room = self._queue.make_room(kind, size)
         if has_room:
             self._check()
         return has_room
-
-    @property
-    def closed(self) -> bool:
-        """Whether it takes no more messages."""
-        return self._closed
 
     @property
     def waiting_bytes(self) -> int:
@@ -253,7 +248,7 @@ class Recorder(Receiver):
 
     def note(self, note: Mapping[str, Any]) -> None:
         """Put a remark into the trace: a stream that was disabled, a module that was never seen."""
-        if not self._closed:
+        if not self.closed:
             self._queue.put_note(note)
 
     def close(self, status: str = "finished", *, patience: float | None = None) -> None:
@@ -275,14 +270,14 @@ class Recorder(Receiver):
         if self._ended or os.getpid() != self._pid:
             return
         try:
-            if not self._closed:
+            if not self.closed:
                 self._thread.status = status
                 if self.budget is not None and self._queue.error is None:
                     self._give_out(self.budget)  # which notes it, as long as this takes notes
         finally:
-            self._closed = True
+            self.closed = True
             self._queue.close()
-        if threading.current_thread() is self._thread:  # in which a collection of garbage ends what nobody refers to
+        if threading.current_thread() is self._thread:  # garbage collected in it may end a recording
             return
         if self._thread.done.wait(patience) and not self._ended:
             self._ended = True
@@ -300,7 +295,7 @@ class Recorder(Receiver):
             warn_only(f"the trace is incomplete: {error}", stacklevel=2)
 
     def _thread_ended(self) -> None:
-        if self._closed:
+        if self.closed:
             termination.not_at_exit(self._close_at_exit)  # there is nothing left to be done, or told
 
     def _check(self) -> None:

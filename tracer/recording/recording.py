@@ -214,14 +214,11 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             if "loss" in self._logs:
                 exporter.parts.values.loss_is_logged(DEFAULT_TAG)
             exporter.check(self._receivers, self._logs)
-            run = start(self.path, exporter, self._receivers, self._options)
+            self._run = start(self.path, exporter, self._receivers, self._options)
         except BaseException:
             exporter.detach()
             raise
-        self._run = run
-        if run.recorder is not None:
-            termination.watch(run.recorder.close)
-        return run
+        return self._run
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -313,14 +310,14 @@ def start(
         recorder.close(f"failed: {summary(error)}")
         raise
     flight = None if options.flight is None else FlightRecorder(options.flight, exporter, recorder)
-    if flight is not None:
-        flight.begin()
     run = Run(path, exporter, recorder, flight)
     pacer, folder = Pacer.of(options, exporter, recorder), disk_of(path)
     if pacer is not None:
         run.paced_by(pacer)
     if folder is not None:
         run.paced_by(FreeDisk(folder, options.min_free_disk, exporter, recorder))
+    if not lazily:  # else SIGTERM raises SystemExit in the script
+        termination.watch(recorder.close)
     return run
 
 

@@ -43,7 +43,7 @@ class Run:
     def paced_by(self, one: Pacer | FreeDisk | FirstStep) -> None:
         """Have something look after each step, as long as this recording is there."""
         self._between.append(one)
-        one.begin()
+        self.exporter.parts.steps.call_between(one.step_over)
 
     def tell_outlook(self, tell: Callable[[Outlook], None]) -> None:
         """Call `tell` when the first step is over that is recorded, with what the recording will take."""

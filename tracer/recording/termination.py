@@ -25,8 +25,6 @@ from tracer.errors import TraceError
 
 _closers: list[Callable[[str], None]] = []
 """One function for each recording. It closes the trace, with the status that it is given."""
-_handler: Callable[[int, Any], None] | None = None
-"""The function of this module that was installed as the handler of SIGTERM, if one was."""
 _endings: dict[Callable[[], Any], Callable[[], Any] | None] = {}
 """Functions that are called when the program ends, the latest first. The values let them take less time."""
 _first: dict[Callable[[], Any], Callable[[], Any] | None] = {}
@@ -37,10 +35,8 @@ _ending = False
 """Whether the program ends, and recordings are being closed."""
 _signalled: int | None = None
 """The number of a signal that arrived while recordings were being closed."""
-_raised = False
-"""Whether `raises` has turned SIGTERM into an exception."""
 _exit_raised = 0
-"""The ``id`` of that exception."""
+"""The ``id`` of the exception that `raises` has turned SIGTERM into; 0: of none."""
 _children: set[int] = set()
 """Ids of processes, started by multiprocessing, that close their recordings when they end."""
 
@@ -139,11 +135,11 @@ class Ending:
     owner : object
         The object.
     end : callable
-        It is told whether it may wait. It may not when the owner is collected, which can happen in any thread. It must
-        not refer to the owner.
+        ``end(wait=...)``: it is told whether it may wait. It may not when the owner is collected, which can happen in
+        any thread. It must not refer to the owner.
     """
 
-    def __init__(self, owner: object, end: Callable[[bool], Any]) -> None:
+    def __init__(self, owner: object, end: Callable[..., Any]) -> None:
         self._end = end
         self._finalizer = weakref.finalize(owner, self._dropped)
         self._finalizer.atexit = False  # which would be too late
@@ -151,11 +147,11 @@ class Ending:
 
     def _dropped(self) -> None:
         not_at_exit(self._at_exit)
-        self._end(False)
+        self._end(wait=False)
 
     def _at_exit(self) -> None:
         if self._finalizer.detach() is not None:
-            self._end(True)
+            self._end(wait=True)
 
     def cancel(self) -> None:
         """Do not call it."""
@@ -207,8 +203,7 @@ def raises() -> Iterator[None]:
 
 
 def _exit(number: int, frame: object) -> None:
-    global _raised, _exit_raised
-    _raised = True
+    global _exit_raised
     error = SystemExit(128 + number)
     _exit_raised = id(error)
     raise error
@@ -216,7 +211,7 @@ def _exit(number: int, frame: object) -> None:
 
 def signalled() -> bool:
     """Whether SIGTERM was turned into an exception by `raises`."""
-    return _raised
+    return _exit_raised != 0
 
 
 def _close_and_end(number: int, frame: FrameType | None) -> None:
@@ -252,12 +247,10 @@ def _close_all(number: int) -> None:
 
 def _handle(handler: Callable[[int, Any], None]) -> bool:
     """Install a handler of SIGTERM if this is the main thread and there is no other handler; whether it did."""
-    global _handler
     here = threading.current_thread() is threading.main_thread()
     if not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return False
     signal.signal(signal.SIGTERM, handler)
-    _handler = handler
     return True
 
 
@@ -279,7 +272,8 @@ def _before_fork() -> None:
     # A forked child records nothing, so SIGTERM shall end it at once. Python loses a signal that reaches a child while
     # it sets itself up, and the parent might then wait for the child for ever. So the signal is blocked until the child
     # has removed our handler.
-    ours = _handler is not None and signal.getsignal(signal.SIGTERM) is _handler
+    handler = signal.getsignal(signal.SIGTERM)
+    ours = handler is _exit or handler is _close_and_end
     _fork.mask = {*signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})} if ours else None
 
 

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -153,7 +154,8 @@ class Transfers:
         with self._lock:
             count = len(self._waiting)
             copies = [one for one in (self._waiting[index] for index in range(count)) if one.batch is None]
-            for device, of_device in groupby(sorted(copies, key=_device), _device):
+            by_device = attrgetter("device")
+            for device, of_device in groupby(sorted(copies, key=by_device), by_device):
                 self._begin_on(device, list(of_device))
             for _ in range(count):
                 self._waiting.popleft()
@@ -263,10 +265,6 @@ def _to_host(source: Tensor) -> Tensor:
     except RuntimeError:  # no more memory can be pinned: slower, but right
         return source.cpu()
     return host.copy_(source, non_blocking=True)
-
-
-def _device(copy: Copy) -> int:
-    return copy.device
 
 
 def _version(data: Tensor) -> int:

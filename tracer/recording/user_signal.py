@@ -6,10 +6,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
-_NUMBER: Final = getattr(signal, "SIGUSR1", None)
-"""The signal; None on systems that have none."""
 _asked: list[Callable[[], None]] = []
 """One function for each recording that waits for the signal."""
 _before: Any = signal.SIG_DFL
@@ -18,23 +16,21 @@ _pid = 0
 """The process in which this module handles it."""
 
 
-def listen(ask: Callable[[], None]) -> bool:
-    """Call a function when the signal arrives, until `ignore`; False if that cannot be.
+def listen(ask: Callable[[], None]) -> None:
+    """Call a function when the signal arrives, until `ignore`.
 
-    It can in the main thread only, and not where the handler is one that Python knows nothing of, such as that of
-    ``faulthandler``. The function may be called between any two instructions, so it should do nothing but take note.
+    In other threads than the main one this does nothing, and where the handler is one that Python knows nothing of,
+    such as that of ``faulthandler``. The function may be called between any two instructions, so it should do nothing
+    but take note.
     """
     global _before, _pid
-    if _NUMBER is None or threading.current_thread() is not threading.main_thread():
-        return False
-    there = signal.getsignal(_NUMBER)
-    if there is None:
-        return False
+    there = signal.getsignal(signal.SIGUSR1)
+    if there is None or threading.current_thread() is not threading.main_thread():
+        return
     if there is not _handle:
         _before, _pid = there, os.getpid()
-        signal.signal(_NUMBER, _handle)
+        signal.signal(signal.SIGUSR1, _handle)
     _asked.append(ask)
-    return True
 
 
 def ignore(ask: Callable[[], None]) -> None:
@@ -42,8 +38,8 @@ def ignore(ask: Callable[[], None]) -> None:
     if ask in _asked:
         _asked.remove(ask)
     here = threading.current_thread() is threading.main_thread()
-    if not _asked and here and _NUMBER is not None and signal.getsignal(_NUMBER) is _handle:
-        signal.signal(_NUMBER, _before)
+    if not _asked and here and signal.getsignal(signal.SIGUSR1) is _handle:
+        signal.signal(signal.SIGUSR1, _before)
 
 
 def _handle(number: int, frame: Any) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, final
 
 from tracer.errors import MessageError, warn_only
+from tracer.messaging.bus import version_of
 from tracer.messaging.messages import Message, with_data
 from tracer.observing.capture import choice
 from tracer.recording.transfers import Copy, Transfers
@@ -53,11 +54,6 @@ class MessageQueue:
     error : Exception or None
         The error that ended the thread that takes.
     """
-
-    __slots__ = (
-        *("_bound", "_idle", "_on_full", "_stalled", "changed", "closing", "commit_steps", "dropped", "due_since"),
-        *("entries", "error", "received", "written"),
-    )
 
     def __init__(self, bound: int, on_full: Literal["wait", "drop"]) -> None:
         self._bound = bound
@@ -285,7 +281,7 @@ class WriterThread(threading.Thread):
         queue, writer = self._queue, self.writer
         entries = queue.entries
         batch: list[Message] = []
-        size, data = 0, None
+        size = 0
         while entries and size < _BATCH_BYTES and len(batch) < _BATCH_MESSAGES:
             message, nbytes, version = entries[0]
             if not isinstance(message, Message):
@@ -303,16 +299,15 @@ class WriterThread(threading.Thread):
                 message = with_data(message, self._transfers.wait(version))
                 intact = message.data is not None
             else:
-                data = message.data
-                intact = version == (0 if data is None or data.is_inference() else data._version)
+                intact = version == version_of(message)
             if intact:
                 batch.append(message)
             else:  # a receiver after this one wrote into it: better lost than wrong
                 self._spoilt[message.kind] += 1
-        del message, version, data
+        del message, version
         if writer is not None:
             writer.last_notes = self._take_drops
-            # when it fills up, or somebody waits for its end, the page cache is the faster one
+            # while the queue fills up, or its end is waited for, the writer takes the page cache, which is faster
             writer.unhurried = not queue.closing and queue.is_half_empty()
             self._write_each(writer, batch)
             queue.due_since = writer.first_step

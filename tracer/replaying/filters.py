@@ -40,22 +40,16 @@ class Filters:
         """The filters, each given as one name or several names."""
         return cls(_tuple(kinds), _tuple(modules), _tuple(tags), steps)
 
-    @property
-    def bounds(self) -> tuple[int, int | None]:
-        """The first step and the one after the last, None for an open end.
+    def part_of(self, reader: TraceReader) -> TraceReader:
+        """A reader of the part with the steps that pass, and the one after them: a derived update needs that.
 
         Raises
         ------
         CaptureError
             If the steps are no range.
         """
-        selection = Selection.of(steps=self.steps)
-        return selection.start, selection.stop
-
-    def part_of(self, reader: TraceReader) -> TraceReader:
-        """A reader of the part with the steps that pass, and the one after them: a derived update needs that."""
-        start, stop = self.bounds
-        return reader.within(start, None if stop is None else stop + 1)
+        chosen = Selection.of(steps=self.steps)
+        return reader.within(chosen.start, None if chosen.stop is None else chosen.stop + 1)
 
     @property
     def narrow(self) -> bool:

@@ -68,18 +68,8 @@ class Plan:
 
     def describe(self) -> dict[str, Any]:
         """The plan as JSON."""
-        return {
-            "trace": self.trace,
-            "streams": [_as_json(one) for one in self.streams],
-            "derived": [_as_json(one) for one in self.derived],
-            "messages": self.messages,
-            "bytes": self.bytes,
-            "skipped": self.skipped,
-            "missing": list(self.missing),
-            "memory": dict(self.memory),
-            "partial": list(self.partial),
-            "scarce": list(self.scarce),
-        }
+        streams = {name: [_as_json(one) for one in getattr(self, name)] for name in ("streams", "derived")}
+        return {name: value for name, value in {**vars(self), **streams}.items() if name != "read"}
 
 
 def plan(

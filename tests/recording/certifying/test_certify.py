@@ -33,7 +33,7 @@ from tests import processes
 from tracer import Capture, CaptureError, Certificate, Message
 from tracer.recording.certifying.fingerprint import fingerprint
 from tracer.recording.certifying.rehearsal import Request, certify_script, rehearse
-from tracer.recording.certifying.verdict import Steps, compare
+from tracer.recording.certifying.verdict import Step, Steps, compare
 from tracer.recording.launching.program import Program
 from tracer.recording.options import Options
 from tracereel.main import main
@@ -96,6 +96,29 @@ def test_recording_changes_nothing() -> None:
     assert np.random.get_state()[1].tolist() == before[1]  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), before[2])
     assert json.loads(json.dumps(certificate.describe()))["differing"] == []
+
+
+def test_an_optimizer_around_another() -> None:
+    """One that only wraps another, as accelerate's, takes no hooks: the other's steps are compared."""
+
+    class Around(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def step(self, closure: Any = None) -> None:
+            self.optimizer.step(closure)
+
+    def train(record: Any) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with record(model, Around(optimizer)):
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.randn(5, 4)).sum().backward()
+                optimizer.step()
+
+    certificate = tracer.certify(train, steps=3)
+    assert (certificate.verdict, certificate.steps) == ("identical", 3), certificate
 
 
 def _draw(message: Message, model: nn.Module) -> None:
@@ -197,10 +220,14 @@ def test_what_the_recorder_changes_before_that_is_different_all_the_same() -> No
     """A difference that comes before any between runs without a recorder is the recorder's."""
     one, noisy = [{"a": str(step)} for step in range(4)], [{"a": "0"}, {"a": "1"}, {"a": "2"}, {"a": "x"}]
     changed = [{"a": "0"}, {"a": "y"}, {"a": "2"}, {"a": "3"}]
-    assert compare(Steps(one), Steps(changed), Steps(noisy)).verdict == "different"
-    assert compare(Steps(one), Steps(one), Steps(noisy)).verdict == "nondeterministic"
-    assert compare(Steps(one), Steps(one), Steps(one)).verdict == "identical"
-    short = compare(Steps(one), Steps(one[:2]), Steps(one))
+
+    def steps(hashes: list[dict[str, str]]) -> Steps:
+        return Steps([Step(one, cpu=0.0, wall=0.0, recorded=True) for one in hashes])
+
+    assert compare(steps(one), steps(changed), steps(noisy)).verdict == "different"
+    assert compare(steps(one), steps(one), steps(noisy)).verdict == "nondeterministic"
+    assert compare(steps(one), steps(one), steps(one)).verdict == "identical"
+    short = compare(steps(one), steps(one[:2]), steps(one))
     assert (short.verdict, short.step, short.differing) == ("different", 2, ("the number of steps",))
 
 
@@ -493,8 +520,8 @@ def test_a_rehearsal_begins_in_a_fresh_interpreter_as_in_a_forked_one(tmp_path: 
     for way in (contextlib.nullcontext, processes.forked):
         with way():
             steps, told = rehearse(request, tmp_path, recorded=way is not processes.forked)
-        assert (steps.error, len(steps.hashes), "left" in told) == (None, 4, True)
-        found.append(steps.hashes)
+        assert (steps.error, len(steps.taken), "left" in told) == (None, 4, True)
+        found.append([one.hashes for one in steps.taken])
     assert found[0] == found[1]
     begun = (tmp_path / "begun").read_text().splitlines()
     assert (len(begun), len(set(begun))) == (2, 1)

@@ -45,8 +45,7 @@ class MadeUp:
         self.notes: list[Any] = []
         self.clock = SimpleNamespace(last=None, step=0)
         problems = SimpleNamespace(note=lambda *about, warn: self.notes.append(about))
-        steps = SimpleNamespace(call_between=lambda _: None)
-        self.parts = SimpleNamespace(clock=self.clock, problems=problems, steps=steps)
+        self.parts = SimpleNamespace(clock=self.clock, problems=problems)
 
     def varied(self, seconds: float) -> float:
         return seconds * (1 + self.noise * self.random.uniform(-1, 1))
@@ -79,7 +78,7 @@ def paced(run: MadeUp, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[Sc
     monkeypatch.setattr(overhead, "thread_time", lambda: run.thread)
     monkeypatch.setattr(overhead, "process_time", lambda: run.thread + run.cpu_seconds)
     schedule = Schedule(profile("standard"))
-    bound = OverheadBound(0.05, schedule, made_up, made_up, **more)
+    bound = OverheadBound(0.05, schedule, made_up, made_up, **{"probes": SimpleNamespace(seconds=0.0), **more})
     return schedule, Pacer(schedule, made_up, made_up, [bound], bound)
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from tracer.errors import CaptureError, TracerError, summary
 from tracer.observing.exporter import Exporter
-from tracer.observing.optimizers import steps_within
+from tracer.observing.optimizers import observable, steps_within
 from tracer.observing.pytorch.autograd import recomputing
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.recording import environment
@@ -132,20 +132,19 @@ class _OfFunction(Rehearsal):
     def record(
         self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None, **settings: Any
     ) -> Iterator[Run]:
-        """`tracer.record` without the path; or nothing that looks like it."""
-        given = optimizer if optimizer is None or isinstance(optimizer, Optimizer) else tuple(optimizer)
+        """`tracer.record` without the path; where nothing is recorded, it gives a run that only looks like one."""
+        optimizers = observable(optimizer)
         path = os.path.join(self._folder or "", f"run{len(self._models)}.zarr")
-        with self._recording(path, model, given, settings) as run:
+        with self._recording(path, model, None if optimizer is None else optimizers, settings) as run:
             self.recording = run
             self._models["" if not self._models else f"model{len(self._models)}"] = unwrap(model)
-            optimizers = () if given is None else (given,) if isinstance(given, Optimizer) else given
             self._optimizers += optimizers
             handles: list[Any] = []
             pending = False
             if optimizers:
                 # after the recorder's own hook, which was put on before
                 handles = [optimizers[-1].register_step_post_hook(functools.partial(self._stepped, run))]
-            elif given is None:
+            elif optimizer is None:
                 passes = _Passes(run, self._over)
                 handles = [unwrap(model).register_forward_pre_hook(passes)]
             else:
@@ -158,7 +157,7 @@ class _OfFunction(Rehearsal):
                 vars(run)["step"] = stepped
             try:
                 yield run
-                pending = given is None and passes.open
+                pending = optimizer is None and passes.open
             finally:
                 for handle in handles:
                     handle.remove()
@@ -166,7 +165,7 @@ class _OfFunction(Rehearsal):
             self._over(run)
 
     def _recording(
-        self, path: str, model: nn.Module, given: Optimizer | tuple[Optimizer, ...] | None, settings: Any
+        self, path: str, model: nn.Module, given: tuple[Optimizer, ...] | None, settings: Any
     ) -> AbstractContextManager[Run]:
         if self._folder is not None:
             recording = record(path, model, given, **settings)
@@ -185,7 +184,7 @@ class _OfFunction(Rehearsal):
     def _over(self, run: Run) -> None:
         last = self.step_over()
         if run.recorder is None:  # a loop may ask at which step it is
-            run.exporter.start_at(len(self.steps.hashes), 0, 0)
+            run.exporter.start_at(len(self.steps.taken), 0, 0)
         if last:
             raise Enough
 
@@ -204,6 +203,3 @@ class _Passes:
         if self.open:
             self._over(self._run)
         self.open = True
-
-
-# -- what is compared -------------------------------------------------------------------------------------------------

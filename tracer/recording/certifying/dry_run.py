@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -77,7 +78,7 @@ def dry_run(
         again, _ = rehearse(request, Path(folder), recorded=False)
     if recorded.error is not None or "streams" not in told:
         raise CaptureError(f"{program.script} cannot be recorded: {recorded.error or 'it took no step'}")
-    seen = len(recorded.cpu)
+    seen = len(recorded.taken)
     if seen < DRY_RUN_STEPS and run_steps is None:  # the script has ended by itself
         run_steps = seen
     streams = [_per_step(one, seen) for one in told["streams"]]
@@ -107,16 +108,14 @@ def dry_run(
 
 def _per_step(stream: Mapping[str, Any], seen: int) -> dict[str, Any]:
     told = {name: stream[name] for name in ("kind", "module", "leaf", "tag", "dtype", "shapes")}
-    count, nbytes = stream["count"], stream["bytes"]
-    size = nbytes / count
-    count, nbytes = stream["kept"], size * stream["kept"]
-    if stream["clock"] == "epoch":  # how many steps an epoch has is not known, and its events have no data
-        count = nbytes = 0
+    size = stream["bytes"] / stream["count"]
+    # how many steps an epoch has is not known, and its events have no data
+    count = 0 if stream["clock"] == "epoch" else stream["kept"]
     return told | {
         "bytes_per_message": size,
         "messages_per_recorded_step": count / seen,
         # with its row in the journal
-        "bytes_per_recorded_step": (nbytes + count * ROW_BYTES) / seen,
+        "bytes_per_recorded_step": (size * count + count * ROW_BYTES) / seen,
         **{name: stream[name] for name in ("every", "burst", "start", "stop", "clock")},
     }
 
@@ -185,13 +184,6 @@ def _reached(streams: Sequence[Mapping[str, Any]], header: int, bound: int | Non
     def taken(steps: int) -> float:
         return fixed + sum(_in_run(one, steps) + _due(one, steps) * padding for one, padding in padded)
 
-    step, stride = 0, 1
-    while taken(step + stride) <= most:  # up by doubling, then down by halving
-        step, stride = step + stride, stride * 2
-        if stride > 1 << 40:
-            return None
-    while stride > 1:
-        stride //= 2
-        if taken(step + stride) <= most:
-            step += stride
-    return step
+    steps = range(1 << 41)
+    beyond = bisect.bisect_right(steps, most, key=taken)
+    return None if beyond == len(steps) else max(0, beyond - 1)

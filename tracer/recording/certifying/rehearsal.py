@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from tracer.errors import CaptureError, plain
 from tracer.recording import termination
-from tracer.recording.certifying.verdict import Steps, compare
+from tracer.recording.certifying.verdict import Step, Steps, compare
 from tracer.recording.environment import REHEARSAL
 from tracer.recording.launching.program import Program
 from tracer.recording.options import Options
@@ -198,10 +198,7 @@ def _read(report: Path, errors: Path, code: int) -> tuple[Steps, dict[str, Any]]
     for line in report.read_text(encoding="utf-8").splitlines():
         one = json.loads(line)
         if "hashes" in one:
-            steps.hashes.append(one["hashes"])
-            steps.cpu.append(one["cpu"])
-            steps.wall.append(one["wall"])
-            steps.recorded.append(one["recorded"])
+            steps.taken.append(Step(**one))
         else:
             told |= one
     if "refused" in told:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import random
@@ -27,11 +26,11 @@ from tracer.observing.capture import Capture, observed
 from tracer.observing.optimizers import steps_within
 from tracer.observing.probes import PROBE
 from tracer.observing.pytorch.loss_graph import behind
-from tracer.observing.pytorch.patches import Differentiating
 from tracer.recording.certifying.fingerprint import fingerprint
 from tracer.recording.certifying.rehearsal import PATIENCE, Request
 from tracer.recording.certifying.verdict import Rehearsal
 from tracer.recording.launching.script import captures_of, run, unwatched
+from tracer.recording.launching.stand_ins import replaced, telling, telling_backward
 from tracer.recording.launching.trained import models_of, names_of
 from tracer.recording.run import Run
 from tracer.trace.claiming import this_process
@@ -88,7 +87,7 @@ class _OfScript(Rehearsal):
         self._tell = tell
         self._pid = os.getpid()
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._models: dict[str, weakref.ref[nn.Module]] | None = None
+        self._models: weakref.WeakValueDictionary[str, nn.Module] | None = None
         self._differentiated: list[Tensor] = []  # the leaves of what backward was called on, while there was none
 
     def run(self) -> int:
@@ -152,44 +151,37 @@ class _OfScript(Rehearsal):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Notice the optimizers that are made, and their steps."""
-        original, backward = Optimizer.__init__, Tensor.backward
 
-        @functools.wraps(original)
-        def made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
+        def made(optimizer: Optimizer) -> None:
             self._optimizers.append(weakref.ref(optimizer))
             self._models = None
 
-        setattr(Optimizer, "__init__", made)  # noqa: B010 - mypy forbids to assign it
+        init = telling(Optimizer.__init__, made)
         # it is called after the hooks of an optimizer's own, the recorder's among them
         handle = register_optimizer_step_post_hook(self._stepped)
-        try:
-            yield
-        finally:
-            handle.remove()
-            setattr(Optimizer, "__init__", original)  # noqa: B010
-            setattr(Tensor, "backward", backward)  # noqa: B010
+        # `_watch_backward` will put something else in the place of the second
+        with replaced(Optimizer, "__init__", init), replaced(Tensor, "backward", Tensor.backward):
+            try:
+                yield
+            finally:
+                handle.remove()
 
     def _watch_backward(self) -> None:
         """Until a script makes an optimizer, each backward is a step, as a recording counts them."""
-        original: Callable[..., None] = Tensor.backward
-        running = Differentiating()
 
-        @functools.wraps(original)
-        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            if self._optimizers or running.now or os.getpid() != self._pid:
-                original(tensor, *args, **kwargs)
-                return
-            leaves = _leaves_of(tensor)
-            running.now = True
-            try:
-                original(tensor, *args, **kwargs)
-            finally:
-                running.now = False
-            self._differentiated = leaves
-            self._step_over()
+        def is_step() -> bool:
+            return not self._optimizers and os.getpid() == self._pid
 
-        setattr(Tensor, "backward", backward)  # noqa: B010 - as above
+        def begins(tensor: Tensor) -> None:
+            if is_step():
+                self._differentiated = _leaves_of(tensor)
+
+        def ended() -> None:
+            if is_step():
+                self._step_over()
+
+        backward = telling_backward(begins, ended)
+        setattr(Tensor, "backward", backward)  # noqa: B010 - mypy forbids to assign it
 
     def _alive(self) -> list[Optimizer]:
         return [one for one in (ref() for ref in self._optimizers) if one is not None]
@@ -201,10 +193,10 @@ class _OfScript(Rehearsal):
         self._step_over()
 
     def _step_over(self) -> None:
-        steps, before = self.steps, len(self.steps.hashes)
+        taken, before = self.steps.taken, len(self.steps.taken)
         last = self.step_over()
-        if len(steps.hashes) > before:  # else the script goes on after it was told to end
-            self._tell(hashes=steps.hashes[-1], cpu=steps.cpu[-1], wall=steps.wall[-1], recorded=steps.recorded[-1])
+        if len(taken) > before:  # else the script goes on after it was told to end
+            self._tell(**taken[-1]._asdict())
             if last:
                 self._tell(left=True)
                 _wait_for_the_others()
@@ -224,10 +216,8 @@ class _OfScript(Rehearsal):
         alive = self._alive()
         if self._models is None:
             models = models_of(alive)
-            named = {"": models[0]} if len(models) == 1 else names_of(models)
-            self._models = {name: weakref.ref(one) for name, one in named.items()}
-        living = {name: one for name, ref in self._models.items() if (one := ref()) is not None}
-        return fingerprint(living, alive)
+            self._models = weakref.WeakValueDictionary({"": models[0]} if len(models) == 1 else names_of(models))
+        return fingerprint(dict(self._models), alive)
 
 
 def _leaves_of(tensor: Tensor) -> list[Tensor]:

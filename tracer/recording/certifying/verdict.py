@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tracer.recording.run import Run
 from tracer.trace.certificate import Certificate
@@ -18,28 +18,39 @@ class Enough(BaseException):
     """Leaves a training that was run for its first steps only; no ``except Exception`` stops it."""
 
 
-@dataclass
-class Steps:
-    """What a run was like after each of its steps.
+class Step(NamedTuple):
+    """What a run was like after one of its steps.
 
     Attributes
     ----------
-    hashes : list of dict
+    hashes : dict
         Of everything that could have been changed, by what it is.
-    cpu, wall : list of float
-        Seconds of each step, without those of the comparison.
-    recorded : list of bool
+    cpu, wall : float
+        Seconds of the step, without those of the comparison.
+    recorded : bool
         Whether a capture takes something of it.
+    """
+
+    hashes: dict[str, str]
+    cpu: float
+    wall: float
+    recorded: bool
+
+
+@dataclass
+class Steps:
+    """The first steps of a run.
+
+    Attributes
+    ----------
+    taken : list of Step
     error : str or None
         Why it ended, if it did so before its time.
     refused : bool
         Whether it is the recording that could not take place.
     """
 
-    hashes: list[dict[str, str]] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    wall: list[float] = field(default_factory=list)
-    recorded: list[bool] = field(default_factory=list)
+    taken: list[Step] = field(default_factory=list)
     error: str | None = None
     refused: bool = False
 
@@ -75,7 +86,7 @@ class Rehearsal(ABC):
 
     def step_over(self) -> bool:
         """Note a step; whether it was the last."""
-        steps, run, number = self.steps, self.recording, len(self.steps.hashes)
+        run, number = self.recording, len(self.steps.taken)
         recorder = None if run is None else run.recorder
         if number >= self._limit:
             return True
@@ -85,10 +96,8 @@ class Rehearsal(ABC):
         due = run is not None and any(one.due_step(run.exporter.global_step - 1) for one in run.exporter.captures)
         full = recorder is not None and recorder.budget is not None and recorder.budget.exhausted()
         entered, alone = self._now(), time.thread_time()
-        steps.recorded.append(recorder is not None and due and not full)
-        steps.cpu.append(entered[0] - self._began[0])
-        steps.wall.append(entered[1] - self._began[1])
-        steps.hashes.append(self.hashed())
+        cpu, wall = entered[0] - self._began[0], entered[1] - self._began[1]
+        self.steps.taken.append(Step(self.hashed(), cpu, wall, recorder is not None and due and not full))
         # the recorder's thread may have worked meanwhile: that is of the next step
         mine, left = time.thread_time() - alone, self._now()
         self._began = entered[0] + mine, left[1]
@@ -97,14 +106,14 @@ class Rehearsal(ABC):
 
 def compare(bare: Steps, recorded: Steps, again: Steps, *, hint: str = "") -> Certificate:
     """The verdict on a run with a recorder, between two without; `hint` says what may make those differ."""
-    count = min(len(one.hashes) for one in (bare, recorded, again))
+    count = min(len(one.taken) for one in (bare, recorded, again))
     overhead = _overhead(bare, recorded, again)
     noise, change = _first_difference(bare, again), _first_difference(bare, recorded)
     made = functools.partial(Certificate, steps=count)
     for one in (bare, again):
         if one.error is not None:
             return made(verdict="failed", reason=f"without a recorder the training failed {_when(one)}: {one.error}")
-    if not bare.hashes:
+    if not bare.taken:
         why = f": {recorded.error}" if recorded.error is not None else ""
         return made(verdict="failed", reason=f"no training step was seen{why}")
     if recorded.refused:
@@ -115,7 +124,7 @@ def compare(bare: Steps, recorded: Steps, again: Steps, *, hint: str = "") -> Ce
         return made(verdict="nondeterministic", reason=reason, step=step, differing=names, overhead=overhead)
     if change is not None:
         step, names = change
-        if recorded.error is not None and step == len(recorded.hashes):
+        if recorded.error is not None and step == len(recorded.taken):
             reason = f"with a recorder the training failed {_when(recorded)}, and without it did not: {recorded.error}"
         else:
             reason = f"with a recorder, after step {step} there differs {_listed(names)}"
@@ -127,7 +136,7 @@ def compare(bare: Steps, recorded: Steps, again: Steps, *, hint: str = "") -> Ce
 
 
 def _when(steps: Steps) -> str:
-    return f"after step {len(steps.hashes) - 1}" if steps.hashes else "before the end of its first step"
+    return f"after step {len(steps.taken) - 1}" if steps.taken else "before the end of its first step"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -137,29 +146,34 @@ def _listed(names: Sequence[str]) -> str:
 
 def _first_difference(one: Steps, other: Steps) -> tuple[int, tuple[str, ...]] | None:
     """After which step two runs differ first, and in what."""
-    for step, (a, b) in enumerate(zip(one.hashes, other.hashes, strict=False)):
-        if a != b:
-            return step, tuple(name for name in {**a, **b} if a.get(name) != b.get(name)) or ("their order",)
-    if len(one.hashes) != len(other.hashes):
-        return min(len(one.hashes), len(other.hashes)), ("the number of steps",)
+    for number, (a, b) in enumerate(zip(one.taken, other.taken, strict=False)):
+        if a.hashes != b.hashes:
+            names = (name for name in {**a.hashes, **b.hashes} if a.hashes.get(name) != b.hashes.get(name))
+            return number, tuple(names) or ("their order",)
+    if len(one.taken) != len(other.taken):
+        return min(len(one.taken), len(other.taken)), ("the number of steps",)
     return None
 
 
 def _overhead(bare: Steps, recorded: Steps, again: Steps) -> dict[str, Any]:
     """How much longer a step takes; nothing where there are no two steps of each run."""
-    if min(len(one.cpu) for one in (bare, recorded, again)) < 2:
+    if min(len(one.taken) for one in (bare, recorded, again)) < 2:
         return {}
-    among = recorded.recorded[1:]
+    first, watched, second = bare.taken[1:], recorded.taken[1:], again.taken[1:]
+    among = [one.recorded for one in watched]
     # where only some steps are recorded, a median would leave out what they cost
     average = statistics.median if all(among) or not any(among) else statistics.mean
-    without, with_recorder = average([*bare.cpu[1:], *again.cpu[1:]]), average(recorded.cpu[1:])
-    wall = average([*bare.wall[1:], *again.wall[1:]]), average(recorded.wall[1:])
-    both = average(bare.cpu[1:]), average(again.cpu[1:])
-    if min(without, with_recorder, *wall, *both) <= 0:  # steps shorter than the clock tells
+
+    def means(steps: Sequence[Step]) -> tuple[float, float]:
+        return average([one.cpu for one in steps]), average([one.wall for one in steps])
+
+    (without, wall_without), (with_recorder, wall_with) = means([*first, *second]), means(watched)
+    both = means(first)[0], means(second)[0]
+    if min(without, with_recorder, wall_without, wall_with, *both) <= 0:  # steps shorter than the clock tells
         return {}
     return {
         "cpu_ratio": with_recorder / without,
-        "wall_ratio": wall[1] / wall[0],
+        "wall_ratio": wall_with / wall_without,
         "bare_ratio": max(both) / min(both),
         "bare_cpu_seconds": without,
         "recorded_cpu_seconds": with_recorder,

@@ -34,16 +34,6 @@ class _Pass:
     """The number of batches that it gave."""
 
 
-@dataclass(slots=True)
-class _Unused:
-    """An exhausted iterator, some of whose batches the model may not have seen yet."""
-
-    loader: weakref.ref[Any]
-    began: int
-    forwards: int
-    """The number of forwards of the model after the last of its batches."""
-
-
 class Epochs:
     """Ends the epoch of an exporter when a DataLoader that feeds the training is exhausted, or is begun anew.
 
@@ -61,7 +51,9 @@ class Epochs:
         self._begun = WeakIdentitySet()
         self._new_amid = False  # whether one of them was begun for the first time after a step of this epoch
         self._leader: _Leader | None = None
-        self._unused: _Unused | None = None
+        # an exhausted iterator whose last batches the model may not have seen yet; after so many forwards, it has
+        self._unused: _Pass | None = None
+        self._used_after = 0
         # the DataLoader that was begun last, if its class wraps another one, so that its iterator is not known yet
         self._wrapped: weakref.ref[Any] | None = None
         self._began = 0
@@ -131,7 +123,7 @@ class Epochs:
         # of several models nobody knows which one the batches are for
         counted = exporter.model is not None and len(exporter.parts.models.tops) == 1
         told = counted and (exporter.parts.forwards.seen > 0 or exporter.steps_seen == 0)
-        self._unused = _Unused(known.loader, known.began, known.forwards + known.given if told else 0)
+        self._unused, self._used_after = known, known.forwards + known.given if told else 0
         self._used()
 
     def _left_early(self) -> bool:
@@ -159,7 +151,7 @@ class Epochs:
 
     def _used(self, *, anyhow: bool = False) -> None:
         """End the epoch if the model has seen all batches of an exhausted DataLoader; `anyhow`: even if it has not."""
-        if self._unused is not None and (anyhow or self._exporter.parts.forwards.seen >= self._unused.forwards):
+        if self._unused is not None and (anyhow or self._exporter.parts.forwards.seen >= self._used_after):
             began, self._unused = self._unused.began, None
             now = self._exporter.global_step
             if now > max(began, self._began):

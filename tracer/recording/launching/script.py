@@ -41,11 +41,11 @@ def run(
     program: Program,
     *,
     out: Anywhere,
-    captures: Sequence[Capture] | None = None,
-    options: Options | None = None,
+    captures: Sequence[Capture],
+    options: Options,
     receivers: Iterable[Receiver] = (),
-    required: bool | None = False,
-    began: Callable[[Run], None] | None = None,
+    required: bool | None,
+    began: Callable[[Run], None],
     ended: Callable[[], None] | None = None,
 ) -> int:
     """Run a training script, or a module as ``python -m`` does, and record it.
@@ -55,15 +55,15 @@ def run(
     program : Program
     out : path or URL
         Of the trace; it is created at the first training step.
-    captures : sequence of Capture, optional
-        What to observe; by default `captures_of` no settings.
-    options : Options, optional
+    captures : sequence of Capture
+        What to observe.
+    options : Options
     receivers : iterable of Receiver
         Who listens live to what this process trains. One that raises `StopTraining` ends the script, without a
         traceback: whoever gave it says why.
-    required : bool
+    required : bool or None
         Whether it is an error that nothing of a training was recorded. If not, it is said on stderr; None: nowhere.
-    began : callable, optional
+    began : callable
         Called with the recording before the script begins.
     ended : callable, optional
         Called when the recording has ended: before this returns, or when the process ends, if the script left threads
@@ -85,8 +85,6 @@ def run(
         If something is at `out`; with `resume`, if it is still being recorded.
     """
     target = location(out)
-    options = options if options is not None else Options()
-    captures = captures_of() if captures is None else captures
     _check_target(target, options)
     code, main = program.load()
     program.check_imports(code)
@@ -101,8 +99,7 @@ def run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(watching(session))
         try:
-            if began is not None:
-                began(session.run)
+            began(session.run)
             exec(code, main.__dict__)
         except BaseException as raised:
             error = raised
@@ -144,7 +141,7 @@ def unwatched(program: Program) -> int:
     return 0
 
 
-def captures_of(settings: Sequence[Mapping[str, Any]] = ({},)) -> tuple[Capture, ...]:
+def captures_of(settings: Sequence[Mapping[str, Any]]) -> tuple[Capture, ...]:
     """The captures that settings describe (`Capture.from_mapping`).
 
     A single one keeps of evaluation passes only outputs, labels and losses, as the activations of a whole test set

@@ -24,11 +24,11 @@ from tracer.messaging.receiver import Receiver
 from tracer.observing.capture import Capture
 from tracer.observing.pytorch.hanging import before_any_step
 from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS
-from tracer.observing.pytorch.patches import Differentiating
 from tracer.recording import termination
 from tracer.recording.family import Member
 from tracer.recording.launching import children
 from tracer.recording.launching.epochs import Epochs
+from tracer.recording.launching.stand_ins import called_as, replaced, telling, telling_backward
 from tracer.recording.launching.trained import TrainedModels
 from tracer.recording.options import Options
 from tracer.recording.recording import concluded, end, observer, start
@@ -230,7 +230,7 @@ class Session:
         if optimizer not in self._models.optimizers:
             self._guarded("an optimizer", lambda: self._find(optimizer))
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, tensor: Tensor) -> None:
         if self.refusal is not None:  # before anything is trained that was meant to be recorded
             raise self.refusal
 
@@ -262,12 +262,12 @@ class Session:
         self.refusal = self._models.add(optimizer)
 
     def _add_group(self, optimizer: Optimizer) -> None:
-        """An optimizer trains more: maybe a module that is not watched yet."""
+        """Follow an optimizer that trains more: maybe a module that is not watched yet."""
         if not self._models.watches_last_group(optimizer):
             self._add(optimizer)
 
     def _find(self, optimizer: Optimizer) -> None:
-        """An optimizer steps that was not made here, but loaded or copied as it was."""
+        """Follow an optimizer that was loaded or copied whole, so that its ``__init__`` was not called, and steps."""
         self._exporter.parts.let_go()  # what it may be a copy of
         self._add(optimizer)
         if self._exporter.parts.optimizers:
@@ -286,67 +286,25 @@ def watching(session: Session) -> Iterator[None]:
 
     SIGTERM raises `SystemExit` meanwhile.
     """
-    patches: list[tuple[Any, str, Callable[..., Any]]] = [
-        (Optimizer, "__init__", _optimizer_init),
-        (Optimizer, "add_param_group", _add_param_group),
-        (Tensor, "backward", _backward),
-        (DataLoader, "__iter__", _loader_iter),
-        (_BaseDataLoaderIter, "__next__", _loader_next),
-        (BaseProcess, "start", _start),
-    ]
-    originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
-    for (owner, name, wrap), (_, _, original) in zip(patches, originals, strict=True):
-        wrapper = wrap(session, original)
-        wrapper.__doc__ = original.__doc__
-        wrapper.__wrapped__ = original  # inspect.signature follows it
-        setattr(owner, name, wrapper)
+    stand_ins: tuple[tuple[type, str, Callable[..., Any]], ...] = (
+        (Optimizer, "__init__", telling(Optimizer.__init__, session.optimizer_made)),
+        (Optimizer, "add_param_group", telling(Optimizer.add_param_group, session.group_added)),
+        (Tensor, "backward", telling_backward(session.backward_begins, session.backward_ended)),
+        (DataLoader, "__iter__", _loader_iter(session, DataLoader.__iter__)),
+        (_BaseDataLoaderIter, "__next__", _loader_next(session, _BaseDataLoaderIter.__next__)),
+        (BaseProcess, "start", _start(session, BaseProcess.start)),
+    )
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not is_dynamo_compiling():
             session.optimizer_steps(optimizer)
 
-    steps = before_any_step(before_step)
-    try:
-        with termination.raises():
-            yield
-    finally:
-        steps.remove()
-        for owner, name, original in originals:
-            setattr(owner, name, original)
-
-
-def _optimizer_init(session: Session, original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        original(optimizer, *args, **kwargs)
-        session.optimizer_made(optimizer)
-
-    return __init__
-
-
-def _add_param_group(session: Session, original: Callable[..., None]) -> Callable[..., None]:
-    def add_param_group(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        original(optimizer, *args, **kwargs)
-        session.group_added(optimizer)
-
-    return add_param_group
-
-
-def _backward(session: Session, original: Callable[..., None]) -> Callable[..., None]:
-    running = Differentiating()
-
-    def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        session.backward_begins()
-        if running.now:
-            original(tensor, *args, **kwargs)
-            return
-        running.now = True
-        try:
-            original(tensor, *args, **kwargs)
-        finally:
-            running.now = False
-        session.backward_ended()
-
-    return backward
+    with contextlib.ExitStack() as stack:
+        for owner, name, ours in stand_ins:
+            stack.enter_context(replaced(owner, name, ours))
+        stack.callback(before_any_step(before_step).remove)
+        stack.enter_context(termination.raises())
+        yield
 
 
 def _loader_iter(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -357,7 +315,7 @@ def _loader_iter(session: Session, original: Callable[..., Any]) -> Callable[...
             session.follow(session.epochs.begun, loader, iterator)
         return iterator
 
-    return __iter__
+    return called_as(original, __iter__)
 
 
 def _loader_next(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -371,7 +329,7 @@ def _loader_next(session: Session, original: Callable[..., Any]) -> Callable[...
         session.epochs.given(iterator)
         return batch
 
-    return __next__
+    return called_as(original, __next__)
 
 
 def _start(session: Session, original: Callable[..., None]) -> Callable[..., None]:
@@ -379,4 +337,4 @@ def _start(session: Session, original: Callable[..., None]) -> Callable[..., Non
         with session.process_starts(process):
             original(process)
 
-    return start
+    return called_as(original, start)

@@ -114,9 +114,9 @@ class TrainedModels:
     def _that_end_steps(self, alive: Sequence[Optimizer]) -> Sequence[Optimizer]:
         """The optimizers that may end a step.
 
-        Once the training has begun not those that were made for something that is not watched, an adversarial input
-        say, if others are there. Of those that are there from the beginning, such as that of a temperature, the
-        exporter sees when they step.
+        Once the training has begun, an optimizer of something that is not watched, such as an adversarial input, ends
+        none as long as there are others. What one does that is there from the beginning, such as the optimizer of a
+        temperature, the exporter learns from its steps.
         """
         others = [one for one in alive if one not in self._beside]
         if len(others) in (0, len(alive)) or not (self._exporter.steps_seen or self._exporter.parts.clock.open):
@@ -128,8 +128,9 @@ class TrainedModels:
     def _is_watched(self, optimizer: Optimizer, count: int) -> bool:
         """Whether one more optimizer of many trains only what is watched already.
 
-        To look for models takes as long as there are objects, and some programs make an optimizer for each parameter.
-        Of few, and whenever there are twice as many, a module that holds those that were found is looked for, too.
+        A search for models goes through all objects of the process, and some programs make an optimizer for each
+        parameter. So the search, which may also find a module around the known models, takes place for the first few
+        optimizers, and again whenever their number has doubled.
         """
         if count <= _FEW or count >= 2 * self._looked:
             return False
@@ -140,18 +141,14 @@ class TrainedModels:
         self._looked = len(alive)
         untrained = self._exporter.steps_seen == 0 and not self._exporter.parts.clock.open
         models = models_of(alive) or self._tensors_of(alive, untrained)
-        if untrained or not self._exporter.parts.models.tops:
-            if untrained:
-                self._exporter.parts.forget_models()
-            if len(models) == 1:
-                self._exporter.set_model(models[0])
-            else:
-                for name, one in names_of(models).items():
-                    self._exporter.add_modules((name, one))
-        else:  # a second training in one script: its model joins the first
-            watched = {id(one) for _, top in self._exporter.parts.models.outermost for one in walking.modules(top)}
-            more = [one for one in models if id(one) not in watched]
-            for name, one in names_of(more).items():
+        if untrained:
+            self._exporter.parts.forget_models()
+        outermost = self._exporter.parts.models.outermost
+        if len(models) == 1 and not outermost:
+            self._exporter.set_model(models[0])
+        else:  # the model of a second training in one script joins the first
+            watched = {id(one) for _, top in outermost for one in walking.modules(top)}
+            for name, one in names_of([one for one in models if id(one) not in watched]).items():
                 self._exporter.add_modules((name, one))
         return bool(models)
 
@@ -159,7 +156,7 @@ class TrainedModels:
         """What holds the tensors of optimizers that train no module, under the names ``parameters.N``."""
         watched = set() if untrained else self._watched()
         holder = Tensors(alive, watched)
-        if not holder.held:
+        if not holder._parameters:
             return []
         # the exporter keeps no model that nobody else has
         key = id(holder)
@@ -187,11 +184,6 @@ class Tensors(nn.Module):
         # they need not be parameters
         self._parameters.update({f"parameters.{number}": one for number, one in enumerate(mine.values())})
 
-    @property
-    def held(self) -> int:
-        """How many tensors there are."""
-        return len(self._parameters)
-
 
 def trains_no_module(optimizer: Optimizer) -> bool:
     """Whether an optimizer trains nothing that a module could have as a parameter, but an input, say."""
@@ -213,14 +205,12 @@ def models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
     roots = {id(unwrap(one)): unwrap(one) for one in owners if id(one) not in inner}
     # a copy (an average of the weights, say) shares no parameter; a view of some layers does, and owns fewer
     owned = [(one, [trained[id(p)] for p in walking.parameters(one) if id(p) in trained]) for one in roots.values()]
-    roots_by_size = [one for one, places in sorted(owned, key=lambda found: (-len(found[1]), found[1]))]
     chosen: list[nn.Module] = []
     covered: set[int] = set()
-    for one in roots_by_size:
-        own = {id(p) for p in walking.parameters(one) if id(p) in trained}
-        if not own <= covered:
+    for one, places in sorted(owned, key=lambda found: (-len(found[1]), found[1])):
+        if not covered.issuperset(places):
             chosen.append(one)
-            covered |= own
+            covered.update(places)
     return chosen
 
 

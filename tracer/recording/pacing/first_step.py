@@ -7,7 +7,7 @@ from typing import NamedTuple, final
 
 from tracer.messaging.messages import DEFAULT_TAG, Message, clock_of
 from tracer.observing.exporter import Exporter
-from tracer.recording.budget import ROW_BYTES, stored_bytes
+from tracer.recording.budget import message_bytes
 from tracer.recording.pacing.free_disk import disk_of, free_bytes
 from tracer.recording.recorder import Recorder
 from tracer.stores.locations import Location
@@ -48,20 +48,14 @@ class FirstStep:
         self._recorder = recorder
         self._tell: Callable[[Outlook], None] | None = tell
         self._bytes = 0.0
-
-    def begin(self) -> None:
-        """Listen to the recorder until the step is over."""
-        self._recorder.overhears = self._hear
-        self._exporter.parts.steps.call_between(self.step_over)
+        recorder.overhears = self._hear
 
     def _hear(self, message: Message) -> None:
         if clock_of(message.kind) == "epoch" or (message.kind == "generators" and message.leaf != "torch"):
             return  # most steps have none
-        data = message.data
-        nbytes = ROW_BYTES + (0 if data is None else stored_bytes(tuple(data.shape), data.dtype.itemsize))
         capture = self._exporter.parts.demand.capture_of(message.kind, message.key, message.tag)
         share = 1.0 if capture is None or message.tag != DEFAULT_TAG else capture.burst / capture.every
-        self._bytes += nbytes * share
+        self._bytes += message_bytes(message) * share
 
     def step_over(self) -> None:
         """Tell, if anything was recorded of the step."""

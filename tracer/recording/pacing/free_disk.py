@@ -65,13 +65,10 @@ class FreeDisk:
         self._largest = 0  # bytes of the largest step
         self._looked = float("-inf")
 
-    def begin(self) -> None:
-        """Look from now on, unless the floor is 0."""
-        if self._floor:
-            self._exporter.parts.steps.call_between(self.step_over)
-
     def step_over(self) -> None:
-        """Look, if much was recorded since the last time, or that was long ago."""
+        """Look, if much was recorded since the last time, or that was long ago; not where the floor is 0."""
+        if not self._floor:
+            return
         recorder, now = self._recorder, time.monotonic()
         self._largest = max(self._largest, recorder.seen_bytes - self._before)
         self._before = recorder.seen_bytes

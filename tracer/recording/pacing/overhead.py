@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from time import process_time, thread_time
-from typing import NamedTuple, Protocol, final
+from typing import NamedTuple, final
 
+from tracer.observing.probes import Probes
 from tracer.observing.pytorch.gate import Meter
 from tracer.recording.pacing.bound import Wish
 from tracer.recording.pacing.costs import LEAST, Costs
@@ -40,21 +41,6 @@ _FORGETS = 0.98
 """What is left in a step of what was known of the writer a step ago."""
 
 
-class Probing(Protocol):
-    """What takes time of the training's thread between some of the steps.
-
-    Attributes
-    ----------
-    seconds : float
-        That it took so far.
-    """
-
-    seconds: float
-
-    def may_take(self, seconds: float) -> None:
-        """Take at most so many seconds a step from now on, in the mean."""
-
-
 class _Clocks(NamedTuple):
     """The clocks at the end of a step, in seconds of CPU time, and how much the recorder was given."""
 
@@ -85,8 +71,8 @@ class OverheadBound:
     meter : Meter
         Of the exporter's gate.
     recorder : Recorder
-    probes : Probing, optional
-        The probes of the exporter, which are due at times of their own.
+    probes : Probes
+        Of the exporter. They are due at times of their own.
     credit : float
         Seconds that the recording may take before the bound holds.
     """
@@ -98,7 +84,7 @@ class OverheadBound:
         meter: Meter,
         recorder: Recorder,
         *,
-        probes: Probing | None = None,
+        probes: Probes,
         credit: float = 0.0,
     ) -> None:
         self._bound = bound
@@ -146,7 +132,7 @@ class OverheadBound:
         self._credit -= taken
         if self._credit > 0:
             return
-        if probed and self._probes is not None:
+        if probed:
             self._probes.may_take(_OF_PROBES * self._bound * self._bare)
         self._excess += taken - self._bound * bare
         if self._excess > _PATIENCE:
@@ -160,15 +146,14 @@ class OverheadBound:
     def _read(self) -> _Clocks:
         recorder = self._recorder
         return _Clocks(
-            *(
-                threading.get_ident(),
-                thread_time(),
-                process_time(),
-                self._meter.seconds(),
-                0.0 if self._probes is None else self._probes.seconds,
-                recorder.cpu_seconds,
-            ),
-            *(recorder.seen, recorder.seen_bytes),
+            thread=threading.get_ident(),
+            training=thread_time(),
+            process=process_time(),
+            own=self._meter.seconds(),
+            probes=self._probes.seconds,
+            writer=recorder.cpu_seconds,
+            messages=recorder.seen,
+            nbytes=recorder.seen_bytes,
         )
 
     def wish(self) -> Wish | None:

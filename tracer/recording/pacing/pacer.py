@@ -53,6 +53,7 @@ class Pacer:
         self._overhead = overhead
         self._steps = 0
         self._changed = 0  # after how many steps it changed last
+        exporter.set_schedule(schedule.captures)
 
     @classmethod
     def of(cls, options: Options, exporter: Exporter, recorder: Recorder) -> Pacer | None:
@@ -71,11 +72,6 @@ class Pacer:
         if budget is not None:
             bounds.append(BytesBound(budget, schedule))
         return cls(schedule, exporter, recorder, bounds, overhead) if bounds else None
-
-    def begin(self) -> None:
-        """Be asked from now on."""
-        self._exporter.set_schedule(self._schedule.captures)
-        self._exporter.parts.steps.call_between(self.step_over)
 
     def step_over(self) -> None:
         """Let the bounds take note of the step that has ended, and widen or narrow the schedule."""

@@ -81,7 +81,7 @@ def _pieces(captures: Iterable[Capture]) -> Iterator[_Piece]:
 
 
 class Schedule:
-    """The captures in force: each as it was given, or of every so many steps that it would be due.
+    """The captures in force: each as often as it was given, or more seldom by a factor.
 
     Where there are keyframes, inputs can become rarer in bursts: each of some keyframes is followed by steps that all
     have inputs, so that these can be run again from it. Evaluations then stay as they were given.
@@ -117,7 +117,7 @@ class Schedule:
         self.captures = tuple(one.capture for one in self._pieces)
 
     def spacing(self, group: str) -> int | None:
-        """The steps from one that a group is due in to the next, as it was given; None if there is nothing of it."""
+        """How many steps apart a group was asked for; None if no capture takes it."""
         taken = (one.capture.every for one in self._pieces if one.group == group and one.of_steps)
         return min(taken, default=None)
 

@@ -28,6 +28,7 @@ from tracer.observing.pytorch.optimizer_states import SCALE, put_state, set_hype
 from tracer.observing.pytorch.tensors import leaves
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.observing.state import LEFT, SCALER
+from tracer.recording.launching.stand_ins import replaced
 from tracer.recording.reenacting.batches import Batches
 from tracer.recording.reenacting.recorded import Keyframe, Place, Recorded, RecordedStep
 
@@ -82,7 +83,7 @@ class Feed:
         own_steps : int
             Steps that the training takes of its own first, if the run had as many before the keyframe.
         """
-        parts, scale = self._exporter.parts, GradScaler.scale
+        parts = self._exporter.parts
         first = max(0, self._keyframe.at.global_step - own_steps)
         self._exporter.start_at(first, 0, 0)
         samples = self._recorded.samples(first, self._stop)
@@ -95,9 +96,9 @@ class Feed:
         steps = before_any_step(functools.partial(self._guarded, self._optimizer_steps))
         # called after the hooks of an optimizer's own, among which the exporter's ends the step
         stepped = register_optimizer_step_post_hook(functools.partial(self._guarded, self._optimizer_stepped))
-        setattr(GradScaler, "scale", self._scaling(scale))  # noqa: B010 - mypy forbids to assign it
+        scaling = replaced(GradScaler, "scale", self._scaling(GradScaler.scale))
         try:
-            with feeding_compiled(self._compiled_called):
+            with feeding_compiled(self._compiled_called), scaling:
                 yield
         finally:
             parts.passes.fed = parts.losses.fed = None
@@ -106,7 +107,6 @@ class Feed:
                 LOADERS.unwatch(self._batches)
             steps.remove()
             stepped.remove()
-            setattr(GradScaler, "scale", scale)  # noqa: B010
 
     def _guarded(self, work: Callable[..., None], *args: Any) -> None:
         """Do what feeds the script; end the script where that cannot be done."""
@@ -255,13 +255,8 @@ def feeding_compiled(feed: Callable[[nn.Module, tuple[Any, ...], Mapping[str, An
         compile_(module, *args, **kwargs)
         vars(module)["_compiled_call_impl"] = fed(vars(module)["_compiled_call_impl"], module)
 
-    setattr(OptimizedModule, "__call__", call)  # noqa: B010 - as above
-    setattr(nn.Module, "compile", compiled)  # noqa: B010
-    try:
+    with replaced(OptimizedModule, "__call__", call), replaced(nn.Module, "compile", compiled):
         yield
-    finally:
-        delattr(OptimizedModule, "__call__")
-        setattr(nn.Module, "compile", compile_)  # noqa: B010
 
 
 class Counts:

@@ -57,9 +57,9 @@ def probe_script(
     probe: LateProbe,
     *,
     out: Anywhere,
-    kinds: Sequence[str] = (),
-    modules: Sequence[str] | None = None,
-    options: Options | None = None,
+    kinds: Sequence[str],
+    modules: Sequence[str] | None,
+    options: Options,
 ) -> list[int]:
     """Put inputs through the weights of a run's keyframes, and record what the model makes of them.
 
@@ -75,9 +75,11 @@ def probe_script(
     probe : LateProbe
     out : path or URL
         Of the trace to make. Its messages have the tag ``probe``, and the steps of the keyframes.
-    kinds, modules : sequence of str
-        What is recorded; by default activations, outputs and labels of all modules that a plain capture takes.
-    options : Options, optional
+    kinds : sequence of str
+        What is recorded; if there are none, activations, outputs and labels.
+    modules : sequence of str or None
+        Of which modules; None: of all that a plain capture takes.
+    options : Options
 
     Returns
     -------
@@ -110,7 +112,7 @@ def probe_script(
                 program,
                 out=out,
                 captures=[Capture(kinds=kinds or KINDS, modules=modules, tags=(PROBE,))],
-                options=replace(options or Options(), reenacts=about),
+                options=replace(options, reenacts=about),
                 began=lambda recording: stack.enter_context(passes.after_the_first_step_of(recording)),
                 required=None,  # no step of the training is recorded
             )

@@ -182,11 +182,11 @@ def reenact_script(
     *,
     steps: tuple[int, int],
     out: Anywhere,
-    captures: Sequence[Capture] = (),
-    options: Options | None = None,
-    receivers: Sequence[Receiver] = (),
-    attempt: int | None = None,
-    allow_different: bool = False,
+    captures: Sequence[Capture],
+    options: Options,
+    receivers: Sequence[Receiver],
+    attempt: int | None,
+    allow_different: bool,
 ) -> tuple[Verdict, int]:
     """Run steps of a recorded run again by the script that trained, record them anew, and compare.
 
@@ -206,12 +206,12 @@ def reenact_script(
     out : path or URL
         Of the trace to make.
     captures : sequence of Capture
-        What is recorded of the steps; by default all of the kinds of `Capture`'s default, in full.
-    options : Options, optional
+        What is recorded of the steps.
+    options : Options
     receivers : sequence of Receiver
         Who listens to the steps.
-    attempt : int, optional
-        Of a run that was resumed, run the steps again as this attempt left them; by default as the last did.
+    attempt : int or None
+        Of a run that was resumed, run the steps again as this attempt left them; None: as the last did.
     allow_different : bool
         Whether to go on after the first value that is not as it was recorded.
 
@@ -235,8 +235,8 @@ def reenact_script(
             status = run(
                 program,
                 out=out,
-                captures=captures_for(plan, captures or (of_steps(),)),
-                options=replace(options or Options(), reenacts=plan.describe()),
+                captures=captures_for(plan, captures),
+                options=replace(options, reenacts=plan.describe()),
                 receivers=(*receivers, again.comparison),
                 began=lambda recording: stack.enter_context(again.by(recording)),
                 required=True,
