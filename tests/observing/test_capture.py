@@ -26,7 +26,7 @@ from tests.observing.recorded import mlp
 from tracer import Capture, CaptureError, Collect, Exporter, Message, UnknownNameError
 from tracer.messaging.messages import DATA_KINDS, KINDS
 from tracer.observing.capture import DEFAULT_KINDS, DTYPES, REDUCTIONS, choice
-from tracer.observing.publisher import Overflows
+from tracer.observing.overflows import Overflows
 from tracereel.main import main
 
 

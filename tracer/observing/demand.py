@@ -138,6 +138,16 @@ def _data_last(kind: str, captures: Iterable[Capture]) -> Captures:
     return tuple(sorted(captures, key=lambda one: one.beside(kind) is None))
 
 
+def is_beside_statistics(capture: Capture, captures: Captures, kind: str) -> bool:
+    """Whether a capture keeps the data of messages of a kind, and another of some captures their statistics."""
+    return (
+        len(captures) > 1
+        and capture is captures[-1]
+        and capture.beside(kind) is None
+        and any(one.beside(kind) == "statistics" for one in captures)
+    )
+
+
 @dataclass(eq=False, repr=False)
 class Demand:
     """Knows who wants what of a training.

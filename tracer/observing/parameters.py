@@ -22,11 +22,10 @@ from tracer.format.placement import local
 from tracer.messaging.messages import DEFAULT_TAG, difference
 from tracer.observing.capture import Capture
 from tracer.observing.clock import At
-from tracer.observing.demand import Captures
+from tracer.observing.demand import Captures, is_beside_statistics
 from tracer.observing.numbers import StreamKey
 from tracer.observing.parameter_table import Parameter
 from tracer.observing.part import Ground, Part
-from tracer.observing.publisher import has_statistics
 from tracer.observing.pytorch.tensors import same_storage, unscaled
 from tracer.observing.ranks import Ranks
 from tracer.observing.turns import Candidate, Turns
@@ -360,7 +359,7 @@ class Parameters(Part):
         tensor = parameter.tensor
         small = {id(capture): made for capture, made in kept.small}
         for capture in captures:
-            twice = capture is captures[-1] and has_statistics(captures, kind)
+            twice = is_beside_statistics(capture, captures, kind)
             made, data = small.get(id(capture)), kept.data
             if made is not None:
                 source = made if tensor is None else local(tensor)

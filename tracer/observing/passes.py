@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from tracer.errors import CaptureError
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
 from tracer.observing.part import Ground, Part
-from tracer.observing.pytorch.autograd import calls_running, checkpointing, recomputing, traced
+from tracer.observing.pytorch.autograd import calls_running, checkpointing, recomputing
 from tracer.observing.pytorch.gate import Pass
 from tracer.observing.pytorch.leaves import arguments_of
+from tracer.observing.pytorch.modes import traced
 from tracer.observing.pytorch.tensors import leaves
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.observing.samples import Samples

@@ -18,11 +18,12 @@ from torch.nn.parameter import is_lazy
 from tracer import walking
 from tracer.errors import CaptureError
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
+from tracer.observing.numbers import StreamKey
 from tracer.observing.part import Ground, Part
 from tracer.observing.passes import Passes
-from tracer.observing.publisher import Collected
-from tracer.observing.pytorch.autograd import with_subclasses
+from tracer.observing.publisher import PROBED
 from tracer.observing.pytorch.hooks import is_heard_by_others
+from tracer.observing.pytorch.modes import with_subclasses
 from tracer.observing.pytorch.tensors import leaves, unobservable
 from tracer.observing.restoring import undisturbed
 from tracer.observing.spreading import spread_factor
@@ -292,6 +293,40 @@ def joinable(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
     )
 
 
+class Collected:
+    """What the running probe has given so far, of a kind in `PROBED`.
+
+    Parameters
+    ----------
+    joins : bool
+        Whether its inputs go through the model in several batches, whose tensors are held to be put together again.
+        Those of one batch are published as they come, so that no more of them is held than a capture keeps.
+
+    Attributes
+    ----------
+    parts : dict of list of Tensor
+        By stream and call, the tensors that are held.
+    outputs : set of str
+        The leaves of the model's output.
+    """
+
+    def __init__(self, *, joins: bool) -> None:
+        self.joins = joins
+        self.parts: dict[tuple[StreamKey, int], list[Tensor]] = {}
+        self.outputs: set[str] = set()
+
+    def take(self, stream: StreamKey, call: int | None, source: Tensor, owned: bool) -> bool:
+        """Hold a tensor, if it is to be held; returns whether it is not to be published now. See `Collecting`."""
+        if stream.kind not in PROBED:
+            return True
+        if stream.kind == "network_output":
+            self.outputs.add(stream.leaf)
+        if self.joins:
+            held = source if owned else source.clone(memory_format=torch.contiguous_format)
+            self.parts.setdefault((stream, call or 0), []).append(held)
+        return self.joins
+
+
 class Probes(Part):
     """Runs the model on fixed inputs.
 
@@ -393,7 +428,7 @@ class Probes(Part):
         seen = passes.forwards.seen  # of the program, which batches are counted against
         try:
             passes.user_tag, running.depth, running.inputs = probe.name, 0, []
-            self.publisher.collecting = collected
+            self.publisher.collecting = collected.take
             with undisturbed(root), with_subclasses():
                 for batch in probe.batches():
                     sizes += [next((tensor.shape[0] for _, tensor in leaves(batch) if tensor.ndim), 1)]
@@ -410,7 +445,7 @@ class Probes(Part):
 
     def _publish(self, probe: Probe, collected: Collected, sizes: list[int]) -> None:
         """Publish the joined tensors of batches of these sizes, and the labels."""
-        for (kind, path, call, leaf), parts in collected.parts.items():
+        for ((kind, path, _, leaf), call), parts in collected.parts.items():
             if not joinable(parts, sizes):
                 what = f"{kind} of {path!r} in probe {probe.name!r}"
                 why = "its first axis is not the datapoints, so batches cannot be put together again"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from tracer.messaging.messages import DEFAULT_TAG
-from tracer.observing.pytorch.autograd import without_modes
+from tracer.observing.pytorch.modes import without_modes
 
 
 class Numbered(Protocol):

@@ -15,10 +15,10 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from tracer import walking
-from tracer.observing.pytorch.autograd import traced, without_modes
 from tracer.observing.pytorch.compiled import NOBODY, Ticket, name_hook, observe_in_graph, run_uncompiled
 from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import Hanging
+from tracer.observing.pytorch.modes import traced, without_modes
 
 
 class Role(enum.Enum):
