@@ -69,7 +69,7 @@ class Stream:
         Whether its clock is that of epochs.
     """
 
-    __slots__ = ("_answer", "_apart", "_aside", "_asking", "_at", "_dated", "_kind", "asked", "by_epoch")
+    __slots__ = ("_answer", "_apart", "_asking", "_at", "_kind", "_own_times", "_tag", "asked", "by_epoch")
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Stream:
             asking = [one for one in receivers if one.wants(*name, None)]
             if asking:
                 self._asking.append((capture, name, asking))
-        self._dated = kind in KINDS and KINDS[kind].clock == "global_step" and not own_times
-        self._aside = tag != DEFAULT_TAG
+        self._tag = tag
+        self._own_times = own_times or kind not in KINDS
         self._at = -1, 0  # the last step (or epoch) and batch for which it was asked whether it is wanted
         self._answer: Captures = ()
         self.asked = bool(self._asking or apart)
@@ -114,9 +114,7 @@ class Stream:
         return self._answer
 
     def _is_due(self, capture: Capture, clock: int, batch: int) -> bool:
-        if not self._dated:
-            return True
-        return capture.due_batch(clock, batch) if self._aside else capture.next_step(clock) == clock
+        return self._own_times or capture.due(self._kind, self._tag, clock, batch)
 
     def _with_apart(self, answer: Captures, clock: int, batch: int) -> Captures:
         """The captures of a step, and those that observe for one listener what these do not."""
@@ -415,12 +413,8 @@ class Demand:
         step, _, epoch, batch = at if at is not None else self.at(tag)
         return stream.wanted(epoch if stream.by_epoch else step, batch)
 
-    def hears(self, tag: str) -> bool:
-        """Whether anybody wants anything of the passes of this tag."""
-        return bool(self._hearing(tag))
-
-    def hears_batch(self, tag: str, batch: int) -> bool:
-        """Whether that may be so of the pass of this number, at the step that is now."""
+    def hears(self, tag: str, batch: int = 0) -> bool:
+        """Whether anybody may want anything of the pass of this tag and number, at the step that is now."""
         heard, step = self._hearing(tag), self.clock.now().global_step
         return bool(heard) and (tag in self._own_times or any(one.due_batch(step, batch) for one in heard))
 
@@ -464,7 +458,7 @@ class Demand:
     def inside_due(self) -> bool:
         """Whether a capture takes anything of modules or parameters in the training passes of this global step."""
         step = self.clock.step
-        return any(one.next_step(step) == step for one in self._inside)
+        return any(one.due_step(step) for one in self._inside)
 
 
 def stream_name(kind: str, path: str | None) -> str:

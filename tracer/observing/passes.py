@@ -110,9 +110,9 @@ class Passes(Part):
         """Find out whether somebody records a pass aside; if it is others of its evaluation, calls are counted."""
         tag = running.tag
         running.batch = self.numbers.count_pass(tag) if path is None else self.numbers.call(path, tag)
-        running.listening = running.inside = self.demand.hears_batch(tag, running.batch)
+        running.listening = running.inside = self.demand.hears(tag, running.batch)
         running.counts = None
-        if not running.listening and self.demand.hears_batch(tag, 0):
+        if not running.listening and self.demand.hears(tag):
             running.counts = self.numbers.calls_of(tag)
         if running.listening and running.depth:
             self.wiring.look()

@@ -79,10 +79,27 @@ class ProbePlan(NamedTuple):
         return step % (self.every * max(apart, spread_factor(step, self.every) if self.spread else 1)) == 0
 
 
+@dataclasses.dataclass
+class Arguments:
+    """The arguments of a call of a model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, inputs: Any) -> Arguments:
+        """Of what a user gives as inputs: a mapping has those with names, a tuple positional ones, else it is one."""
+        if isinstance(inputs, Mapping):
+            return cls((), dict(inputs))
+        return cls(tuple(inputs) if isinstance(inputs, tuple) else (inputs,), {})
+
+
 class Probe:
     """Fixed inputs of a model, and the steps after which it is run on them; see `Exporter.probe`."""
 
-    def __init__(self, name: str, inputs: Any, labels: Tensor | None, every: int, batch_size: int | None) -> None:
+    def __init__(
+        self, name: str, inputs: Arguments | None, labels: Tensor | None, every: int, batch_size: int | None
+    ) -> None:
         self.name = name
         self.inputs = inputs
         self.labels = labels
@@ -93,7 +110,7 @@ class Probe:
         self.took = 0.0
         """CPU seconds of the last pass."""
 
-    def batches(self) -> Iterator[Any]:
+    def batches(self) -> Iterator[Arguments]:
         """Copies of the inputs, in batches of at most `batch_size` datapoints. The model may overwrite them."""
         tensors = [tensor for _, tensor in leaves(self.inputs) if tensor.ndim]
         if self.batch_size is None or not tensors:
@@ -110,26 +127,6 @@ class Probe:
     def ready(self, model: nn.Module) -> bool:
         """Whether there are inputs for this model."""
         return True
-
-    @staticmethod
-    def call(model: nn.Module, inputs: Any) -> None:
-        """Call a model with inputs: as keyword arguments, as positional ones, or as one."""
-        if isinstance(inputs, Arguments):
-            model(*inputs.args, **inputs.kwargs)
-        elif isinstance(inputs, Mapping):
-            model(**inputs)
-        elif isinstance(inputs, tuple):
-            model(*inputs)
-        else:
-            model(inputs)
-
-
-@dataclasses.dataclass
-class Arguments:
-    """The arguments of a call of a model."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -364,7 +361,7 @@ class Probes(Part):
                 raise CaptureError(f"{what} of probe {name!r} is a positive integer, not {number!r}")
         if labels is not None and not isinstance(labels, Tensor):
             labels = torch.as_tensor(labels, device="cpu")
-        probe = Probe(name, inputs, labels, every, batch_size)
+        probe = Probe(name, Arguments.of(inputs), labels, every, batch_size)
         self.demand.leave_times(name)
         self._run(probe)  # a probe that cannot run is an error of the caller, and is raised now
         if len(known) < len(self._all):
@@ -433,7 +430,7 @@ class Probes(Part):
                 for batch in probe.batches():
                     sizes += [next((tensor.shape[0] for _, tensor in leaves(batch) if tensor.ndim), 1)]
                     self.numbers.forget(probe.name)
-                    probe.call(root, batch)
+                    root(*batch.args, **batch.kwargs)
         finally:
             running.tag, passes.user_tag, running.listening, running.inside, running.depth, running.inputs = before
             self.publisher.collecting = None
