@@ -481,7 +481,7 @@ class Capture:
             numbers[0] = min(numbers[0], self.rows)
         if kind not in _TARGETS:
             if self.positions is not None and entry.batched and len(numbers) >= 3:
-                first = 2 if len(numbers) > 3 or isinstance(module, _CHANNELS_FIRST_3D) else 1
+                first = 2 if _has_channels_first(len(numbers), module) else 1
                 of = int(np.prod(numbers[2:])) if first == 2 else numbers[1]
                 if of > self.positions:
                     told["positions"] = {"count": self.positions, "of": of, "axis": first, "seed": self.seed}
@@ -574,11 +574,9 @@ def _choice_on(of: int, count: int, seed: int, device: torch.device) -> Tensor:
 def _choose_positions(data: Tensor, count: int, seed: int, module: nn.Module | None) -> Tensor:
     if data.ndim < 3:
         return data
-    if data.ndim > 3 or isinstance(module, _CHANNELS_FIRST_3D):
-        data = data.flatten(2)
-        axis = 2
-    else:
-        axis = 1
+    axis = 1
+    if _has_channels_first(data.ndim, module):
+        data, axis = data.flatten(2), 2
     if data.shape[axis] <= count:
         return data
     return data.index_select(axis, _choice_on(data.shape[axis], count, seed, data.device))
@@ -586,7 +584,12 @@ def _choose_positions(data: Tensor, count: int, seed: int, module: nn.Module | N
 
 def axis_of_neurons(ndim: int, module: nn.Module | None = None) -> int:
     """The axis of the neurons in activations of a layer: 1 where positions come after the channels, else the last."""
-    return 1 if ndim > 3 or (ndim == 3 and isinstance(module, _CHANNELS_FIRST_3D)) else ndim - 1
+    return 1 if _has_channels_first(ndim, module) else ndim - 1
+
+
+def _has_channels_first(ndim: int, module: nn.Module | None) -> bool:
+    """Whether the axes of data are (datapoints, channels, positions …), not (datapoints, positions, features)."""
+    return ndim > 3 or (ndim == 3 and isinstance(module, _CHANNELS_FIRST_3D))
 
 
 @lru_cache(maxsize=256)

@@ -350,11 +350,10 @@ class Demand:
 
     def give_up(self, kind: str, path: str | None, error: Exception) -> None:
         """Disable a stream that failed, and go on with the others; under `strict`, raise what it failed with."""
-        self.problems.raise_if_strict(error)
+        self.problems.failed(stream_name(kind, path), error)
         self._given_up.add((kind, path))
         self._streams = {key: stream for key, stream in self._streams.items() if key[:2] != (kind, path)}
         self._of_parameters = None
-        self.problems.note(stream_name(kind, path), f"{type(error).__name__}: {error}")
 
     def check(
         self, receivers: Iterable[Receiver], logged: Iterable[str], candidates: Sequence[tuple[str, nn.Module]]

@@ -65,9 +65,6 @@ class Notes(Protocol):
     def note(self, what: str, why: str, *, warn: bool = True) -> None:
         """Note what is not observed, and why."""
 
-    def raise_if_strict(self, error: BaseException) -> None:
-        """Raise what was caught if the training loop is to see it."""
-
     def failed(self, what: str, error: Exception) -> None:
         """Note that an exception ended an observation, or raise it."""
 

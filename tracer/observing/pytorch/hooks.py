@@ -162,10 +162,8 @@ class Hook:
             with gate.lock, without_modes():
                 self._call(owner, self.name, *args)
         except Exception as error:  # noqa: BLE001 - under strict it is raised again
-            gate.problems.raise_if_strict(error)
+            gate.problems.failed(f"module {self.name!r}" if self.name else self.role.value, error)
             self.off = not (self.of_optimizer or self.of_root)
-            what = f"module {self.name!r}" if self.name else self.role.value
-            gate.problems.note(what, f"{type(error).__name__}: {error}")
         return None
 
     @property
