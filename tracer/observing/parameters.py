@@ -331,15 +331,17 @@ class Parameters(Part):
         tensor = parameter.tensor
         small = {id(capture): made for capture, made in kept.small}
         for capture in captures:
+            data = small.get(id(capture), kept.data)
+            if data is None:
+                continue
+            source = data if tensor is None else local(tensor)
             twice = is_beside_statistics(capture, captures, kind)
-            made, data = small.get(id(capture)), kept.data
-            if made is not None:
-                source = made if tensor is None else local(tensor)
-                self.publisher.tell(capture, stream, made, source, 0, at, place)
-            elif data is not None:
-                source = data if tensor is None else local(tensor)
+            sampling = self.publisher.sampling(capture, stream, source, place, twice)
+            if id(capture) in small:
+                self.publisher.tell(capture, stream, data, 0, at, sampling)
+            else:
                 chosen = capture.select(kind, data) if kept.whole else data
-                self.publisher.release(capture, stream, chosen, source, 0, at, owned=True, placement=place, twice=twice)
+                self.publisher.release(capture, stream, chosen, source, 0, at, sampling, owned=True)
 
     def _keep(self, captures: Captures, kind: str, tensor: Tensor, *, final: bool = True) -> Kept | None:
         """What is to be kept of a tensor; None if that is nothing.

@@ -22,6 +22,7 @@ from tracer.observing.numbers import StreamKey
 from tracer.observing.part import Ground, Part
 from tracer.observing.passes import Passes
 from tracer.observing.publisher import PROBED
+from tracer.observing.pytorch.gate import Pass
 from tracer.observing.pytorch.hooks import is_heard_by_others
 from tracer.observing.pytorch.modes import with_subclasses
 from tracer.observing.pytorch.tensors import leaves, unobservable
@@ -417,14 +418,14 @@ class Probes(Part):
         if probe.by_default and is_heard_by_others(root):
             self.problems.note(f"probe {probe.name!r}", _HOOKED, warn=False)
             return
-        running, passes = self.gate.passes.now, self.passes
+        passes = self.passes
         collected = Collected(joins=probe.batch_size is not None)
         sizes: list[int] = []
-        before = (running.tag, passes.user_tag, running.listening, running.inside, running.depth, running.inputs)
+        before = self.gate.passes.now, passes.user_tag
         begin = thread_time()
         seen = passes.forwards.seen  # of the program, which batches are counted against
         try:
-            passes.user_tag, running.depth, running.inputs = probe.name, 0, []
+            self.gate.passes.now, passes.user_tag = Pass(), probe.name
             self.publisher.collecting = collected.take
             with undisturbed(root), with_subclasses():
                 for batch in probe.batches():
@@ -432,7 +433,7 @@ class Probes(Part):
                     self.numbers.forget(probe.name)
                     root(*batch.args, **batch.kwargs)
         finally:
-            running.tag, passes.user_tag, running.listening, running.inside, running.depth, running.inputs = before
+            self.gate.passes.now, passes.user_tag = before
             self.publisher.collecting = None
             passes.forwards.seen = seen
             probe.took = thread_time() - begin

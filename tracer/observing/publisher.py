@@ -199,10 +199,8 @@ class Publisher:
                 chosen = keeping.select(kind, source)
             if scale is not None:
                 chosen = unscaled(chosen, scale)
-            self.release(
-                keeping, stream, chosen, source, number, at, owned=owned, placement=placement,
-                twice=is_beside_statistics(capture, captures, kind),
-            )  # fmt: skip
+            sampling = self.sampling(keeping, stream, source, placement, is_beside_statistics(capture, captures, kind))
+            self.release(keeping, stream, chosen, source, number, at, sampling, owned=owned)
 
     def release(
         self,
@@ -212,15 +210,11 @@ class Publisher:
         source: Tensor,
         call: int,
         at: At,
+        sampling: dict[str, Any] | None,
         *,
         owned: bool,
-        placement: dict[str, Any] | None = None,
-        twice: bool = False,
     ) -> None:
-        """Condition, reduce, cast, copy and publish what was chosen of `source`, if it is not `owned` already.
-
-        `twice` says that its statistics are published, too.
-        """
+        """Condition, reduce, cast and publish what was chosen of `source`; copy it, if it is not `owned` already."""
         kind = stream.kind
         final = chosen
         if capture.choices or capture.condition is not None:
@@ -243,26 +237,13 @@ class Publisher:
             final = self.copy(final)
         if capture.runs:
             self._running[stream] = final.clone()  # the reduction may overwrite it
-        self.tell(capture, stream, final, source, call, at, placement, twice=twice)
+        self.tell(capture, stream, final, call, at, sampling)
 
     def tell(
-        self,
-        capture: Capture,
-        stream: StreamKey,
-        final: Tensor,
-        source: Tensor,
-        call: int,
-        at: At,
-        placement: dict[str, Any] | None = None,
-        *,
-        twice: bool = False,
+        self, capture: Capture, stream: StreamKey, final: Tensor, call: int, at: At, sampling: dict[str, Any] | None
     ) -> None:
-        """Publish what a capture has made of `source`, which is nobody else's."""
-        kind, sampling = stream.kind, None
-        if placement is not None or capture.choices or twice:
-            sampling = self._sampling(capture, stream, source, placement, twice=twice)
-        if capture.choices:
-            kind = capture.published(kind)
+        """Publish what a capture has made of a tensor. It is nobody else's."""
+        kind = capture.published(stream.kind) if capture.choices else stream.kind
         self._send(capture, self._message(kind, stream, final, call, at, sampling))
 
     def _send(self, capture: Capture, message: Message) -> None:
@@ -288,10 +269,15 @@ class Publisher:
 
     # -- what is said beside --------------------------------------------------------------------------------
 
-    def _sampling(
-        self, capture: Capture, stream: StreamKey, data: Tensor, placement: dict[str, Any] | None, *, twice: bool
+    def sampling(
+        self, capture: Capture, stream: StreamKey, data: Tensor, placement: dict[str, Any] | None, twice: bool
     ) -> dict[str, Any] | None:
-        """`Capture.sampling` of a tensor, and where it is a part of what, worked out once for each shape."""
+        """What a message says of how it is made of a tensor; worked out once for each shape.
+
+        That is `Capture.sampling`, the placement, and `twice`: whether another message has the tensor's statistics.
+        """
+        if placement is None and not capture.choices and not twice:
+            return None
         kind, module = stream.kind, self.demand.module_at(stream.module)
         key = (id(capture), kind, tuple(data.shape), data.is_floating_point(), type(module), id(placement), twice)
         if key not in self._samplings:
