@@ -298,7 +298,7 @@ class Capture:
         """
         if KINDS[kind].clock != "global_step":
             return True
-        return self.due_step(step) if tag == DEFAULT_TAG else self.due_batch(step, batch)
+        return self.next_step(step) == step if tag == DEFAULT_TAG else self.due_batch(step, batch)
 
     def due_batch(self, global_step: int, batch: int) -> bool:
         """Whether it observes the pass of this number of an evaluation at a step.

@@ -103,28 +103,23 @@ class Stream:
         `batch` is the number of a pass aside among those of this step.
         """
         if (clock, batch) != self._at:  # asked several times in each step
+            kind, tag, always = self._kind, self._tag, self._own_times
             answer = tuple(
                 capture
                 for capture, name, asking in self._asking
-                if self._is_due(capture, clock, batch) and any(one.wants(*name, clock) for one in asking)
+                if (always or capture.due(kind, tag, clock, batch)) and any(one.wants(*name, clock) for one in asking)
             )
             if self._apart:
-                answer = self._with_apart(answer, clock, batch)
+                due = [one for one in self._apart if always or one.due(kind, tag, clock, batch)]
+                answer = self._with_apart(answer, due)
             self._at, self._answer = (clock, batch), answer  # together, because the question may be interrupted
         return self._answer
 
-    def _is_due(self, capture: Capture, clock: int, batch: int) -> bool:
-        return self._own_times or capture.due(self._kind, self._tag, clock, batch)
-
-    def _with_apart(self, answer: Captures, clock: int, batch: int) -> Captures:
-        """The captures of a step, and those that observe for one listener what these do not."""
+    def _with_apart(self, answer: Captures, due: Iterable[Capture]) -> Captures:
+        """The captures of a step, and those due ones that observe for one listener what the others do not."""
         kind = self._kind
         taken = {capture.published(kind) for capture in answer}
-        more = tuple(
-            capture
-            for capture in self._apart
-            if capture.published(kind) not in taken and self._is_due(capture, clock, batch)
-        )
+        more = tuple(capture for capture in due if capture.published(kind) not in taken)
         return _data_last(kind, (*answer, *more)) if more else answer
 
 

@@ -47,7 +47,7 @@ class Forwards:
 
     @property
     def of_open_step(self) -> int:
-        """How many training forwards have come since."""
+        """How many training forwards have come since the last step ended."""
         return self.training - self.of_ended_steps
 
     @property

@@ -25,9 +25,9 @@ from tracer.observing.problems import Problems
 from tracer.observing.pytorch.tensors import copied, leaves, ordinary, same_storage, space_for, unobservable, unscaled
 
 LARGE = 1 << 20
-"""Bytes from which a copy is made only when there is room for it, and not as soon as what it is a copy of is there."""
+"""Bytes of a tensor whose copy waits until the receivers have room for it."""
 PROBED = ("layer_inputs", "activations", "network_output")
-"""What is published of a pass of a probe: its inputs are fixed, so once is in the user's hands, often is waste."""
+"""The kinds that are published of a probe's pass. Its inputs are always the same, and the user has them."""
 
 Collecting: TypeAlias = "Callable[[StreamKey, int | None, Tensor, bool], bool]"
 """Takes a tensor that a pass of a probe gives: the stream, the call, the tensor, and whether it is a copy already.
