@@ -39,19 +39,9 @@ class Gradients(Part):
         self._recalled: dict[str, int] = {}  # by path, the one that was computed again last
 
     def watch(self, kind: str, path: str, found: list[tuple[str, Tensor]], call: int, tag: str) -> list[GradientHook]:
-        """Hang hooks on the tensors of an output or input whose gradients are wanted; returns the hooks.
+        """Hang hooks on the tensors of an output or input of a module, if gradients are wanted; returns the hooks.
 
-        Parameters
-        ----------
-        kind : str
-        path : str
-            Of the module.
-        found : list of (str, Tensor)
-            The tensors, each with its leaf.
-        call : int
-            Of the module, in this step and pass.
-        tag : str
-            Of the pass.
+        `found` has the tensors, each with its leaf; `call` and `tag` say in which call and pass the module is.
         """
         hooks: list[GradientHook] = []
         now = self.demand.at(tag)

@@ -50,11 +50,8 @@ class Overflows:
             low, high = before.aminmax()
             if -limit <= low.item() and high.item() <= limit:  # which is false of NaN
                 return
-            self._counts[key] = self._counts.get(key, 0) + int(_overflowed(before, after))
-        elif key in self._counts:
-            self._counts[key] += _overflowed(before, after)
-        else:
-            self._counts[key] = _overflowed(before, after)
+        found = _overflowed(before, after)
+        self._counts[key] = self._counts.get(key, 0) + (int(found) if before.is_cpu else found)
 
     def told(self) -> Iterator[dict[str, Any]]:
         """A description of each stream that has such numbers, as JSON. Waits for the devices."""
