@@ -90,15 +90,15 @@ class Parameters(Part):
         self._final: set[str] = set()
         self._released: set[str] = set()
         self._after: dict[str, Kept] = {}
-        self._moved: set[str] = set()  # those whose updates are made when they are published
+        self._moved: dict[str, Captures] = {}  # by what updates are wanted that are made when they are published
         self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and kind
 
     def forget(self) -> None:
         """Forget the step."""
         by_path: list[dict[Any, Any]] = [self._before, self._gradients, self._after, self._places]
-        for kept in (*by_path, self._pending, self._backwards):
+        for kept in (*by_path, self._pending, self._backwards, self._moved):
             kept.clear()
-        for paths in (self._final, self._released, self._moved, self._settled, self._late):
+        for paths in (self._final, self._released, self._settled, self._late):
             paths.clear()
 
     @property
@@ -112,17 +112,15 @@ class Parameters(Part):
         Weights that were computed for a forward are kept already. `settle` says that an optimizer steps now, so that
         weights which later forwards compute are not those of this step.
         """
-        step = self.clock.now().global_step
-        for parameter in parameters:
+        for parameter, value_captures, _, update_captures in self._with_captures(parameters):
             if settle and parameter.computed:
                 (self._settled if parameter.path in self._before else self._late).add(parameter.path)
-            if parameter.path in self._before:
+            if parameter.path in self._before or not (value_captures or update_captures):
                 continue
-            value_captures, _, update_captures = self._captures(parameter, step)
             tensor = parameter.tensor
             if tensor is None and parameter.by_hook:  # no forward was seen to use it, as in a compiled one
                 tensor, update_captures = parameter.in_place, ()
-            if not (value_captures or update_captures) or tensor is None or is_lazy(tensor):
+            if tensor is None or is_lazy(tensor):
                 continue
             kind, _, update_kind = parameter.kinds
             try:
@@ -143,11 +141,10 @@ class Parameters(Part):
     def release(self, parameters: Iterable[Parameter], *, gradients: bool) -> None:
         """Publish what is final of large parameters before an optimizer steps; `gradients`: whether these are, too."""
         at = self.clock.began
-        for one in parameters:
+        for one, value, gradient, update in self._with_captures(parameters):
             tensor = one.tensor
             if tensor is None or one.computed or one.path in self._before or not _is_large(tensor):
                 continue
-            value, gradient, update = self._captures(one, at.global_step)
             self._attempt(one.values, one, self._release_value, tensor, value, update, at)
             if gradients:
                 self._attempt(one.gradients, one, self._release_gradient, tensor, gradient, at)
@@ -191,13 +188,20 @@ class Parameters(Part):
             self.demand.give_up(kind, parameter.stream, error)
             return None
 
-    def _captures(self, parameter: Parameter, step: int) -> tuple[Captures, Captures, Captures]:
-        """By what the value, the gradient and the update of a parameter are wanted in a step."""
-        value, gradient, update = self.demand.of_parameters()[parameter.path]
-        updates = () if update is None else update.wanted(step)
-        if updates and not self._has_turn(parameter.path, step):
-            updates = ()
-        return () if value is None else value.wanted(step), () if gradient is None else gradient.wanted(step), updates
+    def _with_captures(
+        self, parameters: Iterable[Parameter]
+    ) -> Iterator[tuple[Parameter, Captures, Captures, Captures]]:
+        """The parameters of which anything is wanted in this step; by what their values, gradients and updates are."""
+        asked, step = self.demand.of_parameters(), self.clock.now().global_step
+        for parameter in parameters:
+            value, gradient, update = asked[parameter.path]
+            values = () if value is None else value.wanted(step)
+            gradients = () if gradient is None else gradient.wanted(step)
+            updates = () if update is None else update.wanted(step)
+            if updates and not self._has_turn(parameter.path, step):
+                updates = ()
+            if values or gradients or updates:
+                yield parameter, values, gradients, updates
 
     def _has_turn(self, path: str, step: int) -> bool:
         """Whether the weights of a parameter are kept in a step, to make the update from that somebody wants."""
@@ -268,9 +272,7 @@ class Parameters(Part):
 
     def keep_gradients(self, parameters: Iterable[Parameter]) -> None:
         """Copy the wanted gradients before a step that may overwrite them."""
-        step = self.clock.now().global_step
-        for one in parameters:
-            _, captures, _ = self._captures(one, step)
+        for one, _, captures, _ in self._with_captures(parameters):
             gradient = None if one.tensor is None else one.tensor.grad
             if captures and gradient is not None and one.path not in self._released:
                 self._attempt(one.gradients, one, self._keep_gradient, captures, gradient)
@@ -281,8 +283,7 @@ class Parameters(Part):
 
         `ends` says that the step ends now. Updates are then computed one by one, as they are published.
         """
-        step = self.clock.now().global_step
-        for parameter in parameters:
+        for parameter, _, gradients, updates in self._with_captures(parameters):
             path, tensor = parameter.path, parameter.tensor
             pending = self._pending.pop(path, None) if self._pending else None
             if pending is not None:
@@ -291,12 +292,11 @@ class Parameters(Part):
                     self._gradients[path] = pending
             if tensor is None:
                 continue
-            _, gradients, updates = self._captures(parameter, step)
             if updates and ends:
-                self._moved.add(path)
+                self._moved[path] = updates
             elif updates:
                 _, base = self._before.get(path, (None, None))
-                kept = self._attempt(parameter.updates, parameter, self._update, base, step, False)
+                kept = self._attempt(parameter.updates, parameter, self._update, updates, base, False)
                 if kept is not None:
                     self._after[path] = kept
             known = path in self._final or path in self._released
@@ -311,7 +311,8 @@ class Parameters(Part):
             value, base = self._before.pop(parameter.path, (None, None))
             update = self._after.pop(parameter.path, None)
             if parameter.path in self._moved:  # before anybody hears of what it is made from
-                update = self._attempt(parameter.updates, parameter, self._update, base, step, True)
+                updates = self._moved[parameter.path]
+                update = self._attempt(parameter.updates, parameter, self._update, updates, base, True)
             kept = [value, self._gradients.pop(parameter.path, None), update]
             del value, base, update
             for place, kind in enumerate(parameter.kinds):
@@ -360,10 +361,10 @@ class Parameters(Part):
         chosen = captures[-1].select(kind, source)
         return Kept(made, self.publisher.copy(chosen) if apart and same_storage(chosen, source) else chosen)
 
-    def _update(self, parameter: Parameter, base: Kept | None, step: int, ends: bool) -> Kept | None:
+    def _update(self, parameter: Parameter, captures: Captures, base: Kept | None, ends: bool) -> Kept | None:
         """What is to be kept of an update; if the step `ends`, it may take the place of its base."""
-        captures, tensor = self._captures(parameter, step)[2], parameter.tensor
-        if not captures or tensor is None or base is None or base.data is None:
+        tensor = parameter.tensor
+        if tensor is None or base is None or base.data is None:
             return None
         kind, now = parameter.updates, _values(tensor)
         if not base.whole:
