@@ -13,6 +13,11 @@ from tracer import Capture, Collect, Exporter, Message, MessageBus
 from tracer.messaging.messages import DATA_KINDS
 
 
+def finished(capture: Capture, kind: str, data: Tensor) -> Tensor:
+    """What a capture keeps of what it has selected: reduced and cast, as a publisher does it."""
+    return capture.cast(kind, capture.reduced(kind, data))
+
+
 def watch(
     model: nn.Module,
     optimizer: Any = None,

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 import tracer
 from tests.endings import alike, ended
 from tests.examples import examples
-from tests.observing.recorded import mlp
+from tests.observing.recorded import finished, mlp
 from tracer import Capture, CaptureError, Collect, Exporter, Message, UnknownNameError
 from tracer.messaging.messages import DATA_KINDS, KINDS
 from tracer.observing.capture import DEFAULT_KINDS, DTYPES, REDUCTIONS, choice
-from tracer.observing.publisher import Overflows
+from tracer.observing.overflows import Overflows
 from tracereel.main import main
 
 
@@ -382,12 +382,12 @@ def test_casts(name: str) -> None:
     """Floating-point data is cast as torch casts it; integers and the loss stay."""
     capture = Capture(dtype=name)
     data = torch.tensor([1 / 3, 1e-7, 7e4, float("nan")])
-    got = capture.finish("activations", data)
+    got = finished(capture, "activations", data)
     assert got.dtype is getattr(torch, name)
     assert torch.equal(got, data.to(getattr(torch, name))) or got.isnan().any()
-    assert capture.finish("input_labels", torch.tensor([1, 2])).dtype is torch.int64
-    assert capture.finish("loss", torch.tensor(0.1)).dtype is torch.float32
-    assert capture.finish("activations", torch.tensor([1j])).dtype is torch.complex64
+    assert finished(capture, "input_labels", torch.tensor([1, 2])).dtype is torch.int64
+    assert finished(capture, "loss", torch.tensor(0.1)).dtype is torch.float32
+    assert finished(capture, "activations", torch.tensor([1j])).dtype is torch.complex64
 
 
 ORACLES: dict[str, Callable[[Any], Any]] = {
@@ -407,7 +407,7 @@ ORACLES: dict[str, Callable[[Any], Any]] = {
 @settings(max_examples=examples(20))
 def test_reductions_by_name_are_numpys(name: str, values: list[float]) -> None:
     """Each named statistic is that of NumPy in float64."""
-    got = Capture(reduce=name).finish("weights", torch.tensor(values).reshape(1, -1))
+    got = finished(Capture(reduce=name), "weights", torch.tensor(values).reshape(1, -1))
     assert got.ndim == 0
     expected = ORACLES[name](np.array(values, dtype=np.float32).astype(np.float64))
     assert float(got) == pytest.approx(float(expected), rel=1e-9, abs=1e-9)
@@ -419,7 +419,7 @@ def test_reductions_of_large_tensors(name: str, size: tuple[int, ...], monkeypat
     """What has more elements than are converted at once is reduced in pieces, to the same number."""
     monkeypatch.setattr("tracer.observing.capture.PIECE", 8)
     values = (torch.randn(size, generator=torch.Generator().manual_seed(2)) + 1).to(torch.bfloat16).mT
-    got = Capture(reduce=name).finish("weights", values)
+    got = finished(Capture(reduce=name), "weights", values)
     assert got.ndim == 0
     assert float(got) == pytest.approx(float(ORACLES[name](values.double().numpy())), rel=1e-12)
 
@@ -432,7 +432,7 @@ def test_reductions_of_complex_tensors(name: str, piece: int, monkeypatch: pytes
     values = torch.randn(9, dtype=torch.complex64, generator=torch.Generator().manual_seed(2))
     array = values.numpy().astype(np.complex128)
     oracle = {"norm": np.linalg.norm, "rms": lambda x: np.sqrt(np.mean(np.abs(x) ** 2))}.get(name, ORACLES[name])
-    got = Capture(reduce=name).finish("weights", values)
+    got = finished(Capture(reduce=name), "weights", values)
     assert got.is_complex() == (name in ("mean", "sum"))
     assert complex(got) == pytest.approx(complex(oracle(array)), rel=1e-6 if name == "absmax" else 1e-12)
 
@@ -442,7 +442,7 @@ def test_reductions_of_complex_tensors(name: str, piece: int, monkeypatch: pytes
 def test_reductions_of_integers(name: str, dtype: torch.dtype) -> None:
     """What a network gets may be numbers of words, or a mask."""
     values = torch.tensor([[1, 0, 7], [3, 1, 0]]).to(dtype)
-    got = Capture(reduce=name).finish("input_data", values)
+    got = finished(Capture(reduce=name), "input_data", values)
     assert float(got) == pytest.approx(float(ORACLES[name](values.double().numpy())), rel=1e-12)
 
 
@@ -450,7 +450,7 @@ def test_reductions_of_integers(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reductions_of_nothing_are_nan(name: str, dtype: torch.dtype) -> None:
     """An empty tensor of any dtype has no statistics, and that is no error."""
-    assert torch.isnan(Capture(reduce=name).finish("activations", torch.zeros(0, 3).to(dtype)))
+    assert torch.isnan(finished(Capture(reduce=name), "activations", torch.zeros(0, 3).to(dtype)))
 
 
 def numeric() -> dict[str, torch.dtype]:
@@ -486,9 +486,9 @@ def test_reductions_of_every_dtype(dtype: torch.dtype, name: str, piece: int, mo
         exact = (values.float() if dtype.is_floating_point and dtype.itemsize == 1 else values).to(wide).numpy()
     if dtype.is_complex and name in ("min", "max"):
         with pytest.raises(CaptureError, match=f"no {name}; absmax"):
-            Capture(reduce=name).finish("input_data", values)
+            finished(Capture(reduce=name), "input_data", values)
         return
-    got = Capture(reduce=name).finish("input_data", values)
+    got = finished(Capture(reduce=name), "input_data", values)
     whole = exact.astype(np.longdouble) if exact.dtype.kind in "iu" else exact * 1.0
     oracle = (lambda x: np.sqrt(np.sum(np.abs(x) ** 2))) if name == "norm" else ORACLES[name]
     oracle = (lambda x: np.sqrt(np.mean(np.abs(x) ** 2))) if name == "rms" else oracle
@@ -514,8 +514,8 @@ def test_reductions_stay_in_range(
     """Where squares, or sums on the way, leave the range of float64 and the statistic does not, it is right."""
     monkeypatch.setattr("tracer.observing.capture.PIECE", piece)
     values = torch.tensor([3.0, -4.0, 9.0, 9.0, -8.0, 1.5, 2.0], dtype=dtype)
-    exact = complex(Capture(reduce=name).finish("weights", values).item())
-    got = complex(Capture(reduce=name).finish("weights", values * scale).item())
+    exact = complex(finished(Capture(reduce=name), "weights", values).item())
+    got = complex(finished(Capture(reduce=name), "weights", values * scale).item())
     assert got == pytest.approx(exact * scale, rel=1e-14)
 
 
@@ -554,7 +554,7 @@ def test_targets_are_not_reduced() -> None:
     capture = Capture(reduce="mean", elements=1)
     for kind in ("input_labels", "network_output", "loss"):
         data = torch.arange(6.0).reshape(3, 2)
-        assert capture.finish(kind, capture.select(kind, data)) is data
+        assert finished(capture, kind, capture.select(kind, data)) is data
 
 
 def test_reductions_by_callable() -> None:
@@ -783,14 +783,15 @@ def test_a_function_may_write_into_what_it_gets(vandal: str, with_optimizer: boo
 def test_a_condition_that_looks_at_no_data_copies_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data is copied for a condition that looks at it, and for the message; it is gone when the condition is over."""
     made: list[Tensor] = []
-    module = sys.modules["tracer.observing.publisher"]
-    real = module.copied
+    copying = [sys.modules[f"tracer.observing.{name}"] for name in ("publisher", "conditions")]
+    real = copying[0].copied
 
     def counted(*args: Any) -> Tensor:
         made.append(real(*args))
         return made[-1]
 
-    monkeypatch.setattr(module, "copied", counted)
+    for module in copying:
+        monkeypatch.setattr(module, "copied", counted)
     observe(mlp(), Capture(kinds=["activations"], condition=lambda message: message.global_step > 5))
     assert not made
     kept: list[Message] = []

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tracer
 from analyze.registry import parse, subscribers
+from tests.observing.recorded import finished
 from tracer import Capture, Collect
 from tracer.messaging.messages import DATA_KINDS, KINDS
 from tracer.observing.pytorch import compiled
@@ -395,8 +396,8 @@ def test_reductions(name: str, dtype: torch.dtype) -> None:
     for shape in ((1,), (3, 5), (1000, 37)):
         values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         for data in (values, values.mT if len(shape) > 1 else values):
-            own = capture.finish("weights", data.to(DEVICE))
-            expected = capture.finish("weights", data)
+            own = finished(capture, "weights", data.to(DEVICE))
+            expected = finished(capture, "weights", data)
             assert (own.device.type, own.dtype) == (DEVICE, expected.dtype)
             torch.testing.assert_close(own.cpu(), expected, rtol=1e-12, atol=0, equal_nan=True)
     some = Capture(elements=10).select("weights", values.to(DEVICE))
@@ -408,10 +409,10 @@ def test_sketches(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sketch is the host's, in float32 and not in fewer digits, whatever the program allows for its own products."""
     capture = Capture(kinds=["activations"], reduce="sketch:k=16")
     data = torch.randn(50, 3000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    expected = capture.finish("activations", data)
+    expected = finished(capture, "activations", data)
     for coarse in (False, True):
         monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", coarse)
-        own = capture.finish("activations", data.to(DEVICE))
+        own = finished(capture, "activations", data.to(DEVICE))
         assert (own.device.type, own.dtype) == (DEVICE, expected.dtype)
         torch.testing.assert_close(own.cpu(), expected, rtol=1e-5, atol=1e-4)
 
@@ -423,7 +424,7 @@ def test_reductions_of_large_tensors_need_little_memory(name: str) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    got = Capture(reduce=name).finish("weights", data)
+    got = finished(Capture(reduce=name), "weights", data)
     assert torch.cuda.max_memory_allocated() - before <= 3 * 8 * PIECE
     double = data.double()
     expected = (

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tracer
-from tests.observing.recorded import sgd, watch
+from tests.observing.recorded import finished, sgd, watch
 from tracer import Capture, CaptureError
 from tracer.observing import sketches
 from tracer.observing.sketches import Sketch, projection
@@ -75,9 +75,9 @@ def test_narrow_layers_are_kept_as_they_are() -> None:
     capture = Capture(kinds=["activations"], reduce="sketch:k=8")
     for shape in ((5, 7), (9,), ()):
         x = torch.randn(shape)
-        assert capture.finish("activations", x) is x
+        assert finished(capture, "activations", x) is x
         assert capture.sampling("activations", shape) is None
-    assert capture.finish("activations", torch.randn(5, 8)).shape == (5, 8)
+    assert finished(capture, "activations", torch.randn(5, 8)).shape == (5, 8)
     assert capture.sampling("activations", (5, 8)) == {
         "reduce": "sketch:k=8",
         "sketch": {"k": 8, "of": 8, "axis": 1, "seed": 0, "projection": "gaussian"},

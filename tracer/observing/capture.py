@@ -26,6 +26,8 @@ from tracer.shown import table
 
 _LOSSES = ("loss", "loss_terms")
 _AS_THEY_ARE = (*_LOSSES, "sample_ids", "generators", "hyperparameters")
+_TARGETS = ("sample_ids", "input_labels", "network_output", *_LOSSES)
+"""Kinds that are only ever cut along the datapoints, because other cuts would make no sense."""
 _HASHED_WHERE_LARGE = ("input_data", "input_labels", "network_output")
 """Kinds that `Capture.hash_above` is of."""
 DEFAULT_KINDS: tuple[str, ...] = tuple(
@@ -187,7 +189,7 @@ class Capture:
             raise UnknownNameError.of("dtype", str(self.dtype), DTYPES)
         if self.sketch is not None:
             for kind in self.kinds or ():
-                if kind not in SKETCHED and not _is_target(kind):
+                if kind not in SKETCHED and kind not in _TARGETS:
                     raise CaptureError(
                         f"a sketch is of kinds with datapoints and neurons ({', '.join(SKETCHED)}), not of {kind}: "
                         f"name kinds, and give {kind} a capture of its own"
@@ -296,7 +298,7 @@ class Capture:
         """
         if KINDS[kind].clock != "global_step":
             return True
-        return self.due_step(step) if tag == DEFAULT_TAG else self.due_batch(step, batch)
+        return self.next_step(step) == step if tag == DEFAULT_TAG else self.due_batch(step, batch)
 
     def due_batch(self, global_step: int, batch: int) -> bool:
         """Whether it observes the pass of this number of an evaluation at a step.
@@ -377,18 +379,14 @@ class Capture:
             return data
         if self.rows is not None and entry.batched and data.ndim > 0 and data.shape[0] > self.rows:
             data = data[: self.rows]
-        if self.positions is not None and entry.batched and not _is_target(kind):
+        if self.positions is not None and entry.batched and kind not in _TARGETS:
             data = _choose_positions(data, self.positions, self.seed, module)
-        if self.elements is not None and not _is_target(kind) and data.numel() > self.elements:
+        if self.elements is not None and kind not in _TARGETS and data.numel() > self.elements:
             chosen = _choice_on(data.numel(), self.elements, self.seed, data.device)
             flat = data.reshape(-1)
             # on a CUDA device `index_select` calls `gather`, and takes twice as long
             data = flat.index_select(0, chosen) if data.is_cpu else flat.gather(0, chosen)
         return data
-
-    def finish(self, kind: str, data: Tensor, so_far: Tensor | None = None) -> Tensor:
-        """The reduction and the cast of what `select` kept; `so_far` is the result before, for a running reduction."""
-        return self.cast(kind, self.reduced(kind, data, so_far))
 
     def reduced(self, kind: str, data: Tensor, so_far: Tensor | None = None, neurons: int | None = None) -> Tensor:
         """The reduction of what `select` kept.
@@ -405,7 +403,7 @@ class Capture:
         name = self.beside(kind)
         if name is not None:
             data = BESIDE[name](data)
-        elif self.reduce is not None and self.reduce not in BESIDE and not _is_target(kind) and not KINDS[kind].state:
+        elif self.reduce is not None and self.reduce not in BESIDE and kind not in _TARGETS and not KINDS[kind].state:
             if self.sketch is not None:
                 data = self.sketch.of(data, axis_of_neurons(data.ndim) if neurons is None else neurons)
             elif isinstance(self.reduce, str):
@@ -481,9 +479,9 @@ class Capture:
         if self.rows is not None and entry.batched and numbers:
             told["rows"] = self.rows
             numbers[0] = min(numbers[0], self.rows)
-        if not _is_target(kind):
+        if kind not in _TARGETS:
             if self.positions is not None and entry.batched and len(numbers) >= 3:
-                first = 2 if len(numbers) > 3 or isinstance(module, _CHANNELS_FIRST_3D) else 1
+                first = 2 if _has_channels_first(len(numbers), module) else 1
                 of = int(np.prod(numbers[2:])) if first == 2 else numbers[1]
                 if of > self.positions:
                     told["positions"] = {"count": self.positions, "of": of, "axis": first, "seed": self.seed}
@@ -576,11 +574,9 @@ def _choice_on(of: int, count: int, seed: int, device: torch.device) -> Tensor:
 def _choose_positions(data: Tensor, count: int, seed: int, module: nn.Module | None) -> Tensor:
     if data.ndim < 3:
         return data
-    if data.ndim > 3 or isinstance(module, _CHANNELS_FIRST_3D):
-        data = data.flatten(2)
-        axis = 2
-    else:
-        axis = 1
+    axis = 1
+    if _has_channels_first(data.ndim, module):
+        data, axis = data.flatten(2), 2
     if data.shape[axis] <= count:
         return data
     return data.index_select(axis, _choice_on(data.shape[axis], count, seed, data.device))
@@ -588,12 +584,12 @@ def _choose_positions(data: Tensor, count: int, seed: int, module: nn.Module | N
 
 def axis_of_neurons(ndim: int, module: nn.Module | None = None) -> int:
     """The axis of the neurons in activations of a layer: 1 where positions come after the channels, else the last."""
-    return 1 if ndim > 3 or (ndim == 3 and isinstance(module, _CHANNELS_FIRST_3D)) else ndim - 1
+    return 1 if _has_channels_first(ndim, module) else ndim - 1
 
 
-def _is_target(kind: str) -> bool:
-    """Whether messages of a kind are only ever cut along the datapoints, because other cuts would make no sense."""
-    return kind in ("sample_ids", "input_labels", "network_output", *_LOSSES)
+def _has_channels_first(ndim: int, module: nn.Module | None) -> bool:
+    """Whether the axes of data are (datapoints, channels, positions …), not (datapoints, positions, features)."""
+    return ndim > 3 or (ndim == 3 and isinstance(module, _CHANNELS_FIRST_3D))
 
 
 @lru_cache(maxsize=256)

@@ -69,7 +69,7 @@ class Stream:
         Whether its clock is that of epochs.
     """
 
-    __slots__ = ("_answer", "_apart", "_aside", "_asking", "_at", "_dated", "_kind", "asked", "by_epoch")
+    __slots__ = ("_answer", "_apart", "_asking", "_at", "_kind", "_own_times", "_tag", "asked", "by_epoch")
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Stream:
             asking = [one for one in receivers if one.wants(*name, None)]
             if asking:
                 self._asking.append((capture, name, asking))
-        self._dated = kind in KINDS and KINDS[kind].clock == "global_step" and not own_times
-        self._aside = tag != DEFAULT_TAG
+        self._tag = tag
+        self._own_times = own_times or kind not in KINDS
         self._at = -1, 0  # the last step (or epoch) and batch for which it was asked whether it is wanted
         self._answer: Captures = ()
         self.asked = bool(self._asking or apart)
@@ -103,30 +103,23 @@ class Stream:
         `batch` is the number of a pass aside among those of this step.
         """
         if (clock, batch) != self._at:  # asked several times in each step
+            kind, tag, always = self._kind, self._tag, self._own_times
             answer = tuple(
                 capture
                 for capture, name, asking in self._asking
-                if self._is_due(capture, clock, batch) and any(one.wants(*name, clock) for one in asking)
+                if (always or capture.due(kind, tag, clock, batch)) and any(one.wants(*name, clock) for one in asking)
             )
             if self._apart:
-                answer = self._with_apart(answer, clock, batch)
+                due = [one for one in self._apart if always or one.due(kind, tag, clock, batch)]
+                answer = self._with_apart(answer, due)
             self._at, self._answer = (clock, batch), answer  # together, because the question may be interrupted
         return self._answer
 
-    def _is_due(self, capture: Capture, clock: int, batch: int) -> bool:
-        if not self._dated:
-            return True
-        return capture.due_batch(clock, batch) if self._aside else capture.next_step(clock) == clock
-
-    def _with_apart(self, answer: Captures, clock: int, batch: int) -> Captures:
-        """The captures of a step, and those that observe for one listener what these do not."""
+    def _with_apart(self, answer: Captures, due: Iterable[Capture]) -> Captures:
+        """The captures of a step, and those due ones that observe for one listener what the others do not."""
         kind = self._kind
         taken = {capture.published(kind) for capture in answer}
-        more = tuple(
-            capture
-            for capture in self._apart
-            if capture.published(kind) not in taken and self._is_due(capture, clock, batch)
-        )
+        more = tuple(capture for capture in due if capture.published(kind) not in taken)
         return _data_last(kind, (*answer, *more)) if more else answer
 
 
@@ -136,6 +129,16 @@ OfParameters: TypeAlias = "dict[str, tuple[Stream | None, Stream | None, Stream 
 
 def _data_last(kind: str, captures: Iterable[Capture]) -> Captures:
     return tuple(sorted(captures, key=lambda one: one.beside(kind) is None))
+
+
+def is_beside_statistics(capture: Capture, captures: Captures, kind: str) -> bool:
+    """Whether a capture keeps the data of messages of a kind, and another of some captures their statistics."""
+    return (
+        len(captures) > 1
+        and capture is captures[-1]
+        and capture.beside(kind) is None
+        and any(one.beside(kind) == "statistics" for one in captures)
+    )
 
 
 @dataclass(eq=False, repr=False)
@@ -342,11 +345,10 @@ class Demand:
 
     def give_up(self, kind: str, path: str | None, error: Exception) -> None:
         """Disable a stream that failed, and go on with the others; under `strict`, raise what it failed with."""
-        self.problems.raise_if_strict(error)
+        self.problems.failed(stream_name(kind, path), error)
         self._given_up.add((kind, path))
         self._streams = {key: stream for key, stream in self._streams.items() if key[:2] != (kind, path)}
         self._of_parameters = None
-        self.problems.note(stream_name(kind, path), f"{type(error).__name__}: {error}")
 
     def check(
         self, receivers: Iterable[Receiver], logged: Iterable[str], candidates: Sequence[tuple[str, nn.Module]]
@@ -405,12 +407,8 @@ class Demand:
         step, _, epoch, batch = at if at is not None else self.at(tag)
         return stream.wanted(epoch if stream.by_epoch else step, batch)
 
-    def hears(self, tag: str) -> bool:
-        """Whether anybody wants anything of the passes of this tag."""
-        return bool(self._hearing(tag))
-
-    def hears_batch(self, tag: str, batch: int) -> bool:
-        """Whether that may be so of the pass of this number, at the step that is now."""
+    def hears(self, tag: str, batch: int = 0) -> bool:
+        """Whether anybody may want anything of the pass of this tag and number, at the step that is now."""
         heard, step = self._hearing(tag), self.clock.now().global_step
         return bool(heard) and (tag in self._own_times or any(one.due_batch(step, batch) for one in heard))
 
@@ -454,7 +452,7 @@ class Demand:
     def inside_due(self) -> bool:
         """Whether a capture takes anything of modules or parameters in the training passes of this global step."""
         step = self.clock.step
-        return any(one.next_step(step) == step for one in self._inside)
+        return any(one.due_step(step) for one in self._inside)
 
 
 def stream_name(kind: str, path: str | None) -> str:

@@ -24,6 +24,8 @@ class Forwards:
         All of them, in training and aside.
     training : int
         Those in training.
+    of_ended_steps : int
+        Those of them that belong to steps which have ended.
     ended_at : Node or None
         The place in the graph at which the last step ended.
     began_in_eval_mode : bool
@@ -36,22 +38,17 @@ class Forwards:
     def __post_init__(self) -> None:
         self.seen = 0
         self.training = 0
+        self.of_ended_steps = 0
         self.ended_at: Node | None = None
         self.began_in_eval_mode = False
-        self._before = 0  # training forwards of the steps that have ended
         self._undifferentiated: set[int] = set()  # the numbers of those of the open step that are recorded
         self._never_differentiated = 0  # how many there were in the steps before
         self._watched = 0  # the number of the last one
 
     @property
-    def of_ended_steps(self) -> int:
-        """How many training forwards belong to steps that have ended."""
-        return self._before
-
-    @property
     def of_open_step(self) -> int:
-        """How many training forwards have come since."""
-        return self.training - self._before
+        """How many training forwards have come since the last step ended."""
+        return self.training - self.of_ended_steps
 
     @property
     def undifferentiated(self) -> int:
@@ -85,7 +82,7 @@ class Forwards:
         if self._undifferentiated:
             self._never_differentiated += len(self._undifferentiated)
             self._undifferentiated = set()
-        self._before = self.training
+        self.of_ended_steps = self.training
         running = self.gate.passes.now
         running.listening = running.inside = False
         if running.inputs and not running.depth:  # of calls that failed, or were interrupted

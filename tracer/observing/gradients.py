@@ -1,8 +1,13 @@
-"""Gradients of the outputs and inputs of modules: hooks on these tensors, which publish what a backward brings."""
+"""Gradients of the outputs and inputs of modules: hooks on these tensors, which publish what a backward brings.
+
+The gradients of a call in a reentrant checkpoint come from its second forward, which runs in the backward. They have
+the number of the first one, which ran without gradients.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 
 from torch import Tensor
 from torch._C import _current_graph_task_id
@@ -10,9 +15,12 @@ from torch._C import _current_graph_task_id
 from tracer.observing.clock import At
 from tracer.observing.numbers import StreamKey
 from tracer.observing.part import Ground, Part
-from tracer.observing.pytorch.autograd import without_modes
-from tracer.observing.pytorch.gate import Gate
+from tracer.observing.pytorch.autograd import backward_node, next_node
 from tracer.observing.pytorch.hanging import Told, on_gradient, on_gradient_once
+from tracer.observing.pytorch.modes import without_modes
+
+_RECOMPUTED = "recomputed"
+"""Used in the place of a tag for calls that a compiled graph computes again, because it has a checkpoint of its own."""
 
 
 class Gradients(Part):
@@ -24,25 +32,16 @@ class Gradients(Part):
         # by the id of the tensor, the kind, the module and the leaf
         self._leaf_hooks: dict[tuple[int, str, str | None, str], _LeafHook] = {}
         self._scales: dict[int, Tensor] = {}  # by the number of a backward, the factor of a GradScaler in its loss
+        # by path, the calls without gradients: the number of the next node in the graph, and that of the call
+        self._ungraded: dict[str, list[tuple[int, int]]] = {}
+        # how many of them a module has computed again, by the node of the checkpoint, the backward and the path
+        self._recomputed: Counter[tuple[int | None, int, str]] = Counter()
+        self._recalled: dict[str, int] = {}  # by path, the one that was computed again last
 
-    def watch(
-        self, kind: str, path: str, found: list[tuple[str, Tensor]], call: int, tag: str, forward: int
-    ) -> list[GradientHook]:
-        """Hang hooks on the tensors of an output or input whose gradients are wanted; returns the hooks.
+    def watch(self, kind: str, path: str, found: list[tuple[str, Tensor]], call: int, tag: str) -> list[GradientHook]:
+        """Hang hooks on the tensors of an output or input of a module, if gradients are wanted; returns the hooks.
 
-        Parameters
-        ----------
-        kind : str
-        path : str
-            Of the module.
-        found : list of (str, Tensor)
-            The tensors, each with its leaf.
-        call : int
-            Of the module, in this step and pass.
-        tag : str
-            Of the pass.
-        forward : int
-            The number of the forward of the model.
+        `found` has the tensors, each with its leaf; `call` and `tag` say in which call and pass the module is.
         """
         hooks: list[GradientHook] = []
         now = self.demand.at(tag)
@@ -50,11 +49,11 @@ class Gradients(Part):
             scale = self.scale
             for leaf, tensor in found:
                 if tensor.requires_grad:
-                    hooks.append(GradientHook(self, self.gate, StreamKey(kind, path, tag, leaf), call, now, scale))
-                    self._hang(tensor, hooks[-1], forward)
+                    hooks.append(GradientHook(self, StreamKey(kind, path, tag, leaf), call, now, scale))
+                    self._hang(tensor, hooks[-1])
         return hooks
 
-    def _hang(self, tensor: Tensor, hook: GradientHook, forward: int) -> None:
+    def _hang(self, tensor: Tensor, hook: GradientHook) -> None:
         """Hang a hook on a tensor, so that it is gone when the step is over."""
         if not tensor.is_leaf:
             on_gradient_once(tensor, hook)
@@ -65,11 +64,11 @@ class Gradients(Part):
         there = self._leaf_hooks.get(key)
         if there is None or not there.of(tensor):
             there = self._leaf_hooks[key] = _LeafHook(tensor)
-        there.wait(forward, hook)
+        there.wait(self.forwards.seen, hook)
 
     def seen(self, stream: StreamKey, call: int, at: At, gradient: Tensor) -> None:
         """Publish a gradient that a compiled graph has computed."""
-        GradientHook(self, self.gate, stream, call, at, None)(gradient)
+        GradientHook(self, stream, call, at, None)(gradient)
 
     def came(self, hook: GradientHook, gradient: Tensor) -> None:
         """Publish a gradient that a backward has brought to a tensor."""
@@ -92,9 +91,45 @@ class Gradients(Part):
             stream = hook.stream
         self.publisher.deliver(captures, stream, gradient, hook.call, hook.at, owned=False, scale=self.scale)
 
-    def failed(self, stream: StreamKey, error: Exception) -> None:
-        """Publish no more gradients of a stream."""
-        self.demand.give_up(stream.kind, stream.module, error)
+    # -- calls that a reentrant checkpoint computes again ---------------------------------------------------
+
+    def note_ungraded(self, path: str, call: int) -> None:
+        """Note a call without gradients, which may be the first forward of a reentrant checkpoint."""
+        self._ungraded.setdefault(path, []).append((next_node(), call))
+
+    def first_call(self, path: str) -> int | None:
+        """In the second forward of a checkpoint: which call of this step a module computes again.
+
+        None in every other forward inside a backward. A checkpoint's node in the graph was numbered just before its
+        first forward; the calls of that forward follow it.
+        """
+        first = None if self.clock.idle or not self.clock.open else self._ungraded.get(path)
+        node = None if first is None else backward_node()
+        if first is None or node is None:
+            return None
+        seen = self._recomputed[node, _current_graph_task_id(), path]
+        calls = [call for number, call in first if number > node]
+        return calls[seen] if seen < len(calls) else None
+
+    def recompute(self, path: str) -> int | None:
+        """Note that a module has computed a call again; returns its `first_call`."""
+        first = self.first_call(path)
+        if first is None:
+            self._recalled.pop(path, None)
+        else:
+            self._recomputed[backward_node(), _current_graph_task_id(), path] += 1
+            self._recalled[path] = first
+        return first
+
+    def recalled(self, path: str) -> int:
+        """The call that a module has just computed again.
+
+        If it is none of this step, it is one of a graph's own checkpoint, which computes them again in their order.
+        """
+        first = self._recalled.get(path)
+        return self.numbers.count_call(path, _RECOMPUTED) if first is None else first
+
+    # -- the factor of a GradScaler -------------------------------------------------------------------------
 
     @property
     def scale(self) -> Tensor | None:
@@ -120,42 +155,43 @@ class Gradients(Part):
             self._leaf_hooks = {}
         if self._backwards or self._scales:
             self._backwards, self._scales = {}, {}
+        if self._ungraded or self._recomputed:
+            self._ungraded = {}
+            self._recomputed.clear()
 
 
 class GradientHook:
     """A hook on one tensor of one forward pass."""
 
-    __slots__ = ("_gate", "_owner", "at", "call", "scale", "stream")
+    __slots__ = ("_owner", "at", "call", "scale", "stream")
 
     __torch_unserializable__ = True  # torch warns of every other hook on a tensor that is pickled
 
-    def __init__(
-        self, owner: Gradients, gate: Gate, stream: StreamKey, call: int, at: At, scale: Tensor | None
-    ) -> None:
+    def __init__(self, owner: Gradients, stream: StreamKey, call: int, at: At, scale: Tensor | None) -> None:
         self._owner = weakref.ref(owner)
-        self._gate = gate
         self.stream = stream
         self.call = call
         self.at = at
         self.scale = scale  # if the forward runs in a backward (a checkpoint), the factor of that backward's loss
 
     def __call__(self, gradient: Tensor | None) -> None:
-        owner, gate = self._owner(), self._gate
+        owner = self._owner()
         if gradient is None:  # the node has several outputs, and this one got no gradient
             return
-        if owner is None or not gate.open:
+        if owner is None or not owner.gate.open:
             return
         try:
-            with gate.lock, without_modes():
+            with owner.gate.lock, without_modes():
                 owner.came(self, gradient)
         except Exception as error:  # noqa: BLE001 - under strict it is raised again
-            owner.failed(self.stream, error)
+            owner.demand.give_up(self.stream.kind, self.stream.module, error)
 
     def tell_shared(self) -> None:
         """Note that this gradient may belong to another forward."""
-        if self._owner() is not None:
+        owner = self._owner()
+        if owner is not None:
             why = "it is of a tensor that several forwards used before a backward, and is recorded for each of them"
-            self._gate.problems.note(f"which forward {self.stream.kind} of {self.stream.module!r} belongs to", why)
+            owner.problems.note(f"which forward {self.stream.kind} of {self.stream.module!r} belongs to", why)
 
 
 class _LeafHook:

@@ -87,7 +87,7 @@ class Losses(Part):
                     yield Site(loss, Role.AFTER_LOSS, name, after_forward, self.after, self.quiet_after)
             elif loss not in self._patched:
                 original = getattr(torch.nn.functional, loss)
-                self._patched[loss] = LossFunction(self.gate, self.function_called, original)
+                self._patched[loss] = LossFunction(self.gate, self.called, original)
                 setattr(torch.nn.functional, loss, self._patched[loss])
 
     def detach(self) -> None:
@@ -97,7 +97,7 @@ class Losses(Part):
     # -- their calls ----------------------------------------------------------------------------------------
 
     def quiet_after(self, args: tuple[Any, ...]) -> bool:
-        """Whether this loss is of a step that nobody records. Then it is counted here, as `_called` would do."""
+        """Whether this loss is of a step that nobody records. Then it is counted here, as `called` would do."""
         if not self.clock.idle or self.passes.user_tag is not None or not self.wiring.on_optimizers:
             return False  # probes have a tag
         output, root = args[-1], self.models.root
@@ -108,15 +108,10 @@ class Losses(Part):
 
     def after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """See what a loss module gave."""
-        self._called(name, module.forward, args, kwargs, output, of_model=isinstance(module, ModelLoss))
+        self.called(name, module.forward, args, kwargs, output)
 
-    def function_called(self, name: str, loss: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        """See what a loss function gave."""
-        self._called(name, loss, args, kwargs, output, of_model=False)
-
-    def _called(
-        self, name: str, loss: Any, args: Any, kwargs: Mapping[str, Any], output: Any, *, of_model: bool
-    ) -> None:
+    def called(self, name: str, loss: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        """See what a loss function gave, or the forward of a loss module."""
         if not isinstance(output, Tensor) or isinstance(output, FakeTensor) or self.publisher.collecting is not None:
             return
         if recomputing() and (not output.requires_grad or not recomputing_reentrant()):
@@ -138,6 +133,7 @@ class Losses(Part):
         for kind, tensor in zip(("network_output", "input_labels"), found, strict=True):
             if tensor is not None:
                 self.publisher.publish_leaves(kind, None, tensor, tag)
+        of_model = isinstance(getattr(loss, "__self__", None), ModelLoss)
         if of_model:
             self.terms.note(name, output)
         else:

@@ -238,7 +238,7 @@ def _apart(name: str, module: nn.Module, optimizers: Sequence[Set[int]]) -> list
     optimizers : sequence of set of int
         The ids of what each trains.
     """
-    if len(optimizers) < 2 or _has_forward(module) or module._parameters or module._buffers:
+    if len(optimizers) < 2 or has_forward(module) or module._parameters or module._buffers:
         return [(name, module)]
     own = _ids(module)
     inside = [trained for trained in optimizers if not own.isdisjoint(trained)]
@@ -249,7 +249,8 @@ def _apart(name: str, module: nn.Module, optimizers: Sequence[Set[int]]) -> list
     return [found for path, one in parts for found in _apart(path, one, inside)]
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: a mere list of parameters has no forward."""
     if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
         return True
     return type(module).forward is not nn.Module.forward

@@ -66,7 +66,7 @@ class Terms(Part):
 
     @property
     def here(self) -> bool:
-        """Whether this is so in this thread."""
+        """Whether the loss of an evaluation in this thread waits."""
         return threading.get_ident() in self._asides
 
     def publish(self, name: str, value: Tensor, tag: str) -> None:

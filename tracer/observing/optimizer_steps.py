@@ -145,7 +145,7 @@ class OptimizerSteps(Part):
 
     def knows(self, optimizer: object) -> bool:
         """Whether an optimizer is one of those that were given."""
-        return any(known is optimizer for known in self.optimizers.all)
+        return self.optimizers.place_of(optimizer) is not None
 
     def scales(self, scaler: GradScaler) -> None:
         """See a GradScaler multiply losses."""

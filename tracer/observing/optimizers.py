@@ -298,9 +298,11 @@ def skipped_inside(optimizer: Optimizer) -> bool:
 
 def observable(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Optimizer, ...]:
     """The optimizers that were given. In the place of one that only wraps another, the other."""
-    if optimizer is not None and not isinstance(optimizer, Optimizer | Iterable):
-        raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    if optimizer is None:
+        return ()
+    given: tuple[Any, ...] = (optimizer,)
+    if isinstance(optimizer, Iterable) and not isinstance(optimizer, Optimizer):
+        given = tuple(optimizer)
     for one in given:
         if not isinstance(one, Optimizer):
             raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(one).__name__}")

@@ -72,6 +72,11 @@ class Parameter:
         return there
 
     @property
+    def computed_by(self) -> nn.Module:
+        """The module in whose forward it is computed."""
+        return self.owner if self.by_hook else _parametrizations(self.owner)[self.attribute]
+
+    @property
     def originals(self) -> list[Tensor]:
         """The parameters of its module that it seems to be computed from."""
         if self.by_hook:
@@ -79,8 +84,7 @@ class Parameter:
             return [one for one in found if one is not None]
         if not self.computed:
             return []
-        computing = _parametrizations(self.owner)[self.attribute]
-        return [one for one in computing._parameters.values() if one is not None]
+        return [one for one in self.computed_by._parameters.values() if one is not None]
 
 
 class _Held:
@@ -175,19 +179,8 @@ class ParameterTable:
             ):
                 yield parameter.path, tensor
 
-    def parametrizations(self, asked: Asked) -> Iterator[tuple[str, nn.Module]]:
-        """The modules that compute parameters which somebody asks for, by the path of what they compute."""
-        for parameter in self._computed_and_asked(asked):
-            if not parameter.by_hook:
-                yield parameter.path, _parametrizations(parameter.owner)[parameter.attribute]
-
-    def replaced(self, asked: Asked) -> Iterator[tuple[str, nn.Module]]:
-        """The modules in which hooks put something in a parameter's place that somebody asks for, by its path."""
-        for parameter in self._computed_and_asked(asked):
-            if parameter.by_hook:
-                yield parameter.path, parameter.owner
-
-    def _computed_and_asked(self, asked: Asked) -> Iterator[Parameter]:
+    def computed(self, asked: Asked) -> Iterator[Parameter]:
+        """The computed parameters whose values or gradients somebody asks for."""
         for parameter in self.all:
             kinds = (parameter.values, parameter.gradients) if parameter.computed else ()
             if any(asked(kind, parameter.stream) for kind in kinds):

@@ -11,8 +11,8 @@ published before the optimizer steps. Through the step there is one copy of the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,14 +22,15 @@ from tracer.format.placement import local
 from tracer.messaging.messages import DEFAULT_TAG, difference
 from tracer.observing.capture import Capture
 from tracer.observing.clock import At
-from tracer.observing.demand import Captures
+from tracer.observing.demand import Captures, is_beside_statistics
 from tracer.observing.numbers import StreamKey
 from tracer.observing.parameter_table import Parameter
 from tracer.observing.part import Ground, Part
-from tracer.observing.publisher import has_statistics
 from tracer.observing.pytorch.tensors import same_storage, unscaled
 from tracer.observing.ranks import Ranks
 from tracer.observing.turns import Candidate, Turns
+
+T = TypeVar("T")
 
 
 class Kept(NamedTuple):
@@ -89,17 +90,16 @@ class Parameters(Part):
         self._final: set[str] = set()
         self._released: set[str] = set()
         self._after: dict[str, Kept] = {}
-        self._moved: set[str] = set()  # those whose updates are made when they are published
+        self._moved: dict[str, Captures] = {}  # by what updates are wanted that are made when they are published
         self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and kind
 
     def forget(self) -> None:
         """Forget the step."""
-        for kept in (self._before, self._gradients, self._after, self._places):
+        by_path: list[dict[Any, Any]] = [self._before, self._gradients, self._after, self._places]
+        for kept in (*by_path, self._pending, self._backwards, self._moved):
             kept.clear()
-        for of_step in (self._final, self._released, self._moved):
-            of_step.clear()
-        for of_computed in (self._pending, self._backwards, self._settled, self._late):
-            of_computed.clear()
+        for paths in (self._final, self._released, self._settled, self._late):
+            paths.clear()
 
     @property
     def holding(self) -> bool:
@@ -112,25 +112,15 @@ class Parameters(Part):
         Weights that were computed for a forward are kept already. `settle` says that an optimizer steps now, so that
         weights which later forwards compute are not those of this step.
         """
-        asked, step = self.demand.of_parameters(), self.clock.now().global_step
-        for parameter in parameters:
-            value_stream, _, update_stream = asked[parameter.path]
+        for parameter, value_captures, _, update_captures in self._with_captures(parameters):
             if settle and parameter.computed:
                 (self._settled if parameter.path in self._before else self._late).add(parameter.path)
-            if parameter.path in self._before or (value_stream is None and update_stream is None):
+            if parameter.path in self._before or not (value_captures or update_captures):
                 continue
             tensor = parameter.tensor
             if tensor is None and parameter.by_hook:  # no forward was seen to use it, as in a compiled one
-                tensor, update_stream = parameter.in_place, None
-            if tensor is None:
-                continue
-            value_captures = () if value_stream is None else value_stream.wanted(step)
-            update_captures = () if update_stream is None else update_stream.wanted(step)
-            if update_captures and not self._has_turn(parameter.path, step):
-                update_captures = ()
-            if not (value_captures or update_captures):
-                continue
-            if is_lazy(tensor):  # it has no values yet
+                tensor, update_captures = parameter.in_place, ()
+            if tensor is None or is_lazy(tensor):
                 continue
             kind, _, update_kind = parameter.kinds
             try:
@@ -150,26 +140,15 @@ class Parameters(Part):
 
     def release(self, parameters: Iterable[Parameter], *, gradients: bool) -> None:
         """Publish what is final of large parameters before an optimizer steps; `gradients`: whether these are, too."""
-        asked, at = self.demand.of_parameters(), self.clock.began
-        for parameter in parameters:
-            tensor = parameter.tensor
-            if tensor is None or parameter.computed or parameter.path in self._before or not _is_large(tensor):
+        at = self.clock.began
+        for one, value, gradient, update in self._with_captures(parameters):
+            tensor = one.tensor
+            if tensor is None or one.computed or one.path in self._before or not _is_large(tensor):
                 continue
-            value, gradient, update = (
-                () if one is None else one.wanted(at.global_step) for one in asked[parameter.path]
-            )
-            if update and not self._has_turn(parameter.path, at.global_step):
-                update = ()
-            release_value = functools.partial(self._release_value, parameter, tensor, value, update, at)
-            release_gradient = functools.partial(self._release_gradient, parameter, tensor, gradient, at)
-            keep_base = functools.partial(self._keep_base, parameter, tensor, update)
-            stages = (release_value, release_gradient if gradients else None, keep_base)
-            for kind, work in zip(parameter.kinds, stages, strict=True):
-                try:
-                    if work is not None:
-                        work()
-                except Exception as error:  # noqa: BLE001 - one parameter's; the others, and the clock, go on
-                    self.demand.give_up(kind, parameter.stream, error)
+            self._attempt(one.values, one, self._release_value, tensor, value, update, at)
+            if gradients:
+                self._attempt(one.gradients, one, self._release_gradient, tensor, gradient, at)
+            self._attempt(one.updates, one, self._keep_base, tensor, update)
 
     def _release_value(
         self, parameter: Parameter, tensor: Tensor, captures: Captures, updates: Captures, at: At
@@ -200,6 +179,29 @@ class Parameters(Part):
         if captures and (parameter.path, parameter.updates) in self._places:  # else it cannot be recorded
             base = self._keep(captures, parameter.updates, tensor, final=False)
             self._before[parameter.path] = None, None if base is None else base._replace(alone=True)
+
+    def _attempt(self, kind: str, parameter: Parameter, work: Callable[..., T], *about: Any) -> T | None:
+        """Do work for a parameter. If it fails, messages of the kind about it are given up, and all others go on."""
+        try:
+            return work(parameter, *about)
+        except Exception as error:  # noqa: BLE001 - under strict it is raised again
+            self.demand.give_up(kind, parameter.stream, error)
+            return None
+
+    def _with_captures(
+        self, parameters: Iterable[Parameter]
+    ) -> Iterator[tuple[Parameter, Captures, Captures, Captures]]:
+        """The parameters of which anything is wanted in this step; by what their values, gradients and updates are."""
+        asked, step = self.demand.of_parameters(), self.clock.now().global_step
+        for parameter in parameters:
+            value, gradient, update = asked[parameter.path]
+            values = () if value is None else value.wanted(step)
+            gradients = () if gradient is None else gradient.wanted(step)
+            updates = () if update is None else update.wanted(step)
+            if updates and not self._has_turn(parameter.path, step):
+                updates = ()
+            if values or gradients or updates:
+                yield parameter, values, gradients, updates
 
     def _has_turn(self, path: str, step: int) -> bool:
         """Whether the weights of a parameter are kept in a step, to make the update from that somebody wants."""
@@ -270,52 +272,36 @@ class Parameters(Part):
 
     def keep_gradients(self, parameters: Iterable[Parameter]) -> None:
         """Copy the wanted gradients before a step that may overwrite them."""
-        asked, step = self.demand.of_parameters(), self.clock.now().global_step
-        for parameter in parameters:
-            stream = asked[parameter.path][1]
-            gradient = None if stream is None or parameter.tensor is None else parameter.tensor.grad
-            captures = () if stream is None or gradient is None else stream.wanted(step)
-            if captures and gradient is not None and parameter.path not in self._released:
-                try:
-                    self._keep_gradient(parameter, captures, gradient)
-                    self._final.add(parameter.path)
-                except Exception as error:  # noqa: BLE001 - one parameter's; the others, and the clock, go on
-                    self.demand.give_up(parameter.kinds[1], parameter.stream, error)
+        for one, _, captures, _ in self._with_captures(parameters):
+            gradient = None if one.tensor is None else one.tensor.grad
+            if captures and gradient is not None and one.path not in self._released:
+                self._attempt(one.gradients, one, self._keep_gradient, captures, gradient)
+                self._final.add(one.path)
 
     def compare(self, parameters: Iterable[Parameter], final: bool, *, ends: bool) -> None:
         """Compute the wanted updates, now that the weights have changed; and copy gradients, if they are `final`.
 
         `ends` says that the step ends now. Updates are then computed one by one, as they are published.
         """
-        asked, step = self.demand.of_parameters(), self.clock.now().global_step
-        for parameter in parameters:
-            _, gradients, updates = asked[parameter.path]
-            tensor = parameter.tensor
-            pending = self._pending.pop(parameter.path, None) if self._pending else None
+        for parameter, _, gradients, updates in self._with_captures(parameters):
+            path, tensor = parameter.path, parameter.tensor
+            pending = self._pending.pop(path, None) if self._pending else None
             if pending is not None:
                 originals = parameter.originals if final else []
                 if not originals or any(one.grad is not None for one in originals):  # else none were accumulated
-                    self._gradients[parameter.path] = pending
-            if tensor is None or (gradients is None and updates is None):
+                    self._gradients[path] = pending
+            if tensor is None:
                 continue
-            captures = () if updates is None else updates.wanted(step)
-            if captures and ends:
-                self._moved.add(parameter.path)
-            elif captures:
-                try:
-                    _, base = self._before.get(parameter.path, (None, None))
-                    kept = None if base is None else self._update(parameter, captures, tensor, base, ends=False)
-                    if kept is not None:
-                        self._after[parameter.path] = kept
-                except Exception as error:  # noqa: BLE001 - one parameter's; the others, and the clock, go on
-                    self.demand.give_up(parameter.kinds[2], parameter.stream, error)
-            captures = () if gradients is None else gradients.wanted(step)
-            known = parameter.path in self._final or parameter.path in self._released
-            if captures and final and tensor.grad is not None and not known:
-                try:
-                    self._keep_gradient(parameter, captures, tensor.grad)
-                except Exception as error:  # noqa: BLE001 - under strict it is raised again
-                    self.demand.give_up(parameter.kinds[1], parameter.stream, error)
+            if updates and ends:
+                self._moved[path] = updates
+            elif updates:
+                _, base = self._before.get(path, (None, None))
+                kept = self._attempt(parameter.updates, parameter, self._update, updates, base, False)
+                if kept is not None:
+                    self._after[path] = kept
+            known = path in self._final or path in self._released
+            if gradients and final and tensor.grad is not None and not known:
+                self._attempt(parameter.gradients, parameter, self._keep_gradient, gradients, tensor.grad)
         self._final.clear()
 
     def publish(self, at: At) -> None:
@@ -324,8 +310,9 @@ class Parameters(Part):
         for parameter in self.table.all:
             value, base = self._before.pop(parameter.path, (None, None))
             update = self._after.pop(parameter.path, None)
-            if base is not None and parameter.path in self._moved:  # before anybody hears of what it is made from
-                update = self._made(parameter, base, step)
+            if parameter.path in self._moved:  # before anybody hears of what it is made from
+                updates = self._moved[parameter.path]
+                update = self._attempt(parameter.updates, parameter, self._update, updates, base, True)
             kept = [value, self._gradients.pop(parameter.path, None), update]
             del value, base, update
             for place, kind in enumerate(parameter.kinds):
@@ -333,23 +320,8 @@ class Parameters(Part):
                 data, kept[place] = kept[place], None
                 captures = () if data is None or stream is None else stream.wanted(step)
                 if captures and data is not None:
-                    try:
-                        self._publish(parameter, kind, data, captures, at)
-                    except Exception as error:  # noqa: BLE001 - under strict it is raised again
-                        self.demand.give_up(kind, parameter.stream, error)
+                    self._attempt(kind, parameter, self._publish, kind, data, captures, at)
                 del data
-
-    def _made(self, parameter: Parameter, base: Kept, step: int) -> Kept | None:
-        """What is to be published of an update in a step that ends; it may take the place of its base."""
-        stream, tensor = self.demand.of_parameters()[parameter.path][2], parameter.tensor
-        captures = () if stream is None or tensor is None else stream.wanted(step)
-        if not captures or tensor is None:
-            return None
-        try:
-            return self._update(parameter, captures, tensor, base, ends=True)
-        except Exception as error:  # noqa: BLE001 - one parameter's; the others, and the clock, go on
-            self.demand.give_up(parameter.updates, parameter.stream, error)
-            return None
 
     def _publish(self, parameter: Parameter, kind: str, kept: Kept, captures: Captures, at: At) -> None:
         """Publish what was kept of a parameter's tensor of a kind, as far as it is still wanted."""
@@ -360,15 +332,17 @@ class Parameters(Part):
         tensor = parameter.tensor
         small = {id(capture): made for capture, made in kept.small}
         for capture in captures:
-            twice = capture is captures[-1] and has_statistics(captures, kind)
-            made, data = small.get(id(capture)), kept.data
-            if made is not None:
-                source = made if tensor is None else local(tensor)
-                self.publisher.tell(capture, stream, made, source, 0, at, place)
-            elif data is not None:
-                source = data if tensor is None else local(tensor)
+            data = small.get(id(capture), kept.data)
+            if data is None:
+                continue
+            source = data if tensor is None else local(tensor)
+            twice = is_beside_statistics(capture, captures, kind)
+            sampling = self.publisher.sampling(capture, stream, source, place, twice)
+            if id(capture) in small:
+                self.publisher.tell(capture, stream, data, 0, at, sampling)
+            else:
                 chosen = capture.select(kind, data) if kept.whole else data
-                self.publisher.release(capture, stream, chosen, source, 0, at, owned=True, placement=place, twice=twice)
+                self.publisher.release(capture, stream, chosen, source, 0, at, sampling, owned=True)
 
     def _keep(self, captures: Captures, kind: str, tensor: Tensor, *, final: bool = True) -> Kept | None:
         """What is to be kept of a tensor; None if that is nothing.
@@ -387,11 +361,10 @@ class Parameters(Part):
         chosen = captures[-1].select(kind, source)
         return Kept(made, self.publisher.copy(chosen) if apart and same_storage(chosen, source) else chosen)
 
-    def _update(
-        self, parameter: Parameter, captures: Captures, tensor: Tensor, base: Kept, *, ends: bool
-    ) -> Kept | None:
-        """What is to be kept of an update; if the step `ends`, what it is made from is needed no more."""
-        if base.data is None:
+    def _update(self, parameter: Parameter, captures: Captures, base: Kept | None, ends: bool) -> Kept | None:
+        """What is to be kept of an update; if the step `ends`, it may take the place of its base."""
+        tensor = parameter.tensor
+        if tensor is None or base is None or base.data is None:
             return None
         kind, now = parameter.updates, _values(tensor)
         if not base.whole:

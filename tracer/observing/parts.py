@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from torch import nn
 
 from tracer.messaging.receiver import tell_of_model
-from tracer.observing.calls import Calls, ComputedWeights
+from tracer.observing.calls import Calls
+from tracer.observing.computed_weights import ComputedWeights
 from tracer.observing.derivatives import Differentiable
+from tracer.observing.encoder_layers import EncoderLayers
 from tracer.observing.losses import Differentiation, Losses
 from tracer.observing.optimizer_steps import OptimizerSteps
 from tracer.observing.part import Ground, Part
@@ -39,6 +41,7 @@ class Parts(Part):
         self.passes = Passes(ground, self.steps)
         # what hooks call
         self.calls = Calls(ground, self.passes)
+        self.encoder_layers = EncoderLayers(ground, self.passes)
         self.computed = ComputedWeights(ground, self.passes)
         self.differentiable = Differentiable(ground, self.steps.ranks)
         self.losses = Losses(ground, self.passes, self.differentiable)
@@ -145,10 +148,7 @@ class Parts(Part):
         """Hang the hooks that are needed, and remove all others."""
         for site in self._sites():
             self.wiring.hang(site)
-        self.wiring.asides.layers = {}
-        for layer, site in self._layers():
-            self.wiring.hang(site)
-            self.wiring.asides.layers[id(layer)] = self.wiring.hung_inside(layer)
+        self.encoder_layers.hang()
         self.wiring.finish()
 
     def _sites(self) -> Iterator[Site]:
@@ -190,20 +190,13 @@ class Parts(Part):
         if self.optimizers.forwards_end_steps:
             for path, tensor in self.table.trained(asked):
                 yield Site(tensor, Role.AFTER_ACCUMULATION, path, after_accumulation, computed.after_accumulation)
-        for path, one in self.table.parametrizations(asked):
-            if self.wiring.takes_hooks(path, one):
-                yield Site(one, Role.AFTER_PARAMETRIZATION, path, after_forward, computed.after_parametrization)
-        for path, one in self.table.replaced(asked):
-            if self.wiring.takes_hooks(path, one):
+        for parameter in self.table.computed(asked):
+            path, one = parameter.path, parameter.computed_by
+            if not self.wiring.takes_hooks(path, one):
+                continue
+            if parameter.by_hook:
                 # first, because other hooks of the program may remove what one of them has put there
                 first = functools.partial(after_forward, first=True)
                 yield Site(one, Role.AFTER_REPLACED, path, first, computed.after_replaced)
-
-    def _layers(self) -> Iterator[tuple[nn.Module, Site]]:
-        """The layers with a fast path that have hooks on them or inside. These hooks step aside for it."""
-        calls = self.calls
-        for path, one in self.models.parts():
-            is_layer = isinstance(one, nn.TransformerEncoderLayer)
-            if is_layer and self.wiring.hung_inside(one) and self.wiring.takes_hooks(path, one):
-                role, put = Role.BEFORE_LAYER, before_forward
-                yield one, Site(one, role, path, put, calls.before_layer, calls.quiet_before_layer)
+            else:
+                yield Site(one, Role.AFTER_PARAMETRIZATION, path, after_forward, computed.after_parametrization)

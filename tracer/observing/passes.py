@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from tracer.errors import CaptureError
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
 from tracer.observing.part import Ground, Part
-from tracer.observing.pytorch.autograd import calls_running, checkpointing, recomputing, traced
+from tracer.observing.pytorch.autograd import calls_running, checkpointing, recomputing
 from tracer.observing.pytorch.gate import Pass
 from tracer.observing.pytorch.leaves import arguments_of
+from tracer.observing.pytorch.modes import traced
 from tracer.observing.pytorch.tensors import leaves
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.observing.samples import Samples
@@ -109,9 +110,9 @@ class Passes(Part):
         """Find out whether somebody records a pass aside; if it is others of its evaluation, calls are counted."""
         tag = running.tag
         running.batch = self.numbers.count_pass(tag) if path is None else self.numbers.call(path, tag)
-        running.listening = running.inside = self.demand.hears_batch(tag, running.batch)
+        running.listening = running.inside = self.demand.hears(tag, running.batch)
         running.counts = None
-        if not running.listening and self.demand.hears_batch(tag, 0):
+        if not running.listening and self.demand.hears(tag):
             running.counts = self.numbers.calls_of(tag)
         if running.listening and running.depth:
             self.wiring.look()

@@ -18,11 +18,13 @@ from torch.nn.parameter import is_lazy
 from tracer import walking
 from tracer.errors import CaptureError
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
+from tracer.observing.numbers import StreamKey
 from tracer.observing.part import Ground, Part
 from tracer.observing.passes import Passes
-from tracer.observing.publisher import Collected
-from tracer.observing.pytorch.autograd import with_subclasses
+from tracer.observing.publisher import PROBED
+from tracer.observing.pytorch.gate import Pass
 from tracer.observing.pytorch.hooks import is_heard_by_others
+from tracer.observing.pytorch.modes import with_subclasses
 from tracer.observing.pytorch.tensors import leaves, unobservable
 from tracer.observing.restoring import undisturbed
 from tracer.observing.spreading import spread_factor
@@ -78,10 +80,27 @@ class ProbePlan(NamedTuple):
         return step % (self.every * max(apart, spread_factor(step, self.every) if self.spread else 1)) == 0
 
 
+@dataclasses.dataclass
+class Arguments:
+    """The arguments of a call of a model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, inputs: Any) -> Arguments:
+        """Of what a user gives as inputs: a mapping has those with names, a tuple positional ones, else it is one."""
+        if isinstance(inputs, Mapping):
+            return cls((), dict(inputs))
+        return cls(tuple(inputs) if isinstance(inputs, tuple) else (inputs,), {})
+
+
 class Probe:
     """Fixed inputs of a model, and the steps after which it is run on them; see `Exporter.probe`."""
 
-    def __init__(self, name: str, inputs: Any, labels: Tensor | None, every: int, batch_size: int | None) -> None:
+    def __init__(
+        self, name: str, inputs: Arguments | None, labels: Tensor | None, every: int, batch_size: int | None
+    ) -> None:
         self.name = name
         self.inputs = inputs
         self.labels = labels
@@ -92,7 +111,7 @@ class Probe:
         self.took = 0.0
         """CPU seconds of the last pass."""
 
-    def batches(self) -> Iterator[Any]:
+    def batches(self) -> Iterator[Arguments]:
         """Copies of the inputs, in batches of at most `batch_size` datapoints. The model may overwrite them."""
         tensors = [tensor for _, tensor in leaves(self.inputs) if tensor.ndim]
         if self.batch_size is None or not tensors:
@@ -109,26 +128,6 @@ class Probe:
     def ready(self, model: nn.Module) -> bool:
         """Whether there are inputs for this model."""
         return True
-
-    @staticmethod
-    def call(model: nn.Module, inputs: Any) -> None:
-        """Call a model with inputs: as keyword arguments, as positional ones, or as one."""
-        if isinstance(inputs, Arguments):
-            model(*inputs.args, **inputs.kwargs)
-        elif isinstance(inputs, Mapping):
-            model(**inputs)
-        elif isinstance(inputs, tuple):
-            model(*inputs)
-        else:
-            model(inputs)
-
-
-@dataclasses.dataclass
-class Arguments:
-    """The arguments of a call of a model."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -292,6 +291,40 @@ def joinable(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
     )
 
 
+class Collected:
+    """What the running probe has given so far, of a kind in `PROBED`.
+
+    Parameters
+    ----------
+    joins : bool
+        Whether its inputs go through the model in several batches, whose tensors are held to be put together again.
+        Those of one batch are published as they come, so that no more of them is held than a capture keeps.
+
+    Attributes
+    ----------
+    parts : dict of list of Tensor
+        By stream and call, the tensors that are held.
+    outputs : set of str
+        The leaves of the model's output.
+    """
+
+    def __init__(self, *, joins: bool) -> None:
+        self.joins = joins
+        self.parts: dict[tuple[StreamKey, int], list[Tensor]] = {}
+        self.outputs: set[str] = set()
+
+    def take(self, stream: StreamKey, call: int | None, source: Tensor, owned: bool) -> bool:
+        """Hold a tensor, if it is to be held; returns whether it is not to be published now. See `Collecting`."""
+        if stream.kind not in PROBED:
+            return True
+        if stream.kind == "network_output":
+            self.outputs.add(stream.leaf)
+        if self.joins:
+            held = source if owned else source.clone(memory_format=torch.contiguous_format)
+            self.parts.setdefault((stream, call or 0), []).append(held)
+        return self.joins
+
+
 class Probes(Part):
     """Runs the model on fixed inputs.
 
@@ -329,7 +362,7 @@ class Probes(Part):
                 raise CaptureError(f"{what} of probe {name!r} is a positive integer, not {number!r}")
         if labels is not None and not isinstance(labels, Tensor):
             labels = torch.as_tensor(labels, device="cpu")
-        probe = Probe(name, inputs, labels, every, batch_size)
+        probe = Probe(name, Arguments.of(inputs), labels, every, batch_size)
         self.demand.leave_times(name)
         self._run(probe)  # a probe that cannot run is an error of the caller, and is raised now
         if len(known) < len(self._all):
@@ -385,22 +418,22 @@ class Probes(Part):
         if probe.by_default and is_heard_by_others(root):
             self.problems.note(f"probe {probe.name!r}", _HOOKED, warn=False)
             return
-        running, passes = self.gate.passes.now, self.passes
+        passes = self.passes
         collected = Collected(joins=probe.batch_size is not None)
         sizes: list[int] = []
-        before = (running.tag, passes.user_tag, running.listening, running.inside, running.depth, running.inputs)
+        before = self.gate.passes.now, passes.user_tag
         begin = thread_time()
         seen = passes.forwards.seen  # of the program, which batches are counted against
         try:
-            passes.user_tag, running.depth, running.inputs = probe.name, 0, []
-            self.publisher.collecting = collected
+            self.gate.passes.now, passes.user_tag = Pass(), probe.name
+            self.publisher.collecting = collected.take
             with undisturbed(root), with_subclasses():
                 for batch in probe.batches():
                     sizes += [next((tensor.shape[0] for _, tensor in leaves(batch) if tensor.ndim), 1)]
                     self.numbers.forget(probe.name)
-                    probe.call(root, batch)
+                    root(*batch.args, **batch.kwargs)
         finally:
-            running.tag, passes.user_tag, running.listening, running.inside, running.depth, running.inputs = before
+            self.gate.passes.now, passes.user_tag = before
             self.publisher.collecting = None
             passes.forwards.seen = seen
             probe.took = thread_time() - begin
@@ -410,7 +443,7 @@ class Probes(Part):
 
     def _publish(self, probe: Probe, collected: Collected, sizes: list[int]) -> None:
         """Publish the joined tensors of batches of these sizes, and the labels."""
-        for (kind, path, call, leaf), parts in collected.parts.items():
+        for ((kind, path, _, leaf), call), parts in collected.parts.items():
             if not joinable(parts, sizes):
                 what = f"{kind} of {path!r} in probe {probe.name!r}"
                 why = "its first axis is not the datapoints, so batches cannot be put together again"

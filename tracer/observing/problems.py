@@ -46,12 +46,8 @@ class Problems:
         if warn:
             warn_only(f"{what} is not observed: {why}; the training goes on", stacklevel=3)
 
-    def raise_if_strict(self, error: BaseException) -> None:
-        """Raise an exception again under `strict`, or if the handler of a signal has raised it."""
+    def failed(self, what: str, error: Exception) -> None:
+        """Note that an exception ended an observation; raise it under `strict`, or if a signal's handler raised it."""
         if self.strict or raised_by_signal(error):
             raise error
-
-    def failed(self, what: str, error: Exception) -> None:
-        """Note that an exception ended an observation; under `strict`, raise it."""
-        self.raise_if_strict(error)
         self.note(what, f"{type(error).__name__}: {error}")

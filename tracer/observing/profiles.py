@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tracer.errors import UnknownNameError
@@ -29,47 +30,36 @@ class _Profile(NamedTuple):
 
     Attributes
     ----------
-    captures : callable
-        Gives the settings of the captures (`tracer.Capture.from_mapping`).
+    captures : sequence of mapping
+        The settings of the captures (`tracer.Capture.from_mapping`).
     options : Mapping of str to object
         The options of the recording (`tracer.recording.options.Options`) that hold unless others are given.
     """
 
-    captures: Callable[[], list[dict[str, Any]]]
+    captures: Sequence[Mapping[str, Any]]
     options: Mapping[str, Any]
 
 
-def _light() -> list[dict[str, Any]]:
-    return [{"kinds": [*_EVENTS, *_LOSSES, "hyperparameters"]}]
-
-
-def _standard() -> list[dict[str, Any]]:
-    training = [DEFAULT_TAG]
-    steps = [kind for kind in DEFAULT_KINDS if kind not in (*_EVENTS, *_LOSSES)]
-    inputs = ["input_data", "input_labels"]
-    return [
-        # before the keyframes, because the first capture that takes a stream decides on it
-        {
-            "kinds": [*_EVENTS, *_LOSSES, *inputs, "sample_ids", "generators", "hyperparameters"],
-            "tags": training,
-            "hash_above": _LARGE,
-        },
-        {"kinds": ["weights", "biases", *STATE_KINDS], "every": KEYFRAME_EVERY, "tags": training},
-        {"kinds": steps, "reduce": "statistics", "tags": training},
-        {"kinds": [kind for kind in steps if kind not in inputs], "reduce": "hash", "tags": training},
-        {"kinds": list(_OUTCOMES), "tags": [f"!{DEFAULT_TAG}"], "hash_above": _LARGE},
-        {"kinds": ["activations"], "tags": [f"*{PROBE}*"], "positions": 16, "reduce": _WIDE},
-    ]
-
-
-def _full() -> list[dict[str, Any]]:
-    return [{"kinds": list(DEFAULT_KINDS)}]
-
-
+_TRAINING = [DEFAULT_TAG]
+_INPUTS = ["input_data", "input_labels"]
+_STEPS = [kind for kind in DEFAULT_KINDS if kind not in (*_EVENTS, *_LOSSES)]
+_STANDARD: Sequence[Mapping[str, Any]] = (
+    # before the keyframes, because the first capture that takes a stream decides on it
+    {
+        "kinds": [*_EVENTS, *_LOSSES, *_INPUTS, "sample_ids", "generators", "hyperparameters"],
+        "tags": _TRAINING,
+        "hash_above": _LARGE,
+    },
+    {"kinds": ["weights", "biases", *STATE_KINDS], "every": KEYFRAME_EVERY, "tags": _TRAINING},
+    {"kinds": _STEPS, "reduce": "statistics", "tags": _TRAINING},
+    {"kinds": [kind for kind in _STEPS if kind not in _INPUTS], "reduce": "hash", "tags": _TRAINING},
+    {"kinds": [*_OUTCOMES], "tags": [f"!{DEFAULT_TAG}"], "hash_above": _LARGE},
+    {"kinds": ["activations"], "tags": [f"*{PROBE}*"], "positions": 16, "reduce": _WIDE},
+)
 _PROFILES: Mapping[str, _Profile] = {
-    "light": _Profile(_light, {}),
+    "light": _Profile([{"kinds": [*_EVENTS, *_LOSSES, "hyperparameters"]}], {}),
     "standard": _Profile(
-        _standard,
+        _STANDARD,
         {
             "max_overhead": 0.05,
             "keyframe_bytes": 64 << 20,
@@ -78,7 +68,7 @@ _PROFILES: Mapping[str, _Profile] = {
             "probe": ProbePlan(64, every=KEYFRAME_EVERY, calls=1, spread=True, by_default=True),
         },
     ),
-    "full": _Profile(_full, {}),
+    "full": _Profile([{"kinds": [*DEFAULT_KINDS]}], {}),
 }
 
 
@@ -89,14 +79,14 @@ def _profile(name: str) -> _Profile:
 
 
 def settings_of(name: str) -> list[dict[str, Any]]:
-    """The settings of the captures of a profile, as a configuration file has them.
+    """The settings of the captures of a profile, as a configuration file has them; a copy, which may be changed.
 
     Raises
     ------
     UnknownNameError
         If there is no such profile.
     """
-    return _profile(name).captures()
+    return [copy.deepcopy(dict(one)) for one in _profile(name).captures]
 
 
 def options_of(name: str) -> Mapping[str, Any]:

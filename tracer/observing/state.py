@@ -10,7 +10,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from tracer import walking
-from tracer.messaging.messages import DEFAULT_TAG
+from tracer.messaging.messages import DEFAULT_TAG, checked
+from tracer.observing.clock import At
+from tracer.observing.numbers import StreamKey
 from tracer.observing.parameter_table import Parameter
 from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch import generators
@@ -67,7 +69,7 @@ class State(Part):
             self.optimizer_steps(*waiting)
 
     def _publish_generators(self) -> None:
-        whole = not self._forwards and bool(self.demand.wanted("keyframe", None, DEFAULT_TAG))
+        whole = not self._forwards and self._is_keyframe(self.clock.began)
         publish, (step, left) = self.publisher.publish, self._left
         if step != self.clock.step or self._forwards:
             left = {}
@@ -93,7 +95,7 @@ class State(Part):
             for number, group in enumerate(optimizer.param_groups):
                 found = hyperparameters(group)
                 vector = torch.tensor(list(found.values()), dtype=torch.float64, device="cpu")
-                self.publisher.publish_vector("hyperparameters", vector, list(found), f"{place}.{number}")
+                self._publish_numbers(vector, list(found), f"{place}.{number}")
         if not ("optimizer_state" in self.demand.of_state or "keyframe" in self.demand.of_state or self.whole_at):
             return
         trained = set(map(id, walking.trained(optimizer))) - self._stepped
@@ -108,19 +110,27 @@ class State(Part):
                         "optimizer_state", parameter.path, value, DEFAULT_TAG, leaf=name, call=0, owned=False
                     )
 
+    def _publish_numbers(self, vector: Tensor, names: list[str], leaf: str, call: int | None = None) -> None:
+        """Publish hyperparameters, each of them with a name, if they are wanted."""
+        at = self.clock.now()
+        if self.demand.wanted("hyperparameters", None, DEFAULT_TAG, at):
+            number = self.numbers.message(StreamKey("hyperparameters", None, DEFAULT_TAG, leaf), call)
+            step, train_step, epoch, _ = at
+            about = step, train_step, epoch, DEFAULT_TAG, number, leaf, self.publisher.rank
+            self.bus.publish(checked("hyperparameters", None, *about, vector, {"entries": names}))
+
     def scaled(self, scaler: GradScaler) -> None:
         """Publish the state of a GradScaler that multiplies the first loss of the step."""
         if "hyperparameters" in self.demand.of_state and not self._scaled:
             vector = scale_of(scaler)
             if vector is not None:
                 self._scaled = True
-                self.publisher.publish_vector("hyperparameters", vector, SCALE, SCALER, call=0)
+                self._publish_numbers(vector, [*SCALE], SCALER, call=0)
 
     def left_out(self) -> list[Optimizer]:
         """The optimizers that have not stepped in the open step, if its whole state is to be published."""
         at = self.clock.began
-        is_keyframe = "keyframe" in self.demand.of_state and bool(self.demand.wanted("keyframe", None, DEFAULT_TAG, at))
-        if not (is_keyframe or at.global_step in self.whole_at):
+        if not (self._is_keyframe(at) or at.global_step in self.whole_at):
             return []
         left = {id(one.tensor) for one in self.table.all} - self._stepped
         return [one for one in self.optimizers.all if not left.isdisjoint(map(id, walking.trained(one)))]
@@ -128,7 +138,7 @@ class State(Part):
     def end(self) -> None:
         """Publish the keyframe, if all of the step's state was there to be published."""
         at = self.clock.began
-        if "keyframe" not in self.demand.of_state or not self.demand.wanted("keyframe", None, DEFAULT_TAG, at):
+        if not self._is_keyframe(at):
             return
         missing = self._missing()
         if missing is None:
@@ -173,8 +183,12 @@ class State(Part):
 
     def look_ahead(self) -> None:
         """Read the generators as the step that has ended leaves them, if the next one is to have a keyframe."""
-        if {"generators", "keyframe"} <= {*self.demand.of_state} and self.demand.wanted("keyframe", None, DEFAULT_TAG):
+        if "generators" in self.demand.of_state and self._is_keyframe(self.clock.now()):
             self._left = self.clock.step, dict(generators.states())
+
+    def _is_keyframe(self, at: At) -> bool:
+        """Whether a keyframe is wanted of the step with these counters."""
+        return "keyframe" in self.demand.of_state and bool(self.demand.wanted("keyframe", None, DEFAULT_TAG, at))
 
     def forget(self) -> None:
         """Forget the step."""

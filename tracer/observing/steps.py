@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tracer.errors import StopTraining
 from tracer.observing.gradients import Gradients
@@ -19,6 +20,7 @@ from tracer.observing.ranks import Ranks
 from tracer.observing.state import State
 
 
+@dataclass(slots=True)
 class Epochs:
     """Whether an epoch is open.
 
@@ -32,10 +34,9 @@ class Epochs:
         Whether somebody said that an epoch is over.
     """
 
-    __slots__ = ("open", "over", "seen")
-
-    def __init__(self) -> None:
-        self.open = self.over = self.seen = False
+    open: bool = False
+    over: bool = False
+    seen: bool = False
 
 
 class Steps(Part):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tracer import walking
-from tracer.observing.models import Models
+from tracer.observing.models import Models, has_forward
 from tracer.observing.optimizers import Optimizers
 from tracer.observing.parameter_table import ParameterTable
 from tracer.observing.pytorch.compiled import (
@@ -240,9 +240,7 @@ class Wiring:
             return self._silent
         fired = {hook.name for _, hook, _ in self._hung.values() if hook.fired and not hook.lasts}
         names = {hook.name for _, hook, _ in self._hung.values() if hook.role is Role.AFTER_FORWARD}
-        # a mere list of parameters has no forward
-        calls = (name for name, one in observed.items() if _has_forward(one))
-        return [name for name in calls if name in names and name not in fired]
+        return [name for name, one in observed.items() if has_forward(one) and name in names and name not in fired]
 
     def tell_unseen_regions(self, observed: Mapping[str, nn.Module]) -> None:
         """After the first step, note compiled regions whose hooks are not called, because they came too late."""
@@ -256,7 +254,3 @@ class Wiring:
             for region in unseen_regions(compiled_parts(root), hooked, self.silent(observed)):
                 what = f"the inside of {region!r}" if region else "the inside of the model"
                 self.gate.problems.note(what, TOO_LATE)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return getattr(type(module), "forward", None) is not nn.Module.forward

@@ -1,54 +1,20 @@
-"""Where in a forward or backward of PyTorch's the program is, and what of PyTorch's modes is in its way."""
+"""Where in a forward or backward of PyTorch's the program is."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import nn
-from torch._C import (
-    _current_graph_task_id,
-    _get_tracing_state,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-)
+from torch._C import _current_autograd_node, _current_graph_task_id
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd.function import BackwardCFunction
-from torch.compiler import is_compiling
-from torch.fx import _symbolic_trace
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 _CALL = nn.Module._call_impl.__code__
 """What torch runs for each call of a module, with its hooks."""
-
-
-def without_modes() -> AbstractContextManager[Any]:
-    """Let what the program has in torch's way see only what the program does.
-
-    Those are modes of dispatch and of ``__torch_function__``, and that method of subclasses of tensors.
-    """
-    if _len_torch_dispatch_stack() or _len_torch_function_stack():
-        return _without_modes()
-    return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunctionSubclass())
-
-
-def with_subclasses() -> AbstractContextManager[Any]:
-    """Let subclasses of tensors do what they do, for a forward of the program's within `without_modes`."""
-    if _len_torch_function_stack():  # whose modes would see it, too
-        return contextlib.nullcontext()
-    return cast("AbstractContextManager[Any]", torch._C._EnableTorchFunction())
-
-
-@contextlib.contextmanager
-def _without_modes() -> Iterator[None]:
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        yield
 
 
 def frames() -> Iterator[FrameType]:
@@ -90,29 +56,11 @@ def recomputing() -> bool:
     return _current_graph_task_id() != -1
 
 
-def traced() -> bool:
-    """Whether a forward only serves to find out what it does, and is none of the training.
-
-    As under ``torch.jit.trace``, ``torch.fx.symbolic_trace``, ``make_fx`` and an export without Dynamo. Our copies
-    would become a part of what is found.
-    """
-    if _get_tracing_state() is not None or is_compiling() or _traces_symbolically():
-        return True
-    return _len_torch_dispatch_stack() > 0 and torch._C._get_dispatch_mode(_PROXY) is not None
-
-
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
-# its older name warns in newer versions
-_traces_symbolically: Callable[[], bool] = getattr(
-    _symbolic_trace, "is_fx_symbolic_tracing", _symbolic_trace.is_fx_tracing
-)
-
-
 next_node: Callable[[], int] = _get_sequence_nr
 """The number that the next node of this thread's graph gets."""
 
 
 def backward_node() -> int | None:
     """The number of the checkpoint (or other function written in Python) whose backward runs."""
-    node: Any = torch._C._current_autograd_node()
+    node: Any = _current_autograd_node()
     return int(node._sequence_nr()) if isinstance(node, BackwardCFunction) else None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from tracer.messaging.messages import DEFAULT_TAG
-from tracer.observing.pytorch.autograd import without_modes
+from tracer.observing.pytorch.modes import without_modes
 
 
 class Numbered(Protocol):
@@ -64,9 +64,6 @@ class Notes(Protocol):
 
     def note(self, what: str, why: str, *, warn: bool = True) -> None:
         """Note what is not observed, and why."""
-
-    def raise_if_strict(self, error: BaseException) -> None:
-        """Raise what was caught if the training loop is to see it."""
 
     def failed(self, what: str, error: Exception) -> None:
         """Note that an exception ended an observation, or raise it."""

@@ -15,10 +15,10 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from tracer import walking
-from tracer.observing.pytorch.autograd import traced, without_modes
 from tracer.observing.pytorch.compiled import NOBODY, Ticket, name_hook, observe_in_graph, run_uncompiled
 from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import Hanging
+from tracer.observing.pytorch.modes import traced, without_modes
 
 
 class Role(enum.Enum):
@@ -162,10 +162,8 @@ class Hook:
             with gate.lock, without_modes():
                 self._call(owner, self.name, *args)
         except Exception as error:  # noqa: BLE001 - under strict it is raised again
-            gate.problems.raise_if_strict(error)
+            gate.problems.failed(f"module {self.name!r}" if self.name else self.role.value, error)
             self.off = not (self.of_optimizer or self.of_root)
-            what = f"module {self.name!r}" if self.name else self.role.value
-            gate.problems.note(what, f"{type(error).__name__}: {error}")
         return None
 
     @property

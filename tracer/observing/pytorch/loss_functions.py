@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional
 from torch import Tensor
 
-from tracer.observing.pytorch.autograd import traced
 from tracer.observing.pytorch.gate import Gate
+from tracer.observing.pytorch.modes import traced
 
 LOSS_FUNCTIONS: tuple[str, ...] = (
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy", "ctc_loss",

@@ -154,13 +154,10 @@ def _of_type(old: Any, number: float) -> Any:
 
 def scale_of(scaler: GradScaler) -> Tensor | None:
     """The state of a GradScaler: a float64 vector with the entries `SCALE`; None if it is not enabled."""
-    state = scaler.state_dict()
+    state = {key.lstrip("_"): value for key, value in scaler.state_dict().items()}
     if not state:
         return None
-    return torch.tensor([float(state[_KEYS.get(name, name)]) for name in SCALE], dtype=torch.float64, device="cpu")
-
-
-_KEYS = {"growth_tracker": "_growth_tracker"}
+    return torch.tensor([float(state[name]) for name in SCALE], dtype=torch.float64, device="cpu")
 
 
 def set_scale(scaler: GradScaler, numbers: Sequence[float]) -> None:

@@ -1,0 +1,55 @@
+"""What intercepts PyTorch's operations: modes, subclasses of tensors, and tracers. Observing steps around it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.compiler import is_compiling
+from torch.fx import _symbolic_trace
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Let what the program has in torch's way see only what the program does.
+
+    Those are modes of dispatch and of ``__torch_function__``, and that method of subclasses of tensors.
+    """
+    if _len_torch_dispatch_stack() or _len_torch_function_stack():
+        return _without_modes()
+    return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunctionSubclass())
+
+
+def with_subclasses() -> AbstractContextManager[Any]:
+    """Let subclasses of tensors do what they do, for a forward of the program's within `without_modes`."""
+    if _len_torch_function_stack():  # whose modes would see it, too
+        return contextlib.nullcontext()
+    return cast("AbstractContextManager[Any]", torch._C._EnableTorchFunction())
+
+
+@contextlib.contextmanager
+def _without_modes() -> Iterator[None]:
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def traced() -> bool:
+    """Whether a forward only serves to find out what it does, and is none of the training.
+
+    As under ``torch.jit.trace``, ``torch.fx.symbolic_trace``, ``make_fx`` and an export without Dynamo. Our copies
+    would become a part of what is found.
+    """
+    if _get_tracing_state() is not None or is_compiling() or _traces_symbolically():
+        return True
+    return _len_torch_dispatch_stack() > 0 and torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+# its older name warns in newer versions
+_traces_symbolically: Callable[[], bool] = getattr(
+    _symbolic_trace, "is_fx_symbolic_tracing", _symbolic_trace.is_fx_tracing
+)
