@@ -103,17 +103,24 @@ class Stream:
         `batch` is the number of a pass aside among those of this step.
         """
         if (clock, batch) != self._at:  # asked several times in each step
-            kind, tag, always = self._kind, self._tag, self._own_times
-            answer = tuple(
-                capture
-                for capture, name, asking in self._asking
-                if (always or capture.due(kind, tag, clock, batch)) and any(one.wants(*name, clock) for one in asking)
-            )
+            answer = tuple(self._taken(clock, batch))
             if self._apart:
+                kind, tag, always = self._kind, self._tag, self._own_times
                 due = [one for one in self._apart if always or one.due(kind, tag, clock, batch)]
                 answer = self._with_apart(answer, due)
             self._at, self._answer = (clock, batch), answer  # together, because the question may be interrupted
         return self._answer
+
+    def _taken(self, clock: int, batch: int) -> list[Capture]:
+        """The captures that are due and for which a receiver asks; plain loops, as each recorded call comes here."""
+        taken = []
+        for capture, name, asking in self._asking:
+            if self._own_times or capture.due(self._kind, self._tag, clock, batch):
+                for receiver in asking:
+                    if receiver.wants(*name, clock):
+                        taken.append(capture)
+                        break
+        return taken
 
     def _with_apart(self, answer: Captures, due: Iterable[Capture]) -> Captures:
         """The captures of a step, and those due ones that observe for one listener what the others do not."""
