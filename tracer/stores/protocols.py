@@ -221,10 +221,6 @@ class ByteFile(Protocol):
     def descriptor(self) -> int | None:
         """The system's number of the file while it is open; None where it does not lie on a disk."""
 
-    @property
-    def grows(self) -> bool:
-        """Whether another process may write to it, or put another file in its place."""
-
     def hold(self) -> None:
         """Open what is at the path now, if that is not what is open already."""
 

@@ -52,6 +52,8 @@ class Survey:
     store : ReadStore
     findings : Findings
         Where what is found is told.
+    ids : numpy.ndarray of int64, (streams,)
+        The numbers of the streams whose declarations can be read, ascending.
 
     Parameters
     ----------
@@ -87,9 +89,9 @@ class Survey:
         self._pools_of: dict[str, list[int]] = {}
         for number, pool in self.tables.pools.items():
             self._pools_of.setdefault(pool.name, []).append(number)
-        # the numbers of the streams, ascending, and of each the place of its storage dtype
-        self._ids = np.array(sorted(self.streams), np.int64)
-        dtypes = [self.streams[number].dtype for number in self._ids.tolist()]
+        # of each stream the place of its storage dtype
+        self.ids = np.array(sorted(self.streams), np.int64)
+        dtypes = [self.streams[number].dtype for number in self.ids.tolist()]
         places = [-1 if dtype is None else _PLACES[ENCODINGS[dtype].storage] for dtype in dtypes]
         self._kept_as = np.array(places, np.int64)
 
@@ -196,7 +198,7 @@ class Survey:
     def stored_in(self, array: Array, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which sound rows can have their data in an array, by their places and the dtypes of their streams."""
         within = rows[:, Column.COUNT] <= array.length * array.size - rows[:, Column.OFFSET]
-        kept_as = self._kept_as[np.searchsorted(self._ids, rows[:, Column.STREAM])]
+        kept_as = self._kept_as[np.searchsorted(self.ids, rows[:, Column.STREAM])]
         return np.asarray(within & (kept_as == _PLACES[array.dtype]))
 
     def reach(self, reach: Reach, rows: NDArray[np.int64], keys: Iterable[NDArray[np.int64]]) -> None:

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from tracer.stores.disk.files import UNREADABLE
@@ -78,9 +78,8 @@ class ChunkPlaces:
         known, chunks, asked = self._known.get(name, (0, {}, 0))
         if stop <= known:
             return chunks
-        chunk, shape = dataset.chunks, dataset.shape
-        grid = [-(-size // part) for size, part in zip(shape, chunk, strict=True)]
-        steps = [math.prod(grid[axis + 1 :]) for axis in range(len(grid))]
+        chunk, grid, rows = dataset.chunk, dataset.grid, dataset.rows
+        steps = [math.prod(grid[axis:]) for axis in range(len(chunk))]
 
         def note(stored: Any) -> None:
             said = None if stored.byte_offset is None else what(stored)
@@ -95,15 +94,15 @@ class ChunkPlaces:
         first = max(start, known) // chunk[0]
         few = range(first, -(-stop // chunk[0]))
         asked += len(few)
-        if asked * FEW < grid[0] and not self._partly:
-            self._look(name, lambda: _tell(dataset, few, grid[1:], note))
+        if asked * FEW < -(-rows // chunk[0]) and not self._partly:
+            self._look(name, lambda: _tell(dataset, few, note))
             self._known[name] = (stop if start <= known else known, chunks, asked)
             return chunks
-        chunks, rows = {}, shape[0]
+        chunks = {}
         try:
             self._look(name, lambda: dataset.id.chunk_iter(note))
         except Exception:
-            rows = self._rows_found(chunks, grid, chunk[0])
+            rows = self._rows_found(chunks, dataset)
             if rows > known:
                 self._known[name] = (rows, chunks, 0)
             if stop > rows:
@@ -132,17 +131,17 @@ class ChunkPlaces:
                 self._broken[name] = (written, str(error))
             raise
 
-    def _rows_found(self, found: Mapping[int, Any], grid: Sequence[int], height: int) -> int:
+    def _rows_found(self, found: Mapping[int, Any], dataset: Dataset) -> int:
         """How many rows are in the chunks that HDF5 told of before it failed: what it tells of comes in order."""
         if not self._partly:
             return 0
         chunks = next(number for number in itertools.count() if number not in found)
-        return chunks // math.prod(grid[1:]) * height
+        return chunks // dataset.per_row * dataset.chunk[0]
 
 
-def _tell(dataset: Dataset, numbers: range, grid: Sequence[int], note: Callable[[Any], None]) -> None:
+def _tell(dataset: Dataset, numbers: range, note: Callable[[Any], None]) -> None:
     """Have HDF5 tell of each chunk in some rows of the grid of chunks."""
     for number in numbers:
-        for rest in itertools.product(*map(range, grid)):
-            at = tuple(one * part for one, part in zip((number, *rest), dataset.chunks, strict=True))
+        for rest in itertools.product(*map(range, dataset.grid)):
+            at = tuple(one * part for one, part in zip((number, *rest), dataset.chunk, strict=True))
             note(dataset.id.get_chunk_info_by_coord(at))

@@ -21,7 +21,6 @@ class ObjectFile:
     """An object that is read in blocks, of which the last used ones are kept. A `ByteFile`."""
 
     descriptor = None
-    grows = False
 
     def __init__(self, url: Url) -> None:
         self.path = url

@@ -20,7 +20,7 @@ from tracer.errors import TraceExistsError
 from tracer.stores.chunks import RowChunks
 from tracer.stores.codecs import Codec, encode
 from tracer.stores.locations import Url
-from tracer.stores.objects.client import IN_FLIGHT_BYTES, Objects
+from tracer.stores.objects.client import IN_FLIGHT_BYTES, Objects, document_name
 from tracer.stores.zarr.format import WRITER, as_bytes, checksum_bytes, group_document
 from tracer.stores.zarr.shards import GrowingArray, Shard, chunks_begin
 from tracer.stores.zarr.writer import ZarrWriter
@@ -200,7 +200,7 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
         self._put_document(array.name, array.document(rows))
 
     def _put_document(self, name: str, document: Mapping[str, Any]) -> None:
-        self._put(f"{name}/zarr.json" if name else "zarr.json", as_bytes(document, self.path / name))
+        self._put(document_name(name), as_bytes(document, self.path / name))
 
     def _put(self, name: str, data: bytes | bytearray) -> None:
         while self._flying and sum(self._flying.values()) + len(data) > IN_FLIGHT_BYTES:

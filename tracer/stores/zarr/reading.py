@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from tracer.errors import TraceCorruptError, TraceError, TraceFormatError, Trace
 from tracer.format.checksum import crc32c
 from tracer.format.names import PART
 from tracer.memory import new_memory
-from tracer.stores.chunks import RowChunks, check_name, walk
-from tracer.stores.codecs import OVERHEAD, Codec, decode, decoded_size
-from tracer.stores.disk.files import NOT_COPIED, UNREADABLE, Folder, disk_bytes, gone, key_of, listed, open_file
+from tracer.stores.chunks import RowChunks, check_name
+from tracer.stores.codecs import OVERHEAD, Codec, decode_part, decoded_size
+from tracer.stores.disk.files import UNREADABLE, Folder, OpenFile, disk_bytes, gone, key_of, listed, open_file
 from tracer.stores.protocols import Place
 from tracer.stores.zarr.description import ArrayDescription
 from tracer.stores.zarr.documents import read_document
@@ -34,13 +34,13 @@ OPEN_FILES = 64
 """Shards and folders kept open; models have thousands of streams, and processes may open about a thousand files."""
 
 
-class _ReadShard:
-    """A shard that is open for reading, and its index; closed when the last who uses it lets go of it."""
+class _ReadShard(OpenFile):
+    """A shard that is open for reading, and its index."""
 
-    __slots__ = ("file", "index", "index_at", "key", "last", "settled")
+    __slots__ = ("index", "index_at", "key", "last", "settled")
 
     def __init__(self, file: int) -> None:
-        self.file = file
+        super().__init__(file)
         self.key = key_of(file)
         self.index: NDArray[np.uint64] = np.empty((0, 2), "<u8")
         """Offset and bytes of each chunk."""
@@ -60,12 +60,6 @@ class _ReadShard:
         if chunk != self.last:
             return False
         return bool(os.pread(self.file, 16, self.index_at + 16 * chunk) != self.index[chunk].tobytes())
-
-    def __reduce__(self) -> Any:
-        raise TypeError(NOT_COPIED)
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        close(self.file)
 
 
 class ZarrReadStore(ZarrReader):
@@ -130,7 +124,7 @@ class ZarrReadStore(ZarrReader):
 
     def place(self, name: str, row: int) -> Place | None:
         array = self._open(name)
-        if not array.in_rows or not 0 <= row < array.shape[0]:
+        if not array.in_rows or not 0 <= row < array.rows:
             return None
         number, chunk = divmod(row, array.per_shard)
         try:
@@ -150,7 +144,7 @@ class ZarrReadStore(ZarrReader):
         return read_document(self.path / name)
 
     def _foreign(self, array: ArrayDescription) -> Any:
-        _check_links(self.path, array.name, len(array.shape))
+        _check_links(self.path, array.name, len(array.chunk))
         # here, because most traces do not need zarr-python, and its import takes half a second
         import zarr
 
@@ -243,9 +237,8 @@ class ZarrReadStore(ZarrReader):
 
     def _stored_bytes(self, array: ArrayDescription, start: int, stop: int) -> int:
         """How many bytes the compressed chunks of these rows can become."""
-        height = int(array.chunk[0])
-        per_height = array.per_shard * height // array.shard_rows
-        first, end = start // height * per_height, -(-stop // height) * per_height
+        height, per_row = array.chunk[0], array.per_row
+        first, end = start // height * per_row, -(-stop // height) * per_row
         found = 0
         for shard in range(first // array.per_shard, -(-end // array.per_shard)):
             file = self._open_shard(array, shard)
@@ -294,13 +287,11 @@ class ZarrReadStore(ZarrReader):
         """As `_fill`, for chunks as they are."""
         checksums: list[int] = []
         to = out.data  # slices of a memoryview are made in half the time of an array's
-        item, chunk_nbytes = array.dtype.itemsize, array.chunk_nbytes
-        first, end = start * array.row_nbytes, stop * array.row_nbytes
-        per_shard = array.per_shard
+        chunk_nbytes, per_shard = array.chunk_nbytes, array.per_shard
         shard: _ReadShard | None = None
         shard_number = -1
         trailer = bytearray(4)
-        for number, begin, length in walk(array.shape, array.chunk, item, start, stop):
+        for number, at, low, high in array.walk(start, stop):
             if shard is None or number // per_shard != shard_number:
                 shard_number = number // per_shard
                 shard = self._shard(array, shard_number)
@@ -309,20 +300,17 @@ class ZarrReadStore(ZarrReader):
             if nbytes != chunk_nbytes + 4:
                 raise TraceCorruptError(f"{self.path}: array {array.name!r} lacks its chunk {number}")
             if not verify:
-                low, high = max(begin, first), min(begin + length, end)
-                right = os.preadv(file, [to[low - first : high - first]], offset + low - begin) == high - low
-            elif length == chunk_nbytes and begin >= first and begin + length <= end:
-                target = to[begin - first : begin - first + length]
-                right = _read_chunk(file, target, trailer, offset)
+                right = os.preadv(file, [to[low:high]], offset + at) == high - low
+            elif high - low == chunk_nbytes:
+                right = _read_chunk(file, to[low:high], trailer, offset)
             else:
                 target = new_memory(chunk_nbytes).data
                 right = _read_chunk(file, target, trailer, offset)
                 # the rest of the chunk, which was not asked for, may never have been written, and be zeros
-                if not right and self.thorough and _without_padding(target, trailer, end - begin):
+                if not right and self.thorough and _without_padding(target, trailer, len(to) - low + at):
                     right = True
                     self._tell(f"what follows the last row in chunk {number} of array {array.name!r} is not as it was")
-                low, high = max(begin, first), min(begin + length, end)
-                to[low - first : high - first] = target[low - begin : high - begin]
+                to[low:high] = target[at : at + high - low]
             if shard.moved(number % per_shard):
                 raise MovedError(f"{self.path}: chunk {number} of array {array.name!r} moves faster than it is read")
             if not right:
@@ -336,14 +324,12 @@ class ZarrReadStore(ZarrReader):
         self, array: ArrayDescription, codec: Codec, start: int, stop: int, out: NDArray[np.uint8]
     ) -> None:
         """As `_fill`, for compressed chunks."""
-        item, chunk_nbytes = array.dtype.itemsize, array.chunk_nbytes
-        first, end = start * array.row_nbytes, stop * array.row_nbytes
-        per_shard = array.per_shard
+        item, chunk_nbytes, per_shard = array.dtype.itemsize, array.chunk_nbytes, array.per_shard
         shard: _ReadShard | None = None
         shard_number = -1
         most = chunk_nbytes + OVERHEAD + 4
         buffer = new_memory(most)
-        for number, begin, length in walk(array.shape, array.chunk, item, start, stop):
+        for number, at, low, high in array.walk(start, stop):
             if shard is None or number // per_shard != shard_number:
                 shard_number = number // per_shard
                 shard = self._shard(array, shard_number)
@@ -356,13 +342,8 @@ class ZarrReadStore(ZarrReader):
                 raise MovedError(f"{self.path}: chunk {number} of array {array.name!r} moves faster than it is read")
             if read != nbytes or checksum_bytes(stored.data) != buffer[nbytes - 4 : nbytes].tobytes():
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {array.name!r} fails its checksum")
-            whole = length == chunk_nbytes and begin >= first and begin + length <= end
-            target = out[begin - first : begin - first + length] if whole else np.empty(chunk_nbytes, np.uint8)
-            if not decode(codec, stored, target, item):
+            if not decode_part(codec, stored, at, out[low:high], chunk_nbytes, item):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {array.name!r} cannot be decoded")
-            if not whole:
-                low, high = max(begin, first), min(begin + length, end)
-                out[low - first : high - first] = target[low - begin : high - begin]
 
     def _shard(self, array: ArrayDescription, number: int) -> _ReadShard:
         """A shard for reading: opened and its index read once, while it is among those that were used last."""
