@@ -13,11 +13,10 @@ from tracer.errors import TraceCorruptError, TraceError, TracerError, TraceUnrea
 from tracer.format.encodings import ENCODINGS, STORAGE_DTYPES
 from tracer.format.journal import Column
 from tracer.format.names import declarations_name, journal_name, rank_and_attempt
-from tracer.format.tables import Stream, Tables
+from tracer.format.tables import Stream
 from tracer.format.version import check_root
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.stores.locations import Location
-from tracer.stores.opening import STORES
 from tracer.stores.protocols import ReadStore
 from tracer.trace.attempts import first_step
 from tracer.trace.part import is_empty, lives
@@ -45,6 +44,12 @@ class Survey:
         The attributes of the store's root, as far as they can be read.
     read : SurveyedTables
         What can be read of the declarations.
+    tables : Tables
+        What these say.
+    header : dict
+        What was known of the run before it started; empty if that is lost.
+    streams : dict of int to Stream
+        The streams whose declarations can be read, by their numbers.
     journal : SurveyedJournal
         And of the journal.
     chunks : Chunks
@@ -85,6 +90,8 @@ class Survey:
         # how long the journal is is looked up first: what its rows refer to was committed before them
         self.journal = SurveyedJournal(self.chunks, names[0], self.findings)
         self.read = SurveyedTables(self.chunks, names[1], self.findings)
+        self.tables = self.read.tables
+        self.header, self.streams = self.tables.header, self.tables.streams
         self.journal.check(self.tables, zeros_are_wrong=store.checksums_chunks)
         self._pools_of: dict[str, list[int]] = {}
         for number, pool in self.tables.pools.items():
@@ -119,21 +126,6 @@ class Survey:
         return self.findings.problems
 
     @property
-    def header(self) -> dict[str, Any]:
-        """What was known of the run before it started; empty if that is lost."""
-        return self.tables.header
-
-    @property
-    def tables(self) -> Tables:
-        """The declarations that can be read."""
-        return self.read.tables
-
-    @property
-    def streams(self) -> dict[int, Stream]:
-        """The streams whose declarations can be read, by their numbers."""
-        return self.tables.streams
-
-    @property
     def messages(self) -> int:
         """Messages that the journal had."""
         return self.journal.length + self.journal.absent
@@ -153,11 +145,6 @@ class Survey:
     def first_step(self) -> int:
         """The global step that this attempt began with."""
         return first_step(self.header, self.attempt)
-
-    @property
-    def store_name(self) -> str:
-        """The format of the trace, by its suffix."""
-        return STORES[self.path.suffix.lower()]
 
     def tell_store(self) -> None:
         """Add to the problems what was found wrong so far with the store as a whole."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tracer.errors import TraceUnreadableError
+from tracer.stores.protocols import ByteFile
 
 UNREADABLE = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE})
 """Errors that say nothing about what is there, only that it cannot be read now, or by this user."""
@@ -135,10 +136,10 @@ def disk_bytes(folder: Path) -> int:
     return found
 
 
-class LocalFile:
-    """A file on a disk, kept open: it stays the same one when another takes its path. A `ByteFile`."""
+class LocalFile(ByteFile):
+    """A file on a disk, kept open: it stays the same one when another takes its path."""
 
-    __slots__ = ("_file", "path")
+    path: Path
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -180,9 +181,6 @@ class LocalFile:
     def readinto(self, target: memoryview, offset: int) -> int:
         """Read bytes from an offset on; how many there were."""
         return os.preadv(self._file, [target], offset)
-
-    def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Do nothing: the operating system reads ahead."""
 
     def close(self) -> None:
         """Close the file. Closing again does nothing."""

@@ -164,21 +164,14 @@ class ZarrReadStore(ZarrReader):
 
     def _decoded_size(self, array: ArrayDescription, shard: int, offset: int) -> int:
         with suppress(TraceCorruptError, OSError, OverflowError):
-            file = self._open_shard(array, shard)
-            try:
-                return decoded_size(os.pread(file, OVERHEAD, offset))
-            finally:
-                os.close(file)
+            opened = self._open_shard(array, shard)
+            return decoded_size(os.pread(opened.file, OVERHEAD, offset))
         return 0
 
     def _index_of(self, array: ArrayDescription, shard: int) -> NDArray[np.uint64]:
         if shard >= 0:
             with suppress(TraceCorruptError):
-                file = self._open_shard(array, shard)
-                try:
-                    return self._read_index(array, shard, file)[0]
-                finally:
-                    os.close(file)
+                return self._open_shard(array, shard).index
         return np.empty((0, 2), "<u8")
 
     def _open(self, name: str, anew: bool = False) -> ArrayDescription:
@@ -240,18 +233,13 @@ class ZarrReadStore(ZarrReader):
         height, per_row = array.chunk[0], array.per_row
         first, end = start // height * per_row, -(-stop // height) * per_row
         found = 0
-        for shard in range(first // array.per_shard, -(-end // array.per_shard)):
-            file = self._open_shard(array, shard)
-            try:
-                index, _ = self._read_index(array, shard, file)
-                size = os.fstat(file).st_size
-            finally:
-                os.close(file)
-            begin = shard * array.per_shard
-            sizes = index[max(first - begin, 0) : end - begin, 1]
+        for number in range(first // array.per_shard, -(-end // array.per_shard)):
+            shard = self._open_shard(array, number)
+            begin = number * array.per_shard
+            sizes = shard.index[max(first - begin, 0) : end - begin, 1]
             sizes = sizes[(sizes > 4) & (sizes <= array.chunk_nbytes + OVERHEAD + 4)]
             # an index may claim the same bytes for many chunks; they count once
-            if int(sizes.sum()) <= size:
+            if int(sizes.sum()) <= os.fstat(shard.file).st_size:
                 found += len(sizes) * array.chunk_nbytes
         return found
 
@@ -350,8 +338,7 @@ class ZarrReadStore(ZarrReader):
         name = array.name
         shard = self._shards.pop((name, number), None)
         if shard is None:
-            shard = _ReadShard(self._open_shard(array, number))
-            shard.index, shard.index_at = self._read_index(array, number, shard.file)
+            shard = self._open_shard(array, number)
             shard.last = int(np.flatnonzero(shard.index[:, 0] != MISSING).max(initial=-1))
             if array.in_rows:
                 settled = shard.index[:, 1] == array.chunk_nbytes + 4
@@ -363,33 +350,28 @@ class ZarrReadStore(ZarrReader):
         self._shards[name, number] = shard
         return shard
 
-    def _open_shard(self, array: ArrayDescription, number: int) -> int:
+    def _open_shard(self, array: ArrayDescription, number: int) -> _ReadShard:
+        """A shard that was opened just now, with its index."""
         known = self._paths.setdefault(array.name, {})
         path = known.get(number)
         if path is None:
             path = self.path / array.shard_name(number)
             self._check_inside(path)
             known[number] = path
-        file = -1
         try:
             with self._of_one_run(array.name):
-                file = open_file(path)
+                shard = _ReadShard(open_file(path))
         except TraceError:
-            if file >= 0:
-                os.close(file)
             raise
         except OSError as error:
             why = f"{self.path}: shard {number} of array {array.name!r} cannot be opened: {error.strerror}"
             raise (TraceUnreadableError if error.errno in UNREADABLE else TraceCorruptError)(why) from error
-        return file
-
-    def _read_index(self, array: ArrayDescription, shard: int, file: int) -> tuple[NDArray[np.uint64], int]:
-        """The index of a shard, and where it begins."""
         # a damaged file may claim any size, for which memory would be allocated
-        size = os.fstat(file).st_size
-        return self._index_in(
-            array, shard, lambda begin, nbytes: os.pread(file, nbytes, begin) if begin + nbytes < size else b""
+        file, size = shard.file, os.fstat(shard.file).st_size
+        shard.index, shard.index_at = self._index_in(
+            array, number, lambda begin, nbytes: os.pread(file, nbytes, begin) if begin + nbytes < size else b""
         )
+        return shard
 
 
 def _check_links(path: Path, name: str, axes: int) -> None:
