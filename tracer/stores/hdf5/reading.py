@@ -169,16 +169,7 @@ class Hdf5ReadStore(ReadStore):
         with read_errors(self.path, f"the attributes of {name or 'the root'!r}"):
             return attributes(self._hdf5[name or "/"].attrs, self.path, name)
 
-    def read(
-        self,
-        name: str,
-        start: int,
-        stop: int,
-        out: NDArray[Any] | None = None,
-        *,
-        checksums: list[int] | None = None,
-        verify: bool = True,
-    ) -> NDArray[Any]:
+    def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None, **unheeded: Any) -> NDArray[Any]:
         return self._asked(f"array {name!r}", lambda: self._rows(name, start, stop, out))
 
     def place(self, name: str, row: int) -> Place | None:

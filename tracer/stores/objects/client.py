@@ -190,10 +190,9 @@ class Objects:
             time.sleep(pause)
             pause = min(2 * pause, 2.0)
 
-    def remove(self, prefix: str = "") -> None:
-        """Remove all objects below a prefix; first the ``zarr.json`` of the root, which makes the others a trace."""
-        names = sorted((one.name for one in self.listed(prefix)), key=lambda name: name != "zarr.json")
-        paths = [self._path(name) for name in names]
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove objects; first the ``zarr.json`` of the root, without which the others are no trace."""
+        paths = [self._path(name) for name in sorted(names, key=lambda name: name != "zarr.json")]
         try:
             for some in (paths[:1], *(paths[begin : begin + 1000] for begin in range(1, len(paths), 1000))):
                 obstore.delete(self._store, some)

@@ -192,26 +192,16 @@ class ObjectReadStore(ZarrReader):
     def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
         # a single range is read when it is asked for
         several = ranges if len(ranges) > 1 else ()
-        read = super().read
 
         def hinted(name: str, start: int, stop: int) -> NDArray[Any]:
             self._coming.hinted = True
-            return read(name, start, stop)
+            return self.read(name, start, stop)
 
         self._coming.rows = {one: self._waiting.submit(hinted, *one) for one in several}
 
-    def read(
-        self,
-        name: str,
-        start: int,
-        stop: int,
-        out: NDArray[Any] | None = None,
-        *,
-        checksums: list[int] | None = None,
-        verify: bool = True,
-    ) -> NDArray[Any]:
+    def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None, **options: Any) -> NDArray[Any]:
         coming = self._coming.rows.pop((name, start, stop), None)
-        return super().read(name, start, stop, out) if coming is None else coming.result()
+        return super().read(name, start, stop, out, **options) if coming is None else coming.result()
 
     def close(self) -> None:
         self._arrays.clear()

@@ -20,14 +20,14 @@ def create(url: Url, *, part: str | None = None, overwrite: bool = False, durabl
         if part is not None:
             if not overwrite and objects.listed(part):
                 raise TraceExistsError.at(url / part)
-            objects.remove(part)
+            objects.delete(one.name for one in objects.listed(part))
         elif objects.any():
             if not overwrite:
                 raise TraceExistsError.at(url)
             document = objects.document("")
             if document.get("node_type") != "group":
                 raise TraceExistsError(f"{url} already exists, and is not a Zarr group that could be overwritten")
-            objects.remove()
+            objects.delete(one.name for one in objects.listed())
         return ObjectWriteStore(objects, part)
     except BaseException:
         objects.close()
@@ -76,7 +76,7 @@ def blank(url: Url) -> bool:
 def remove_part(url: Url, part: str) -> None:
     """Remove the group of a part; see `tracer.stores.opening.remove_part`."""
     with closing(Objects(url)) as objects:
-        objects.remove(part)
+        objects.delete(one.name for one in objects.listed(part))
         objects.disperse()
 
 
@@ -89,4 +89,4 @@ def exists(url: Url) -> bool:
 def remove(url: Url) -> None:
     """Remove all objects below `url`."""
     with closing(Objects(url)) as objects:
-        objects.remove()
+        objects.delete(one.name for one in objects.listed())
