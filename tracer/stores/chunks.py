@@ -127,6 +127,25 @@ class Layout:
         self._run_nbytes = self.row_nbytes * chunk[0] // max(1, math.prod(row_shape[: max(0, cut - 1)]))
         self._per_run = -(-self._run_nbytes // self.chunk_nbytes)
 
+    def numbers(self, start: int, stop: int) -> range:
+        """The chunks that hold rows ``start`` to ``stop``."""
+        height = self.chunk[0]
+        return range(start // height * self.per_row, -(-stop // height) * self.per_row)
+
+    def begin_of(self, number: int) -> tuple[int, ...]:
+        """Where in the array a chunk begins, along each axis.
+
+        Examples
+        --------
+        >>> Layout(np.dtype("int8"), (3, 5), (1, 2, 5)).begin_of(3)
+        (1, 2, 0)
+        """
+        begin = []
+        for count, size in zip(reversed(self.grid), reversed(self.chunk), strict=False):  # the first axis comes last
+            number, place = divmod(number, count)
+            begin.append(place * size)
+        return (number * self.chunk[0], *reversed(begin))
+
     def walk(self, start: int, stop: int) -> Iterator[Piece]:
         """In which chunks the bytes of rows ``start`` to ``stop`` are, and where in them; chunks are contiguous.
 
@@ -152,7 +171,7 @@ class Layout:
             return
         per_run, run_nbytes, chunk_nbytes = self._per_run, self._run_nbytes, self.chunk_nbytes
         first, size = start * row_nbytes, (stop - start) * row_nbytes
-        for number in range(start // height * per_row, -(-stop // height) * per_row):
+        for number in self.numbers(start, stop):
             run, part = divmod(number % per_row, per_run)
             begin = number // per_row * height * row_nbytes + run * run_nbytes + part * chunk_nbytes - first
             low = max(begin, 0)

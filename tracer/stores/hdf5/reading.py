@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceFormatError
 from tracer.format.names import PART
-from tracer.stores.codecs import OVERHEAD, decode_part
+from tracer.stores.codecs import OVERHEAD, Codec, decode_part
 from tracer.stores.disk.files import key_of
 from tracer.stores.errors import read_errors, reason
 from tracer.stores.hdf5.attributes import attributes
@@ -159,7 +159,7 @@ class Hdf5ReadStore(ReadStore):
         dataset = self._dataset(name)
         if dataset.codec is not None:
             length = dataset.rows
-            stored = self._asked(f"array {name!r}", lambda: self._places.stored(name, self._dataset(name), 0, length))
+            stored = self._asked(f"array {name!r}", lambda: self._places.of(name, self._dataset(name), 0, length))
             # a damaged file may claim any number for a chunk; chunks may be missing
             chunks = min(max(stored, default=-1) + 1, 1000 * (len(stored) + 1))
             return -(-chunks // dataset.per_row) * dataset.chunk[0]
@@ -179,7 +179,7 @@ class Hdf5ReadStore(ReadStore):
         dataset, file = self._dataset(name), self._file.descriptor
         if file is None or not dataset.in_rows or not 0 <= row < dataset.rows:
             return None
-        offset = self._places.offsets(name, dataset, row, row + 1).get(row)
+        offset = self._places.of(name, dataset, row, row + 1).get(row)
         if offset is None:
             return None
         if self._key is None:
@@ -214,7 +214,7 @@ class Hdf5ReadStore(ReadStore):
         found = rows_in(out, (stop - start, *dataset.row_shape), dataset.dtype)
         if found.size:
             if dataset.codec is not None:
-                self._read_compressed(name, dataset, start, stop, found.reshape(-1).view(np.uint8))
+                self._read_compressed(name, dataset, dataset.codec, start, stop, found.reshape(-1).view(np.uint8))
             elif dataset.contiguous:
                 self._read_chunks(name, dataset, start, stop, found.reshape(-1).view(np.uint8).data)
             else:
@@ -223,7 +223,7 @@ class Hdf5ReadStore(ReadStore):
 
     def _read_chunks(self, name: str, dataset: Dataset, start: int, stop: int, out: memoryview) -> None:
         """Fill `out` with rows ``start`` to ``stop`` from the file itself: HDF5 is asked only where the chunks are."""
-        places = self._places.offsets(name, dataset, start, stop)
+        places = self._places.of(name, dataset, start, stop)
         parts = []
         for number, at, low, high in dataset.walk(start, stop):
             place = places.get(number)
@@ -241,11 +241,12 @@ class Hdf5ReadStore(ReadStore):
             if self._file.readinto(part, place) != len(part):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} lies beyond the file's end")
 
-    def _read_compressed(self, name: str, dataset: Dataset, start: int, stop: int, out: NDArray[np.uint8]) -> None:
+    def _read_compressed(
+        self, name: str, dataset: Dataset, codec: Codec, start: int, stop: int, out: NDArray[np.uint8]
+    ) -> None:
         """As `_read_chunks`, for an array with compressed chunks; HDF5 decodes none of them."""
-        assert dataset.codec is not None
         item, chunk_nbytes = dataset.dtype.itemsize, dataset.chunk_nbytes
-        places = self._places.stored(name, dataset, start, stop)
+        places = self._places.of(name, dataset, start, stop)
         buffer = np.empty(chunk_nbytes + OVERHEAD, np.uint8)
         for number, at, low, high in dataset.walk(start, stop):
             if number not in places:
@@ -261,7 +262,7 @@ class Hdf5ReadStore(ReadStore):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} is not of the size of one")
             if self._file.readinto(stored.data, place) != len(stored):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} lies beyond the file's end")
-            if not plain and not decode_part(dataset.codec, stored, at, part, chunk_nbytes, item):
+            if not plain and not decode_part(codec, stored, at, part, chunk_nbytes, item):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} cannot be decoded")
 
     def _check_size(self, name: str, dataset: Dataset, rows: int) -> None:
@@ -277,10 +278,9 @@ class Hdf5ReadStore(ReadStore):
         nbytes = (stop - start) * dataset.row_nbytes
         if nbytes <= self._size:
             return
-        places = self._places.stored(name, dataset, start, stop)
-        height, per_row = dataset.chunk[0], dataset.per_row
-        first, end = start // height * per_row, -(-stop // height) * per_row
-        sizes = [size for number, (_, size, _) in places.items() if first <= number < end]
+        places = self._places.of(name, dataset, start, stop)
+        wanted = dataset.numbers(start, stop)
+        sizes = [size for number, (_, size, _) in places.items() if number in wanted]
         # a file may claim the same bytes for many chunks; they count once
         if sum(sizes) > self._file.size() or nbytes > len(sizes) * dataset.chunk_nbytes:
             raise TraceCorruptError(f"{self.path}: array {name!r} is larger than what is there of it in the file")

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceError, TraceExistsError, TraceNotFoundError
@@ -328,7 +327,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
         if array.place >= 0 and array.tried < _TRIED:
             array.tried += 1
             for number in {array.first, array.first + count - 1}:
-                found = array.dataset.get_chunk_info_by_coord(self._start(array, number)).byte_offset
+                found = array.dataset.get_chunk_info_by_coord(rows.begin_of(number)).byte_offset
                 if found != array.place + (number - array.first) * self._apart(array):
                     array.place, array.large = -1, False
 
@@ -357,20 +356,8 @@ class Hdf5WriteStore(WriteStore[_Array]):
         else:
             self._write_chunk(array, number, memoryview(encode(codec, data, array.rows.dtype.itemsize)))
 
-    @staticmethod
-    def _start(array: _Array, number: int) -> tuple[int, ...]:
-        """Where in an array a chunk begins."""
-        rows = array.rows
-        height, place = divmod(number, rows.per_row)
-        start = [height * rows.chunk[0]]
-        if rows.per_row == 1:
-            start += [0] * len(rows.grid)
-        else:
-            start += [int(i) * size for i, size in zip(np.unravel_index(place, rows.grid), rows.chunk[1:], strict=True)]
-        return tuple(start)
-
     def _write_chunk(self, array: _Array, number: int, data: memoryview, filter_mask: int = 0) -> None:
-        start = self._start(array, number)
+        start = array.rows.begin_of(number)
         # HDF5 writes no chunk beyond the length. The rows behind the data are never read: the journal does not refer to
         # them.
         self._resize(array, start[0] + 1)

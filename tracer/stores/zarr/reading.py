@@ -230,13 +230,12 @@ class ZarrReadStore(ZarrReader):
 
     def _stored_bytes(self, array: ArrayDescription, start: int, stop: int) -> int:
         """How many bytes the compressed chunks of these rows can become."""
-        height, per_row = array.chunk[0], array.per_row
-        first, end = start // height * per_row, -(-stop // height) * per_row
+        wanted = array.numbers(start, stop)
         found = 0
-        for number in range(first // array.per_shard, -(-end // array.per_shard)):
+        for number in range(wanted.start // array.per_shard, -(-wanted.stop // array.per_shard)):
             shard = self._open_shard(array, number)
             begin = number * array.per_shard
-            sizes = shard.index[max(first - begin, 0) : end - begin, 1]
+            sizes = shard.index[max(wanted.start - begin, 0) : wanted.stop - begin, 1]
             sizes = sizes[(sizes > 4) & (sizes <= array.chunk_nbytes + OVERHEAD + 4)]
             # an index may claim the same bytes for many chunks; they count once
             if int(sizes.sum()) <= os.fstat(shard.file).st_size:
