@@ -178,7 +178,7 @@ class Layout:
             yield number, low - begin, low, min(begin + min(chunk_nbytes, run_nbytes - part * chunk_nbytes), size)
 
     def row_checksums(self, chunks: Sequence[int]) -> Iterator[int]:
-        """The CRC-32C of each of some rows, from those of their chunks, in their order: rows or parts of one.
+        """The CRC-32C of each of some rows, from those of their chunks, each of which is a row or a part of one.
 
         Examples
         --------
@@ -209,12 +209,12 @@ class RowChunks(Layout):
     __slots__ = ("_name", "_tail", "_tail_changed", "rows")
 
     def __init__(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> None:
-        of = np.dtype(dtype).newbyteorder("<")
-        if of.kind not in "biufc" or of.itemsize > 16:
+        little = np.dtype(dtype).newbyteorder("<")
+        if little.kind not in "biufc" or little.itemsize > 16:
             raise TraceError(f"array {name!r} cannot have the dtype {dtype}: stores keep numbers of at most 16 bytes")
         if any(size < 1 for size in shape):
             raise TraceError(f"the rows of array {name!r} cannot have the shape {shape}: no axis may be empty")
-        super().__init__(of, shape, chunk_shape(of.itemsize, shape, chunk_bytes))
+        super().__init__(little, shape, chunk_shape(little.itemsize, shape, chunk_bytes))
         self._name = name
         self.rows = 0
         self._tail: bytearray | None = None
