@@ -22,27 +22,19 @@ from tracer.stores.zarr.shards import MISSING, as_index, chunks_begin, second_in
 
 EXPANSION: Final = 4096
 """How many times its size on disk the data of an array with other codecs than ours can be, at most."""
-MOVES: Final = 100
-"""How often a chunk is read again because a writer moved it meanwhile: each time it has committed twice."""
-
-
-class MovedError(TraceCorruptError):
-    """A chunk was moved while it was read."""
 
 
 class ZarrReader(ReadStore):
     """A Zarr group being read; see `tracer.stores.protocols.ReadStore`."""
 
     checksums_chunks = True
-    reads = 1
-    """How often chunks are read before they count as damaged."""
 
     def __init__(self) -> None:
         self.problems = []
         self.thorough = False
         """Whether what a reading does not need is looked at, too."""
         self._arrays: dict[str, ArrayDescription] = {}
-        self._assumed: dict[str, int] = {}
+        self._assumed: set[str] = set()
 
     # -- what depends on where the trace is ----------------------------------------------------------------------------
 
@@ -96,9 +88,6 @@ class ZarrReader(ReadStore):
     def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> list[int]:
         """Fill `out` with rows ``start`` to ``stop``; the checksums of their chunks, if they were compared."""
 
-    def _look_again(self) -> None:
-        """Forget where chunks are: a writer may have moved them."""
-
     # -- what does not -------------------------------------------------------------------------------------------------
 
     def length(self, name: str) -> int:
@@ -151,7 +140,7 @@ class ZarrReader(ReadStore):
             chunks = int(np.flatnonzero(index[:, 0] != MISSING).max()) + 1
             rows = last * array.shard_rows - (-chunks // array.per_row) * array.chunk[0]
         array.rows = rows
-        self._assumed[name] = rows
+        self._assumed.add(name)
         return rows
 
     def read(
@@ -181,27 +170,10 @@ class ZarrReader(ReadStore):
             raise TraceCorruptError(f"{self.path}: array {name!r} does not fit into memory: {error}") from error
         if found.size:
             target = found.reshape(-1).view(np.uint8)
-            chunks = self._fill_at_last(array, start, stop, target, verify and self.verifies)
+            chunks = self._fill(array, start, stop, target, verify and self.verifies)
             if checksums is not None and chunks and array.chunk[0] == 1:
                 checksums += array.row_checksums(chunks)
         return found
-
-    def _fill_at_last(
-        self, array: ArrayDescription, start: int, stop: int, target: NDArray[np.uint8], verify: bool
-    ) -> list[int]:
-        """As `_fill`, which is tried again where a writer may have moved what is read."""
-        left, moves = self.reads - 1, MOVES
-        while True:
-            try:
-                return self._fill(array, start, stop, target, verify)
-            except TraceCorruptError as error:
-                self._look_again()
-                if isinstance(error, MovedError) and moves:
-                    moves -= 1
-                elif left:
-                    left -= 1
-                else:
-                    raise
 
     def _described(self, name: str, document: Mapping[str, Any]) -> ArrayDescription:
         """An array by its ``zarr.json``."""

@@ -23,15 +23,21 @@ from tracer.stores.protocols import Place
 from tracer.stores.zarr.description import ArrayDescription
 from tracer.stores.zarr.documents import read_document
 from tracer.stores.zarr.format import checksum_bytes
-from tracer.stores.zarr.reader import MovedError, ZarrReader, numbers_in
+from tracer.stores.zarr.reader import ZarrReader, numbers_in
 from tracer.stores.zarr.shards import MISSING, GrowingArray
 
 READ_PIECE = 1 << 20
 """Bytes of one read: they should be in the processor's cache when their checksum is computed."""
 READS = 3
 """How often chunks are read before they count as damaged: a writer may have moved one after the index was read."""
+MOVES = 100
+"""How often a chunk is read again because a writer moved it meanwhile: each time it has committed twice."""
 OPEN_FILES = 64
 """Shards and folders kept open; models have thousands of streams, and processes may open about a thousand files."""
+
+
+class _MovedError(TraceCorruptError):
+    """A chunk was moved while it was read."""
 
 
 class _ReadShard(OpenFile):
@@ -66,7 +72,6 @@ class ZarrReadStore(ZarrReader):
     """A Zarr group in a directory being read."""
 
     path: Path
-    reads = READS
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -215,9 +220,6 @@ class ZarrReadStore(ZarrReader):
             if key[0] == name:
                 self._shards.pop(key, None)
 
-    def _look_again(self) -> None:
-        self._shards.clear()
-
     def _held_bytes(self, array: ArrayDescription, start: int, stop: int) -> int:
         first, last = start // array.shard_rows, (stop - 1) // array.shard_rows
         if last - first >= len(listed(self.path / array.name / "c")):
@@ -258,6 +260,22 @@ class ZarrReadStore(ZarrReader):
         return True
 
     def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> list[int]:
+        left, moves = READS - 1, MOVES
+        while True:
+            try:
+                return self._fill_once(array, start, stop, out, verify)
+            except TraceCorruptError as error:
+                self._shards.clear()
+                if isinstance(error, _MovedError) and moves:
+                    moves -= 1
+                elif left:
+                    left -= 1
+                else:
+                    raise
+
+    def _fill_once(
+        self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool
+    ) -> list[int]:
         try:
             if array.codec is None:
                 return self._fill_plain(array, start, stop, out, verify)
@@ -299,7 +317,7 @@ class ZarrReadStore(ZarrReader):
                     self._tell(f"what follows the last row in chunk {number} of array {array.name!r} is not as it was")
                 to[low:high] = target[at : at + high - low]
             if shard.moved(number % per_shard):
-                raise MovedError(f"{self.path}: chunk {number} of array {array.name!r} moves faster than it is read")
+                raise _MovedError(f"{self.path}: chunk {number} of array {array.name!r} moves faster than it is read")
             if not right:
                 why = "fails its checksum" if verify else "lies beyond the end of its file"
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {array.name!r} {why}")
@@ -326,7 +344,7 @@ class ZarrReadStore(ZarrReader):
             stored = buffer[: nbytes - 4]
             read = os.preadv(shard.file, [buffer[:nbytes].data], offset)
             if shard.moved(number % per_shard):
-                raise MovedError(f"{self.path}: chunk {number} of array {array.name!r} moves faster than it is read")
+                raise _MovedError(f"{self.path}: chunk {number} of array {array.name!r} moves faster than it is read")
             if read != nbytes or checksum_bytes(stored.data) != buffer[nbytes - 4 : nbytes].tobytes():
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {array.name!r} fails its checksum")
             if not decode_part(codec, stored, at, out[low:high], chunk_nbytes, item):
