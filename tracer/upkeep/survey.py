@@ -46,10 +46,6 @@ class Survey:
         What can be read of the declarations.
     tables : Tables
         What these say.
-    header : dict
-        What was known of the run before it started; empty if that is lost.
-    streams : dict of int to Stream
-        The streams whose declarations can be read, by their numbers.
     journal : SurveyedJournal
         And of the journal.
     chunks : Chunks
@@ -91,7 +87,6 @@ class Survey:
         self.journal = SurveyedJournal(self.chunks, names[0], self.findings)
         self.read = SurveyedTables(self.chunks, names[1], self.findings)
         self.tables = self.read.tables
-        self.header, self.streams = self.tables.header, self.tables.streams
         self.journal.check(self.tables, zeros_are_wrong=store.checksums_chunks)
         self._pools_of: dict[str, list[int]] = {}
         for number, pool in self.tables.pools.items():
@@ -129,6 +124,16 @@ class Survey:
     def messages(self) -> int:
         """Messages that the journal had."""
         return self.journal.length + self.journal.absent
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """What was known of the run before it started; empty if that is lost."""
+        return self.tables.header
+
+    @property
+    def streams(self) -> dict[int, Stream]:
+        """The streams whose declarations can be read, by their numbers."""
+        return self.tables.streams
 
     def written_since(self, when: float) -> bool:
         """Whether the store was written to after a time, in seconds since 1970; file systems round times to 10 ms."""

@@ -76,15 +76,11 @@ class ChunkPlaces:
             elif stored.filter_mask == 0:
                 chunks[number] = stored.byte_offset
 
-        def ask_for_each() -> None:
-            for number in new:
-                note(dataset.id.get_chunk_info_by_coord(dataset.begin_of(number)))
-
         # the last chunk that is known may have been filled, and moved, since
         new = dataset.numbers(max(start, known), stop)
         asked += new.stop - new.start
         if asked * FEW < dataset.numbers(0, rows).stop and not self._partly:
-            self._look(name, ask_for_each)
+            self._look(name, lambda: _tell(dataset, new, note))
             self._known[name] = (stop if start <= known else known, chunks, asked)
             return chunks
         chunks = {}
@@ -126,3 +122,9 @@ class ChunkPlaces:
             return 0
         chunks = next(number for number in itertools.count() if number not in found)
         return chunks // dataset.per_row * dataset.chunk[0]
+
+
+def _tell(dataset: Dataset, numbers: range, note: Callable[[Any], None]) -> None:
+    """Have HDF5 tell of each of some chunks."""
+    for number in numbers:
+        note(dataset.id.get_chunk_info_by_coord(dataset.begin_of(number)))
