@@ -98,7 +98,7 @@ def test_hdf5_places_of_large_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         known[array.place >= 0] += 1
         if array.place >= 0:
             for number in range((length - array.length) * array.rows.per_row):
-                found = array.dataset.get_chunk_info_by_coord(store._start(array, array.first + number)).byte_offset
+                found = array.dataset.get_chunk_info_by_coord(array.rows.begin_of(array.first + number)).byte_offset
                 assert found == array.place + number * store._apart(array)
 
     monkeypatch.setattr(Hdf5WriteStore, "_make_room", compared)

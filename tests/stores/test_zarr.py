@@ -244,8 +244,12 @@ def test_zarr_with_other_codecs_is_read(tmp_path: Path) -> None:
     root = zarr.create_group(path)
     root.create_array("g/a", data=values, chunks=(7, 3), shards=(14, 6), compressors=zarr.codecs.ZstdCodec())
     root.create_array("b", data=values, chunks=(7, 6), compressors=None)
+    # as we lay arrays out, but with room for more columns than there are
+    plain = [zarr.codecs.BytesCodec(endian="little"), zarr.codecs.Crc32cCodec()]
+    wide = zarr.codecs.ShardingCodec(chunk_shape=(2, 6), codecs=plain, index_codecs=plain, index_location="start")
+    root.create_array("c", data=values, chunks=(6, 12), serializer=wide, compressors=None, filters=None)
     reader = open_store(path)
-    assert reader.names() == ["b", "g/a"]
+    assert reader.names() == ["b", "c", "g/a"]
     for name in reader.names():
         assert np.array_equal(reader.read(name, 3, 29), values[3:29])
     shard = path / "g" / "a" / "c" / "0" / "0"

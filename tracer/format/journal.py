@@ -52,11 +52,7 @@ def _crc_tables() -> tuple[NDArray[np.uint32], list[int]]:
     """What each value of each byte of a short row adds to its checksum, and the checksums of so many zeros."""
     # the CRC is linear but for a constant, so bytes can be looked up one by one and joined by exclusive or
     tables = np.zeros((SHORT, 256), np.uint32)
-    for value in range(256):
-        last = value
-        for _ in range(8):
-            last = (last >> 1) ^ (0x82F63B78 if last & 1 else 0)
-        tables[-1, value] = last
+    tables[-1] = [crc32c(bytes([value])) ^ crc32c(bytes(1)) for value in range(256)]
     for place in range(SHORT - 2, -1, -1):
         after = tables[place + 1]
         tables[place] = tables[-1][after & 0xFF] ^ (after >> 8)

@@ -6,6 +6,7 @@ reader puts the parts together.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -114,17 +115,8 @@ def cover(shape: Sequence[int], parts: Sequence[tuple[Sequence[int], Sequence[in
     for number, (offsets, sizes) in enumerate(parts):
         if all(sizes):
             first.setdefault((tuple(offsets), tuple(sizes)), number)
-    # Python's whole numbers, which do not overflow
-    volume = 1
-    for size in shape:
-        volume *= size
-    covered = 0
-    for _, sizes in first:
-        count = 1
-        for size in sizes:
-            count *= size
-        covered += count
-    if covered != volume or len(first) > MOST_PARTS:
+    covered = sum(math.prod(sizes) for _, sizes in first)
+    if covered != math.prod(shape) or len(first) > MOST_PARTS:
         return None
     begins = np.array([offsets for offsets, _ in first], np.int64).reshape(len(first), len(shape))
     ends = begins + np.array([sizes for _, sizes in first], np.int64).reshape(begins.shape)

@@ -18,8 +18,8 @@ ALIGNED_BYTES = 1 << 17
 """Chunks of this size begin at a page of their file, which costs at most 3.1 % of the space."""
 CHUNKS_AT_ONCE = 32
 """Most chunks that `RowChunks` gives to be written together."""
-Piece = tuple[int, int, int]
-"""A chunk's number, where its bytes begin in the bytes of the rows, and how many they are; see `walk`."""
+Piece = tuple[int, int, int, int]
+"""A chunk's number, where in it the wanted bytes begin, and which bytes of the wanted rows those are; see `Layout`."""
 
 
 def check_name(name: str) -> None:
@@ -72,77 +72,6 @@ def largest_chunk(row_nbytes: int) -> int:
     return max(CHUNK_LIMIT, -(-row_nbytes // 64))
 
 
-def walk(shape: tuple[int, ...], chunk: tuple[int, ...], item: int, start: int, stop: int) -> Iterator[Piece]:
-    """Where the bytes of rows ``start`` to ``stop`` of an array are in its chunks.
-
-    Every chunk that `chunk_shape` makes is contiguous in its row or rows, so its bytes are one range of the rows'
-    bytes. Where an axis is no multiple of the chunk's, the last chunk along it is padded, and its range is shorter.
-
-    Yields
-    ------
-    number : int
-        Of the chunk, in C order over the grid of chunks.
-    begin : int
-        Where its bytes begin in the bytes of the array's rows.
-    length : int
-        How many of its bytes are the array's.
-
-    Examples
-    --------
-    >>> list(walk((10,), (4,), 8, 3, 9))
-    [(0, 0, 32), (1, 32, 32), (2, 64, 32)]
-    >>> list(walk((2, 3, 5), (1, 2, 5), 1, 1, 2))
-    [(2, 15, 10), (3, 25, 5)]
-    """
-    height = chunk[0]
-    row_nbytes = item * math.prod(shape[1:])
-    chunk_nbytes = item * math.prod(chunk)
-    runs, run_nbytes, per_run = 1, row_nbytes * height, 1
-    if height == 1:
-        for axis in range(1, len(shape)):
-            if chunk[axis] != shape[axis]:
-                runs = math.prod(shape[1:axis])
-                run_nbytes = row_nbytes // runs
-                per_run = -(-run_nbytes // chunk_nbytes)
-                if chunk[axis] == 1:
-                    continue
-                break
-    per_height = runs * per_run
-    if per_height == 1 and height == 1 and stop == start + 1:  # one large message, as it often is
-        yield start, start * row_nbytes, row_nbytes
-        return
-    for number in range(start // height * per_height, -(-stop // height) * per_height):
-        run, part = divmod(number % per_height, per_run)
-        begin = number // per_height * height * row_nbytes + run * run_nbytes + part * chunk_nbytes
-        yield number, begin, min(chunk_nbytes, run_nbytes - part * chunk_nbytes)
-
-
-def row_checksums(chunks: Sequence[int], lengths: Sequence[int], chunk_nbytes: int) -> Iterator[int]:
-    """The CRC-32C of each of some rows, from those of the chunks that they are cut into.
-
-    Parameters
-    ----------
-    chunks : sequence of int
-        Checksums of the chunks of whole rows, in their order.
-    lengths : sequence of int
-        Of the chunks of a row, how many bytes of each are the row's; zeros follow them.
-    chunk_nbytes : int
-
-    Examples
-    --------
-    >>> from tracer.format.checksum import crc32c
-    >>> [found] = row_checksums([crc32c(b"abcd"), crc32c(b"ef" + bytes(2)), crc32c(b"ghij")], [4, 2, 4], 4)
-    >>> found == crc32c(b"abcdefghij")
-    True
-    """
-    for begin in range(0, len(chunks), len(lengths)):
-        found = 0
-        for checksum, length in zip(chunks[begin : begin + len(lengths)], lengths, strict=True):
-            own = without_zeros(checksum, chunk_nbytes - length) if length < chunk_nbytes else checksum
-            found = own if len(lengths) == 1 else joined(found, own, length)
-        yield found
-
-
 def rows_ahead(rows: int, least: int) -> int:
     """How many rows the ``zarr.json`` of a growing pool claims, so that it is rarely rewritten: `least`, doubled.
 
@@ -156,60 +85,138 @@ def rows_ahead(rows: int, least: int) -> int:
     return least
 
 
-def contiguous(chunk: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether chunks of this shape are whole rows, or contiguous parts of one row."""
-    for axis, size in enumerate(chunk):
-        if size != 1:
-            return chunk[axis + 1 :] == shape[axis + 1 :]
-    return True
+class Layout:
+    """How the rows of an array fall into chunks, which are numbered in C order over the grid of chunks.
 
-
-class RowChunks:
-    """Cuts the rows that are appended to an array into chunks, and keeps the rows of the last one until it is full.
-
-    Chunks are numbered in C order over the grid of chunks.
+    Parameters
+    ----------
+    dtype : numpy.dtype
+    row_shape : tuple of int
+        Shape of a row.
+    chunk : tuple of int
+        Shape of a chunk.
 
     Attributes
     ----------
-    dtype : numpy.dtype
-        Little-endian.
-    chunk : tuple of int
-        Shape of a chunk.
     grid : tuple of int
         Chunks that a row falls into, along each of its axes.
     per_row : int
         Their product.
-    chunk_nbytes : int
+    row_nbytes, chunk_nbytes : int
+    contiguous : bool
+        Whether chunks are whole rows, or contiguous parts of one row, as those that `chunk_shape` makes.
+    """
+
+    __slots__ = (
+        *("_per_run", "_run_nbytes"),
+        *("chunk", "chunk_nbytes", "contiguous", "dtype", "grid", "per_row", "row_nbytes", "row_shape"),
+    )
+
+    def __init__(self, dtype: np.dtype[Any], row_shape: tuple[int, ...], chunk: tuple[int, ...]) -> None:
+        self.dtype = dtype
+        self.row_shape = row_shape
+        self.chunk = chunk
+        self.grid = tuple(-(-size // part) for size, part in zip(row_shape, chunk[1:], strict=True))
+        self.per_row = math.prod(self.grid)
+        self.row_nbytes = int(dtype.itemsize * math.prod(row_shape))
+        self.chunk_nbytes = int(dtype.itemsize * math.prod(chunk))
+        # the axis that chunks are cut along: before it they have one entry, and behind it all
+        cut = next((axis for axis, size in enumerate(chunk) if size != 1), len(chunk))
+        self.contiguous = chunk[cut + 1 :] == row_shape[cut:]
+        # the chunks along that axis hold a run of bytes, and the last of them may be padded
+        self._run_nbytes = self.row_nbytes * chunk[0] // max(1, math.prod(row_shape[: max(0, cut - 1)]))
+        self._per_run = -(-self._run_nbytes // self.chunk_nbytes)
+
+    def numbers(self, start: int, stop: int) -> range:
+        """The chunks that hold rows ``start`` to ``stop``."""
+        height = self.chunk[0]
+        return range(start // height * self.per_row, -(-stop // height) * self.per_row)
+
+    def begin_of(self, number: int) -> tuple[int, ...]:
+        """Where in the array a chunk begins, along each axis.
+
+        Examples
+        --------
+        >>> Layout(np.dtype("int8"), (3, 5), (1, 2, 5)).begin_of(3)
+        (1, 2, 0)
+        """
+        begin = []
+        for count, size in zip(reversed(self.grid), reversed(self.chunk), strict=False):  # the first axis comes last
+            number, place = divmod(number, count)
+            begin.append(place * size)
+        return (number * self.chunk[0], *reversed(begin))
+
+    def walk(self, start: int, stop: int) -> Iterator[Piece]:
+        """In which chunks the bytes of rows ``start`` to ``stop`` are, and where in them; chunks are contiguous.
+
+        Yields
+        ------
+        number : int
+            Of the chunk.
+        at : int
+            Where in the chunk the bytes of these rows begin.
+        low, high : int
+            Which of the bytes of these rows they are.
+
+        Examples
+        --------
+        >>> list(Layout(np.dtype("int64"), (), (4,)).walk(3, 9))
+        [(0, 24, 0, 8), (1, 0, 8, 40), (2, 0, 40, 48)]
+        >>> list(Layout(np.dtype("int8"), (3, 5), (1, 2, 5)).walk(1, 2))
+        [(2, 0, 0, 10), (3, 0, 10, 15)]
+        """
+        height, per_row, row_nbytes = self.chunk[0], self.per_row, self.row_nbytes
+        if per_row == 1 and height == 1 and stop == start + 1:  # one large message, as it often is
+            yield start, 0, 0, row_nbytes
+            return
+        per_run, run_nbytes, chunk_nbytes = self._per_run, self._run_nbytes, self.chunk_nbytes
+        first, size = start * row_nbytes, (stop - start) * row_nbytes
+        for number in self.numbers(start, stop):
+            run, part = divmod(number % per_row, per_run)
+            begin = number // per_row * height * row_nbytes + run * run_nbytes + part * chunk_nbytes - first
+            low = max(begin, 0)
+            yield number, low - begin, low, min(begin + min(chunk_nbytes, run_nbytes - part * chunk_nbytes), size)
+
+    def row_checksums(self, chunks: Sequence[int]) -> Iterator[int]:
+        """The CRC-32C of each of some rows, from those of their chunks, each of which is a row or a part of one.
+
+        Examples
+        --------
+        >>> from tracer.format.checksum import crc32c
+        >>> chunks = [crc32c(b"abcd"), crc32c(b"ef" + bytes(2))]
+        >>> list(Layout(np.dtype("int8"), (6,), (1, 4)).row_checksums(chunks)) == [crc32c(b"abcdef")]
+        True
+        """
+        lengths = [high - low for _, _, low, high in self.walk(0, 1)]
+        for begin in range(0, len(chunks), len(lengths)):
+            found = 0
+            for checksum, length in zip(chunks[begin : begin + len(lengths)], lengths, strict=True):
+                zeros = self.chunk_nbytes - length
+                own = without_zeros(checksum, zeros) if zeros else checksum
+                found = own if len(lengths) == 1 else joined(found, own, length)
+            yield found
+
+
+class RowChunks(Layout):
+    """Cuts the rows that are appended to an array into chunks, and keeps the rows of the last one until it is full.
+
+    Attributes
+    ----------
     rows : int
         Rows appended so far.
     """
 
-    __slots__ = (
-        *("_lengths", "_name", "_row_nbytes", "_run", "_runs", "_tail", "_tail_changed"),
-        *("chunk", "chunk_nbytes", "dtype", "grid", "per_row", "rows", "shape"),
-    )
+    __slots__ = ("_name", "_tail", "_tail_changed", "rows")
 
     def __init__(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> None:
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        if self.dtype.kind not in "biufc" or self.dtype.itemsize > 16:
+        little = np.dtype(dtype).newbyteorder("<")
+        if little.kind not in "biufc" or little.itemsize > 16:
             raise TraceError(f"array {name!r} cannot have the dtype {dtype}: stores keep numbers of at most 16 bytes")
         if any(size < 1 for size in shape):
             raise TraceError(f"the rows of array {name!r} cannot have the shape {shape}: no axis may be empty")
+        super().__init__(little, shape, chunk_shape(little.itemsize, shape, chunk_bytes))
         self._name = name
-        self.shape = shape
-        self.chunk = chunk_shape(self.dtype.itemsize, shape, chunk_bytes)
-        self.grid = tuple(-(-size // part) for size, part in zip(shape, self.chunk[1:], strict=True))
-        self.per_row = math.prod(self.grid)
-        self.chunk_nbytes = math.prod(self.chunk) * self.dtype.itemsize
         self.rows = 0
-        self._row_nbytes = math.prod(shape) * self.dtype.itemsize
-        # a row of several chunks is cut into runs of bytes, and each run into chunks, the last of which may be padded
-        split = [axis for axis, count in enumerate(self.grid) if count > 1]
-        self._run = math.prod(shape[split[-1] :]) * self.dtype.itemsize if split else self._row_nbytes
-        self._runs = self._row_nbytes // self._run
-        # of each chunk of a row, the bytes that are the row's
-        whole = walk((1, *shape), self.chunk, self.dtype.itemsize, 0, 1)
-        self._lengths = [length for _, _, length in whole] if self.in_rows else []
         self._tail: bytearray | None = None
         self._tail_changed = False
 
@@ -218,15 +225,15 @@ class RowChunks:
 
         A call gets at most `CHUNKS_AT_ONCE` chunks, whose numbers follow each other. It must not keep their memory.
         """
-        if rows.shape[1:] != self.shape or rows.ndim != len(self.shape) + 1:
-            raise TraceError(f"rows of shape {rows.shape[1:]} do not fit array {self._name!r} with {self.shape}")
+        if rows.shape[1:] != self.row_shape or rows.ndim != len(self.row_shape) + 1:
+            raise TraceError(f"rows of shape {rows.shape[1:]} do not fit array {self._name!r} with {self.row_shape}")
         if rows.dtype != self.dtype:
             raise TraceError(f"rows of dtype {rows.dtype} do not fit array {self._name!r} with {self.dtype}")
         count = len(rows)
         if not count:
             return
         data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
-        height, nbytes = self.chunk[0], self._row_nbytes
+        height, nbytes = self.chunk[0], self.row_nbytes
         position = 0
         while position < count:
             filled = self.rows % height
@@ -257,21 +264,13 @@ class RowChunks:
     @property
     def in_rows(self) -> bool:
         """Whether each chunk is one row, or a part of one."""
-        return bool(self.shape) and self.chunk[0] == 1
-
-    def row_checksums(self, chunks: Sequence[int]) -> Iterator[int]:
-        """The CRC-32C of each of some rows, from those of their chunks, in the order of `append`; see `in_rows`."""
-        return row_checksums(chunks, self._lengths, self.chunk_nbytes)
+        return bool(self.row_shape) and self.chunk[0] == 1
 
     def _split(self, row: memoryview) -> list[memoryview]:
         pieces = []
-        for run in range(self._runs):
-            end = (run + 1) * self._run
-            for start in range(run * self._run, end, self.chunk_nbytes):
-                piece = row[start : min(start + self.chunk_nbytes, end)]
-                if len(piece) < self.chunk_nbytes:
-                    piece = memoryview(bytes(piece) + bytes(self.chunk_nbytes - len(piece)))
-                pieces.append(piece)
+        for _, _, low, high in self.walk(0, 1):
+            padding = bytes(self.chunk_nbytes - (high - low))
+            pieces.append(memoryview(bytes(row[low:high]) + padding) if padding else row[low:high])
         return pieces
 
     def skip(self, row: int) -> None:

@@ -142,6 +142,19 @@ def decode(codec: Codec, stored: NDArray[np.uint8], out: NDArray[np.uint8], item
     return True
 
 
+def decode_part(
+    codec: Codec, stored: NDArray[np.uint8], at: int, out: NDArray[np.uint8], chunk_nbytes: int, itemsize: int
+) -> bool:
+    """As `decode`, of a chunk of so many bytes of which `out` gets those from `at` on."""
+    if len(out) == chunk_nbytes:
+        return decode(codec, stored, out, itemsize)
+    whole = np.empty(chunk_nbytes, np.uint8)
+    if not decode(codec, stored, whole, itemsize):
+        return False
+    out[:] = whole[at : at + len(out)]
+    return True
+
+
 def zarr_codec(codec: Codec, itemsize: int, chunk_nbytes: int) -> dict[str, Any]:
     """The codec as the metadata of a Zarr array says it."""
     configuration = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +19,8 @@ from tracer.stores.chunks import RowChunks, check_name
 from tracer.stores.codecs import Codec, codec_of
 from tracer.stores.locations import Location
 
-
-class Growing(Protocol):
-    """What every store knows of an array that it writes."""
-
-    rows: RowChunks
-
-
-A = TypeVar("A", bound=Growing)
+A = TypeVar("A")
+"""What a store knows of an array that it writes."""
 
 
 class WriteStore(ABC, Generic[A]):
@@ -136,10 +130,6 @@ class WriteStore(ABC, Generic[A]):
             If they do not fit the array, or cannot be written (disk full).
         """
 
-    def length(self, name: str) -> int:
-        """Rows of an array, with those not yet committed."""
-        return self.array(name).rows.rows
-
     @abstractmethod
     def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
         """Set attributes (JSON values) of an array or group; ``""`` is the root. They come with the next `commit`."""
@@ -210,39 +200,39 @@ class Place(NamedTuple):
     """Of the file: the numbers of its device and its inode."""
 
 
-class ByteFile(Protocol):
+class ByteFile(ABC):
     """A file that is read at offsets, wherever it lies: on a disk, or as an object on a store."""
 
-    @property
-    def path(self) -> Location:
-        """Where it lies."""
+    path: Location
 
     @property
     def descriptor(self) -> int | None:
         """The system's number of the file while it is open; None where it does not lie on a disk."""
-
-    @property
-    def grows(self) -> bool:
-        """Whether another process may write to it, or put another file in its place."""
+        return None
 
     def hold(self) -> None:
         """Open what is at the path now, if that is not what is open already."""
 
     def is_current(self) -> bool:
         """Whether what is open is still what is at the path."""
+        return True
 
+    @abstractmethod
     def size(self) -> int:
         """Bytes of the file."""
 
+    @abstractmethod
     def modified(self) -> float:
         """When the file was last written, in seconds since 1970."""
 
+    @abstractmethod
     def readinto(self, target: memoryview, offset: int) -> int:
         """Read bytes from an offset on; how many there were."""
 
     def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Say what `readinto` will be asked for next, offsets and sizes: a file that is far away fetches it at once."""
 
+    @abstractmethod
     def close(self) -> None:
         """Close the file. Closing again does nothing."""
 

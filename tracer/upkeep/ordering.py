@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG
-from tracer.trace.attempts import counting, evaluated, tags_of
+from tracer.trace.attempts import Counting, counting, evaluated, tags_of
 from tracer.upkeep import survey_journal
-from tracer.upkeep.bits import Bits
 from tracer.upkeep.survey import Survey
 from tracer.upkeep.survey_journal import Window
 
@@ -57,26 +56,23 @@ class Ordering:
 
     Attributes
     ----------
-    counting : list of Bits or None
-        The rows of each survey that count; None where all of them do.
     total : int
         How many rows count.
     """
 
     def __init__(self, surveys: Sequence[Survey]) -> None:
         self._surveys = surveys
-        self.counting = _counting(surveys)
-        self.total = sum(
-            one.journal.length if bits is None else bits.count()
-            for one, bits in zip(surveys, self.counting, strict=True)
+        self._counting = counting(
+            [_Written(one, one.rank, one.attempt, _first_step(one, surveys), one.journal.length) for one in surveys]
         )
+        self.total = sum(map(_count, surveys, self._counting))
 
     def batches(self) -> Iterator[Batch]:
         """All messages that count, in their order, some at a time."""
         most = survey_journal.WINDOW_ROWS // max(1, len(self._surveys))
         parts = [
-            _Part(number, survey, bits, most)
-            for number, (survey, bits) in enumerate(zip(self._surveys, self.counting, strict=True))
+            _Part(number, survey, counts, most)
+            for number, (survey, counts) in enumerate(zip(self._surveys, self._counting, strict=True))
         ]
         parts = [part for part in parts if part.fill()]
         while parts:
@@ -98,10 +94,10 @@ class Ordering:
 class _Part:
     """A survey whose messages are taken one after the other."""
 
-    def __init__(self, number: int, survey: Survey, counting: Bits | None, most: int) -> None:
+    def __init__(self, number: int, survey: Survey, counts: Counting, most: int) -> None:
         self.number = number
         self.rank = survey.rank
-        self._counting = counting
+        self._counts = counts
         self._windows = _stepped(survey, most)
         self._clock = -LAST
         self._places = self._clocks = np.zeros(0, np.int64)
@@ -114,10 +110,7 @@ class _Part:
             if found is None:
                 return False
             self.window, steps = found
-            counts = None
-            if self._counting is not None:
-                counts = self._counting.of(self.window.start, self.window.start + len(steps))
-            self._places = np.arange(len(steps)) if counts is None else np.flatnonzero(counts)
+            self._places = np.flatnonzero(self._counts.mask(steps, self.window.start))
             if len(self._places):
                 # an evaluation of an earlier step stays where it was recorded, so the clock never runs back
                 self._clocks = np.maximum.accumulate(steps[self._places]).clip(min=self._clock)
@@ -156,17 +149,11 @@ class _Written:
         return evaluated(((window.start, steps, _tags(window, self.survey)) for window, steps in windows), step)
 
 
-def _counting(surveys: Sequence[Survey]) -> list[Bits | None]:
-    """The rows of each survey that count; None where all do."""
-    written = [_Written(one, one.rank, one.attempt, _first_step(one, surveys), one.journal.length) for one in surveys]
-    found: list[Bits | None] = []
-    for survey, counts in zip(surveys, counting(written), strict=True):
-        bits = None if counts.limit is None else Bits(survey.journal.length)
-        found.append(bits)
-        if bits is not None:
-            for window, steps in _stepped(survey):
-                bits.put(window.start, counts.mask(steps, window.start))
-    return found
+def _count(survey: Survey, counts: Counting) -> int:
+    """How many rows of a survey count."""
+    if counts.limit is None:
+        return survey.journal.length
+    return sum(int(counts.mask(steps, window.start).sum()) for window, steps in _stepped(survey))
 
 
 def _stepped(survey: Survey, most: int | None = None) -> Iterator[tuple[Window, NDArray[np.int64]]]:

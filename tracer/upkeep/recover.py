@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceLostError
 from tracer.format.journal import Column
+from tracer.format.tables import Stream
 from tracer.stores.locations import Anywhere, Location, location
 from tracer.trace.attempts import worst
 from tracer.trace.grouping import grouped
@@ -254,25 +255,23 @@ class _Tally:
 
     def lost(self) -> list[LostStream]:
         """The streams of the lost messages."""
+        unknown = Stream(UNKNOWN, False, None, "", "", None, None, self._survey.rank)
+        absent = self._survey.journal.absent
+        without_rows = [(-1, (absent, 0, 0))] if absent else []
         found = []
-        rank, absent = self._survey.rank, self._survey.journal.absent
-        if absent:
-            of_none = LostStream(
-                kind=UNKNOWN, module=None, tag="", leaf="", rank=rank, saved=0, lost=absent, steps=None
-            )
-            found.append(of_none)
-        for number, (count, low, high) in sorted(self._lost.items()):
-            stream = self._survey.streams.get(number)
+        for number, (lost, low, high) in [*without_rows, *sorted(self._lost.items())]:
+            known = self._survey.streams.get(number)
+            stream = known or unknown
             found.append(
                 LostStream(
-                    kind=UNKNOWN if stream is None else stream.kind,
-                    module=None if stream is None else stream.module,
-                    tag="" if stream is None else stream.tag,
-                    leaf="" if stream is None else stream.leaf,
-                    rank=rank if stream is None else stream.rank,
+                    kind=stream.kind,
+                    module=stream.module,
+                    tag=stream.tag,
+                    leaf=stream.leaf,
+                    rank=stream.rank,
                     saved=self._saved.get(number, 0),
-                    lost=count,
-                    steps=None if stream is None else (low, high),
+                    lost=lost,
+                    steps=None if known is None else (low, high),
                 )
             )
         return found

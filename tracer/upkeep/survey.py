@@ -13,11 +13,10 @@ from tracer.errors import TraceCorruptError, TraceError, TracerError, TraceUnrea
 from tracer.format.encodings import ENCODINGS, STORAGE_DTYPES
 from tracer.format.journal import Column
 from tracer.format.names import declarations_name, journal_name, rank_and_attempt
-from tracer.format.tables import Stream, Tables
+from tracer.format.tables import Stream
 from tracer.format.version import check_root
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.stores.locations import Location
-from tracer.stores.opening import STORES
 from tracer.stores.protocols import ReadStore
 from tracer.trace.attempts import first_step
 from tracer.trace.part import is_empty, lives
@@ -45,6 +44,8 @@ class Survey:
         The attributes of the store's root, as far as they can be read.
     read : SurveyedTables
         What can be read of the declarations.
+    tables : Tables
+        What these say.
     journal : SurveyedJournal
         And of the journal.
     chunks : Chunks
@@ -52,6 +53,8 @@ class Survey:
     store : ReadStore
     findings : Findings
         Where what is found is told.
+    ids : numpy.ndarray of int64, (streams,)
+        The numbers of the streams whose declarations can be read, ascending.
 
     Parameters
     ----------
@@ -83,13 +86,14 @@ class Survey:
         # how long the journal is is looked up first: what its rows refer to was committed before them
         self.journal = SurveyedJournal(self.chunks, names[0], self.findings)
         self.read = SurveyedTables(self.chunks, names[1], self.findings)
+        self.tables = self.read.tables
         self.journal.check(self.tables, zeros_are_wrong=store.checksums_chunks)
         self._pools_of: dict[str, list[int]] = {}
         for number, pool in self.tables.pools.items():
             self._pools_of.setdefault(pool.name, []).append(number)
-        # the numbers of the streams, ascending, and of each the place of its storage dtype
-        self._ids = np.array(sorted(self.streams), np.int64)
-        dtypes = [self.streams[number].dtype for number in self._ids.tolist()]
+        # of each stream the place of its storage dtype
+        self.ids = np.array(sorted(self.streams), np.int64)
+        dtypes = [self.streams[number].dtype for number in self.ids.tolist()]
         places = [-1 if dtype is None else _PLACES[ENCODINGS[dtype].storage] for dtype in dtypes]
         self._kept_as = np.array(places, np.int64)
 
@@ -117,24 +121,19 @@ class Survey:
         return self.findings.problems
 
     @property
+    def messages(self) -> int:
+        """Messages that the journal had."""
+        return self.journal.length + self.journal.absent
+
+    @property
     def header(self) -> dict[str, Any]:
         """What was known of the run before it started; empty if that is lost."""
         return self.tables.header
 
     @property
-    def tables(self) -> Tables:
-        """The declarations that can be read."""
-        return self.read.tables
-
-    @property
     def streams(self) -> dict[int, Stream]:
         """The streams whose declarations can be read, by their numbers."""
         return self.tables.streams
-
-    @property
-    def messages(self) -> int:
-        """Messages that the journal had."""
-        return self.journal.length + self.journal.absent
 
     def written_since(self, when: float) -> bool:
         """Whether the store was written to after a time, in seconds since 1970; file systems round times to 10 ms."""
@@ -151,11 +150,6 @@ class Survey:
     def first_step(self) -> int:
         """The global step that this attempt began with."""
         return first_step(self.header, self.attempt)
-
-    @property
-    def store_name(self) -> str:
-        """The format of the trace, by its suffix."""
-        return STORES[self.path.suffix.lower()]
 
     def tell_store(self) -> None:
         """Add to the problems what was found wrong so far with the store as a whole."""
@@ -196,7 +190,7 @@ class Survey:
     def stored_in(self, array: Array, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which sound rows can have their data in an array, by their places and the dtypes of their streams."""
         within = rows[:, Column.COUNT] <= array.length * array.size - rows[:, Column.OFFSET]
-        kept_as = self._kept_as[np.searchsorted(self._ids, rows[:, Column.STREAM])]
+        kept_as = self._kept_as[np.searchsorted(self.ids, rows[:, Column.STREAM])]
         return np.asarray(within & (kept_as == _PLACES[array.dtype]))
 
     def reach(self, reach: Reach, rows: NDArray[np.int64], keys: Iterable[NDArray[np.int64]]) -> None:

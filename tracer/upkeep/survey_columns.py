@@ -35,15 +35,12 @@ class SurveyedColumns:
 
     def __init__(self, surveys: Sequence[Survey]) -> None:
         self._surveys = surveys
-        # the streams of all surveys, and where those of each begin; the numbers of a survey's streams, ascending
+        # the streams of all surveys, and where those of each begin
         self._streams: list[Stream] = []
         self._begins: list[int] = []
-        self._numbers: list[NDArray[np.int64]] = []
         for survey in surveys:
-            numbers = sorted(survey.streams)
             self._begins.append(len(self._streams))
-            self._streams += [survey.streams[number] for number in numbers]
-            self._numbers.append(np.array(numbers, np.int64))
+            self._streams += [survey.streams[number] for number in survey.ids.tolist()]
         self._sayable = np.array([_is_sayable(one) for one in self._streams], bool)
 
     def of(self, batch: Batch) -> Iterator[tuple[int, int, Columns, NDArray[np.bool_]]]:
@@ -86,7 +83,7 @@ class SurveyedColumns:
             rows = window.journal[places]
             counters[mine] = rows[:, COUNTERS]
             sound = np.flatnonzero(window.sound[places])
-            streams = self._begins[number] + np.searchsorted(self._numbers[number], rows[sound, Column.STREAM])
+            streams = self._begins[number] + np.searchsorted(self._surveys[number].ids, rows[sound, Column.STREAM])
             numbers[mine[sound]] = streams
             sound = sound[self._sayable[streams]]
             carries = (rows[sound, Column.FLAGS] & HAS_DATA) != 0

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from tracer.errors import TraceError, TraceUnreadableError
 from tracer.stores.locations import Anywhere, Location, location, part_in
-from tracer.stores.opening import open_parts
+from tracer.stores.opening import STORES, open_parts
 from tracer.trace.attempts import foreign_parts, missing, restarted, worst
 from tracer.trace.reader import TraceReader
 from tracer.upkeep.findings import CHECKS, Problem
@@ -176,7 +176,7 @@ def _report(path: Location, surveys: list[Survey], elsewhere: list[Problem]) -> 
     last = max(one.attempt for one in surveys)
     return Report(
         path=str(path),
-        store=surveys[0].store_name,
+        store=STORES[path.suffix.lower()],
         status=worst([one.status for one in surveys if one.attempt == last]),
         messages=sum(one.messages for one in surveys),
         damaged=damaged + sum(one.journal.absent for one in surveys),

@@ -5,17 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tracer.errors import TraceUnreadableError
+from tracer.stores.protocols import ByteFile
 
 UNREADABLE = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE})
 """Errors that say nothing about what is there, only that it cannot be read now, or by this user."""
-NOT_COPIED = "open files cannot be copied or pickled; open the trace once more"
-"""Why what holds open files refuses it."""
 
 
 def gone(path: Path) -> TraceUnreadableError:
@@ -55,16 +54,11 @@ def make_folder(folder: Path, *, durable: bool) -> None:
     if durable:
         # another rank may have made the folder just now
         for one in reversed(new or [folder]):
-            sync_folder(one.parent)
+            sync(one.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names of the files in a folder."""
-    sync_file(folder)
-
-
-def sync_file(path: Path | str) -> None:
-    """Wait until the disk has what is in a file."""
+def sync(path: Path | str) -> None:
+    """Wait until the disk has what is in a file, or the names of the files in a folder."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -81,36 +75,44 @@ def open_file(path: Path) -> int:
     return file
 
 
-class Folder:
+class OpenFile:
+    """A file or folder that is open; it is closed when the last who uses it lets go of it."""
+
+    __slots__ = ("file",)
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        raise TypeError("open files cannot be copied or pickled; open the trace once more")
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound now: modules are emptied at the end
+        close(self.file)
+
+
+class Folder(OpenFile):
     """The folder of a part, kept open, so that a new folder at its path never gets the same inode."""
 
-    __slots__ = ("_file", "_path")
+    __slots__ = ("_path",)
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: int) -> None:
+        super().__init__(file)
         self._path = path
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     @classmethod
     def of(cls, path: Path) -> Folder | None:
         """The folder at a path; None if there is none, or on a system that opens no folders."""
         try:
-            return cls(path)
+            return cls(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         except OSError:
             return None
 
     def is_there(self) -> bool:
         """Whether it is still what is at its path."""
         try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._file))
+            return os.path.samestat(os.stat(self._path), os.fstat(self.file))
         except OSError:
             return False
-
-    def __reduce__(self) -> Any:
-        raise TypeError(NOT_COPIED)
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound now: modules are emptied at the end
-        if hasattr(self, "_file"):  # it is not there if the file could not be opened
-            close(self._file)
 
 
 def listed(folder: Path) -> list[str]:
@@ -134,12 +136,10 @@ def disk_bytes(folder: Path) -> int:
     return found
 
 
-class LocalFile:
-    """A file on a disk, kept open: it stays the same one when another takes its path. A `ByteFile`."""
+class LocalFile(ByteFile):
+    """A file on a disk, kept open: it stays the same one when another takes its path."""
 
-    __slots__ = ("_file", "path")
-
-    grows = True
+    path: Path
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -181,9 +181,6 @@ class LocalFile:
     def readinto(self, target: memoryview, offset: int) -> int:
         """Read bytes from an offset on; how many there were."""
         return os.preadv(self._file, [target], offset)
-
-    def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Do nothing: the operating system reads ahead."""
 
     def close(self) -> None:
         """Close the file. Closing again does nothing."""

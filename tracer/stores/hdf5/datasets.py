@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 
 from tracer.errors import TraceFormatError
-from tracer.stores.chunks import contiguous, largest_chunk
+from tracer.stores.chunks import Layout, largest_chunk
 from tracer.stores.codecs import CODECS, HDF5_FILTER, Codec, hdf5_options
 from tracer.stores.errors import reason
 from tracer.stores.hdf5.virtual import is_virtual
@@ -22,25 +22,24 @@ NOT_FILTERED: Final = 1
 """Filter mask of a chunk that its only filter was not applied to."""
 
 
-class Dataset:
+class Dataset(Layout):
     """A dataset that is being read, and what is asked of it at every reading: h5py looks that up anew each time."""
 
-    __slots__ = ("chunks", "codec", "contiguous", "dataset", "dtype", "id", "in_rows", "name", "row_nbytes", "shape")
+    __slots__ = ("codec", "dataset", "id", "in_rows", "name", "rows")
 
-    def __init__(self, dataset: Any, dtype: np.dtype[Any], chunks: tuple[int, ...], codec: Codec | None) -> None:
+    def __init__(self, dataset: Any, dtype: np.dtype[Any], chunk: tuple[int, ...]) -> None:
+        super().__init__(dtype, dataset.shape[1:], chunk)
         self.dataset = dataset
-        self.codec = codec
         self.id, self.name = dataset.id, dataset.name
-        self.chunks, self.dtype, self.shape = chunks, dtype, dataset.shape
-        self.row_nbytes = int(self.dtype.itemsize * math.prod(self.shape[1:]))
-        self.contiguous = contiguous(self.chunks, self.shape)
+        self.rows = int(dataset.shape[0])
+        self.codec: Codec | None = None
         # whether each chunk is one uncompressed row
-        self.in_rows = codec is None and self.chunks == (1, *self.shape[1:])
+        self.in_rows = chunk == (1, *self.row_shape)
 
     def refresh(self) -> None:
         """Look again how many rows there are."""
         self.dataset.refresh()
-        self.shape = self.dataset.shape
+        self.rows = int(self.dataset.shape[0])
 
 
 class Inspection:
@@ -114,7 +113,7 @@ class Inspection:
         return link, item, h5py.Dataset(item).dtype if isinstance(item, h5py.h5d.DatasetID) else None
 
     def _dataset(self, name: str, item: Any, dtype: np.dtype[Any]) -> Dataset:
-        properties, dataset = item.get_create_plist(), h5py.Dataset(item)
+        properties = item.get_create_plist()
         if properties.get_layout() != h5py.h5d.CHUNKED or properties.get_external_count():
             raise TraceFormatError(f"{self._path}: the numbers of {name!r} are not in chunks of this file")
         if dtype.kind not in "biufc" or not item.rank:
@@ -122,19 +121,19 @@ class Inspection:
         chunk = properties.get_chunk()
         if math.prod(chunk) * dtype.itemsize > CHUNK_LIMIT:
             raise TraceFormatError(f"{self._path}: the chunks of {name!r} are too large: {chunk}")
-        codec = self._codec_of(name, dataset, properties) if properties.get_nfilters() else None
-        return Dataset(dataset, dtype, chunk, codec)
+        found = Dataset(h5py.Dataset(item), dtype, chunk)
+        if properties.get_nfilters():
+            found.codec, found.in_rows = self._codec_of(name, found, properties), False
+        return found
 
-    def _codec_of(self, name: str, dataset: Any, properties: Any) -> Codec:
+    def _codec_of(self, name: str, dataset: Dataset, properties: Any) -> Codec:
         """The codec of an array with filters; refuses all filters but one of those that are written here."""
-        item, chunk = dataset.dtype.itemsize, dataset.chunks
-        chunk_nbytes = item * math.prod(chunk)
+        item, chunk_nbytes = dataset.dtype.itemsize, dataset.chunk_nbytes
         if properties.get_nfilters() == 1:
             number, _, options, _ = properties.get_filter(0)
             for codec in CODECS.values():
-                if number == HDF5_FILTER and tuple(options) == hdf5_options(codec, item, chunk_nbytes):
-                    # HDF5 would read chunks of other shapes itself, and load the filter's plugin
-                    small = chunk_nbytes <= largest_chunk(item * math.prod(dataset.shape[1:]))
-                    if small and contiguous(chunk, dataset.shape):
-                        return codec
+                # HDF5 would read chunks of other shapes itself, and load the filter's plugin
+                small = chunk_nbytes <= largest_chunk(dataset.row_nbytes) and dataset.contiguous
+                if small and number == HDF5_FILTER and tuple(options) == hdf5_options(codec, item, chunk_nbytes):
+                    return codec
         raise TraceFormatError(f"{self._path}: {name!r} has a filter that is not one of a trace")

@@ -14,15 +14,10 @@ _FARTHER: Final = 1 << 50
 """Bytes by which a file that is being written may grow while it is open."""
 
 
-def pread(file: ByteFile, nbytes: int, offset: int) -> bytes:
-    """So many bytes of a file from an offset on; fewer where it ends."""
-    target = bytearray(nbytes)
-    return bytes(target[: file.readinto(memoryview(target), offset)])
-
-
 def head_of(file: ByteFile) -> bytes:
     """What a file begins with, as far as `tracer.stores.hdf5.superblock` looks at it."""
-    return pread(file, HEAD_BYTES, 0)
+    target = bytearray(HEAD_BYTES)
+    return bytes(target[: file.readinto(memoryview(target), 0)])
 
 
 class Plain(io.RawIOBase):

@@ -49,7 +49,7 @@ def open_both(file: ByteFile) -> Any:
 def open_plainly(file: ByteFile) -> Any:
     """Open a file by HDF5, which opens by itself what lies on a disk."""
     if file.descriptor is not None:
-        # h5py's lock: no other thread may open the file in another mode between the tries
+        # h5py's lock: no other thread may open the file in another mode between the tries, or call HDF5 meanwhile
         with phil:
             return _open_on_disk(file)
     _check_length(file)
@@ -102,6 +102,4 @@ def _bound_retries(access: Any) -> None:
     """
     function = _set_read_attempts()
     if function is not None:
-        # h5py's lock, because HDF5 is not thread-safe
-        with phil:
-            function(access.id, 24)
+        function(access.id, 24)

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from tracer.stores.disk.files import UNREADABLE
@@ -53,57 +53,41 @@ class ChunkPlaces:
         # for arrays whose chunks HDF5 cannot tell: when the file was last written, and why
         self._broken: dict[str, tuple[int, str]] = {}
 
-    def offsets(self, name: str, dataset: Dataset, start: int, stop: int) -> dict[int, int]:
-        """Where each chunk of an array without filters begins, by its number: of those with some rows at least.
+    def of(self, name: str, dataset: Dataset, start: int, stop: int) -> dict[int, Any]:
+        """Where each chunk of an array lies, by its number: of those with some rows at least.
 
-        Looked up anew when rows are asked for that were not there before.
+        It is the offset, and of an array with a filter a `Stored`. It is looked up anew when rows are asked for that
+        were not there before.
         """
-
-        def offset_of(stored: Any) -> int | None:
-            return stored.byte_offset if stored.filter_mask == 0 else None
-
-        return self._chunks_of(name, dataset, start, stop, offset_of)
-
-    def stored(self, name: str, dataset: Dataset, start: int, stop: int) -> dict[int, Stored]:
-        """Where each chunk of an array with a filter lies; as `offsets`."""
-
-        def place_of(stored: Any) -> Stored:
-            return Stored(stored.byte_offset, stored.size, stored.filter_mask)
-
-        return self._chunks_of(name, dataset, start, stop, place_of)
-
-    def _chunks_of(
-        self, name: str, dataset: Dataset, start: int, stop: int, what: Callable[[Any], Any]
-    ) -> dict[int, Any]:
         known, chunks, asked = self._known.get(name, (0, {}, 0))
         if stop <= known:
             return chunks
-        chunk, shape = dataset.chunks, dataset.shape
-        grid = [-(-size // part) for size, part in zip(shape, chunk, strict=True)]
-        steps = [math.prod(grid[axis + 1 :]) for axis in range(len(grid))]
+        chunk, grid, rows = dataset.chunk, dataset.grid, dataset.rows
+        steps = [math.prod(grid[axis:]) for axis in range(len(chunk))]
 
         def note(stored: Any) -> None:
-            said = None if stored.byte_offset is None else what(stored)
-            if said is None:
+            if stored.byte_offset is None:
                 return
             number = 0
             for offset, part, step in zip(stored.chunk_offset, chunk, steps, strict=True):
                 number += offset // part * step
-            chunks[number] = said
+            if dataset.codec is not None:
+                chunks[number] = Stored(stored.byte_offset, stored.size, stored.filter_mask)
+            elif stored.filter_mask == 0:
+                chunks[number] = stored.byte_offset
 
         # the last chunk that is known may have been filled, and moved, since
-        first = max(start, known) // chunk[0]
-        few = range(first, -(-stop // chunk[0]))
-        asked += len(few)
-        if asked * FEW < grid[0] and not self._partly:
-            self._look(name, lambda: _tell(dataset, few, grid[1:], note))
+        new = dataset.numbers(max(start, known), stop)
+        asked += new.stop - new.start
+        if asked * FEW < dataset.numbers(0, rows).stop and not self._partly:
+            self._look(name, lambda: _tell(dataset, new, note))
             self._known[name] = (stop if start <= known else known, chunks, asked)
             return chunks
-        chunks, rows = {}, shape[0]
+        chunks = {}
         try:
             self._look(name, lambda: dataset.id.chunk_iter(note))
         except Exception:
-            rows = self._rows_found(chunks, grid, chunk[0])
+            rows = self._rows_found(chunks, dataset)
             if rows > known:
                 self._known[name] = (rows, chunks, 0)
             if stop > rows:
@@ -132,17 +116,15 @@ class ChunkPlaces:
                 self._broken[name] = (written, str(error))
             raise
 
-    def _rows_found(self, found: Mapping[int, Any], grid: Sequence[int], height: int) -> int:
+    def _rows_found(self, found: Mapping[int, Any], dataset: Dataset) -> int:
         """How many rows are in the chunks that HDF5 told of before it failed: what it tells of comes in order."""
         if not self._partly:
             return 0
         chunks = next(number for number in itertools.count() if number not in found)
-        return chunks // math.prod(grid[1:]) * height
+        return chunks // dataset.per_row * dataset.chunk[0]
 
 
-def _tell(dataset: Dataset, numbers: range, grid: Sequence[int], note: Callable[[Any], None]) -> None:
-    """Have HDF5 tell of each chunk in some rows of the grid of chunks."""
+def _tell(dataset: Dataset, numbers: range, note: Callable[[Any], None]) -> None:
+    """Have HDF5 tell of each of some chunks."""
     for number in numbers:
-        for rest in itertools.product(*map(range, grid)):
-            at = tuple(one * part for one, part in zip((number, *rest), dataset.chunks, strict=True))
-            note(dataset.id.get_chunk_info_by_coord(at))
+        note(dataset.id.get_chunk_info_by_coord(dataset.begin_of(number)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -12,13 +11,12 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceFormatError
 from tracer.format.names import PART
-from tracer.stores.chunks import walk
-from tracer.stores.codecs import OVERHEAD, decode
+from tracer.stores.codecs import OVERHEAD, Codec, decode_part
 from tracer.stores.disk.files import key_of
 from tracer.stores.errors import read_errors, reason
 from tracer.stores.hdf5.attributes import attributes
 from tracer.stores.hdf5.datasets import NOT_FILTERED, Dataset, Inspection
-from tracer.stores.hdf5.mended import Mended, head_of, pread
+from tracer.stores.hdf5.mended import Mended, Plain, head_of
 from tracer.stores.hdf5.opening import is_followed, open_both
 from tracer.stores.hdf5.places import ChunkPlaces
 from tracer.stores.hdf5.superblock import cut_off, is_unfinished
@@ -105,11 +103,9 @@ class Hdf5ReadStore(ReadStore):
         self._hdf5 = h5py.File(self._mended, "r")
 
     def _inspect(self) -> None:
-        def read(nbytes: int, offset: int) -> bytes:
-            return pread(self._file, nbytes, offset) if self._mended is None else self._mended.pread(nbytes, offset)
-
         tolerant = self._damaged and self._mended is not None
-        self._datasets = Inspection(self.path, read, self.problems if tolerant else None).of(self._hdf5)
+        seen = self._mended or Plain(self._file)
+        self._datasets = Inspection(self.path, seen.pread, self.problems if tolerant else None).of(self._hdf5)
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +124,7 @@ class Hdf5ReadStore(ReadStore):
     def refresh(self) -> None:
         """Look anew at every array, and open the file anew if another one is at the path, as after the first commit."""
         with read_errors(self.path, "the file"):
-            if not self._file.grows:
+            if self._file.descriptor is None:  # objects do not grow
                 return
             # a file that was repaired does not grow
             if self._file.is_current() and self._mended is None:
@@ -146,44 +142,34 @@ class Hdf5ReadStore(ReadStore):
         def rows() -> int:
             dataset = self._dataset(name)
             self._look_again(dataset)
-            return int(dataset.shape[0])
+            return dataset.rows
 
         return self._asked(f"array {name!r}", rows)
 
     def row_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._dataset(name).shape[1:])
+        return self._dataset(name).row_shape
 
     def dtype(self, name: str) -> str:
         return str(self._dataset(name).dtype.name)
 
     def chunk_rows(self, name: str) -> int:
-        return int(self._dataset(name).chunks[0])
+        return self._dataset(name).chunk[0]
 
     def stored_rows(self, name: str) -> int:
         dataset = self._dataset(name)
         if dataset.codec is not None:
-            length = dataset.shape[0]
-            stored = self._asked(f"array {name!r}", lambda: self._places.stored(name, self._dataset(name), 0, length))
-            grid = math.prod(-(-size // part) for size, part in zip(dataset.shape[1:], dataset.chunks[1:], strict=True))
+            length = dataset.rows
+            stored = self._asked(f"array {name!r}", lambda: self._places.of(name, self._dataset(name), 0, length))
             # a damaged file may claim any number for a chunk; chunks may be missing
             chunks = min(max(stored, default=-1) + 1, 1000 * (len(stored) + 1))
-            return int(-(-chunks // grid) * dataset.chunks[0])
-        return int(self._size // max(1, dataset.row_nbytes) + 1)
+            return -(-chunks // dataset.per_row) * dataset.chunk[0]
+        return self._size // max(1, dataset.row_nbytes) + 1
 
     def attrs(self, name: str = "") -> dict[str, Any]:
         with read_errors(self.path, f"the attributes of {name or 'the root'!r}"):
             return attributes(self._hdf5[name or "/"].attrs, self.path, name)
 
-    def read(
-        self,
-        name: str,
-        start: int,
-        stop: int,
-        out: NDArray[Any] | None = None,
-        *,
-        checksums: list[int] | None = None,
-        verify: bool = True,
-    ) -> NDArray[Any]:
+    def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None, **unheeded: Any) -> NDArray[Any]:
         return self._asked(f"array {name!r}", lambda: self._rows(name, start, stop, out))
 
     def place(self, name: str, row: int) -> Place | None:
@@ -191,9 +177,9 @@ class Hdf5ReadStore(ReadStore):
 
     def _place(self, name: str, row: int) -> Place | None:
         dataset, file = self._dataset(name), self._file.descriptor
-        if file is None or not dataset.in_rows or not 0 <= row < dataset.shape[0]:
+        if file is None or not dataset.in_rows or not 0 <= row < dataset.rows:
             return None
-        offset = self._places.offsets(name, dataset, row, row + 1).get(row)
+        offset = self._places.of(name, dataset, row, row + 1).get(row)
         if offset is None:
             return None
         if self._key is None:
@@ -214,22 +200,21 @@ class Hdf5ReadStore(ReadStore):
 
     def _rows(self, name: str, start: int, stop: int, out: NDArray[Any] | None) -> NDArray[Any]:
         dataset = self._dataset(name)
-        if not 0 <= start <= stop <= dataset.shape[0]:
+        if not 0 <= start <= stop <= dataset.rows:
             # another reader of this store may know of more rows than this handle
             self._look_again(dataset)
-        shape = dataset.shape
-        if not 0 <= start <= stop <= shape[0]:
+        if not 0 <= start <= stop <= dataset.rows:
             raise TraceCorruptError(
-                f"{self.path}: array {name!r} has {shape[0]} rows, and not those from {start} to {stop}"
+                f"{self.path}: array {name!r} has {dataset.rows} rows, and not those from {start} to {stop}"
             )
         if dataset.codec is None:
             self._check_size(name, dataset, stop - start)
         else:
             self._check_compressed_size(name, dataset, start, stop)
-        found = rows_in(out, (stop - start, *shape[1:]), dataset.dtype)
+        found = rows_in(out, (stop - start, *dataset.row_shape), dataset.dtype)
         if found.size:
             if dataset.codec is not None:
-                self._read_compressed(name, dataset, start, stop, found.reshape(-1).view(np.uint8))
+                self._read_compressed(name, dataset, dataset.codec, start, stop, found.reshape(-1).view(np.uint8))
             elif dataset.contiguous:
                 self._read_chunks(name, dataset, start, stop, found.reshape(-1).view(np.uint8).data)
             else:
@@ -238,15 +223,13 @@ class Hdf5ReadStore(ReadStore):
 
     def _read_chunks(self, name: str, dataset: Dataset, start: int, stop: int, out: memoryview) -> None:
         """Fill `out` with rows ``start`` to ``stop`` from the file itself: HDF5 is asked only where the chunks are."""
-        places = self._places.offsets(name, dataset, start, stop)
-        first, end = start * dataset.row_nbytes, stop * dataset.row_nbytes
+        places = self._places.of(name, dataset, start, stop)
         parts = []
-        for number, begin, length in walk(dataset.shape, dataset.chunks, dataset.dtype.itemsize, start, stop):
+        for number, at, low, high in dataset.walk(start, stop):
             place = places.get(number)
             if place is None:
                 raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
-            low, high = max(begin, first), min(begin + length, end)
-            parts.append((number, place + low - begin, out[low - first : high - first]))
+            parts.append((number, place + at, out[low:high]))
         fetched = len(parts) if self._file.descriptor is not None else 0
         for position, (number, place, part) in enumerate(parts):
             if position == fetched:
@@ -258,36 +241,29 @@ class Hdf5ReadStore(ReadStore):
             if self._file.readinto(part, place) != len(part):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} lies beyond the file's end")
 
-    def _read_compressed(self, name: str, dataset: Dataset, start: int, stop: int, out: NDArray[np.uint8]) -> None:
+    def _read_compressed(
+        self, name: str, dataset: Dataset, codec: Codec, start: int, stop: int, out: NDArray[np.uint8]
+    ) -> None:
         """As `_read_chunks`, for an array with compressed chunks; HDF5 decodes none of them."""
-        assert dataset.codec is not None
-        shape, chunk, item = dataset.shape, dataset.chunks, dataset.dtype.itemsize
-        places = self._places.stored(name, dataset, start, stop)
-        chunk_nbytes = item * math.prod(chunk)
-        first, end = start * dataset.row_nbytes, stop * dataset.row_nbytes
+        item, chunk_nbytes = dataset.dtype.itemsize, dataset.chunk_nbytes
+        places = self._places.of(name, dataset, start, stop)
         buffer = np.empty(chunk_nbytes + OVERHEAD, np.uint8)
-        for number, begin, length in walk(shape, chunk, item, start, stop):
+        for number, at, low, high in dataset.walk(start, stop):
             if number not in places:
                 raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
             place, nbytes, mask = places[number]
-            low, high = max(begin, first), min(begin + length, end)
-            part = out[low - first : high - first]
+            part = out[low:high]
             plain = mask == NOT_FILTERED
             if plain and nbytes == chunk_nbytes:
-                stored, place = part, place + low - begin
+                stored, place = part, place + at
             elif not plain and nbytes <= len(buffer):
                 stored = buffer[:nbytes]
             else:
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} is not of the size of one")
             if self._file.readinto(stored.data, place) != len(stored):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} lies beyond the file's end")
-            if plain:
-                continue
-            target = part if len(part) == chunk_nbytes else np.empty(chunk_nbytes, np.uint8)
-            if not decode(dataset.codec, stored, target, item):
+            if not plain and not decode_part(codec, stored, at, part, chunk_nbytes, item):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} cannot be decoded")
-            if target is not part:
-                part[:] = target[low - begin : high - begin]
 
     def _check_size(self, name: str, dataset: Dataset, rows: int) -> None:
         # missing chunks read as zeros, for which memory would be allocated
@@ -299,16 +275,14 @@ class Hdf5ReadStore(ReadStore):
 
     def _check_compressed_size(self, name: str, dataset: Dataset, start: int, stop: int) -> None:
         """As `_check_size`: compressed, an array may be larger than the file, but not than its chunks become."""
-        shape, chunk, item = dataset.shape, dataset.chunks, dataset.dtype.itemsize
         nbytes = (stop - start) * dataset.row_nbytes
         if nbytes <= self._size:
             return
-        places = self._places.stored(name, dataset, start, stop)
-        per_height = math.prod(-(-size // part) for size, part in zip(shape[1:], chunk[1:], strict=True))
-        first, end = start // chunk[0] * per_height, -(-stop // chunk[0]) * per_height
-        sizes = [size for number, (_, size, _) in places.items() if first <= number < end]
+        places = self._places.of(name, dataset, start, stop)
+        wanted = dataset.numbers(start, stop)
+        sizes = [size for number, (_, size, _) in places.items() if number in wanted]
         # a file may claim the same bytes for many chunks; they count once
-        if sum(sizes) > self._file.size() or nbytes > len(sizes) * item * math.prod(chunk):
+        if sum(sizes) > self._file.size() or nbytes > len(sizes) * dataset.chunk_nbytes:
             raise TraceCorruptError(f"{self.path}: array {name!r} is larger than what is there of it in the file")
 
     def close(self) -> None:

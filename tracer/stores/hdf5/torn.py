@@ -19,7 +19,7 @@ import collections
 import itertools
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,31 @@ _FILTERED: Final = range(_ADDRESS + 1 + 4, _ADDRESS + 8 + 4 + 1)
 """Bytes that an entry of a filtered chunk may have: its address, its size (1 to 8 bytes), and a mask of 4 bytes."""
 
 _Blocks = NDArray[np.uint8]
+
+
+class _SuperBlock(NamedTuple):
+    """A block of an index that leads to data blocks.
+
+    Attributes
+    ----------
+    number : int
+    blocks, entries, pages : int
+        How many data blocks it leads to, the entries of each, and the pages of each, where they are divided into pages.
+    before : int
+        Entries of all data blocks before them.
+    bits : int
+        Bytes that say which of these pages are there.
+    nbytes : int
+        Bytes of the block itself, with its checksum.
+    """
+
+    number: int
+    blocks: int
+    entries: int
+    pages: int
+    before: int
+    bits: int
+    nbytes: int
 
 
 def checksums(blocks: _Blocks) -> NDArray[np.uint32]:
@@ -244,31 +269,26 @@ def _data_entries(body: _Blocks) -> Iterator[tuple[int, int, int]] | None:
 
 def _super_entries(body: _Blocks) -> Iterator[tuple[int, int, int]] | None:
     start = int.from_bytes(body[_BLOCK_START - 4 : _BLOCK_START].tobytes(), "little")
-    for number, blocks, entries, first in _super_blocks():
-        if first == start:
-            pages = entries // _PAGE_ENTRIES if entries > _PAGE_ENTRIES else 0
-            bits = blocks * -(-pages // 8)
-            if number < _DIRECT or len(body) != _BLOCK_START + bits + _ADDRESS * blocks:
-                return None
-            return _of_super_block(blocks, pages, bits)
-        if first > start:
-            break
-    return None
+    found = next((one for one in _super_blocks() if one.before == start), None)
+    if found is None or found.number < _DIRECT or len(body) != found.nbytes - 4:
+        return None
+    return _of_super_block(found)
 
 
-def _of_super_block(blocks: int, pages: int, bits: int) -> Iterator[tuple[int, int, int]]:
-    for block in range(blocks):
-        yield _BLOCK_START + bits + _ADDRESS * block, _ADDRESS, -1
-        for page in range(block * pages, (block + 1) * pages):
+def _of_super_block(one: _SuperBlock) -> Iterator[tuple[int, int, int]]:
+    for block in range(one.blocks):
+        yield _BLOCK_START + one.bits + _ADDRESS * block, _ADDRESS, -1
+        for page in range(block * one.pages, (block + 1) * one.pages):
             yield _BLOCK_START + page // 8, 1, 0x80 >> page % 8
 
 
-def _super_blocks() -> Iterator[tuple[int, int, int, int]]:
-    """For each super block: its number, how many data blocks it has, entries of each, and entries of all before it."""
+def _super_blocks() -> Iterator[_SuperBlock]:
     before = 0
     for number in range(_SUPER_BLOCKS):
         blocks, entries = 1 << number // 2, _SMALLEST << (number + 1) // 2
-        yield number, blocks, entries, before
+        pages = entries // _PAGE_ENTRIES if entries > _PAGE_ENTRIES else 0
+        bits = blocks * -(-pages // 8)
+        yield _SuperBlock(number, blocks, entries, pages, before, bits, _FRAME + bits + _ADDRESS * blocks)
         before += blocks * entries
 
 
@@ -303,16 +323,15 @@ def _earlier(body: _Blocks) -> Iterator[_Blocks]:
     torn = _STATISTICS.unpack_from(body.tobytes(), _STATISTICS_AT)[4]
     supers: list[tuple[int, int]] = []
     blocks: list[tuple[int, int, int]] = []
-    for number, count, entries, before in _super_blocks():
-        if before > torn + _AT_ONCE:
+    for one in _super_blocks():
+        if one.before > torn + _AT_ONCE:
             break
-        pages = entries // _PAGE_ENTRIES if entries > _PAGE_ENTRIES else 0
-        if number >= _DIRECT:
-            supers.append((before, _FRAME + _ADDRESS * count + count * -(-pages // 8)))
-        nbytes = _FRAME + (pages * (_PAGE_ENTRIES * size + 4) if pages else entries * size)
+        if one.number >= _DIRECT:
+            supers.append((one.before, one.nbytes))
+        nbytes = _FRAME + (one.pages * (_PAGE_ENTRIES * size + 4) if one.pages else one.entries * size)
         # data blocks beyond the largest number that is tried are left out
-        most = min(count, (torn + _AT_ONCE - before) // entries + 1)
-        blocks += [(before + block * entries, nbytes, entries) for block in range(most)]
+        most = min(one.blocks, (torn + _AT_ONCE - one.before) // one.entries + 1)
+        blocks += [(one.before + block * one.entries, nbytes, one.entries) for block in range(most)]
     starts = [np.array([start for start, *_ in parts]) for parts in (supers, blocks)]
     sums = [np.cumsum([0, *(part[1] for part in parts)]) for parts in (supers, blocks)]
     held = np.cumsum([0, *(entries for *_, entries in blocks)])

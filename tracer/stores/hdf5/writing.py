@@ -16,19 +16,18 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import h5py
-import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceError, TraceExistsError, TraceNotFoundError
 from tracer.memory import PAGE
 from tracer.stores.chunks import ALIGNED_BYTES, RowChunks
 from tracer.stores.codecs import HDF5_FILTER, Codec, encode, hdf5_options
-from tracer.stores.disk.files import is_there, sync_file, sync_folder
+from tracer.stores.disk.files import is_there, sync
 from tracer.stores.errors import OF_HDF5, cannot_write, write_errors
 from tracer.stores.hdf5.attributes import set_attribute
 from tracer.stores.hdf5.datasets import NOT_FILTERED
@@ -59,14 +58,6 @@ class _Array:
         # the number of the last chunk that a commit wrote before it was full
         self.plain = -1
         self.committed = 0
-
-
-def _each(
-    write: Callable[[_Array, int, memoryview], None], array: _Array, number: int, pieces: Iterable[memoryview]
-) -> None:
-    """Write chunks that follow each other, one by one."""
-    for one, data in enumerate(pieces, number):
-        write(array, one, data)
 
 
 def _is_large(rows: RowChunks, codec: Codec | None) -> bool:
@@ -157,21 +148,16 @@ class Hdf5WriteStore(WriteStore[_Array]):
             raise TraceError(f"{self.path} already has an array or group {name!r}")
         with write_errors(self.path, OF_HDF5):
             dataset = self._file.create_dataset(
-                name, (0, *rows.shape), rows.dtype, chunks=rows.chunk, maxshape=(None, *rows.shape), **filters
+                name, (0, *rows.row_shape), rows.dtype, chunks=rows.chunk, maxshape=(None, *rows.row_shape), **filters
             )
         self.arrays[name] = _Array(dataset.id, rows, codec)
 
     def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
         array = self.array(name)
         first = array.rows.rows
-        write: Callable[[_Array, int, memoryview], None]
-        write = self._write_chunk if array.codec is None else self._write_compressed
         self._changed[name] = None
         try:  # not `with write_errors`: that would be five calls more for each message, and a message is some ten
-            if array.large:
-                array.rows.append(rows, lambda number, pieces: self._write_large(array, number, pieces))
-            else:
-                array.rows.append(rows, lambda number, pieces: _each(write, array, number, pieces))
+            array.rows.append(rows, lambda number, pieces: self._write(array, number, pieces))
         except TraceError:
             raise
         except OF_HDF5 as error:
@@ -181,8 +167,9 @@ class Hdf5WriteStore(WriteStore[_Array]):
     def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
         if self._sealed:
             raise TraceError(f"{self.path} is sealed: attributes should have been set before the first commit")
+        self.check_open()
         with write_errors(self.path, OF_HDF5):
-            attrs = self._opened()[name or "/"].attrs
+            attrs = self._file[name or "/"].attrs
             for key, value in values.items():
                 set_attribute(attrs, key, value)
 
@@ -190,7 +177,8 @@ class Hdf5WriteStore(WriteStore[_Array]):
         """Switch to SWMR mode, and put the file at its path."""
         if self._sealed:
             return
-        file = self._opened()
+        self.check_open()
+        file = self._file
         with write_errors(self.path, OF_HDF5):
             file.swmr_mode = True
             file.flush()
@@ -199,7 +187,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
             os.replace(self._unsealed, self.path)
             self._placed = True
             if self._durable:
-                sync_folder(self.path.parent)
+                sync(self.path.parent)
         self._sealed = True
         self._unlock()
 
@@ -209,17 +197,14 @@ class Hdf5WriteStore(WriteStore[_Array]):
             self._lock = -1
 
     def commit(self) -> None:
-        file = self._opened()
+        self.check_open()
+        file = self._file
         with write_errors(self.path, OF_HDF5):
             for name in self._changed:
                 array = self.arrays[name]
                 tail = array.rows.take_tail()
-                if tail is not None and array.large:
-                    self._write_large(array, tail[0], [tail[1]])
-                elif tail is not None and array.codec is None:
-                    self._write_chunk(array, *tail)
-                elif tail is not None:
-                    self._write_compressed(array, *tail, last=True)
+                if tail is not None:
+                    self._write(array, tail[0], [tail[1]], last=True)
                 self._resize(array, array.rows.rows)
             if self._durable:  # data must be on the disk before the metadata that leads to it
                 os.fsync(file.id.get_vfd_handle())
@@ -238,10 +223,10 @@ class Hdf5WriteStore(WriteStore[_Array]):
                 file.close()
                 shutil.copyfile(self._unsealed, self._copy)
                 if self._durable:
-                    sync_file(self._copy)
+                    sync(self._copy)
                 os.replace(self._copy, self.path)
                 if self._durable:
-                    sync_folder(self.path.parent)
+                    sync(self.path.parent)
                 self._placed = True
                 self._file = h5py.File(self._unsealed, "r+", **_WRITING)
                 self._written.descriptor = int(self._file.id.get_vfd_handle())
@@ -254,7 +239,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
                 os.utime(self.path)
 
     def close(self) -> None:
-        if self._file is None:
+        if self.closed:
             return
         self.seal()
         self.commit()
@@ -262,8 +247,8 @@ class Hdf5WriteStore(WriteStore[_Array]):
         with write_errors(self.path, OF_HDF5):
             self._file.close()
             if self._durable:
-                sync_file(self.path)
-        self._file, self.closed = None, True
+                sync(self.path)
+        self.closed = True
 
     def last_words(self, name: str, rows: NDArray[Any]) -> None:
         if self._sealed:
@@ -285,15 +270,15 @@ class Hdf5WriteStore(WriteStore[_Array]):
                 self._copy.unlink(missing_ok=True)
 
     def abandon(self) -> None:
-        if self._file is None:
+        if self.closed:
             return
         if self._sealed:
             self._shorten()
-        file, self._file, self.closed = self._file, None, True
+        self.closed = True
         self._written.close()
         # errors are left out, because the one that led here is reported
         with contextlib.suppress(Exception):
-            file.close()
+            self._file.close()
         with contextlib.suppress(OSError):
             if self._sealed:
                 mark_unfinished(self.path)
@@ -314,12 +299,8 @@ class Hdf5WriteStore(WriteStore[_Array]):
         for name in self._changed:
             array = self.arrays[name]
             with contextlib.suppress(Exception):
-                array.dataset.set_extent((array.committed, *array.rows.shape))
+                array.dataset.set_extent((array.committed, *array.rows.row_shape))
         self._changed.clear()
-
-    def _opened(self) -> Any:
-        self.check_open()
-        return self._file
 
     def _resize(self, array: _Array, length: int) -> None:
         if array.length >= length:
@@ -327,7 +308,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
         if array.large:
             self._make_room(array, length)
         else:
-            array.dataset.set_extent((length, *array.rows.shape))
+            array.dataset.set_extent((length, *array.rows.row_shape))
         array.length = length
 
     def _make_room(self, array: _Array, length: int) -> None:
@@ -338,7 +319,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
         """
         rows, file = array.rows, self._file.id
         before = -(-int(file.get_filesize()) // PAGE) * PAGE
-        array.dataset.set_extent((length, *rows.shape))
+        array.dataset.set_extent((length, *rows.row_shape))
         count = (length - array.length) * rows.per_row
         end = before + (count - 1) * self._apart(array) + rows.chunk_nbytes
         array.first = array.length * rows.per_row
@@ -346,7 +327,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
         if array.place >= 0 and array.tried < _TRIED:
             array.tried += 1
             for number in {array.first, array.first + count - 1}:
-                found = array.dataset.get_chunk_info_by_coord(self._start(array, number)).byte_offset
+                found = array.dataset.get_chunk_info_by_coord(rows.begin_of(number)).byte_offset
                 if found != array.place + (number - array.first) * self._apart(array):
                     array.place, array.large = -1, False
 
@@ -355,31 +336,28 @@ class Hdf5WriteStore(WriteStore[_Array]):
         """Bytes from the beginning of a large chunk to that of the next one."""
         return -(-array.rows.chunk_nbytes // PAGE) * PAGE
 
-    def _write_compressed(self, array: _Array, number: int, data: memoryview, last: bool = False) -> None:
+    def _write(self, array: _Array, number: int, pieces: Sequence[memoryview], last: bool = False) -> None:
+        """Write chunks that follow each other; `last`: the last one of the array, which is not full yet."""
+        if array.large:
+            self._write_large(array, number, pieces)
+            return
+        for one, data in enumerate(pieces, number):
+            if array.codec is None:
+                self._write_chunk(array, one, data)
+            else:
+                self._write_compressed(array, array.codec, one, data, last)
+
+    def _write_compressed(self, array: _Array, codec: Codec, number: int, data: memoryview, last: bool) -> None:
         """Write a chunk compressed; or as it is, where it is the last one, which is not full yet, or once was."""
-        assert array.codec is not None
         if last:
             array.plain = number
         if array.plain == number:
             self._write_chunk(array, number, data, NOT_FILTERED)
         else:
-            encoded = encode(array.codec, data, array.rows.dtype.itemsize)
-            self._write_chunk(array, number, memoryview(encoded))
-
-    @staticmethod
-    def _start(array: _Array, number: int) -> tuple[int, ...]:
-        """Where in an array a chunk begins."""
-        rows = array.rows
-        height, place = divmod(number, rows.per_row)
-        start = [height * rows.chunk[0]]
-        if rows.per_row == 1:
-            start += [0] * len(rows.grid)
-        else:
-            start += [int(i) * size for i, size in zip(np.unravel_index(place, rows.grid), rows.chunk[1:], strict=True)]
-        return tuple(start)
+            self._write_chunk(array, number, memoryview(encode(codec, data, array.rows.dtype.itemsize)))
 
     def _write_chunk(self, array: _Array, number: int, data: memoryview, filter_mask: int = 0) -> None:
-        start = self._start(array, number)
+        start = array.rows.begin_of(number)
         # HDF5 writes no chunk beyond the length. The rows behind the data are never read: the journal does not refer to
         # them.
         self._resize(array, start[0] + 1)
@@ -389,7 +367,8 @@ class Hdf5WriteStore(WriteStore[_Array]):
         """Write chunks to the places that HDF5 has for them, without it."""
         self._resize(array, (number + len(pieces) - 1) // array.rows.per_row + 1)
         if array.place < 0 or number < array.first:
-            _each(self._write_chunk, array, number, pieces)
+            for one, data in enumerate(pieces, number):
+                self._write_chunk(array, one, data)
             return
         apart = self._apart(array)
         self._written.write(pieces, array.place + (number - array.first) * apart, apart, unhurried=self.unhurried)

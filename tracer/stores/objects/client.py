@@ -59,6 +59,11 @@ class Part(NamedTuple):
     nbytes: int
 
 
+def document_name(name: str) -> str:
+    """The name of the ``zarr.json`` of an array or group."""
+    return f"{name}/zarr.json" if name else "zarr.json"
+
+
 class Objects:
     """The objects below a URL, by their names relative to it; ``""`` is the object at the URL itself.
 
@@ -101,7 +106,7 @@ class Objects:
 
     def document(self, name: str) -> dict[str, Any]:
         """The ``zarr.json`` of an array or group; empty where there is none, or where it is no JSON object."""
-        part = self.get(f"{name}/zarr.json" if name else "zarr.json")
+        part = self.get(document_name(name))
         return {} if part is None else as_document(part.data)
 
     def head(self, name: str = "") -> Mapping[str, Any] | None:
@@ -154,19 +159,11 @@ class Objects:
                 for one in page
             ]
 
-        try:
-            return _whole(found)
-        except (BaseError, OSError, ValueError) as error:
-            self._check_bucket(error)
-            raise self._failed("listed", error) from error
+        return self._listing(found)
 
     def names(self) -> list[str]:
         """The names directly below the URL: those of objects, and those of what would be folders on a disk."""
-        try:
-            found = _whole(lambda: obstore.list_with_delimiter(self._store, self._base or None))
-        except (BaseError, OSError, ValueError) as error:
-            self._check_bucket(error)
-            raise self._failed("listed", error) from error
+        found = self._listing(lambda: obstore.list_with_delimiter(self._store, self._base or None))
         paths = [*found["common_prefixes"], *(one["path"] for one in found["objects"])]
         return [path.rpartition("/")[2] for path in paths]
 
@@ -175,13 +172,23 @@ class Objects:
         if self.url.is_web:
             # no lists there
             return self.head("zarr.json") is not None or self.head() is not None
-        try:
-            if _whole(lambda: any(obstore.list(self._store, self._base, chunk_size=1))):
-                return True
-        except (BaseError, OSError, ValueError) as error:
-            self._check_bucket(error)
-            raise self._failed("listed", error) from error
-        return self.head() is not None
+        below = self._listing(lambda: any(obstore.list(self._store, self._base, chunk_size=1)))
+        return below or self.head() is not None
+
+    def _listing(self, ask: Callable[[], Result]) -> Result:
+        """The answer to a question for a list; asked again where the connection breaks off, as obstore does not."""
+        until = time.monotonic() + _retry_seconds()
+        pause = 0.1
+        while True:
+            try:
+                return ask()
+            except (BaseError, OSError, ValueError) as error:
+                broken_off = isinstance(error, BaseError) and "response body" in str(error)
+                if not broken_off or time.monotonic() + pause > until:
+                    self._check_bucket(error)
+                    raise self._failed("listed", error) from error
+            time.sleep(pause)
+            pause = min(2 * pause, 2.0)
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; first the ``zarr.json`` of the root, without which the others are no trace."""
@@ -276,20 +283,6 @@ def _retry_seconds() -> float:
     except ValueError:
         raise TraceError(f"{RETRY_VARIABLE} is a number of seconds, at most a day, and not {said!r}") from None
     return seconds
-
-
-def _whole(ask: Callable[[], Result]) -> Result:
-    """The answer of a store; asked again where the connection breaks off, which obstore does not do for lists."""
-    until = time.monotonic() + _retry_seconds()
-    pause = 0.1
-    while True:
-        try:
-            return ask()
-        except BaseError as error:
-            if "response body" not in str(error) or time.monotonic() + pause > until:
-                raise
-        time.sleep(pause)
-        pause = min(2 * pause, 2.0)
 
 
 def _connect(url: Url, prefix: str) -> Any:

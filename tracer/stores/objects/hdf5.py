@@ -11,17 +11,15 @@ from tracer.stores.hdf5.reading import Hdf5ReadStore
 from tracer.stores.hdf5.store import open_file
 from tracer.stores.locations import Url, beside
 from tracer.stores.objects.client import RANGE_BYTES, Objects
+from tracer.stores.protocols import ByteFile
 
 BLOCK_BYTES = 1 << 18
 BLOCKS = 256
 """Blocks of a file that are kept, and their size."""
 
 
-class ObjectFile:
-    """An object that is read in blocks, of which the last used ones are kept. A `ByteFile`."""
-
-    descriptor = None
-    grows = False
+class ObjectFile(ByteFile):
+    """An object that is read in blocks, of which the last used ones are kept. If it is put anew, nothing is read."""
 
     def __init__(self, url: Url) -> None:
         self.path = url
@@ -34,13 +32,6 @@ class ObjectFile:
         self._modified: float = head["last_modified"].timestamp()
         self._version = str(head.get("e_tag") or "")
         self._blocks: OrderedDict[int, memoryview] = OrderedDict()
-
-    def hold(self) -> None:
-        """Do nothing: of an object that was put anew, nothing is read any more."""
-
-    def is_current(self) -> bool:
-        """Always true: of an object that was put anew, nothing is read any more."""
-        return True
 
     def size(self) -> int:
         """Bytes of the object."""

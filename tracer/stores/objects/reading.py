@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError
 from tracer.format.names import PART
-from tracer.stores.chunks import RowChunks, check_name, walk
-from tracer.stores.codecs import OVERHEAD, Codec, decode, decoded_size
+from tracer.stores.chunks import Piece, RowChunks, check_name
+from tracer.stores.codecs import OVERHEAD, Codec, decode_part, decoded_size
 from tracer.stores.locations import Url
 from tracer.stores.objects.client import IN_FLIGHT_BYTES, PARALLEL, RANGE_BYTES, Objects
 from tracer.stores.objects.writing import ObjectArray
@@ -30,13 +30,14 @@ GAP_BYTES = 65536
 
 
 class Chunk(NamedTuple):
-    """Where a chunk is in its shard, and what of an array's rows it holds; see `tracer.stores.chunks.walk`."""
+    """Where a chunk is in its shard, and what of the wanted rows it holds; see `tracer.stores.chunks.Layout`."""
 
     offset: int
     nbytes: int
     number: int
-    begin: int
-    length: int
+    at: int
+    low: int
+    high: int
 
 
 class Range(NamedTuple):
@@ -191,26 +192,16 @@ class ObjectReadStore(ZarrReader):
     def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
         # a single range is read when it is asked for
         several = ranges if len(ranges) > 1 else ()
-        read = super().read
 
         def hinted(name: str, start: int, stop: int) -> NDArray[Any]:
             self._coming.hinted = True
-            return read(name, start, stop)
+            return self.read(name, start, stop)
 
         self._coming.rows = {one: self._waiting.submit(hinted, *one) for one in several}
 
-    def read(
-        self,
-        name: str,
-        start: int,
-        stop: int,
-        out: NDArray[Any] | None = None,
-        *,
-        checksums: list[int] | None = None,
-        verify: bool = True,
-    ) -> NDArray[Any]:
+    def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None, **options: Any) -> NDArray[Any]:
         coming = self._coming.rows.pop((name, start, stop), None)
-        return super().read(name, start, stop, out) if coming is None else coming.result()
+        return super().read(name, start, stop, out, **options) if coming is None else coming.result()
 
     def close(self) -> None:
         self._arrays.clear()
@@ -306,22 +297,21 @@ class ObjectReadStore(ZarrReader):
 
     def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> list[int]:
         """Fill `out` with rows ``start`` to ``stop``: chunks that are close to each other with one request."""
-        first, end = start * array.row_nbytes, stop * array.row_nbytes
         waiting: list[Range] = []
         for shard, chunks in self._chunks(array, start, stop):
             for one in ranges(shard, chunks):
                 waiting.append(one)
                 if sum(each.nbytes for each in waiting) >= IN_FLIGHT_BYTES:
-                    self._fill_from(array, waiting, first, end, out)
+                    self._fill_from(array, waiting, out)
                     waiting.clear()
-        self._fill_from(array, waiting, first, end, out)
+        self._fill_from(array, waiting, out)
         return []
 
     def _chunks(self, array: ArrayDescription, start: int, stop: int) -> Iterator[tuple[int, list[Chunk]]]:
         """The chunks of some rows by shard, where they are; their indexes are fetched many at once."""
         most = array.chunk_nbytes + 4 + (0 if array.codec is None else OVERHEAD)
-        shards: dict[int, list[tuple[int, int, int]]] = {}
-        for one in walk(array.shape, array.chunk, array.dtype.itemsize, start, stop):
+        shards: dict[int, list[Piece]] = {}
+        for one in array.walk(start, stop):
             shards.setdefault(one[0] // array.per_shard, []).append(one)
         numbers = list(shards)
         for begin in range(0, len(numbers), PARALLEL):
@@ -329,37 +319,29 @@ class ObjectReadStore(ZarrReader):
             indexes = self._objects.at_once(self._index, ((array, shard) for shard in some))
             for shard, index in zip(some, indexes, strict=True):
                 chunks = []
-                for number, place, length in shards.pop(shard):
+                for number, *where in shards.pop(shard):
                     offset, nbytes = index.entries[number % array.per_shard].tolist()
                     if nbytes != most and (array.codec is None or not 4 < nbytes < most):
                         raise TraceCorruptError(f"{self.path}: array {array.name!r} lacks its chunk {number}")
-                    chunks.append(Chunk(offset, nbytes, number, place, length))
+                    chunks.append(Chunk(offset, nbytes, number, *where))
                 yield shard, chunks
 
-    def _fill_from(
-        self, array: ArrayDescription, wanted: list[Range], first: int, end: int, out: NDArray[np.uint8]
-    ) -> None:
-        if not wanted:
-            return
+    def _fill_from(self, array: ArrayDescription, wanted: list[Range], out: NDArray[np.uint8]) -> None:
         found = self._objects.at_once(self._fetch, ((array, one, len(wanted) == 1) for one in wanted))
         for one, data in zip(wanted, found, strict=True):
             for chunk in one.chunks:
-                at = chunk.offset - one.start
-                numbers = self._numbers_of(array, chunk, data[at : at + chunk.nbytes])
-                low, high = max(chunk.begin, first), min(chunk.begin + chunk.length, end)
-                out[low - first : high - first] = numbers[low - chunk.begin : high - chunk.begin]
+                begin = chunk.offset - one.start
+                self._take(array, chunk, data[begin : begin + chunk.nbytes], out[chunk.low : chunk.high])
 
-    def _numbers_of(self, array: ArrayDescription, chunk: Chunk, stored: memoryview) -> NDArray[np.uint8]:
-        """What is in a chunk, which is compared with its checksum."""
+    def _take(self, array: ArrayDescription, chunk: Chunk, stored: memoryview, out: NDArray[np.uint8]) -> None:
+        """Fill `out` with what is wanted of a chunk, which is compared with its checksum."""
         if len(stored) != chunk.nbytes or checksum_bytes(stored[:-4]) != stored[-4:]:
             raise TraceCorruptError(f"{self.path}: chunk {chunk.number} of array {array.name!r} fails its checksum")
         numbers = np.frombuffer(stored[:-4], np.uint8)
         if array.codec is None:
-            return numbers
-        decoded = np.empty(array.chunk_nbytes, np.uint8)
-        if not decode(array.codec, numbers, decoded, array.dtype.itemsize):
+            out[:] = numbers[chunk.at : chunk.at + len(out)]
+        elif not decode_part(array.codec, numbers, chunk.at, out, array.chunk_nbytes, array.dtype.itemsize):
             raise TraceCorruptError(f"{self.path}: chunk {chunk.number} of array {array.name!r} cannot be decoded")
-        return decoded
 
     def _fetch(self, array: ArrayDescription, wanted: Range, alone: bool) -> memoryview:
         """The bytes of a range of a shard, and for the next time those behind it if the one before was just read."""

@@ -20,7 +20,7 @@ from tracer.errors import TraceExistsError
 from tracer.stores.chunks import RowChunks
 from tracer.stores.codecs import Codec, encode
 from tracer.stores.locations import Url
-from tracer.stores.objects.client import IN_FLIGHT_BYTES, Objects
+from tracer.stores.objects.client import IN_FLIGHT_BYTES, Objects, document_name
 from tracer.stores.zarr.format import WRITER, as_bytes, checksum_bytes, group_document
 from tracer.stores.zarr.shards import GrowingArray, Shard, chunks_begin
 from tracer.stores.zarr.writer import ZarrWriter
@@ -117,7 +117,7 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
     def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
         array = self.array(name)
         first = array.rows.rows
-        array.rows.append(rows, lambda number, pieces: self._add_all(array, number, pieces))
+        array.rows.append(rows, lambda number, pieces: self._write(array, number, pieces))
         array.end = array.rows.rows
         self._changed[name] = None
         return first
@@ -132,7 +132,7 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
                 continue
             tail = array.rows.take_tail()
             if tail is not None:
-                self._add(array, *tail)
+                self._write(array, tail[0], [tail[1]])
             if array.shard is not None and array.shard.changed:
                 # the shard of an array without gaps goes on to grow, so a copy of it is put
                 data = array.shard.sealed()
@@ -178,19 +178,16 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
         self.arrays.clear()
         self._objects.close()
 
-    def _add_all(self, array: ObjectArray, number: int, pieces: Iterable[memoryview]) -> None:
+    def _write(self, array: ObjectArray, number: int, pieces: Iterable[memoryview]) -> None:
+        """Put chunks that follow each other into their shards, and shards that are full on their way."""
         for one, data in enumerate(pieces, number):
-            self._add(array, one, data)
-
-    def _add(self, array: ObjectArray, number: int, data: memoryview) -> None:
-        """Put a chunk into its shard, and the one before it on its way."""
-        shard_number, place = divmod(number, array.per_shard)
-        shard = array.shard
-        if shard is None or shard.number != shard_number:
-            if shard is not None and shard.changed:
-                self._put(array.shard_name(shard.number), shard.sealed())
-            shard = array.shard = _ShardBuffer(shard_number, array.per_shard)
-        shard.add(place, data if array.codec is None else encode(array.codec, data, array.rows.dtype.itemsize))
+            shard_number, place = divmod(one, array.per_shard)
+            shard = array.shard
+            if shard is None or shard.number != shard_number:
+                if shard is not None and shard.changed:
+                    self._put(array.shard_name(shard.number), shard.sealed())
+                shard = array.shard = _ShardBuffer(shard_number, array.per_shard)
+            shard.add(place, data if array.codec is None else encode(array.codec, data, array.rows.dtype.itemsize))
 
     def _put_group(self, name: str) -> None:
         self._put_document(name, group_document(self._groups[name]))
@@ -200,7 +197,7 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
         self._put_document(array.name, array.document(rows))
 
     def _put_document(self, name: str, document: Mapping[str, Any]) -> None:
-        self._put(f"{name}/zarr.json" if name else "zarr.json", as_bytes(document, self.path / name))
+        self._put(document_name(name), as_bytes(document, self.path / name))
 
     def _put(self, name: str, data: bytes | bytearray) -> None:
         while self._flying and sum(self._flying.values()) + len(data) > IN_FLIGHT_BYTES:

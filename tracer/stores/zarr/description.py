@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from tracer.errors import TraceCorruptError, TraceFormatError
-from tracer.stores.chunks import contiguous, largest_chunk
+from tracer.stores.chunks import Layout, largest_chunk
 from tracer.stores.codecs import CODECS, Codec
 from tracer.stores.locations import Location
 from tracer.stores.zarr.format import array_document
@@ -20,18 +20,13 @@ CHUNK_LIMIT: Final = 1 << 30
 _SAFE_CODECS: Final = frozenset({"bytes", "crc32c", "gzip", "zstd", "blosc", "sharding_indexed", "transpose"})
 
 
-class ArrayDescription:
+class ArrayDescription(Layout):
     """An array that is being read.
 
     Attributes
     ----------
-    shape : tuple of int
-        The first is the number of its rows.
-    dtype : numpy.dtype
+    rows : int
     codec : Codec or None
-    chunk : tuple of int
-        Shape of a chunk.
-    row_nbytes, chunk_nbytes : int
     shard_rows : int
         Rows of a shard.
     per_shard : int
@@ -42,36 +37,33 @@ class ArrayDescription:
         zarr-python's array, which reads what is not laid out as traces are written here; None for all others.
     """
 
-    __slots__ = (
-        *("chunk", "chunk_nbytes", "codec", "dtype", "foreign", "in_rows", "is_ours", "name", "per_shard"),
-        *("row_nbytes", "shape", "shard_rows"),
-    )
+    __slots__ = ("codec", "foreign", "in_rows", "is_ours", "name", "per_shard", "rows", "shard_rows")
 
     def __init__(self, path: Location, name: str, document: Mapping[str, Any]) -> None:
         if document.get("zarr_format") != 3 or document.get("node_type") != "array":
             raise TraceCorruptError(f"{path} has no array {name!r}: it has no zarr.json that says so")
         self.name = name
         try:
-            self.shape = tuple(int(size) for size in document["shape"])
-            self.dtype = np.dtype(document["data_type"]).newbyteorder("<")
+            shape = tuple(int(size) for size in document["shape"])
+            dtype = np.dtype(document["data_type"]).newbyteorder("<")
             grid, codecs = document["chunk_grid"], document["codecs"]
             shard = tuple(grid["configuration"]["chunk_shape"])
             integers = all(isinstance(size, int) for size in (*document["shape"], *shard))
-            if not integers or len(shard) != len(self.shape) or not shard or min(self.shape) < 0 or min(shard) < 1:
-                raise ValueError(f"shape {self.shape} and chunks of {shard}")
+            if not integers or len(shard) != len(shape) or not shard or min(shape) < 0 or min(shard) < 1:
+                raise ValueError(f"shape {shape} and chunks of {shard}")
             if document.get("storage_transformers"):
                 raise ValueError("storage transformers")
             _check_codecs(codecs)
-            if self.dtype.kind not in "biufc":
-                raise ValueError(f"dtype {self.dtype}")
+            if dtype.kind not in "biufc":
+                raise ValueError(f"dtype {dtype}")
             self.shard_rows = int(shard[0])
-            self.chunk: tuple[Any, ...] = tuple(_innermost(codecs, shard))
-            if len(self.chunk) != len(shard) or not all(isinstance(size, int) and size > 0 for size in self.chunk):
-                raise ValueError(f"chunks of {self.chunk}")
-            self.row_nbytes = int(self.dtype.itemsize * math.prod(self.shape[1:]))
-            self.chunk_nbytes = int(self.dtype.itemsize * math.prod(self.chunk))
-            if max(self.chunk_nbytes, 16 * math.prod(shard) // math.prod(self.chunk)) > CHUNK_LIMIT:
-                raise ValueError(f"chunks of {self.chunk} in shards of {shard}, which are too large")
+            chunk = tuple(_innermost(codecs, shard))
+            if len(chunk) != len(shard) or not all(isinstance(size, int) and size > 0 for size in chunk):
+                raise ValueError(f"chunks of {chunk}")
+            super().__init__(dtype, shape[1:], chunk)
+            self.rows = shape[0]
+            if max(self.chunk_nbytes, 16 * math.prod(shard) // math.prod(chunk)) > CHUNK_LIMIT:
+                raise ValueError(f"chunks of {chunk} in shards of {shard}, which are too large")
             if len(shard) > 64:
                 raise ValueError(f"{len(shard)} axes")
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -80,26 +72,22 @@ class ArrayDescription:
         self.codec: Codec | None = None
         self.is_ours = self._is_ours(document, shard)
         self.per_shard = math.prod(shard) // math.prod(self.chunk) if self.is_ours else 0
-        self.in_rows = self.is_ours and self.codec is None and self.chunk == (1, *self.shape[1:])
+        self.in_rows = self.is_ours and self.codec is None and self.chunk == (1, *self.row_shape)
 
     def shard_name(self, number: int) -> str:
         """What a shard is called, below the store."""
-        return f"{self.name}/{shard_name(number, len(self.shape))}"
+        return f"{self.name}/{shard_name(number, len(self.chunk))}"
 
     def entry_of(self, row: int) -> int:
         """Which chunk of its shard a row begins in."""
-        height = int(self.chunk[0])
-        return row % self.shard_rows // height * (self.per_shard * height // self.shard_rows)
+        return row % self.shard_rows // self.chunk[0] * self.per_row
 
     def _is_ours(self, document: Mapping[str, Any], shard: tuple[int, ...]) -> bool:
         """Whether the array is laid out as traces are written here; sets the codec."""
-        return (
-            self._is_described(document, shard)
-            and all(outer % inner == 0 for outer, inner in zip(shard, self.chunk, strict=True))
-            # rows are not split between shards, and chunks are contiguous parts of rows
-            and all(outer >= size for outer, size in zip(shard[1:], self.shape[1:], strict=True))
-            and contiguous(self.chunk, self.shape)
-        )
+        # rows are not split between shards, and a shard has no chunks beyond its rows
+        trailing = [count * size for count, size in zip(self.grid, self.chunk[1:], strict=True)]
+        whole = self.contiguous and self.shard_rows % self.chunk[0] == 0 and shard == (self.shard_rows, *trailing)
+        return whole and self._is_described(document, shard)
 
     def _is_described(self, document: Mapping[str, Any], shard: tuple[int, ...]) -> bool:
         for codec in (None, *CODECS.values()):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tracer.errors import TraceUnreadableError
-from tracer.stores.disk.files import UNREADABLE, open_file, sync_folder
+from tracer.stores.disk.files import UNREADABLE, open_file, sync
 from tracer.stores.zarr.format import CONSOLIDATED, DOCUMENT_LIMIT, as_bytes, as_document, is_group
 
 TEMPORARY = re.compile(r"\.zarr\.json\.\d+\.[0-9a-f]{8}\.part")
@@ -80,7 +80,7 @@ def write_document(folder: Path, document: Mapping[str, Any], durable: bool, ane
         os.close(file)
     _put(temporary, f"{folder}/zarr.json", anew)
     if durable:
-        sync_folder(folder)
+        sync(folder)
 
 
 def _put(temporary: str, place: str, anew: bool) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError
-from tracer.stores.chunks import RowChunks, check_name, row_checksums, walk
+from tracer.stores.chunks import RowChunks, check_name
 from tracer.stores.codecs import Codec, codec_of
 from tracer.stores.protocols import ReadStore, rows_in
 from tracer.stores.zarr.description import CHUNK_LIMIT, ArrayDescription
@@ -22,27 +22,19 @@ from tracer.stores.zarr.shards import MISSING, as_index, chunks_begin, second_in
 
 EXPANSION: Final = 4096
 """How many times its size on disk the data of an array with other codecs than ours can be, at most."""
-MOVES: Final = 100
-"""How often a chunk is read again because a writer moved it meanwhile: each time it has committed twice."""
-
-
-class MovedError(TraceCorruptError):
-    """A chunk was moved while it was read."""
 
 
 class ZarrReader(ReadStore):
     """A Zarr group being read; see `tracer.stores.protocols.ReadStore`."""
 
     checksums_chunks = True
-    reads = 1
-    """How often chunks are read before they count as damaged."""
 
     def __init__(self) -> None:
         self.problems = []
         self.thorough = False
         """Whether what a reading does not need is looked at, too."""
         self._arrays: dict[str, ArrayDescription] = {}
-        self._assumed: dict[str, int] = {}
+        self._assumed: set[str] = set()
 
     # -- what depends on where the trace is ----------------------------------------------------------------------------
 
@@ -96,22 +88,19 @@ class ZarrReader(ReadStore):
     def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> list[int]:
         """Fill `out` with rows ``start`` to ``stop``; the checksums of their chunks, if they were compared."""
 
-    def _look_again(self) -> None:
-        """Forget where chunks are: a writer may have moved them."""
-
     # -- what does not -------------------------------------------------------------------------------------------------
 
     def length(self, name: str) -> int:
-        return self._open(name, anew=True).shape[0]
+        return self._open(name, anew=True).rows
 
     def row_shape(self, name: str) -> tuple[int, ...]:
-        return self._open(name).shape[1:]
+        return self._open(name).row_shape
 
     def dtype(self, name: str) -> str:
         return str(self._open(name).dtype.name)
 
     def chunk_rows(self, name: str) -> int:
-        return int(self._open(name).chunk[0])
+        return self._open(name).chunk[0]
 
     def attrs(self, name: str = "") -> dict[str, Any]:
         if name:
@@ -148,11 +137,10 @@ class ZarrReader(ReadStore):
             rows = (last + 1) * array.shard_rows
         if len(stored):
             # the last shard has rows only up to its last chunk
-            per_height = array.per_shard * array.chunk[0] // array.shard_rows
             chunks = int(np.flatnonzero(index[:, 0] != MISSING).max()) + 1
-            rows = last * array.shard_rows - (-chunks // per_height) * int(array.chunk[0])
-        array.shape = (rows, *shape)
-        self._assumed[name] = rows
+            rows = last * array.shard_rows - (-chunks // array.per_row) * array.chunk[0]
+        array.rows = rows
+        self._assumed.add(name)
         return rows
 
     def read(
@@ -166,9 +154,9 @@ class ZarrReader(ReadStore):
         verify: bool = True,
     ) -> NDArray[Any]:
         array = self._open(name)
-        if not 0 <= start <= stop <= array.shape[0]:
+        if not 0 <= start <= stop <= array.rows:
             raise TraceCorruptError(
-                f"{self.path}: array {name!r} has {array.shape[0]} rows, and not those from {start} to {stop}"
+                f"{self.path}: array {name!r} has {array.rows} rows, and not those from {start} to {stop}"
             )
         self._check_size(array, start, stop)
         if array.foreign is not None:
@@ -177,34 +165,15 @@ class ZarrReader(ReadStore):
             except Exception as error:
                 raise TraceCorruptError(f"{self.path}: array {name!r} cannot be read: {error}") from error
         try:
-            found = rows_in(out, (stop - start, *array.shape[1:]), array.dtype)
+            found = rows_in(out, (stop - start, *array.row_shape), array.dtype)
         except (MemoryError, ValueError) as error:
             raise TraceCorruptError(f"{self.path}: array {name!r} does not fit into memory: {error}") from error
         if found.size:
             target = found.reshape(-1).view(np.uint8)
-            chunks = self._fill_at_last(array, start, stop, target, verify and self.verifies)
+            chunks = self._fill(array, start, stop, target, verify and self.verifies)
             if checksums is not None and chunks and array.chunk[0] == 1:
-                whole = walk((1, *array.shape[1:]), array.chunk, array.dtype.itemsize, 0, 1)
-                lengths = [length for _, _, length in whole]
-                checksums += row_checksums(chunks, lengths, array.chunk_nbytes)
+                checksums += array.row_checksums(chunks)
         return found
-
-    def _fill_at_last(
-        self, array: ArrayDescription, start: int, stop: int, target: NDArray[np.uint8], verify: bool
-    ) -> list[int]:
-        """As `_fill`, which is tried again where a writer may have moved what is read."""
-        left, moves = self.reads - 1, MOVES
-        while True:
-            try:
-                return self._fill(array, start, stop, target, verify)
-            except TraceCorruptError as error:
-                self._look_again()
-                if isinstance(error, MovedError) and moves:
-                    moves -= 1
-                elif left:
-                    left -= 1
-                else:
-                    raise
 
     def _described(self, name: str, document: Mapping[str, Any]) -> ArrayDescription:
         """An array by its ``zarr.json``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,31 +16,37 @@ from tracer.errors import TraceCorruptError, TraceError, TraceFormatError, Trace
 from tracer.format.checksum import crc32c
 from tracer.format.names import PART
 from tracer.memory import new_memory
-from tracer.stores.chunks import RowChunks, check_name, walk
-from tracer.stores.codecs import OVERHEAD, Codec, decode, decoded_size
-from tracer.stores.disk.files import NOT_COPIED, UNREADABLE, Folder, disk_bytes, gone, key_of, listed, open_file
+from tracer.stores.chunks import RowChunks, check_name
+from tracer.stores.codecs import OVERHEAD, Codec, decode_part, decoded_size
+from tracer.stores.disk.files import UNREADABLE, Folder, OpenFile, disk_bytes, gone, key_of, listed, open_file
 from tracer.stores.protocols import Place
 from tracer.stores.zarr.description import ArrayDescription
 from tracer.stores.zarr.documents import read_document
 from tracer.stores.zarr.format import checksum_bytes
-from tracer.stores.zarr.reader import MovedError, ZarrReader, numbers_in
+from tracer.stores.zarr.reader import ZarrReader, numbers_in
 from tracer.stores.zarr.shards import MISSING, GrowingArray
 
 READ_PIECE = 1 << 20
 """Bytes of one read: they should be in the processor's cache when their checksum is computed."""
 READS = 3
 """How often chunks are read before they count as damaged: a writer may have moved one after the index was read."""
+MOVES = 100
+"""How often a chunk is read again because a writer moved it meanwhile: each time it has committed twice."""
 OPEN_FILES = 64
 """Shards and folders kept open; models have thousands of streams, and processes may open about a thousand files."""
 
 
-class _ReadShard:
-    """A shard that is open for reading, and its index; closed when the last who uses it lets go of it."""
+class _MovedError(TraceCorruptError):
+    """A chunk was moved while it was read."""
 
-    __slots__ = ("file", "index", "index_at", "key", "last", "settled")
+
+class _ReadShard(OpenFile):
+    """A shard that is open for reading, and its index."""
+
+    __slots__ = ("index", "index_at", "key", "last", "settled")
 
     def __init__(self, file: int) -> None:
-        self.file = file
+        super().__init__(file)
         self.key = key_of(file)
         self.index: NDArray[np.uint64] = np.empty((0, 2), "<u8")
         """Offset and bytes of each chunk."""
@@ -61,18 +67,11 @@ class _ReadShard:
             return False
         return bool(os.pread(self.file, 16, self.index_at + 16 * chunk) != self.index[chunk].tobytes())
 
-    def __reduce__(self) -> Any:
-        raise TypeError(NOT_COPIED)
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        close(self.file)
-
 
 class ZarrReadStore(ZarrReader):
     """A Zarr group in a directory being read."""
 
     path: Path
-    reads = READS
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -130,7 +129,7 @@ class ZarrReadStore(ZarrReader):
 
     def place(self, name: str, row: int) -> Place | None:
         array = self._open(name)
-        if not array.in_rows or not 0 <= row < array.shape[0]:
+        if not array.in_rows or not 0 <= row < array.rows:
             return None
         number, chunk = divmod(row, array.per_shard)
         try:
@@ -150,7 +149,7 @@ class ZarrReadStore(ZarrReader):
         return read_document(self.path / name)
 
     def _foreign(self, array: ArrayDescription) -> Any:
-        _check_links(self.path, array.name, len(array.shape))
+        _check_links(self.path, array.name, len(array.chunk))
         # here, because most traces do not need zarr-python, and its import takes half a second
         import zarr
 
@@ -170,21 +169,14 @@ class ZarrReadStore(ZarrReader):
 
     def _decoded_size(self, array: ArrayDescription, shard: int, offset: int) -> int:
         with suppress(TraceCorruptError, OSError, OverflowError):
-            file = self._open_shard(array, shard)
-            try:
-                return decoded_size(os.pread(file, OVERHEAD, offset))
-            finally:
-                os.close(file)
+            opened = self._open_shard(array, shard)
+            return decoded_size(os.pread(opened.file, OVERHEAD, offset))
         return 0
 
     def _index_of(self, array: ArrayDescription, shard: int) -> NDArray[np.uint64]:
         if shard >= 0:
             with suppress(TraceCorruptError):
-                file = self._open_shard(array, shard)
-                try:
-                    return self._read_index(array, shard, file)[0]
-                finally:
-                    os.close(file)
+                return self._open_shard(array, shard).index
         return np.empty((0, 2), "<u8")
 
     def _open(self, name: str, anew: bool = False) -> ArrayDescription:
@@ -228,9 +220,6 @@ class ZarrReadStore(ZarrReader):
             if key[0] == name:
                 self._shards.pop(key, None)
 
-    def _look_again(self) -> None:
-        self._shards.clear()
-
     def _held_bytes(self, array: ArrayDescription, start: int, stop: int) -> int:
         first, last = start // array.shard_rows, (stop - 1) // array.shard_rows
         if last - first >= len(listed(self.path / array.name / "c")):
@@ -243,22 +232,15 @@ class ZarrReadStore(ZarrReader):
 
     def _stored_bytes(self, array: ArrayDescription, start: int, stop: int) -> int:
         """How many bytes the compressed chunks of these rows can become."""
-        height = int(array.chunk[0])
-        per_height = array.per_shard * height // array.shard_rows
-        first, end = start // height * per_height, -(-stop // height) * per_height
+        wanted = array.numbers(start, stop)
         found = 0
-        for shard in range(first // array.per_shard, -(-end // array.per_shard)):
-            file = self._open_shard(array, shard)
-            try:
-                index, _ = self._read_index(array, shard, file)
-                size = os.fstat(file).st_size
-            finally:
-                os.close(file)
-            begin = shard * array.per_shard
-            sizes = index[max(first - begin, 0) : end - begin, 1]
+        for number in range(wanted.start // array.per_shard, -(-wanted.stop // array.per_shard)):
+            shard = self._open_shard(array, number)
+            begin = number * array.per_shard
+            sizes = shard.index[max(wanted.start - begin, 0) : wanted.stop - begin, 1]
             sizes = sizes[(sizes > 4) & (sizes <= array.chunk_nbytes + OVERHEAD + 4)]
             # an index may claim the same bytes for many chunks; they count once
-            if int(sizes.sum()) <= size:
+            if int(sizes.sum()) <= os.fstat(shard.file).st_size:
                 found += len(sizes) * array.chunk_nbytes
         return found
 
@@ -278,6 +260,22 @@ class ZarrReadStore(ZarrReader):
         return True
 
     def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> list[int]:
+        left, moves = READS - 1, MOVES
+        while True:
+            try:
+                return self._fill_once(array, start, stop, out, verify)
+            except TraceCorruptError as error:
+                self._shards.clear()
+                if isinstance(error, _MovedError) and moves:
+                    moves -= 1
+                elif left:
+                    left -= 1
+                else:
+                    raise
+
+    def _fill_once(
+        self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool
+    ) -> list[int]:
         try:
             if array.codec is None:
                 return self._fill_plain(array, start, stop, out, verify)
@@ -294,13 +292,11 @@ class ZarrReadStore(ZarrReader):
         """As `_fill`, for chunks as they are."""
         checksums: list[int] = []
         to = out.data  # slices of a memoryview are made in half the time of an array's
-        item, chunk_nbytes = array.dtype.itemsize, array.chunk_nbytes
-        first, end = start * array.row_nbytes, stop * array.row_nbytes
-        per_shard = array.per_shard
+        chunk_nbytes, per_shard = array.chunk_nbytes, array.per_shard
         shard: _ReadShard | None = None
         shard_number = -1
         trailer = bytearray(4)
-        for number, begin, length in walk(array.shape, array.chunk, item, start, stop):
+        for number, at, low, high in array.walk(start, stop):
             if shard is None or number // per_shard != shard_number:
                 shard_number = number // per_shard
                 shard = self._shard(array, shard_number)
@@ -309,22 +305,19 @@ class ZarrReadStore(ZarrReader):
             if nbytes != chunk_nbytes + 4:
                 raise TraceCorruptError(f"{self.path}: array {array.name!r} lacks its chunk {number}")
             if not verify:
-                low, high = max(begin, first), min(begin + length, end)
-                right = os.preadv(file, [to[low - first : high - first]], offset + low - begin) == high - low
-            elif length == chunk_nbytes and begin >= first and begin + length <= end:
-                target = to[begin - first : begin - first + length]
-                right = _read_chunk(file, target, trailer, offset)
+                right = os.preadv(file, [to[low:high]], offset + at) == high - low
+            elif high - low == chunk_nbytes:
+                right = _read_chunk(file, to[low:high], trailer, offset)
             else:
                 target = new_memory(chunk_nbytes).data
                 right = _read_chunk(file, target, trailer, offset)
                 # the rest of the chunk, which was not asked for, may never have been written, and be zeros
-                if not right and self.thorough and _without_padding(target, trailer, end - begin):
+                if not right and self.thorough and _without_padding(target, trailer, len(to) - low + at):
                     right = True
                     self._tell(f"what follows the last row in chunk {number} of array {array.name!r} is not as it was")
-                low, high = max(begin, first), min(begin + length, end)
-                to[low - first : high - first] = target[low - begin : high - begin]
+                to[low:high] = target[at : at + high - low]
             if shard.moved(number % per_shard):
-                raise MovedError(f"{self.path}: chunk {number} of array {array.name!r} moves faster than it is read")
+                raise _MovedError(f"{self.path}: chunk {number} of array {array.name!r} moves faster than it is read")
             if not right:
                 why = "fails its checksum" if verify else "lies beyond the end of its file"
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {array.name!r} {why}")
@@ -336,14 +329,12 @@ class ZarrReadStore(ZarrReader):
         self, array: ArrayDescription, codec: Codec, start: int, stop: int, out: NDArray[np.uint8]
     ) -> None:
         """As `_fill`, for compressed chunks."""
-        item, chunk_nbytes = array.dtype.itemsize, array.chunk_nbytes
-        first, end = start * array.row_nbytes, stop * array.row_nbytes
-        per_shard = array.per_shard
+        item, chunk_nbytes, per_shard = array.dtype.itemsize, array.chunk_nbytes, array.per_shard
         shard: _ReadShard | None = None
         shard_number = -1
         most = chunk_nbytes + OVERHEAD + 4
         buffer = new_memory(most)
-        for number, begin, length in walk(array.shape, array.chunk, item, start, stop):
+        for number, at, low, high in array.walk(start, stop):
             if shard is None or number // per_shard != shard_number:
                 shard_number = number // per_shard
                 shard = self._shard(array, shard_number)
@@ -353,24 +344,18 @@ class ZarrReadStore(ZarrReader):
             stored = buffer[: nbytes - 4]
             read = os.preadv(shard.file, [buffer[:nbytes].data], offset)
             if shard.moved(number % per_shard):
-                raise MovedError(f"{self.path}: chunk {number} of array {array.name!r} moves faster than it is read")
+                raise _MovedError(f"{self.path}: chunk {number} of array {array.name!r} moves faster than it is read")
             if read != nbytes or checksum_bytes(stored.data) != buffer[nbytes - 4 : nbytes].tobytes():
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {array.name!r} fails its checksum")
-            whole = length == chunk_nbytes and begin >= first and begin + length <= end
-            target = out[begin - first : begin - first + length] if whole else np.empty(chunk_nbytes, np.uint8)
-            if not decode(codec, stored, target, item):
+            if not decode_part(codec, stored, at, out[low:high], chunk_nbytes, item):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {array.name!r} cannot be decoded")
-            if not whole:
-                low, high = max(begin, first), min(begin + length, end)
-                out[low - first : high - first] = target[low - begin : high - begin]
 
     def _shard(self, array: ArrayDescription, number: int) -> _ReadShard:
         """A shard for reading: opened and its index read once, while it is among those that were used last."""
         name = array.name
         shard = self._shards.pop((name, number), None)
         if shard is None:
-            shard = _ReadShard(self._open_shard(array, number))
-            shard.index, shard.index_at = self._read_index(array, number, shard.file)
+            shard = self._open_shard(array, number)
             shard.last = int(np.flatnonzero(shard.index[:, 0] != MISSING).max(initial=-1))
             if array.in_rows:
                 settled = shard.index[:, 1] == array.chunk_nbytes + 4
@@ -382,33 +367,28 @@ class ZarrReadStore(ZarrReader):
         self._shards[name, number] = shard
         return shard
 
-    def _open_shard(self, array: ArrayDescription, number: int) -> int:
+    def _open_shard(self, array: ArrayDescription, number: int) -> _ReadShard:
+        """A shard that was opened just now, with its index."""
         known = self._paths.setdefault(array.name, {})
         path = known.get(number)
         if path is None:
             path = self.path / array.shard_name(number)
             self._check_inside(path)
             known[number] = path
-        file = -1
         try:
             with self._of_one_run(array.name):
-                file = open_file(path)
+                shard = _ReadShard(open_file(path))
         except TraceError:
-            if file >= 0:
-                os.close(file)
             raise
         except OSError as error:
             why = f"{self.path}: shard {number} of array {array.name!r} cannot be opened: {error.strerror}"
             raise (TraceUnreadableError if error.errno in UNREADABLE else TraceCorruptError)(why) from error
-        return file
-
-    def _read_index(self, array: ArrayDescription, shard: int, file: int) -> tuple[NDArray[np.uint64], int]:
-        """The index of a shard, and where it begins."""
         # a damaged file may claim any size, for which memory would be allocated
-        size = os.fstat(file).st_size
-        return self._index_in(
-            array, shard, lambda begin, nbytes: os.pread(file, nbytes, begin) if begin + nbytes < size else b""
+        file, size = shard.file, os.fstat(shard.file).st_size
+        shard.index, shard.index_at = self._index_in(
+            array, number, lambda begin, nbytes: os.pread(file, nbytes, begin) if begin + nbytes < size else b""
         )
+        return shard
 
 
 def _check_links(path: Path, name: str, axes: int) -> None:

@@ -75,11 +75,6 @@ class ShardFiles:
         write_all(self.open(path), [data], len(data), offset)
         self._changed(path)
 
-    def write_chunk(self, path: str, data: memoryview, offset: int) -> int:
-        """Write a chunk and its checksum, and return that."""
-        self._changed(path)
-        return _write_pieces(self.open(path), data, offset)
-
     def write_run(
         self, path: str, run: Sequence[memoryview], offset: int, stride: int, *, unhurried: bool
     ) -> list[int]:

@@ -146,8 +146,8 @@ class GrowingArray:
 
     def document(self, rows: int) -> Mapping[str, Any]:
         """The ``zarr.json`` of so many rows."""
-        return self.template | {"shape": [rows, *self.rows.shape], "attributes": self.attrs}
+        return self.template | {"shape": [rows, *self.rows.row_shape], "attributes": self.attrs}
 
     def shard_name(self, number: int) -> str:
         """What a shard is called, below the store."""
-        return f"{self.name}/{shard_name(number, len(self.rows.shape) + 1)}"
+        return f"{self.name}/{shard_name(number, len(self.rows.row_shape) + 1)}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tracer.errors import TraceCorruptError, TraceExistsError, TraceFormatError, TraceNotFoundError
 from tracer.format.names import PART
-from tracer.stores.disk.files import is_there, make_folder, sync_folder
+from tracer.stores.disk.files import is_there, make_folder, sync
 from tracer.stores.errors import write_errors
 from tracer.stores.zarr.documents import (
     TEMPORARY,
@@ -45,7 +45,7 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
         try:
             mine.mkdir()
             if durable:
-                sync_folder(mine.parent)
+                sync(mine.parent)
         except FileExistsError:
             raise TraceExistsError.at(mine) from None
     try:

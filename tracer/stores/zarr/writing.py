@@ -37,15 +37,15 @@ class _ShardFile(Shard):
 
     __slots__ = ("end", "free", "path", "retired", "slots")
 
-    def __init__(self, number: int, path: str, chunks: int) -> None:
+    def __init__(self, number: int, path: str, chunks: int, first: int) -> None:
         super().__init__(number, chunks)
         self.path = path
         self.slots = 0
         self.free: list[int] = []
         # places to which only the index on disk refers; free once that in memory is written
         self.retired: list[int] = []
-        # offset of the next compressed chunk; 0 stands for the first place behind the index
-        self.end = 0
+        # offset of the next compressed chunk
+        self.end = first
 
     def put(self, place: int, offset: int, nbytes: int) -> None:
         """Enter a chunk; if it was elsewhere, that place becomes free as soon as the index is on the disk."""
@@ -126,16 +126,15 @@ class ZarrWriteStore(ZarrWriter[_Array]):
     def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
         array = self.array(name)
         first = array.rows.rows
-        write = self._write_chunks if array.codec is None else self._write_compressed
         found: list[int] = []
         self._changed[name] = None
         try:  # not `with write_errors`: that would be five calls more for each message, and a message is some ten
-            array.rows.append(rows, lambda number, pieces: found.extend(write(array, number, pieces)))
+            array.rows.append(rows, lambda number, pieces: found.extend(self._write(array, number, pieces)))
         except OSError as error:
             raise cannot_write(self.path, error) from error
         finally:
             array.end = array.rows.rows
-        if checksums is not None and array.codec is None and array.rows.in_rows:
+        if checksums is not None and array.rows.in_rows:
             checksums += found if array.rows.per_row == 1 else array.rows.row_checksums(found)
         return first
 
@@ -146,10 +145,8 @@ class ZarrWriteStore(ZarrWriter[_Array]):
             arrays = [array for name in self._changed if (array := self.arrays.get(name)) is not None]
             for array in arrays:
                 tail = array.rows.take_tail()
-                if tail is not None and array.codec is None:
-                    self._write_chunks(array, tail[0], [tail[1]])
-                elif tail is not None:
-                    self._write_compressed(array, tail[0], [tail[1]], last=True)
+                if tail is not None:
+                    self._write(array, tail[0], [tail[1]], last=True)
             # Data, then the indexes, then the lengths: each refers to what came before, which must be on the disk
             # first.
             self._files.sync()
@@ -218,8 +215,19 @@ class ZarrWriteStore(ZarrWriter[_Array]):
             path = self.path / array.shard_name(shard_number)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._files.made(path.parent, self.path)
-            shard = array.shard = _ShardFile(shard_number, str(path), array.per_shard)
+            shard = array.shard = _ShardFile(shard_number, str(path), array.per_shard, array.first)
         return shard
+
+    def _write(self, array: _Array, number: int, pieces: Sequence[memoryview], last: bool = False) -> list[int]:
+        """Write chunks that follow each other; `last`: the last one of the array, which comes again when it is fuller.
+
+        Returns their checksums, of an array that is not compressed.
+        """
+        if array.codec is None:
+            return self._write_chunks(array, number, pieces)
+        for one, data in enumerate(pieces, number):
+            self._write_compressed(array, array.codec, one, data, last)
+        return []
 
     def _write_chunks(self, array: _Array, number: int, pieces: Sequence[memoryview]) -> list[int]:
         """Write chunks that follow each other, together those that also do in the file; their checksums."""
@@ -253,31 +261,19 @@ class ZarrWriteStore(ZarrWriter[_Array]):
     def _write_run(self, shard: _ShardFile, run: list[memoryview], offset: int, stride: int) -> list[int]:
         return self._files.write_run(shard.path, run, offset, stride, unhurried=self.unhurried)
 
-    def _write_compressed(
-        self, array: _Array, number: int, pieces: Sequence[memoryview], last: bool = False
-    ) -> list[int]:
-        """Compress and write chunks; `last`: the last one of the array, which is not full yet and comes again.
-
-        Returns the checksums of what is stored.
-        """
-        return [self._write_one_compressed(array, one, data, last) for one, data in enumerate(pieces, number)]
-
-    def _write_one_compressed(self, array: _Array, number: int, data: memoryview, last: bool) -> int:
-        assert array.codec is not None
+    def _write_compressed(self, array: _Array, codec: Codec, number: int, data: memoryview, last: bool) -> None:
         shard_number, place = divmod(number, array.per_shard)
         shard = self._shard_of(array, shard_number)
-        shard.end = shard.end or array.first
-        encoded = encode(array.codec, data, array.rows.dtype.itemsize)
+        encoded = memoryview(encode(codec, data, array.rows.dtype.itemsize))
         nbytes = len(encoded)
         if last and shard.free:
             offset = shard.free.pop()
         else:
             offset = shard.end
             shard.end += len(data) + OVERHEAD + 4 if last else nbytes + 4
-        checksum = self._files.write_chunk(shard.path, memoryview(encoded), offset)
+        self._files.write_run(shard.path, [encoded], offset, 0, unhurried=False)
         # only the last chunk is ever rewritten, so each place that becomes free has the size of a slot
         shard.put(place, offset, nbytes + 4)
-        return checksum
 
     def _publish_array(self, array: _Array, rows: int) -> None:
         write_document(array.folder, array.document(rows), self._durable)
