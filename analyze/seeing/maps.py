@@ -93,7 +93,7 @@ def _trimmed(cells: Values) -> Values:
 
 
 def compared(one: Map, other: Map) -> Map:
-    """The base-2 logarithm of each cell of one map divided by that of another which begins at the same step.
+    """The base-2 logarithm of the ratio of each cell of `one` to that of `other`, which begins at the same step.
 
     The columns are those of the wider grid; if its width is no multiple of the other's, all cells are NaN. NaN where a
     map has nothing or is not positive; infinity where the first map is not finite.
