@@ -96,7 +96,7 @@ def compared(one: Map, other: Map) -> Map:
     """The base-2 logarithm of the ratio of each cell of `one` to that of `other`, which begins at the same step.
 
     The columns are those of the wider grid; if its width is no multiple of the other's, all cells are NaN. NaN where a
-    map has nothing or is not positive; infinity where the first map is not finite.
+    map has nothing or is not positive, or where `other` is not finite; infinity where only `one` is not finite.
     """
     known = {group: number for number, group in enumerate(other.layers)}
     width = max(one.grid.width, other.grid.width)

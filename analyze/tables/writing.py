@@ -44,7 +44,7 @@ _WORDS = 1024
 
 
 class _Lines:
-    """A file whose lines end with LF, for a csv writer with _CRLF: with LF, that writer would not quote a CR."""
+    """Writes the lines of a csv writer with LF ends. The writer itself uses _CRLF: with LF, it would not quote a CR."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
