@@ -1,8 +1,8 @@
 """Ask a recorded training run: metrics, the registry that names them, and tables of their answers.
 
-A public name is imported when it is first used, so that ``import analyze`` costs nothing. The pure function of each
-metric stands here under its registry name (`analyze.svcca`), its subscriber beside it (`analyze.SVCCA`). The types of
-all these names stand in ``__init__.pyi``, which `make docs` writes.
+A public name is imported on first use, so that ``import analyze`` costs nothing. The pure function of each metric has
+its registry name (`analyze.svcca`), its subscriber the name of a class (`analyze.SVCCA`). The types of all these names
+are in ``__init__.pyi``, which `make docs` writes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HOMES: dict[str, str] = {
     "subscribers": "analyze.registry",
     "view": "analyze.seeing.viewing.server",
 }
-"""Public name → its module: first the names that no registered metric brings, then the function and class of each."""
+"""Public name → its module; the loop below adds the function and the class of each built-in metric."""
 
 for _name, _place in _BUILT_IN.items():
     _module, _, _class = _place.partition(":")

@@ -1,4 +1,4 @@
-"""One trace asked: replayed through subscribers, whose answers are gathered."""
+"""Replays one trace through subscribers and gathers their answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def analyze(
     subscribers : subscriber or str, or several
         As instances, or as `parse` reads them: ``"svcca:threshold=0.9"``.
     kinds, modules, steps, tags, rank
-        What is replayed, as in `tracer.replay`; subscribers remember what they heard, so each rank needs its own.
+        What is replayed, as in `tracer.replay`. Subscribers keep state between messages, so each rank needs its own.
 
     Returns
     -------
@@ -41,7 +41,7 @@ def analyze(
     Raises
     ------
     TracerError
-        What `parse` and `tracer.replay` raise; also if nothing is asked.
+        What `parse` and `tracer.replay` raise; also if there is no subscriber.
     """
     asked = instances(subscribers)
     if not asked:

@@ -1,4 +1,4 @@
-"""What ``trace demo`` does: train a small network on real images, record it, replay it, show what that says."""
+"""``trace demo``: train a small network on real images, record it, replay it, show the results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Table = tuple[str, Sequence[str], list[tuple[Any, ...]]]
 
 @dataclass
 class Shown:
-    """What there is to show.
+    """What the command shows.
 
     Attributes
     ----------
@@ -67,16 +67,16 @@ def run(
         Where ``digits.zarr``, ``digits.png`` and ``digits.html`` go.
     epochs, seed : int
     overwrite : bool
-        Whether a trace and a page that are there may be replaced; the plot is in any case.
+        Whether an existing trace and page may be replaced; the plot is replaced in any case.
     say : callable
         Gets a sentence at each stage.
 
     Raises
     ------
     TraceExistsError
-        If the trace or the page is there.
+        If the trace or the page exists and `overwrite` is false.
     TracerError
-        If scikit-learn (which has the images), matplotlib (which plots) or Bokeh (which reports) is not installed.
+        If scikit-learn (images), matplotlib (plot) or Bokeh (report) is not installed.
     """
     _check_installed()
     images, labels = _digits()
@@ -145,7 +145,7 @@ def _network() -> nn.Sequential:
 
 
 def _train(trace: Path, images: Tensor, labels: Tensor, epochs: int, seed: int, overwrite: bool) -> int:
-    """Train and record; how many steps there were."""
+    """Train and record; return the number of steps."""
     torch.manual_seed(seed)
     model, criterion = _network(), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -153,7 +153,7 @@ def _train(trace: Path, images: Tensor, labels: Tensor, epochs: int, seed: int, 
     loader = DataLoader(train, batch_size=64, shuffle=True, generator=torch.Generator().manual_seed(seed))
     captures = (
         tracer.Capture(kinds=OBSERVED, modules=LAYERS, tags=("probe",)),
-        # training batches: every second step, and of each batch the first 16 images
+        # of training batches: every second step, and the first 16 images
         tracer.Capture(kinds=OBSERVED, modules=LAYERS, every=2, rows=16),
     )
     steps = 0
@@ -170,7 +170,7 @@ def _train(trace: Path, images: Tensor, labels: Tensor, epochs: int, seed: int, 
 
 
 def _contents(trace: Path) -> Table:
-    """What the trace holds, one row a kind."""
+    """What the trace holds, one row per kind."""
     found: dict[str, list[int]] = {}
     with tracer.open(trace) as reader:
         for stream in reader.streams:
@@ -183,7 +183,7 @@ def _contents(trace: Path) -> Table:
 
 
 def _answers(heard: Collect) -> Table:
-    """What the replay says at the start, in the middle and at the end, one row a metric and layer."""
+    """The answers at the start, in the middle and at the end, one row per metric and layer."""
     series = _series(heard)
     rows = []
     for (kind, module), points in series.items():
@@ -194,7 +194,7 @@ def _answers(heard: Collect) -> Table:
 
 
 def _series(heard: Collect) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    """Steps and values of each answer and layer; for each answer in the order of the layers."""
+    """(step, value) points by (kind of answer, layer), the layers in network order."""
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for message in heard:
         if message.data is not None:
@@ -211,7 +211,7 @@ def _plot(heard: Collect, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    # not pyplot, which would keep the figure and pick a window system
+    # pyplot would keep the figure alive and choose a GUI backend
     figure = Figure(figsize=(11, 4.4), layout=ConstrainedLayoutEngine(wspace=0.06))
     FigureCanvasAgg(figure)
     panels = (
@@ -226,7 +226,7 @@ def _plot(heard: Collect, path: Path) -> None:
     for axes, (kind, title, label) in zip(figure.subplots(1, 2), panels, strict=True):
         for number, layer in enumerate(LAYERS):
             points = series.get((kind, layer), [])
-            # the colour is the layer's in both panels, the marker helps those who see no colours
+            # a layer has the same colour in both panels; the marker is for colour-blind readers
             axes.plot(
                 [step for step, _ in points],
                 [value for _, value in points],

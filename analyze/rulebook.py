@@ -1,4 +1,4 @@
-"""What the rules' docstrings say, for people: a page of the command, and the file that `make docs` makes of them."""
+"""The rules' docstrings as a page of ``trace rules`` and as ``docs/rules.md``."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from analyze.rules.rule import Rule
 from tracer.errors import MessageError
 
 HEADINGS = ("Fires", "Needs", "Source")
-"""What the Notes of a rule say, in this order."""
+"""The headings in the Notes of a rule's docstring, in this order."""
 
 
 def describe(name: str) -> dict[str, Any]:
-    """A description of a rule in JSON values, with what `analyze.describe` says of any subscriber.
+    """The description of a rule in JSON values.
 
     Parameters
     ----------
     name : str
-        Of a rule, or ``path/to/file.py:ClassName``.
+        Name of a rule, or ``path/to/file.py:ClassName``.
 
     Returns
     -------
     dict
-        As of `analyze.describe`, with ``severity``, ``advice``, and ``notes`` by heading.
+        What `analyze.describe` returns, with ``severity``, ``advice``, and ``notes`` by heading.
 
     Raises
     ------
     UnknownNameError
         If there is no rule of this name.
     MessageError
-        If it is a subscriber and no rule.
+        If the name is that of a metric.
 
     Examples
     --------
@@ -49,7 +49,7 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def notes(docstring: str) -> dict[str, str]:
-    r"""What stands below the headings of a rule's Notes.
+    r"""The text below each heading of a rule's Notes.
 
     Examples
     --------
@@ -62,7 +62,7 @@ def notes(docstring: str) -> dict[str, str]:
 
 
 def page(about: Mapping[str, Any]) -> Iterator[str]:
-    """A rule for a terminal, line by line."""
+    """The description of a rule for a terminal, line by line."""
     options = ",".join(f"{one['name']}={one['default']}" for one in about["parameters"])
     yield f"{about['name']}: {about['severity']}"
     yield f"  written    {about['name']}:{options}"
@@ -72,7 +72,7 @@ def page(about: Mapping[str, Any]) -> Iterator[str]:
 
 
 def markdown() -> str:
-    """The page ``docs/rules.md``, made of the table of rules and their docstrings."""
+    """The page ``docs/rules.md``, from the rules' docstrings."""
     return "\n".join(_lines()) + "\n"
 
 
@@ -109,6 +109,6 @@ def _lines() -> Iterator[str]:
 
 
 def _markup(text: str) -> str:
-    """What docstrings are written in, as the Markdown that GitHub shows."""
+    """Docstring markup (reStructuredText) as GitHub's Markdown."""
     text = re.sub(r":math:`([^`]+)`", lambda found: f"${found[1]}$", text)
     return text.replace("``", "`")

@@ -1,4 +1,4 @@
-"""Steps of a run, run again by its script in a process of its own, for commands that need what was not recorded."""
+"""Runs steps of a run again, by its script in another process, for commands that need what was not recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tracereel.printing import say
 from tracereel.programs import program_of
 
 RECORDED = "recorded"
-"""In the place of a script: the command that a run was recorded with."""
+"""Given instead of a script, this word stands for the command that the run was recorded with."""
 MODULE = "-m"
 """The first word of a command line that runs a module."""
 
@@ -27,9 +27,9 @@ class Script(NamedTuple):
     Attributes
     ----------
     words : tuple of str
-        As a command line has them.
+        The words of the command line.
     environment : mapping or None
-        With which it runs; None: with that of this process.
+        The environment to run in; None for that of this process.
     """
 
     words: tuple[str, ...]
@@ -37,12 +37,12 @@ class Script(NamedTuple):
 
     @classmethod
     def parse(cls, line: str) -> Script:
-        """The script that a line of a shell names: ``train.py --lr 0.1``, or ``-m my.training --lr 0.1``.
+        """The script that a shell line names: ``train.py --lr 0.1``, or ``-m my.training --lr 0.1``.
 
         Raises
         ------
         Failure
-            If it names none.
+            If the line names no script.
         """
         try:
             words = shlex.split(line)
@@ -56,12 +56,12 @@ class Script(NamedTuple):
 
     @classmethod
     def of(cls, line: str, run: str) -> Script:
-        """The script that a line names, as `parse` reads it; of ``recorded``, that of the command that was recorded.
+        """The script that a line names, as `parse` reads it; for ``recorded``, the command in the trace of the run.
 
         Raises
         ------
         Failure
-            If the line names none, or the run does not tell its command, or hides a part of it.
+            If the line names no script, or if the trace holds no command or masks a part of it.
         """
         if line != RECORDED:
             return cls.parse(line)
@@ -76,23 +76,23 @@ class Script(NamedTuple):
 
     @property
     def arguments(self) -> list[str]:
-        """What follows the options of ``trace reenact``."""
+        """The script as arguments of ``trace reenact``, after its options."""
         if self.words[0] == MODULE:
             return ["--module", *self.words[1:]]
         return list(self.words)
 
 
 class Again(NamedTuple):
-    """Steps of a run that were run again.
+    """The result of running steps of a run again.
 
     Attributes
     ----------
     trace : str
-        Where they were recorded.
+        Path of the trace in which the steps were recorded.
     verdict : str
-        What came of comparing them with the run, in a sentence.
+        The result of the comparison with the run, in a sentence.
     identical : bool
-        Whether they are what the run was.
+        Whether the steps gave the values of the run.
     """
 
     trace: str
@@ -101,7 +101,7 @@ class Again(NamedTuple):
 
 
 def trace_of_steps(run: str, steps: tuple[int, int], attempt: int | None = None) -> str:
-    """Where steps of a run that are run again are recorded by default.
+    """The default path of the trace for steps that are run again.
 
     Examples
     --------
@@ -117,12 +117,12 @@ def trace_of_steps(run: str, steps: tuple[int, int], attempt: int | None = None)
 def recorded_again(
     run: str, script: Script, steps: tuple[int, int], attempt: int | None = None, out: str | None = None
 ) -> Again:
-    """The trace of steps of a run that were run again; they are, unless that was done before.
+    """Run steps of a run again and return the result; an earlier identical result is reused.
 
     Raises
     ------
     Failure
-        If they cannot be run again, or something else is where their trace is to be.
+        If the steps cannot be run again, or something else is at the path of their trace.
     """
     out = out or trace_of_steps(run, steps, attempt)
     there = found_again(run, steps, out, attempt)
@@ -133,12 +133,12 @@ def recorded_again(
 
 
 def found_again(run: str, steps: tuple[int, int], out: str, attempt: int | None = None) -> Again | None:
-    """The trace of steps of a run that were run again before; None if there is none of the run as it is now.
+    """The result of an earlier run of these steps; None if there is none, or if the run has changed since.
 
     Raises
     ------
     Failure
-        If something else is where their trace is to be.
+        If something else is at the path of their trace.
     """
     from tracer.recording.reenacting.recorded import recorded_run
     from tracer.stores.locations import location
@@ -171,7 +171,7 @@ def of_a_run(
     attempt: int | None = None,
     overwrite: bool,
 ) -> Again:
-    """Run steps of one run again, in a process of its own."""
+    """Run steps of a run again in another process."""
     from tracer.recording.reenacting.comparison import steps_named
     from tracer.recording.reenacting.reenact import OF_STEPS
 
@@ -197,7 +197,7 @@ def of_a_run(
 
 
 def _verdict(out: str) -> Again:
-    """What the trace of a re-enactment says of it."""
+    """The result that the trace of a re-enactment notes."""
     from tracer.recording.reenacting.comparison import Verdict
 
     with tracer.open(out) as reader:

@@ -1,4 +1,4 @@
-"""``trace replay``, ``plot`` and ``subscribers``: a trace is asked, its answers drawn, and what there is to ask."""
+"""``trace replay``, ``plot`` and ``subscribers``: compute metrics of a trace, draw them, and list the metrics."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Outputs(NamedTuple):
     overwrite: bool
 
     def checked(self, trace: str) -> Path | None:
-        """The full path of `out`, if answers can be written to both places.
+        """Refuse impossible outputs; return the absolute path of `out`.
 
-        A subscriber of the user's may go to another folder, so the path is made full before it is asked.
+        The path is resolved before the replay, since a user's subscriber may change the working directory.
         """
         target = None
         if self.out is not None:
@@ -75,7 +75,7 @@ class Outputs(NamedTuple):
         return target
 
     def write(self, results: Results, target: Path | None, times: Mapping[str, Callable[[int], float]]) -> None:
-        """Write answers to `target`, which `checked` has given, and for TensorBoard."""
+        """Write answers to `target`, the path from `checked`, and for TensorBoard."""
         if target is not None:
             target.parent.mkdir(parents=True, exist_ok=True)
             results.write(target, overwrite=self.overwrite)
@@ -184,10 +184,10 @@ def replay(
             if follow and not isinstance(damage, TraceUnreadableError):
                 note_status(reader, str(reader.path))
             times = times_of(reader)
-        except TraceError as error:  # what was gathered is written nevertheless
+        except TraceError as error:  # the answers so far are written all the same
             damage = damage or error
     outputs.write(results, target, {} if times is None else {trace: times})
-    if not follow:  # what was followed is printed already
+    if not follow:  # with --follow, answers were printed as they came
         if as_json:
             _print_rows(results)
         elif outputs.out is None and outputs.tensorboard is None and len(results):
@@ -198,7 +198,7 @@ def replay(
 
 
 def _run_again(trace: str, line: str, steps: tuple[int, int], attempt: int | None) -> str:
-    """The trace of steps that are run again, if they are what the run was."""
+    """Run the steps again, and return the path of their trace if they are identical to the run."""
     from tracereel.again import Script, recorded_again
 
     found = recorded_again(trace, Script.of(line, trace), steps, attempt)
@@ -223,7 +223,7 @@ def _print_steps_to_run(trace: str, steps: tuple[int, int], attempt: int | None)
 
 
 class _Question(NamedTuple):
-    """Subscribers that are asked of one rank of a trace."""
+    """Subscribers for one rank of a trace."""
 
     reader: TraceReader
     trace: str
@@ -233,16 +233,16 @@ class _Question(NamedTuple):
     plan: Plan
 
     def ask(self, results: Results) -> TraceCorruptError | None:
-        """Gather the answers; what damage ended them early."""
+        """Collect the answers; return the damage that ended the replay early, if any."""
         with progress("replaying", self.plan.messages) as advance:
             counter = _Counter({stream.kind for stream in (*self.plan.streams, *self.plan.derived)}, advance)
             counters = [counter] if is_terminal(sys.stderr) else []
             return self._replay(results.sink(self.subscribers, self.trace), *counters)
 
     def follow(self, results: Results, as_json: bool) -> TraceError | None:
-        """Gather the answers and print each when it comes, until the run ends or the user has seen enough.
+        """Collect the answers and print each as it comes, until the run ends or the user interrupts.
 
-        Returns what ended them early: damage, or that the trace is gone and nothing can be asked of it again.
+        Returns what ended the replay early: damage, or an error because the trace is gone and cannot be read again.
         """
         sink = results.sink(self.subscribers, self.trace)
         try:
@@ -264,16 +264,16 @@ class _Question(NamedTuple):
 
 
 def _questions(reader: TraceReader, trace: str, specs: Sequence[str], filters: Filters) -> list[_Question]:
-    """What is asked of each rank that can answer; of all ranks if none can.
+    """One question per rank that can answer; of every rank if none can.
 
-    A rank may have been recorded in part, such as without the weights, which are the same in all.
+    A rank may be recorded in part, for example without the weights, which are the same in all ranks.
     """
     from analyze import registry
 
     questions = []
     for rank in reader.ranks:
         with wrong_usage():
-            # each rank has its own subscribers, because they remember what they heard
+            # subscribers keep state between messages, so each rank needs its own
             subscribers = [registry.parse(spec) for spec in specs]
         plan = tracer.plan(reader, *subscribers, rank=rank, **filters.of_a_rank)
         questions.append(_Question(reader, trace, rank, subscribers, filters, plan))
@@ -281,24 +281,24 @@ def _questions(reader: TraceReader, trace: str, specs: Sequence[str], filters: F
 
 
 class _Overhearing(tracer.Receiver):
-    """A receiver that asks for nothing and answers nothing."""
+    """A receiver that requests no messages and produces none."""
 
     passive = True
     scope = "message"
 
 
 class _Printer(_Overhearing):
-    """Prints the answers that a sink keeps, when they come."""
+    """Prints the answers that a sink keeps, as they come."""
 
     def __init__(self, sink: Sink, as_json: bool) -> None:
         self.sink, self.as_json = sink, as_json
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """Whether it is an answer."""
+        """Whether the sink keeps this kind."""
         return self.sink.wants(kind, module, tag, step)
 
     def receive(self, message: Message) -> Iterable[Message]:
-        """Print an answer: on a line, or as JSON the rows that it is in the results."""
+        """Print an answer: on one line, or as JSON in the rows of the results."""
         if self.as_json:
             from analyze.tables.results import Results
 
@@ -325,7 +325,7 @@ class _Counter(_Overhearing):
         return kind in self.kinds
 
     def receive(self, message: Message) -> Iterable[Message]:
-        """Count; a bar that moves at each message would cost more than the metric."""
+        """Count; the bar moves every 100 messages, since moving it would cost more than the metric."""
         self.count += 1
         if self.count % 100 == 0:
             self.advance(self.count)
@@ -466,7 +466,7 @@ def subscribers(name: str | None, markdown: bool, as_json: bool) -> None:
 
 
 def _page(metric: Mapping[str, Any]) -> Iterator[str]:
-    """What `registry.describe` says of a metric, line by line."""
+    """The page of a metric from `registry.describe`, line by line."""
     from analyze.catalogue import SCOPES
 
     yield f"{metric['name']} ({metric['class']})"
@@ -486,16 +486,16 @@ def _page(metric: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _needs(metric: Mapping[str, Any]) -> list[str]:
-    """What a metric takes, as `registry.describe` says it."""
+    """The needs of a metric, including the model."""
     return [*metric["needs"], *(["the model"] if metric["needs_model"] else [])]
 
 
 def _as_written(value: Any) -> str:
-    """A default as it is written on the command line."""
+    """A default value in the syntax of the command line."""
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else cell(value)
 
 
 def _without_formulas(summary: str) -> str:
-    """What stands before the first formula, which a terminal cannot show."""
+    """The summary up to its first formula, which a terminal cannot show."""
     before, formula, _ = summary.partition(":math:")
     return before.rstrip(" :;,") + "." if formula else summary

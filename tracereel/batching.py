@@ -99,7 +99,7 @@ def batch(
     from analyze.batching.engines import ONE_THREAD, own_program
 
     environment = dict(os.environ)
-    if "numpy" not in sys.modules:  # it reads this when it is imported
+    if "numpy" not in sys.modules:  # NumPy reads these variables when it is imported
         os.environ |= ONE_THREAD
     from analyze.batching.batch import batch as run_batch
     from analyze.batching.batch_plan import plan_batch
@@ -139,7 +139,7 @@ def batch(
 
 
 def _check_again(filters: Filters, work: Mapping[str, Any], out: str) -> None:
-    """Refuse what does not go with steps that are run again."""
+    """Refuse options that do not go with ``--reenact``."""
     if filters.steps is None or filters.steps[1] is None or (len(filters.steps) > 2 and filters.steps[2] != 1):
         raise click.UsageError("--reenact needs --steps A:B, the steps to run again, without a stride")
     for name in ("pairs", "part"):

@@ -1,4 +1,4 @@
-"""Two runs that part are run again around that step, each by its script in a process of its own, and compared whole."""
+"""Runs two diverging runs again around the step where they part, each by its script, and compares all values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def scripts_of(lines: Sequence[str], runs: tuple[str, str]) -> tuple[Script, Script]:
-    """The scripts of A and of B; one line is for both.
+    """The scripts of A and of B; a single line is for both.
 
     Raises
     ------
     Failure
-        If more than two are named, or one is no script.
+        If there are more than two lines, or if one names no script.
     """
     if len(lines) > 2:
         raise Failure(f"--reenact is given once for both runs or twice, for A and for B, not {len(lines)} times", 2)
@@ -27,7 +27,7 @@ def scripts_of(lines: Sequence[str], runs: tuple[str, str]) -> tuple[Script, Scr
 
 
 def steps_around(step: int) -> tuple[int, int]:
-    """The steps that are run again: the first that differs, and the one before it; the second number is not among them.
+    """The steps to run again, as (start, stop): the first step that differs, and the one before it.
 
     Examples
     --------
@@ -40,7 +40,7 @@ def steps_around(step: int) -> tuple[int, int]:
 def run_again(
     runs: tuple[str, str], scripts: tuple[Script, Script], steps: tuple[int, int], *, overwrite: bool
 ) -> tuple[Again, Again]:
-    """Run steps of A and B again, one after the other, and record them beside the runs with all that they have.
+    """Run steps of A and B again, one after the other, and record everything about them beside the runs.
 
     Parameters
     ----------
@@ -49,12 +49,12 @@ def run_again(
     scripts : pair of Script
     steps : (int, int)
     overwrite : bool
-        Whether what is already there is replaced.
+        Whether existing traces are replaced.
 
     Raises
     ------
     Failure
-        If something is there, or steps cannot be run again.
+        If a trace exists and `overwrite` is false, or if steps cannot be run again.
     """
     outs = [trace_of_steps(run, steps) for run in runs]
     if outs[0] == outs[1]:
@@ -67,6 +67,6 @@ def run_again(
 
 
 def as_json(steps: tuple[int, int], again: tuple[Again, Again], found: Difference) -> dict[str, Any]:
-    """What came of running A and B again, in JSON values."""
+    """The result of running A and B again, in JSON values."""
     one, other = (each._asdict() for each in again)
     return {"steps": list(steps), "one": one, "other": other, "difference": found.as_json()}

@@ -1,4 +1,4 @@
-"""What a command refuses before any work is done for it."""
+"""Checks that refuse a command before it does any work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESULT_SUFFIXES = (".parquet", ".csv", ".jsonl", ".zarr", ".h5")
 
 
 def check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Location:
-    """The place of a file that is to be made, if it can be made there."""
+    """Check that a file can be made at `path`; return the location."""
     from tracer.stores.locations import Url, location
     from tracer.stores.opening import check_writable, exists, refuse_part
 
@@ -44,14 +44,14 @@ def check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Location:
 
 
 def check_new_trace(path: str, overwrite: bool) -> Location:
-    """As `check_new`, of a trace; other ranks of a distributed run may have begun their parts of it."""
+    """Like `check_new`, for a trace. Under a launcher an existing trace is fine: other ranks may have begun it."""
     from tracer.trace.claiming import this_process
 
     return check_new(path, TRACE_SUFFIXES, overwrite or this_process().size > 1)
 
 
 def check_apart(out: str, trace: str) -> None:
-    """Refuse an output path that is the trace being read, one of its files, or inside it."""
+    """Refuse an output path that is the trace to read, one of its files, or inside it."""
     from tracer.stores.locations import Url
     from tracer.stores.opening import store_files
 
@@ -63,7 +63,7 @@ def check_apart(out: str, trace: str) -> None:
 
 
 def check_installed(package: str, extra: str, what: str) -> None:
-    """Refuse what needs a package that is not installed."""
+    """Raise `TracerError` if a package that `what` needs is not installed."""
     from importlib.util import find_spec
 
     if find_spec(package) is None:

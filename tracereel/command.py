@@ -1,4 +1,4 @@
-"""What all commands have in common: ``--debug``, help in groups of options, and what ends them."""
+"""The base class of commands: ``--debug``, help with groups of options, errors as sentences, exit codes."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _VERDICT = "tracer.verdict"
 
 
 class Command(click.Command):
-    """A command with ``--debug``, whose errors are one sentence, and whose help has groups of options and examples.
+    """A command with ``--debug``, with one-sentence errors, and with option groups and examples in its help.
 
     Parameters
     ----------
     examples : sequence of str
-        How the command is used. Each is a command line that it takes.
+        Command lines that the command accepts.
     """
 
     other_heading: ClassVar = "What is recorded"
-    """A heading that is not of this command, though some of its options have names that stand below it."""
+    """A heading of `HEADINGS` that this command does not use, though it has options with the names below it."""
 
     def __init__(self, *args: Any, examples: Sequence[str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -80,7 +80,7 @@ class Command(click.Command):
                 formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. What it raises becomes a sentence and an exit code, unless ``--debug`` was given."""
+        """Run the command. An exception becomes a sentence and an exit code, unless ``--debug`` was given."""
         try:
             result = super().invoke(ctx)
         except KeyboardInterrupt:
@@ -100,12 +100,12 @@ class Command(click.Command):
 
 
 def conclude(exit_code: int) -> None:
-    """Let the command end with this exit code, when its answer is printed or when nobody reads that to the end."""
+    """Set the exit code of the command. It also holds if nobody reads the output to its end."""
     click.get_current_context().meta[_VERDICT] = exit_code
 
 
 def _nobody_reads() -> bool:
-    """Whether the reader of stdout has closed it, as ``head`` does; what is printed from now on goes nowhere."""
+    """Whether the reader of stdout has closed it, as ``head`` does; if so, all further output is discarded."""
     try:
         stdout = sys.stdout.fileno()
     except (OSError, ValueError):
@@ -114,7 +114,7 @@ def _nobody_reads() -> bool:
     waiting.register(stdout, 0)
     gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in waiting.poll(0))
     if gone:
-        # the interpreter flushes once more at its end
+        # the interpreter flushes stdout once more at its end
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stdout)
         os.close(nowhere)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from analyze.comparing.structure import StructureDifference
 
 _ROWS = 20
-"""How many streams are printed."""
+"""How many streams are printed, at most."""
 _FACTS = 8
-"""How many facts of one sort, or streams that were not compared, are printed."""
+"""How many facts of one sort, or streams that were not compared, are printed, at most."""
 _WIDEST = 60
-"""Characters of a value of a header, at most."""
+"""The maximum length of a printed header value."""
 
 
 @click.command(
@@ -137,7 +137,7 @@ def diff(
 
 
 def _print(found: Difference) -> None:
-    """The verdict, what the runs were set up with, and the streams."""
+    """Print the verdict, differences of the setup, and the streams."""
     tell(found.verdict)
     for remark in found.remarks:
         complain(printable(remark))
@@ -147,7 +147,7 @@ def _print(found: Difference) -> None:
 
 
 def _print_structure(found: Difference) -> None:
-    """What the headers say differently, grouped by what it is."""
+    """Print how the headers differ, grouped by what differs."""
     if not found.structure:
         return
     click.echo("\nThe runs were not set up alike (A → B):")
@@ -166,14 +166,14 @@ def _print_structure(found: Difference) -> None:
 
 
 def _change(one: Any, other: Any) -> str:
-    """What a header said in A, and what it says in B."""
+    """A header value in A, and in B."""
     if isinstance(one, dict) and isinstance(other, dict):
         return ", ".join(f"{key} {_said(one.get(key))} → {_said(other.get(key))}" for key in {**one, **other})
     return f"{_said(one)} → {_said(other)}"
 
 
 def _said(value: Any) -> str:
-    """A value of a header in some characters."""
+    """A header value as a short text."""
     if value is None:
         return "nothing"
     if isinstance(value, dict):
@@ -184,7 +184,7 @@ def _said(value: Any) -> str:
 
 
 def _print_streams(streams: Sequence[StreamDifference]) -> None:
-    """The streams that differ, a row each: first those that part, in the order in which they do."""
+    """Print the streams that differ, one per row: first those that part, in the order in which they part."""
     if not streams:
         return
     click.echo("\nStreams that differ, the first to part first:")
@@ -203,7 +203,7 @@ def _print_streams(streams: Sequence[StreamDifference]) -> None:
             ]
         )  # fmt: skip
     columns = ["parts at", "kind", "module", "tag", "rank", "parted", "relative", "largest", "absolute", "at step"]
-    for column in ("tag", "rank"):  # they would say the same in each row
+    for column in ("tag", "rank"):  # left out where every row has the default
         place = columns.index(column)
         if all(row[place] in ("default", 0) for row in rows):
             columns.pop(place)
@@ -216,7 +216,7 @@ def _print_streams(streams: Sequence[StreamDifference]) -> None:
 
 
 def _print_uncompared(uncompared: Sequence[Uncompared]) -> None:
-    """What could not be compared, grouped by the reason."""
+    """Print what could not be compared, grouped by the reason."""
     if not uncompared:
         return
     click.echo("\nNot compared:")

@@ -14,12 +14,12 @@ from tracer.secrets import masked_urls
 from tracer.shown import printable
 
 FAILED, WRONG_USAGE, DAMAGED, SOME_FAILED, DIFFERENT, FOUND, INTERRUPTED = 1, 2, 3, 4, 5, 6, 130
-"""Exit codes; ``tracereel`` explains them."""
+"""Exit codes; the docstring of the package ``tracereel`` explains them."""
 _DEBUG = "debug"
 
 
 def _remember_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-    # The flag may stand before the name of the command and after it, so it is set and never reset.
+    # The flag may be before the name of the command and after it, so it is set and never reset.
     if value:
         ctx.meta[_DEBUG] = True
 
@@ -44,7 +44,7 @@ class Failure(click.ClickException):
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """The sentence and the exit code of an error that the library raised on purpose, or of any other."""
+        """The sentence and the exit code for an exception; an error from outside the library is named with its type."""
         sentence = str(error) or type(error).__name__
         if not isinstance(error, TracerError):
             notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
@@ -58,9 +58,10 @@ class Failure(click.ClickException):
 
 @contextmanager
 def wrong_usage() -> Iterator[None]:
-    """Give errors about words of the command line the exit code 2.
+    """Give errors about the command line exit code 2.
 
-    `Failure.of` knows that a `CaptureError` is one. A `MessageError` is one only where it is about what was typed.
+    A `CaptureError` always has it, by `Failure.of`. A `MessageError` has it only within this block, which is about what
+    the user typed.
     """
     try:
         yield
@@ -71,7 +72,7 @@ def wrong_usage() -> Iterator[None]:
 
 
 def harmless(text: str) -> str:
-    r"""A complaint without effect on a terminal; those of other libraries may have several lines.
+    r"""A message without characters that a terminal obeys; messages of other libraries may have several lines.
 
     Examples
     --------
@@ -82,9 +83,9 @@ def harmless(text: str) -> str:
 
 
 def as_typed(text: str) -> str:
-    """A sentence with the paths below the working directory relative, if the user typed a relative path.
+    """A sentence with paths below the working directory made relative, if the user typed a relative path.
 
-    The library says full paths.
+    The library reports absolute paths.
     """
     ctx = click.get_current_context(silent=True)
     paths = () if ctx is None else [one.name for one in ctx.command.params if isinstance(one.type, click.Path)]

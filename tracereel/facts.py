@@ -1,4 +1,4 @@
-"""Streams and messages as JSON values, and messages as lines."""
+"""Streams and messages as JSON values, and messages as lines of text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_A_STREAM = (
     *("kind", "module", "tag", "leaf", "calls", "dtype", "shapes", "count", "bytes", "steps", "sampling", "rank"),
 )
 _VALUES = 8
-"""How many numbers of an answer are shown."""
+"""How many numbers of an answer are shown, at most."""
 
 
 def stream_facts(stream: StreamInfo) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def message_facts(
     Parameters
     ----------
     stream : StreamInfo or Message
-        What the message is of.
+        The stream of the message; or a message, for its kind, tag, leaf and rank.
     module : str or None
         The module's dotted path; None for the network.
     counters : sequence of int
@@ -47,7 +47,7 @@ def message_facts(
     dtype : str, optional
     data : array, optional
     values : int
-        How many of its numbers to show.
+        How many numbers of `data` to include.
     """
     facts: dict[str, Any] = {
         "kind": stream.kind,
@@ -61,12 +61,12 @@ def message_facts(
         return facts
     facts |= {"dtype": dtype, "shape": list(data.shape)}
     if data.size and data.dtype.kind != "c":
-        # The mean of many float16 is no float16, so it is taken in float64. That does not hold every int64 and uint64.
+        # The mean is taken in float64, since float16 may overflow; integers keep their dtype for exact ends.
         import numpy as np
 
         numbers = data.astype(np.float64)
         ends = data if data.dtype.kind in "iu" else numbers
-        with np.errstate(all="ignore"):  # sums of what is not finite
+        with np.errstate(all="ignore"):  # non-finite values
             facts |= {"min": ends.min().item(), "mean": numbers.mean().item(), "max": ends.max().item()}
     if values:
         first = data.reshape(-1)[:values].tolist()
@@ -75,7 +75,7 @@ def message_facts(
 
 
 def answer_facts(message: Message) -> dict[str, Any]:
-    """A message of a replay as JSON values, with a few of its numbers."""
+    """A message of a replay as JSON values, with its first numbers."""
     from tracer.format.encodings import encode, readable
 
     counters = message.global_step, message.train_step, message.epoch, message.call
@@ -87,7 +87,7 @@ def answer_facts(message: Message) -> dict[str, Any]:
 
 
 def message_line(facts: Mapping[str, Any]) -> str:
-    """The facts of a message on a line."""
+    """The facts of a message on one line."""
     module = facts["module"]
     words = [f"step {facts['global_step']}", printable(facts["kind"])]
     if module is not None:

@@ -1,4 +1,4 @@
-"""``trace verify``, ``recover`` and ``convert``: what keeps traces whole, and makes others of them."""
+"""``trace verify``, ``recover`` and ``convert``: check traces, save damaged ones, copy them into other formats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tracer.upkeep.verify import Report
 
 _PROBLEMS = 50
-"""How many problems are printed."""
+"""How many problems are printed, at most."""
 
 
 @click.command(cls=Command, examples=["trace verify run.zarr"])

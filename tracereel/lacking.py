@@ -1,4 +1,4 @@
-"""Traces of a batch that lack what is asked: their steps are run again, and asked in their place."""
+"""For a batch: if a trace lacks what a metric needs, its steps are run again, and the metric reads their trace."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from tracereel.again import RECORDED, Script, found_again, recorded_again, trace
 from tracereel.errors import Failure
 
 FOLDER = "reenacted"
-"""Where in the folder of a batch the traces of steps are."""
+"""The subfolder of a batch for the traces of steps that were run again."""
 
 
 @dataclass(eq=False, repr=False)
 class StepsAgain:
-    """Gives of each trace of a batch the one that is asked: itself if it has what is asked, or its steps, run again.
+    """Maps each trace of a batch to the trace to read: itself, or if it lacks something, that of its steps, run again.
 
     Parameters
     ----------
     line : str
-        As `Script.of` takes it.
+        The script, as `Script.of` reads it.
     specs : sequence of str
         The metrics.
     filters : mapping
-        What is replayed, as `tracer.plan` takes it, with ``steps``.
+        The filters of the replay, as `tracer.plan` takes them, with ``steps``.
     out : str
         The folder of the batch.
     environment : mapping
-        With which scripts run. That of a batch, which computes with one thread, would give their sums other last bits.
+        Environment of the scripts. That of the batch has one thread, which would change the last bits of sums.
     only_plan : bool
         Whether nothing is run.
 
     Attributes
     ----------
     planned : list of dict
-        Where nothing is run, what would be: ``trace``, ``keyframe``, ``steps``, ``runs`` (how many steps) and ``out``.
+        With `only_plan`, what would be run: ``trace``, ``keyframe``, ``steps``, ``runs`` (how many steps) and ``out``.
 
     Raises
     ------
@@ -71,16 +71,16 @@ class StepsAgain:
         self._steps: tuple[int, int] = self.filters["steps"][:2]
 
     def __call__(self, trace: str) -> str | None:
-        """The trace that is asked in the place of one; None if it would have to be made.
+        """The trace to read for `trace`; None if it would have to be made, with `only_plan`.
 
         Raises
         ------
         CaptureError
-            If the steps cannot be run again, or are not those of the run.
+            If the steps cannot be run again, or are not identical to the run.
         """
         if self._has_all(trace):
             return trace
-        # traces in several folders may have one name
+        # traces in different folders may have the same name
         name = f"{sha256(where(trace).encode(errors='surrogateescape')).hexdigest()[:8]}-{trace.rpartition('/')[2]}"
         out = trace_of_steps(f"{self.out.rstrip('/')}/{FOLDER}/{name}", self._steps)
         try:
@@ -95,12 +95,12 @@ class StepsAgain:
         return found.trace
 
     def _has_all(self, trace: str) -> bool:
-        """Whether a rank of a trace has what is asked, at all of the steps."""
+        """Whether some rank of a trace has what the metrics need, at all of the steps."""
         with tracer.open(trace) as reader:
             return any(self._rank_has_all(reader.of_rank(rank), rank) for rank in reader.ranks)
 
     def _rank_has_all(self, reader: tracer.TraceReader, rank: int) -> bool:
-        # together, because one may take the answers of another
+        # planned together, because a metric may take the answers of another
         if tracer.plan(reader, *map(registry.parse, self.specs), rank=rank, **self.filters).missing:
             return False
         kept = _Kept.of(reader, self._steps)
@@ -119,16 +119,16 @@ class StepsAgain:
 
 
 class _Kept(NamedTuple):
-    """At which of some steps a trace has what.
+    """Which steps of an interval are recorded, for a rank of a trace.
 
     Attributes
     ----------
     trained : set of int
-        The steps of which it has anything of the training.
+        The steps with any message of the training.
     by_stream : mapping of int to set of int
-        The steps of each stream.
+        The recorded steps of each stream.
     by_place : mapping of tuple to set of int
-        The steps at which there is a tensor's data, a hash or statistics of it.
+        For each tensor, the steps with its data, hash or statistics.
     """
 
     trained: set[int]
@@ -137,7 +137,7 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, reader: tracer.TraceReader, steps: tuple[int, int]) -> _Kept:
-        """What one rank of a trace has of some steps; no data is read for it."""
+        """Find them in the journal of a rank, without reading data."""
         window = reader.within(*steps)
         rows = window.journal[window.select(steps=steps)][:, [Column.STREAM, Column.GLOBAL_STEP]]
         found = cls(set(), defaultdict(set), defaultdict(set))
@@ -150,9 +150,9 @@ class _Kept(NamedTuple):
         return found
 
     def has_all_of(self, plan: Plan) -> bool:
-        """Whether each kind that a plan reads of the training is there at each step.
+        """Whether every kind that a plan reads of the training is recorded at every trained step.
 
-        And each tensor at all steps at which there is a hash or statistics of it.
+        Each tensor must also be read at all steps at which its hash or statistics are recorded.
         """
         places: dict[tuple[Any, ...], set[int]] = defaultdict(set)
         kinds: dict[str, set[int]] = defaultdict(set)
@@ -169,5 +169,5 @@ class _Kept(NamedTuple):
 
 
 def _place(stream: StreamInfo) -> tuple[Any, ...]:
-    """Of which tensor a stream keeps data, hashes or statistics."""
+    """Identifies the tensor whose data, hashes or statistics a stream holds."""
     return kept_of(stream.kind)[0], stream.module, stream.tag, stream.leaf, stream.rank

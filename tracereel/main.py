@@ -1,4 +1,4 @@
-"""The command ``trace``: the group of all commands, each of which is imported when it is used."""
+"""The command ``trace``: the group of all commands, each imported on first use."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ HOMES: Mapping[str, str] = {
     "verify": "tracereel.keeping:verify",
     "view": "tracereel.reporting:view",
 }
-"""Name of a command → where it is."""
+"""Name of a command → its module and function."""
 
 
 @final
 class Commands(UserDict[str, Any]):
-    """Commands by their names, made from `HOMES`; each is imported when it is asked for."""
+    """The commands of `HOMES` by name; each is imported on access."""
 
     def __getitem__(self, name: str) -> click.Command:
         module, _, attribute = self.data[name].partition(":")

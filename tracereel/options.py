@@ -1,4 +1,4 @@
-"""Options that several commands share, and the values that commands get them as."""
+"""Options that several commands share, and the values that commands get from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Steps(click.ParamType[Any]):
     name = "A:B[:C]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """A tuple (start, stop or None, stride)."""
+        """Parse a text into (start, stop or None, stride)."""
         if not isinstance(value, str):
             return value
         parts = value.split(":")
@@ -53,14 +53,14 @@ class Steps(click.ParamType[Any]):
 
 
 class Number(click.ParamType[Any]):
-    """A number with a unit, such as ``256MiB`` or ``3%``, as a function reads it."""
+    """A number with a unit, such as ``256MiB`` or ``3%``, parsed by a given function."""
 
     def __init__(self, name: str, read: Callable[[Any], float]) -> None:
         self.name = name
         self._read = read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number."""
+        """Parse the text."""
         try:
             return self._read(value)
         except CaptureError as error:
@@ -71,7 +71,7 @@ class Number(click.ParamType[Any]):
 
 
 def together(*decorators: Decorator) -> Decorator:
-    """Several options as one decorator."""
+    """Several decorators as one."""
 
     def decorate(function: Any) -> Any:
         for decorator in reversed(decorators):
@@ -87,27 +87,27 @@ def flag(*names: str, **attributes: Any) -> Decorator:
 
 
 def number(*names: str, least: int = 1, **attributes: Any) -> Decorator:
-    """An option that counts something."""
+    """An option whose value is an integer."""
     return click.option(*names, type=click.IntRange(min=least), metavar="N", **attributes)
 
 
 def attempt(**attributes: Any) -> Decorator:
-    """An option that is an attempt of a run that was resumed."""
+    """``--attempt``, for a run that was resumed."""
     return number("--attempt", least=0, **attributes)
 
 
 def size(*names: str, least: int = 1, **attributes: Any) -> Decorator:
-    """An option that is a number of bytes."""
+    """An option whose value is a number of bytes."""
     return click.option(*names, type=Number("SIZE", functools.partial(size_of, least=least)), **attributes)
 
 
 def share(*names: str, **attributes: Any) -> Decorator:
-    """An option that is a share of something."""
+    """An option whose value is a share, such as ``3%``."""
     return click.option(*names, type=Number("SHARE", share_of), **attributes)
 
 
 def one_of(name: str, *values: str, **attributes: Any) -> Decorator:
-    """An option that is one of some words, by default the first."""
+    """An option whose value is one of several words, by default the first."""
     return click.option(name, type=click.Choice(values), default=values[0], show_default=True, **attributes)
 
 
@@ -150,13 +150,12 @@ compression = several(
 
 
 def gather(**values: Any) -> Decorator:
-    """Give a command some of its options as values.
+    """Pass some options of a command as one named tuple.
 
     Parameters
     ----------
     **values
-        By the name of an argument of the command, the named tuple that it is of, whose fields have the names of
-        options.
+        Name of an argument of the command → the class of its named tuple, whose fields have the names of options.
     """
 
     def decorate(function: Any) -> Any:
@@ -173,7 +172,7 @@ def gather(**values: Any) -> Decorator:
 
 
 class Filters(NamedTuple):
-    """Which messages of a trace a command is about. What is empty restricts nothing."""
+    """Which messages of a trace a command reads. An empty field restricts nothing."""
 
     kinds: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
@@ -183,19 +182,19 @@ class Filters(NamedTuple):
 
     @property
     def of_a_rank(self) -> dict[str, Any]:
-        """All but the ranks, as `tracer.replay` and its like take them."""
+        """All filters but the ranks, as keyword arguments of `tracer.replay` and the like."""
         chosen = {"kinds": self.kinds, "modules": self.modules, "steps": self.steps, "tags": self.tags}
         return {name: value or None for name, value in chosen.items()}
 
     def streams(self, reader: TraceReader) -> list[StreamInfo]:
-        """The streams that are left.
+        """The streams that pass the filters.
 
         Raises
         ------
         UnknownNameError
             If a name is not in the trace.
         TracerError
-            If a rank is there and cannot be read.
+            If a rank exists but cannot be read.
         """
         self.check(reader)
         from tracer.messaging.subscription import passes
@@ -210,14 +209,14 @@ class Filters(NamedTuple):
         ]
 
     def check(self, reader: TraceReader, *, companions: bool = False) -> None:
-        """Raise what `streams` raises; with `companions`, a kind is there if hashes or statistics of it are."""
+        """Raise what `streams` raises; with `companions`, hashes or statistics of a kind count as that kind."""
         from fnmatch import fnmatchcase
 
         from tracer.messaging.messages import kept_of
         from tracer.messaging.subscription import matches_tag
 
         kinds, tags = {stream.kind for stream in reader.streams}, {stream.tag for stream in reader.streams}
-        # with a kind go hashes and statistics of it, which are there in place of its data
+        # a filter on a kind also passes its hashes and statistics, which may be recorded in place of the data
         kinds |= {kept_of(kind)[0] for kind in kinds} if companions else set()
         modules = {stream.module for stream in reader.streams if stream.module is not None}
         for kind in self.kinds:
@@ -237,7 +236,7 @@ class Filters(NamedTuple):
 
 
 def _reaches(span: tuple[int, int] | None, steps: StepRange) -> bool:
-    """Whether a stream with this first and last step may hold some of the steps."""
+    """Whether a stream with this first and last step may have messages in these steps."""
     return span is not None and span[1] >= steps[0] and (steps[1] is None or span[0] < steps[1])
 
 

@@ -1,7 +1,7 @@
-"""What ``trace info`` shows of one trace, line by line.
+"""What ``trace info`` prints about one trace, line by line.
 
-A trace may be of another writer than the recorder, so anything may stand in its header and in its notes. What does not
-look as expected is shown in short.
+Programs other than the recorder write traces, too, so a header or a note may hold any value. Values of an unexpected
+form are shown in short.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from analyze.tables.escapes import printable
 from tracereel.printing import cell, size, span
 
 Line = tuple[str, str]
-"""A heading, and what stands behind it."""
+"""A heading and a text."""
 
 _SHOWN_OTHERWISE = (
     *("argv", "process", "run_id", "created", "model", "models", "optimizers", "capture", "kinds"),
     *("ranks", "launch", "attempt", "first_step", "certificate", "flight", "reenacts"),
 )
-"""Entries of a header that are not shown as they are."""
+"""Header entries that are shown in lines of their own, or not at all."""
 
 
 def overview(info: Mapping[str, Any]) -> Iterator[Line]:
-    """The lines of a trace.
+    """The lines about a trace.
 
     Parameters
     ----------
     info : mapping
-        `TraceReader.info`, with ``kinds`` (how many messages there are of each) and ``tags``.
+        `TraceReader.info`, with ``kinds`` (the number of messages per kind) and ``tags``.
     """
     header = info["header"]
     yield "trace", f"{info['path']} ({info['store']}, format version {info['version']})"
@@ -59,7 +59,7 @@ def overview(info: Mapping[str, Any]) -> Iterator[Line]:
     if info["dropped"]:
         counts = ", ".join(f"{kind} {count:,}" for kind, count in info["dropped"].items())
         yield "dropped", f"{counts}: observed, and not recorded because too much waited for the disk"
-    # several ranks often note the same
+    # ranks often have equal notes; each is shown once
     for note in {json.dumps(one, sort_keys=True): one for one in info["notes"]}.values():
         for what, about in note.items():
             yield from _note(what, about)
@@ -105,7 +105,7 @@ def _model_lines(model: Any) -> list[Line]:
 
 
 def _training_lines(models: Any, optimizers: Any) -> list[Line]:
-    """Several models, and the optimizers that train them."""
+    """Models, if there are several, and the optimizers that train them."""
     try:
         texts = []
         for one in models if models and (len(models) > 1 or models[0]["name"]) else ():
@@ -127,7 +127,7 @@ def _certificates(attempts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _certificate(certificate: Mapping[str, Any]) -> str:
-    """A `tracer.Certificate` as it stands in a header."""
+    """A `tracer.Certificate` from a header."""
     overhead = certificate.get("overhead") or {}
     cost = ""
     if isinstance(overhead.get("cpu_ratio"), float):
@@ -147,7 +147,7 @@ def _reenacts(about: Mapping[str, Any]) -> str:
 
 
 def _capture(settings: Any) -> str:
-    """The settings of a capture, without those that restrict nothing."""
+    """The settings of a capture, except those that restrict nothing."""
     if not isinstance(settings, Mapping):
         return _in_short(settings)
     nothing = {"every": 1, "start": 0, "burst": 1, "seed": 0}
@@ -158,7 +158,7 @@ def _capture(settings: Any) -> str:
 
 
 def _flight_lines(flight: Any) -> Iterator[Line]:
-    """What a flight recorder holds, and when it writes that."""
+    """The settings of a flight recorder: how much it holds, and when it writes."""
     if not isinstance(flight, Mapping):
         yield from [("flight", _in_short(flight))] if flight else []
         return
@@ -173,7 +173,7 @@ def _flight_lines(flight: Any) -> Iterator[Line]:
 
 
 def _in_short(value: Any) -> str:
-    """A JSON value on a line. What is nested is counted; ``--json`` shows it."""
+    """A JSON value on one line; nested values appear as a count."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_part_in_short(part)}" for key, part in value.items() if part is not None)
     if isinstance(value, list | tuple):
@@ -202,7 +202,7 @@ def _problem(about: Mapping[str, Any]) -> str:
 
 
 def _overflowed(about: Mapping[str, Any]) -> str:
-    """Numbers that became infinite because a capture casts them."""
+    """Values that became infinite in a cast of the capture."""
     count, of = (f"{one:,}" if isinstance(one, int) else one for one in (about.get("count"), about.get("of")))
     stream = f"{about.get('kind')} of {about.get('module')!r}" if about.get("module") is not None else about.get("kind")
     named = "".join(
@@ -212,14 +212,14 @@ def _overflowed(about: Mapping[str, Any]) -> str:
 
 
 def _stopped(about: Mapping[str, Any]) -> str:
-    """A recording that a bound has ended."""
+    """A recording that a size limit has ended."""
     limit = about.get(str(about.get("by")))
     bound = f"{limit:,}" if isinstance(limit, int) else limit
     return f"at {about.get('by')} ({bound}): nothing from step {about.get('global_step')} on"
 
 
 def _schedule(about: Mapping[str, Any]) -> str:
-    """How often what is recorded from a step on, and why."""
+    """A change of how often captures record, with its step and reason."""
     step, why = about.get("global_step"), about.get("why")
     if about.get("left_out"):
         return f"step {step} is left out ({why})"
@@ -234,7 +234,7 @@ def _schedule(about: Mapping[str, Any]) -> str:
 
 
 def _few_kinds(kinds: Any) -> str:
-    """Some kinds of a capture; nothing for all of them."""
+    """Some kinds of a capture; empty for all kinds."""
     if not isinstance(kinds, list):
         return ""
     return f" ({', '.join(map(str, kinds[:2]))}{f' and {len(kinds) - 2} more' if len(kinds) > 2 else ''})"
@@ -245,7 +245,7 @@ def _before_and_after(pair: Any) -> str:
 
 
 def _unended(about: Mapping[str, Any]) -> str:
-    """Forwards after the last step."""
+    """Forwards after the last training step."""
     passes, step = about.get("passes"), about.get("global_step")
     return (
         f"{passes} forwards after the last step have the number {step}, and are of no training step; "
@@ -254,7 +254,7 @@ def _unended(about: Mapping[str, Any]) -> str:
 
 
 def _reenacted(about: Mapping[str, Any]) -> str:
-    """What came out when steps that were run again were compared with the recorded ones."""
+    """The result of comparing steps that were run again with the recorded ones."""
     equal, compared, first = about.get("equal"), about.get("compared"), about.get("first")
     said = f"{equal} of {compared} values are equal to the bit"
     if not isinstance(first, Mapping):
@@ -264,7 +264,7 @@ def _reenacted(about: Mapping[str, Any]) -> str:
 
 
 def _flight(about: Mapping[str, Any]) -> str:
-    """Why a flight recorder has written what it held."""
+    """Why a flight recorder has written the steps that it held."""
     return (
         f"{about.get('trigger')} at step {about.get('global_step')}: {about.get('why')}; steps "
         f"{about.get('first_step')} to {about.get('last_step')} are there in full, as far as the run went"

@@ -1,4 +1,4 @@
-"""What commands print: tables and JSON on stdout, complaints and progress on stderr."""
+"""Prints tables and JSON on stdout, complaints and progress on stderr."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 
 def tell(sentence: str) -> None:
-    """Print a sentence on stdout, on one line whatever names are in it."""
+    """Print a sentence on stdout, on one line, whatever the names in it."""
     click.echo(printable(as_typed(sentence)))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], **layout: Any) -> None:
-    """Print a table that fits the terminal, or one row a line where stdout is no terminal.
+    """Print a table that fits the terminal; if stdout is no terminal, with one line per row.
 
     Parameters
     ----------
     columns : sequence of str
     rows : iterable of sequences
     **layout
-        Which columns are aligned to the right, hold names and the like, as for `TextTable`.
+        Options of `TextTable`, such as the columns that are aligned to the right.
     """
     from analyze.tables.layout import TextTable
 
@@ -46,7 +46,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], **layout:
 
 
 def show(table: TextTable | ResultsTable) -> None:
-    """Print a table: as wide as the terminal, or as wide as it is where stdout is no terminal."""
+    """Print a table, as wide as the terminal; if stdout is no terminal, as wide as the table needs."""
     if not is_terminal(sys.stdout):
         click.echo(table.plain())
         return
@@ -56,13 +56,13 @@ def show(table: TextTable | ResultsTable) -> None:
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:
-    """Print a value as JSON that is harmless on a terminal; with an `indent` of None on one line."""
+    """Print a value as JSON without characters that a terminal obeys; on one line if `indent` is None."""
     text = in_json(json.dumps(_jsonable(value), indent=indent, ensure_ascii=False, default=str))
-    click.echo(text.encode(errors="backslashreplace").decode())  # a path need not be UTF-8, and JSON has to be
+    click.echo(text.encode(errors="backslashreplace").decode())  # JSON must be UTF-8, but a path need not be
 
 
 def _jsonable(value: Any) -> Any:
-    """A value in which JSON has words for all numbers, and a text for every key."""
+    """The value with string keys, and with texts for non-finite numbers, which JSON lacks."""
     if isinstance(value, Mapping):
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -71,12 +71,12 @@ def _jsonable(value: Any) -> Any:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether somebody looks at a stream. Python has None for a stream that is closed."""
+    """Whether a stream is a terminal. Python gives None for a closed stream."""
     return stream is not None and stream.isatty()
 
 
 def _is_plain() -> bool:
-    """Whether the user wants neither colours nor anything else that is drawn: https://no-color.org."""
+    """Whether the user wants no colours and no drawn elements: https://no-color.org."""
     return bool(os.environ.get("NO_COLOR"))
 
 
@@ -84,7 +84,7 @@ def _is_plain() -> bool:
 
 
 def cell(value: Any) -> str:
-    """A value as it stands in a cell of a table."""
+    """A value as the text of a table cell."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -106,7 +106,7 @@ def size(count: float) -> str:
 
 
 def steps_in_short(count: float) -> str:
-    """A number of steps for people, with two digits that count.
+    """A number of steps for people, rounded down to two significant digits.
 
     Examples
     --------
@@ -124,25 +124,25 @@ def shape_of(shape: Sequence[int]) -> str:
 
 
 def few_shapes(shapes: Sequence[Sequence[int]]) -> str:
-    """The first of many shapes."""
+    """The first three shapes."""
     return ", ".join(map(shape_of, shapes[:3])) + (", …" if len(shapes) > 3 else "")
 
 
 def span(ends: Sequence[int] | None) -> str:
-    """The first and the last of some steps or epochs."""
+    """The first and last step or epoch, as a text."""
     if ends is None:
         return "none"
     return f"{ends[0]}" if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
 
 def path_in_model(module: str | None, leaf: str | None) -> str:
-    """The module and the leaf of a stream; nothing for a stream of the network."""
+    """The module and the leaf of a stream; empty for a stream of the network."""
     path = "" if module is None else printable(module) or "(root)"
     return f"{path} [{leaf}]".strip() if leaf else path
 
 
 def where(stream: StreamInfo) -> str:
-    """As `path_in_model`."""
+    """`path_in_model` of a stream."""
     return path_in_model(stream.module, stream.leaf)
 
 
@@ -160,13 +160,13 @@ def complain(sentence: str) -> None:
 
 
 def note_problems(reader: TraceReader) -> None:
-    """Say what is wrong with a trace that can be read nevertheless."""
+    """Print the problems of a trace that can still be read."""
     for problem in reader.problems:
         complain(problem)
 
 
 def note_status(reader: TraceReader, called: str) -> None:
-    """As `note_problems`; and say whether a trace is of a run that has not finished."""
+    """Print the problems of a trace, and its status unless the run has finished."""
     note_problems(reader)
     if reader.status != "finished":
         complain(f"{called} is of a run that is {reader.status}: this is what it holds so far")
@@ -174,7 +174,7 @@ def note_status(reader: TraceReader, called: str) -> None:
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Print warnings as one sentence, without the line of code that gave them."""
+    """Within this block, print a warning as one sentence, without its line of code."""
 
     def print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
         complain(f"Warning: {message}")
@@ -186,7 +186,7 @@ def plain_warnings() -> Iterator[None]:
 
 @contextmanager
 def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar where stderr is a terminal, and nothing elsewhere or with NO_COLOR; called with how much is done."""
+    """A progress bar, to be called with the amount done. Shown only on a terminal, and not with NO_COLOR."""
     if not is_terminal(sys.stderr) or _is_plain():
         yield lambda done: None
         return

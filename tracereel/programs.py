@@ -1,4 +1,4 @@
-"""What commands that run a training script have in common: where their own options end, and what the script is."""
+"""For commands that run a training script: where their own options end, and which script it is."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from tracer.recording.launching.program import Program
 
 MAIN = str(Path(__file__).absolute().with_name("__main__.py"))
-"""The file of the command, which a launcher starts in the place of a script."""
+"""The file that a launcher starts instead of a script."""
 OPTIONS = "options"
-"""Where a context keeps the options before the program, as they were written, for the processes of a launcher."""
+"""The key in the click context for the options before the program, which go to the processes of a launcher."""
 
 
 module_option = click.option(
@@ -27,18 +27,18 @@ program_argument = click.argument("program", metavar="SCRIPT.py [ARGS]...", narg
 
 
 class ProgramCommand(Command):
-    """Passes all that follows the script's name, or ``--module NAME``, to the program as it is."""
+    """A command that passes everything after the script's name, or after ``--module NAME``, to the program."""
 
     allow_interspersed_args = False
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Put a ``--`` where the program's own arguments begin, if it is after ``--module NAME``."""
+        """Insert ``--`` after ``--module NAME``, where the program's own arguments begin."""
         options, end = self.own_words(args)
         ctx.meta[OPTIONS] = args[:options]
         return super().parse_args(ctx, args if options == end else [*args[:end], "--", *args[end:]])
 
     def own_words(self, args: Sequence[str]) -> tuple[int, int]:
-        """How many words are options of the command, without and with ``--module NAME``, which is the last of them."""
+        """How many leading words are the command's options, without and with a final ``--module NAME``."""
         takes_value = {
             name: isinstance(option, click.Option) and not option.is_flag
             for option in self.params
@@ -55,7 +55,7 @@ class ProgramCommand(Command):
 
 
 def program_of(words: tuple[str, ...], module: str | None) -> Program:
-    """The script that a command line begins with; where a module is named, the words are its arguments."""
+    """The program of a command line: a script with its arguments, or `module` with `words` as its arguments."""
     from tracer.recording.launching.launchers import PYTHON, hint_for
     from tracer.recording.launching.program import Program
 
@@ -70,5 +70,5 @@ def program_of(words: tuple[str, ...], module: str | None) -> Program:
 
 
 def title_of(program: Program) -> str:
-    """What the trace of a program is called by default."""
+    """The default name of the trace of a program."""
     return program.script.rpartition(".")[2] if program.module else Path(program.script).stem

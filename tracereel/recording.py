@@ -1,4 +1,4 @@
-"""``trace record``: a training script is run as it is, and recorded."""
+"""``trace record``: runs an unchanged training script and records it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class RecordCommand(ProgramCommand):
-    """A `ProgramCommand` whose options have environment variables: ``TRACE_RECORD_`` and the long name of each."""
+    """A `ProgramCommand` with an environment variable per option: ``TRACE_RECORD_`` and the option's long name."""
 
     other_heading = "What is read"
 
@@ -48,7 +48,7 @@ class RecordCommand(ProgramCommand):
                 option.envvar = f"TRACE_RECORD_{long.lstrip('-').replace('-', '_').upper()}"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Name the variable, if that gave what is no value."""
+        """Name the environment variable in the error if it gave the invalid value."""
         try:
             return super().parse_args(ctx, args)
         except click.BadParameter as error:
@@ -59,14 +59,14 @@ class RecordCommand(ProgramCommand):
 
 
 def _variable(ctx: click.Context, parameter: click.Parameter) -> str | None:
-    """The environment variable that gave a parameter its value, if one did."""
+    """The environment variable that gave a parameter its value; None if the value is from elsewhere."""
     given = parameter.name is not None and ctx.get_parameter_source(parameter.name) is ParameterSource.ENVIRONMENT
     return parameter.envvar if given and isinstance(parameter.envvar, str) else None
 
 
 @contextmanager
 def _wrong_settings() -> Iterator[None]:
-    """Say which settings the environment gave where one is wrong, because those are not on the command line."""
+    """On an error about settings, name those from the environment, since they are not on the command line."""
     try:
         yield
     except (CaptureError, UnknownNameError) as error:
@@ -81,7 +81,7 @@ def _wrong_settings() -> Iterator[None]:
 
 
 class FlightOptions(NamedTuple):
-    """The flight recorder that a command line asks for."""
+    """The options of the flight recorder."""
 
     with_flight: bool
     flight_before: int
@@ -116,7 +116,7 @@ _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
 class Rehearsals(NamedTuple):
-    """What is done before the script is run, or in the place of that."""
+    """Options for a trial of the script before, or instead of, the run."""
 
     certify_steps: int | None
     require_identical: bool
@@ -380,7 +380,7 @@ def record(
 
 
 def _refuse_contradictions(given: Mapping[str, Any], rehearsals: Rehearsals) -> None:
-    """Raise `click.UsageError` for options that exclude each other, or that need another one."""
+    """Raise `click.UsageError` for options that exclude each other, or that need another."""
     only_dry_run, certify = rehearsals.only_dry_run, rehearsals.certify_steps is not None
     if given["resume"] and given["overwrite"]:
         raise click.UsageError("--resume goes on with a trace, and --overwrite removes it: give one of them")
@@ -399,7 +399,7 @@ def _refuse_contradictions(given: Mapping[str, Any], rehearsals: Rehearsals) -> 
 
 
 def _watch(stop_on: str | None, rules: tuple[str, ...], rehearsals: Rehearsals) -> Watch | None:
-    """Who is to stop the training."""
+    """The receiver that may stop the training; None without ``--stop-on``."""
     if stop_on is None:
         if rules:
             raise click.UsageError("--rule says what may stop the training: give --stop-on with it")
@@ -413,7 +413,7 @@ def _watch(stop_on: str | None, rules: tuple[str, ...], rehearsals: Rehearsals) 
 
 
 def _become_launcher(program: tuple[str, ...], module: str | None, rehearsals: Rehearsals) -> None:
-    """Become torchrun or accelerate, if the program is that; return if it is a script."""
+    """If the program is torchrun or accelerate, replace this process by it; otherwise return."""
     from tracer.recording.launching import launchers
 
     launcher = launchers.launcher_of(program, module)
@@ -434,7 +434,7 @@ def _run_unwatched(program: Program) -> NoReturn:
 
 
 def _profile(given: str | None, config: str | None, chosen: Mapping[str, Any]) -> str | None:
-    """The profile to record; None if a file, or what is chosen on the command line, says what is recorded."""
+    """The profile to record; None if a file or options of the command line say what is recorded."""
     others = ["--config"] if config is not None else [f"--{name}".removesuffix("s") for name in chosen]
     if not others:
         from tracer.observing.profiles import DEFAULT_PROFILE
@@ -449,7 +449,7 @@ def _profile(given: str | None, config: str | None, chosen: Mapping[str, Any]) -
 
 
 def _settings(profile: str | None, config: str | None, chosen: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The settings of the captures: those of a profile, or of a file within what is chosen on the command line."""
+    """The settings of the captures: those of a profile, or of a file; options of the command line override the file."""
     if profile is None:
         return [{**described, **chosen} for described in (_read_config(config) if config is not None else [{}])]
     from tracer.observing.profiles import settings_of
@@ -458,7 +458,7 @@ def _settings(profile: str | None, config: str | None, chosen: Mapping[str, Any]
 
 
 def _read_config(path: str) -> list[dict[str, Any]]:
-    """The captures that a file describes: its top level, or each entry of its ``capture``."""
+    """The captures in a file: its top level, or each entry of its ``capture``."""
     import tomllib
 
     file = Path(path)
@@ -484,7 +484,7 @@ def _read_config(path: str) -> list[dict[str, Any]]:
 def _certificate(
     program: Program, settings: Sequence[Mapping[str, Any]], chosen: Options, rehearsals: Rehearsals
 ) -> Certificate:
-    """Certify the first steps of a script; refuse to go on if they must be identical and are not."""
+    """Certify the first steps of a script; with ``--require-identical``, fail unless they are identical."""
     from tracer.recording.certifying.rehearsal import certify_script
 
     assert rehearsals.certify_steps is not None
@@ -507,7 +507,7 @@ def _dry_run(program: Program, settings: Sequence[Mapping[str, Any]], chosen: Op
 
 
 def _print_settings(settings: Sequence[Mapping[str, Any]]) -> None:
-    """The captures as a file that --config takes. What JSON makes of texts, numbers and lists is TOML, too."""
+    """Print the captures as TOML for --config. JSON texts, numbers and lists are TOML, too."""
     click.echo("\nas a file for --config:")
     for one in settings:
         click.echo("\n[[capture]]")
@@ -516,11 +516,11 @@ def _print_settings(settings: Sequence[Mapping[str, Any]]) -> None:
 
 
 _CLOCKS = {"epoch": "every epoch", "aside": "as in the first steps"}
-"""When streams are recorded that are not of training steps."""
+"""When streams are recorded that do not belong to training steps."""
 
 
 def _print_dry_run(facts: Mapping[str, Any]) -> None:
-    """What `tracer.recording.certifying.dry_run.dry_run` found, for people."""
+    """Print the result of `tracer.recording.certifying.dry_run.dry_run`."""
     rows = [
         (
             *(stream["kind"], path_in_model(stream["module"], stream["leaf"]), stream["tag"], stream["dtype"]),
@@ -563,7 +563,7 @@ def _print_dry_run(facts: Mapping[str, Any]) -> None:
 
 
 def _when_recorded(stream: Mapping[str, Any]) -> str:
-    """The steps, or the like, in which a stream is recorded."""
+    """When a stream is recorded, in words."""
     every, steps = stream["every"], _CLOCKS.get(stream["clock"], "every step")
     if every > 1:
         steps = f"every {every} passes" if stream["clock"] == "aside" else f"every {every}"
@@ -576,7 +576,7 @@ def _when_recorded(stream: Mapping[str, Any]) -> str:
 
 
 def _promise_outlook(profile: str | None, options: Options, run: Run) -> None:
-    """Say what the recording will take, when its first step is over."""
+    """Print, after the first step, what the recording will take."""
     if run.recorder is not None and run.exporter.parts.publisher.rank == 0:
         run.tell_outlook(functools.partial(_say_outlook, profile, options, run.exporter.captures))
 
@@ -596,7 +596,7 @@ def _say_outlook(profile: str | None, options: Options, captures: Sequence[Captu
 
 
 def _what(profile: str | None, captures: Sequence[Capture]) -> str:
-    """What is kept, in a few words."""
+    """What is recorded, in a few words."""
     if profile is not None:
         return f"the profile {profile}"
     kinds = list(dict.fromkeys(kind for one in captures for kind in one.kinds or ()))
@@ -615,7 +615,7 @@ def _say_how_it_ended(path: Location, called: str, watch: Watch | None) -> None:
 
 
 def _why_stopped(watch: Watch, called: str) -> list[str]:
-    """The finding that ended the training, if there is one; else the worst that was made at its end."""
+    """The finding that stopped the training; otherwise the worst finding at its end that reaches ``--stop-on``."""
     found = watch.stopped or min(watch.reached, key=lambda one: (-one.severity, one.first), default=None)
     if found is None:
         return []
@@ -634,7 +634,7 @@ def _say_what_was_recorded(path: Location, called: str) -> None:
     if not exists(path):
         return
     process = this_process()
-    # other ranks are still recording theirs
+    # other ranks may still be recording their parts
     with tracer.open(path, ranks=None if process.size == 1 else [process.rank]) as reader:
         info = reader.info
     lost = "" if info["status"].startswith(("finished", "failed")) else "; the trace is INCOMPLETE, see above"
@@ -645,6 +645,6 @@ def _say_what_was_recorded(path: Location, called: str) -> None:
 
 
 def _say(sentence: str) -> None:
-    """Print a sentence on stderr, unless the script has closed that."""
+    """Print a sentence on stderr, unless the script has closed it."""
     with suppress(OSError, ValueError):
         say(sentence)

@@ -1,4 +1,4 @@
-"""``trace reenact``: a script runs some steps of a recorded run again, and they are compared and recorded anew."""
+"""``trace reenact``: a script runs some steps of a recorded run again; they are compared and recorded in full."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class ReenactCommand(ProgramCommand):
-    """A `ProgramCommand` of which the first word, before or after its options, is a trace."""
+    """A `ProgramCommand` whose first word, before or after its options, is a trace."""
 
     other_heading = "What is read"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Put the trace behind the options, where click expects it."""
+        """Move the trace behind the options, where click expects it."""
         if args and not args[0].startswith("-"):
             trace, rest = args[0], args[1:]
             options, end = self.own_words(rest)
@@ -193,19 +193,19 @@ def reenact(
 
 
 class _From(Around):
-    """Lets a metric hear the steps from a first one on, and not those that only lead there from the keyframe."""
+    """Hides the steps between the keyframe and the first requested step from a metric."""
 
     def __init__(self, inner: Receiver, first: int) -> None:
         super().__init__(inner)
         self._first = first
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """What the metric wants of these steps."""
+        """Whether the metric wants it, from the first requested step on."""
         return (step is None or step >= self._first) and super().wants(kind, module, tag, step)
 
 
 class _Asked:
-    """Metrics that are asked while steps run again, and where their answers go."""
+    """Metrics that are computed while steps run again, and the output of their answers."""
 
     def __init__(self, specs: tuple[str, ...], outputs: Outputs, first: int, run: str, trace: str) -> None:
         if outputs.out is not None and not specs:
@@ -233,13 +233,13 @@ class _Asked:
 
 
 _DIFFERENCES = "TRACE_DIFFERENCES"
-"""Names the folder in which a rank that found a difference leaves a file, because its launcher ends with 1 then."""
+"""Environment variable with a folder in which a rank with a difference leaves a file: its launcher exits with 1."""
 
 
 def _run_by_launcher(run: str, program: tuple[str, ...], module: str | None) -> None:
-    """Run torchrun or accelerate, if the program is that, and end: each of its processes runs its rank's steps again.
+    """If the program is torchrun or accelerate, run it and exit; each of its processes runs its rank's steps again.
 
-    The launcher runs in this process, which gets the signals that are meant for it.
+    The launcher runs in this process, so that it gets the signals sent to the command.
     """
     from tracer.recording.launching import launchers
 
@@ -259,7 +259,7 @@ def _run_by_launcher(run: str, program: tuple[str, ...], module: str | None) -> 
 
 
 def _tell_launcher() -> None:
-    """Let the command that started this rank's launcher know that there is a difference."""
+    """Report a difference to the command that started this rank's launcher."""
     from tracer.trace.claiming import this_process
 
     if _DIFFERENCES in os.environ:
@@ -293,7 +293,7 @@ def _probe(
 
 
 def _inputs(named: str) -> Any:
-    """The inputs in a file of an array, or those that a function in a file of Python gives."""
+    """The inputs from an array file, or from a function in a Python file."""
     file, colon, function = named.rpartition(":")
     if not colon or not file.endswith(".py"):
         return _array(named)

@@ -1,4 +1,4 @@
-"""``trace report`` and ``trace view``: a page that shows what went wrong in a run, as a file or served."""
+"""``trace report`` and ``trace view``: a page about what went wrong in a run, as a file or served."""
 
 from __future__ import annotations
 

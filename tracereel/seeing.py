@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from analyze.seeing.findings import Checked
 
 _OF_A_RULE = 3
-"""So many findings of a rule are printed; the others are counted."""
+"""How many findings of a rule are printed; the others are counted."""
 
 
 @click.command(
@@ -114,7 +114,7 @@ def _check_several(traces: tuple[str, ...], rules: list[Rule], filters: Filters,
 
 
 def _print(found: Checked) -> None:
-    """The verdict, the findings in order of time, and what the other rules did."""
+    """Print the verdict, the findings in order of time, and the rules without findings."""
     tell(found.verdict)
     worst = found.worst
     if worst is not None:
@@ -182,12 +182,12 @@ def blame(trace: str, step: int | None, most: int, as_json: bool) -> None:
 
 
 def _gradient(one: Suspect) -> tuple[float | None, float | None]:
-    """The norm of its gradient and the usual one, if they were seen."""
+    """The gradient norm of a datapoint and the typical one, if known."""
     return (one.norm, one.typical) if one.seen else (None, None)
 
 
 def _size(one: Suspect) -> str:
-    """How large an input is beside the usual, with a mark if it left that."""
+    """The size of an input relative to the usual, marked with ``!`` if unusual."""
     return "" if math.isnan(one.size) else f"{one.size:.3g}{' !' if one.odd else ''}"
 
 

@@ -1,4 +1,4 @@
-"""``trace info``, ``ls`` and ``cat``: what is in traces."""
+"""``trace info``, ``ls`` and ``cat``: the contents of traces."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def info(traces: tuple[str, ...], as_json: bool) -> None:
 
 
 def _info(trace: str) -> dict[str, Any]:
-    """`TraceReader.info`, with how many messages there are of each kind, and the tags."""
+    """`TraceReader.info`, with the number of messages per kind, and the tags."""
     with tracer.open(trace) as reader:
         counts: dict[str, int] = {}
         for stream in reader.streams:
             counts[stream.kind] = counts.get(stream.kind, 0) + stream.count
         found = {**reader.info, "kinds": counts, "tags": sorted({stream.tag for stream in reader.streams})}
-    command = masked(found["header"].get("argv"))  # traces of older releases hold the whole command line
+    command = masked(found["header"].get("argv"))  # traces of older releases hold the unmasked command line
     if command:
         found["header"] = {**found["header"], "argv": command}
     return found
 
 
 def means_several(trace: str) -> bool:
-    """Whether it is a list, a glob, or a folder of traces, on a disk or at a URL, and no trace itself."""
+    """Whether the word is a list, a glob, or a folder (local or a URL), and not a single trace."""
     if Path(trace).suffix.lower() in TRACE_SUFFIXES and not set("*?[").intersection(trace):
         return trace.startswith("@") and not Path(trace).exists()
     return trace.startswith("@") or "://" in trace or bool(set("*?[").intersection(trace)) or Path(trace).is_dir()
@@ -120,7 +120,7 @@ def list_streams(trace: str, filters: Filters, as_json: bool) -> None:
 
 
 def _values(reader: tracer.TraceReader, chosen: list[int], steps: Steps | None) -> Iterator[tuple[list[int], Any]]:
-    """The messages of some streams and steps: the number of the stream and the counters of each, and its data."""
+    """The messages of some streams and steps: (stream number and counters, data) of each."""
     from tracer.format.journal import Column
 
     columns = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]

@@ -1,4 +1,4 @@
-"""What caused a spike: the first stream that left its own past, and the datapoints that stand out."""
+"""Finds the cause of a spike: the first stream with an unusual norm, and the datapoints that stand out."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 
 _PAST = 40
-"""So many recorded steps before are what is usual for a stream."""
+"""How many recorded steps before a message define what is usual for its stream."""
 _LEAST_PAST = 8
 _FACTOR = 3.0
 _DEVIATIONS = 8.0
 _BEFORE = 3
-"""A cause is looked for in the step of the spike and in so many recorded steps before it."""
+"""The search for a cause starts this many recorded steps before the spike."""
 _NOT_COMPARED = ("sample_ids", "input_labels", "loss_terms")
 _COMPARED = tuple(name for name in DATA_KINDS if not KINDS[name].event and name not in _NOT_COMPARED)
 _SEEN = (*_COMPARED, *(kind + STATISTICS_SUFFIX for kind in _COMPARED))
@@ -46,7 +46,7 @@ _PER_SAMPLE = ("layer_inputs", "layer_gradients", "weight_gradients", "bias_grad
 
 @dataclass(frozen=True)
 class Departure:
-    """The first message whose norm left what was usual for its stream.
+    """The first message whose norm is unusual for its stream.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Departure:
     kind : str
     module : str or None
     value, usual : float
-        The norm, and the median of the norms before.
+        The norm, and the median of the stream's earlier norms.
     """
 
     step: int
@@ -72,22 +72,22 @@ class Suspect:
     ----------
     step : int
     position : int
-        In the batch, from 0 on.
+        Index in the batch, from 0.
     norm : float
-        Of the gradient of its loss by the parameters that were covered; where no layer inputs were recorded, a sum over
-        the layers of how large the gradients of the outputs are beside the mean over the batch.
+        Norm of the gradient of the datapoint's loss with respect to the covered parameters. Without recorded layer
+        inputs: the norm of the gradient of each layer's output, divided by its mean over the batch, summed over layers.
     typical : float
-        The median of the batch.
+        The median of `norm` over the batch.
     label : str
-        Its label, if there was one; else empty.
+        The datapoint's label; empty if unknown.
     size : float
-        The norm of its input, divided by what is usual for those of the steps before; NaN where that is not known.
+        The norm of its input, divided by the median of the steps before; NaN if unknown.
     odd : bool
-        Whether its input left what is usual.
+        Whether the norm of its input is unusual.
     seen : bool
-        Whether gradients were recorded that tell datapoints apart; else `norm` and `typical` are NaN.
+        Whether gradients per datapoint were available; otherwise `norm` and `typical` are NaN.
     sample : int or None
-        Which datapoint of the data set it is, if the trace has sample ids.
+        Its index in the data set, if the trace has sample ids.
     """
 
     step: int
@@ -103,7 +103,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Blame:
-    """What is to blame for a spike.
+    """The cause of a spike.
 
     Attributes
     ----------
@@ -111,12 +111,12 @@ class Blame:
     step : int
         Of the spike.
     why : str
-        Where the step is from: a finding, or that it was given.
+        Why this step: the title and evidence of a finding, or that the caller gave the step.
     departure : Departure or None
     suspects : tuple of Suspect
-        The most suspicious first: those with an odd input, then those with the largest gradients.
+        The most suspicious first: those with an unusual input, then those with the largest gradients.
     unseen : tuple of str
-        What could not be seen, a sentence each.
+        What could not be examined, a sentence each.
     """
 
     trace: str
@@ -140,7 +140,7 @@ class Blame:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """All of it in JSON values; a size, and a gradient that was not recorded, is null."""
+        """All fields in JSON values; an unknown size or gradient is null."""
         told = asdict(self)
         for one, suspect in zip(told["suspects"], self.suspects, strict=True):
             unknown = [] if suspect.seen else ["norm", "typical"]
@@ -151,16 +151,16 @@ class Blame:
 
 
 def blame(path: Anywhere | TraceReader, step: int | None = None, *, most: int = 10) -> Blame:
-    """Say what caused a spike.
+    """Find the cause of a spike.
 
     Parameters
     ----------
     path : path, URL or TraceReader
-        Of a trace of one rank, or of several, of which the first is looked at.
+        If the trace has several ranks, only the first is examined.
     step : int, optional
         The global step of the spike. By default that of the worst finding of `check`.
     most : int
-        How many datapoints are told.
+        How many datapoints are returned.
 
     Returns
     -------
@@ -169,23 +169,23 @@ def blame(path: Anywhere | TraceReader, step: int | None = None, *, most: int = 
     Raises
     ------
     CaptureError
-        If the step was not recorded, or none is given and nothing is found.
+        If the step was not recorded, or if no step is given and no rule finds anything.
     TracerError
         What `tracer.open` raises.
 
     Notes
     -----
-    A stream has left its past where the logarithm of its norm exceeds the median of the 40 recorded steps before by
-    log 3 and by 8 robust standard deviations. Streams are compared in the order in which they were observed, because a
-    cause comes before its effects. Datapoints are ranked by the norms of their gradients, from the products of what a
-    layer took and what came back (I. Goodfellow, "Efficient Per-Example Gradient Computations", arXiv:1510.01799): of
-    linear layers, convolutions, embeddings and normalisations.
+    A norm is unusual where its logarithm exceeds the median of the stream's 40 recorded steps before by log 3 and by 8
+    robust standard deviations. Streams are searched in the order in which they were observed, because a cause comes
+    before its effects. Datapoints are ranked by the norms of their gradients, computed from each layer's inputs and
+    output gradients (I. Goodfellow, "Efficient Per-Example Gradient Computations", arXiv:1510.01799), for linear
+    layers, convolutions, embeddings and normalisations.
 
-    Before these come datapoints whose input left its past, because a cause comes before its effects, and because a
-    corrupted datapoint has a small gradient where the network is right by chance. That is the network's input or, where
-    it is not recorded or has no floating-point numbers, that of the first layer. An input has left its past if its norm
-    is above or below those of all datapoints of the 40 recorded steps before, and the logarithm of the norm is farther
-    from their median than log 3 and than 8 robust standard deviations, up or down.
+    Datapoints with an unusual input rank above all others: the input comes before the gradients, and a corrupted
+    datapoint has a small gradient where the network happens to be right. The input is that of the network or, where
+    that is not recorded or has no floating-point numbers, that of the first layer. An input is unusual if its norm is
+    outside the range of all datapoints of the 40 recorded steps before, and the logarithm of the norm is farther from
+    their median than log 3 and than 8 robust standard deviations, up or down.
     """
     with nullcontext(path) if isinstance(path, TraceReader) else TraceReader(path) as opened:
         reader = opened.of_rank(opened.ranks[0]) if len(opened.ranks) > 1 else opened
@@ -214,18 +214,18 @@ def blame(path: Anywhere | TraceReader, step: int | None = None, *, most: int = 
 
 
 def _steps(reader: TraceReader) -> list[int]:
-    """The steps of the training that were recorded, ascending."""
+    """The recorded training steps, ascending."""
     rows = reader.select(kinds=_SEEN, tags=DEFAULT_TAG)
     return [int(one) for one in np.unique(reader.journal[rows, Column.GLOBAL_STEP])]
 
 
 def _first_departure(reader: TraceReader, steps: Sequence[int], since: int) -> Departure | None:
-    """The first message of the steps from `since` on whose norm is unlike those before."""
+    """The first message, from step `since` on, whose norm is unusual for its stream."""
     past: dict[tuple[str, int, Series], Past] = {}
     for message in reader.messages(kinds=_SEEN, tags=DEFAULT_TAG, steps=(steps[0], steps[-1] + 1)):
         extent = Extent.of(message)
         if extent is None or not extent.floating or extent.count == 0 or is_doubled(message.sampling):
-            continue  # of what has statistics, these are looked at
+            continue  # the message of its statistics is examined instead
         kind, norm = kept_of(message.kind)[0], shared(message, "norm2")
         before = past.setdefault((kind, message.call, series_of(message)), Past(_PAST))
         if message.global_step >= since and len(before) >= _LEAST_PAST:
@@ -239,7 +239,7 @@ def _first_departure(reader: TraceReader, steps: Sequence[int], since: int) -> D
 
 
 def _suspects(reader: TraceReader, steps: Sequence[int], before: Sequence[int]) -> tuple[list[Suspect], list[str]]:
-    """The datapoints of some steps, the most suspicious first, and what could not be seen; `before` is their past."""
+    """The datapoints of `steps`, most suspicious first, and what could not be examined; `before`: earlier steps."""
     found: list[Suspect] = []
     unseen: dict[str, None] = {}
     sizes = _sizes(reader, [*before, *steps])
@@ -252,7 +252,7 @@ def _suspects(reader: TraceReader, steps: Sequence[int], before: Sequence[int]) 
         norms, remarks = _norms(heard, len(sizes.get(step, ())))
         unseen |= dict.fromkeys(remarks)
         seen = norms is not None
-        if norms is None:  # an odd input is told without
+        if norms is None:  # an unusual input is reported even without gradients
             norms = np.full(len(sizes.get(step, ())), math.nan)
         labels, samples = _labels(heard, len(norms)), _samples(heard, len(norms))
         typical = float(np.median(norms)) if len(norms) else math.nan
@@ -271,13 +271,13 @@ def _suspects(reader: TraceReader, steps: Sequence[int], before: Sequence[int]) 
 
 
 def _suspicion(one: Suspect) -> tuple[float, ...]:
-    """What suspects are sorted by: an odd input before all gradients, and NaN before all numbers."""
+    """Sort key: unusual inputs before all gradients, NaN before all numbers."""
     away = 0.0 if not one.odd else math.inf if not 0 < one.size < math.inf else abs(math.log(one.size))
     return -away, -math.inf if math.isnan(one.norm) else -one.norm / max(one.typical, 1e-300), one.step
 
 
 def _sizes(reader: TraceReader, steps: Sequence[int]) -> dict[int, NDArray[np.float64]]:
-    """The norms of what the network or, failing that, its first layer took: of each datapoint of some steps."""
+    """By step, the norm of each datapoint's input to the network or, if that was not recorded, to its first layer."""
     streams = [
         one
         for one in reader.streams
@@ -295,7 +295,7 @@ def _sizes(reader: TraceReader, steps: Sequence[int]) -> dict[int, NDArray[np.fl
 
 
 def _beside(now: NDArray[np.float64], usual: NDArray[np.float64]) -> tuple[list[float], list[bool]]:
-    """How large the inputs of datapoints are beside the usual ones, and which of them left those."""
+    """Each input norm divided by the median of the usual norms, and whether it is unusual."""
     usual = usual[np.isfinite(usual)]
     middle = float(np.median(usual)) if len(usual) else 0.0
     if middle == 0:
@@ -320,7 +320,7 @@ def _heard(reader: TraceReader, step: int) -> _Heard:
 
 
 def _norms(heard: _Heard, likely: int) -> tuple[NDArray[np.float64] | None, list[str]]:
-    """The norm of the gradient of each datapoint, of which there are probably so many, and what could not be seen."""
+    """The gradient norm of each datapoint (of which there are probably `likely`), and what could not be examined."""
     squares: dict[str, NDArray[np.float64]] = {}
     left: list[str] = []
     gradients, inputs = heard.get("layer_gradients", {}), heard.get("layer_inputs", {})
@@ -339,7 +339,7 @@ def _norms(heard: _Heard, likely: int) -> tuple[NDArray[np.float64] | None, list
     if squares:
         counts = [len(one) for one in squares.values()]
         count = likely if likely in counts else _most_frequent(counts)
-        # what has other rows, such as an embedding of places, has none for each datapoint
+        # a layer with another number of rows, such as a position embedding, has no row per datapoint
         left += [module for module, one in squares.items() if len(one) != count]
         names = ", ".join(module or "the root" for module in left)
         with np.errstate(all="ignore"):
@@ -351,7 +351,7 @@ def _norms(heard: _Heard, likely: int) -> tuple[NDArray[np.float64] | None, list
 def _norms_of_outputs(
     gradients: Mapping[str | None, Mapping[int, Tensor]],
 ) -> tuple[NDArray[np.float64] | None, list[str]]:
-    """For want of layer inputs: how large the gradients of a datapoint's outputs are, beside the mean, over layers."""
+    """Without layer inputs: the norms of the output gradients, each divided by the batch mean, summed over layers."""
     rows = [as_float64(calls[min(calls)]) for calls in gradients.values() if calls[min(calls)].ndim >= 2]
     if not rows:
         return None, [_NO_GRADIENTS]
@@ -373,7 +373,7 @@ def _most_frequent(counts: Sequence[int]) -> int:
 
 
 def _labels(heard: _Heard, count: int) -> Iterator[str]:
-    """The labels of the datapoints, as far as there is one for each."""
+    """The labels of the datapoints; empty strings unless there is exactly one label per datapoint."""
     calls = heard.get("input_labels", {}).get(None, {})
     labels = as_array(calls[min(calls)]) if calls else np.zeros(0)
     for position in range(count):
@@ -381,7 +381,10 @@ def _labels(heard: _Heard, count: int) -> Iterator[str]:
 
 
 def _samples(heard: _Heard, count: int) -> list[int | None]:
-    """The ids of the datapoints, where there is one for each; forwards in a row may each have had a part of a batch."""
+    """The datapoints' ids, if there is one for each.
+
+    Consecutive forwards may share a batch or have a part of it each, so both readings are tried.
+    """
     calls = heard.get("sample_ids", {}).get(None, {})
     batches = [calls[call].tolist() for call in sorted(calls)]
     for given in (batches, [batch for batch, _ in groupby(batches)]):

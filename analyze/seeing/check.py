@@ -1,4 +1,4 @@
-"""A trace checked by rules."""
+"""Checks a trace by rules."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Wanted = str | Rule | Iterable[str | Rule]
 
 
 def rules_of(wanted: Wanted | None = None) -> list[Rule]:
-    """Rules, where each of one or many is given as an object or as a text for `parse`; by default all.
+    """Make rules from objects or from texts that `parse` reads; by default all rules.
 
     Raises
     ------
     UnknownNameError
-        If there is no rule of a name.
+        If no rule has this name.
     MessageError
-        If a subscriber is no rule, or a parameter is wrong.
+        If a subscriber is not a rule, or a parameter is wrong.
 
     Examples
     --------
@@ -56,7 +56,7 @@ def check(
     steps: Steps | None = None,
     ranks: Iterable[int] | None = None,
 ) -> Checked:
-    """Replay a trace through rules, and say what they find.
+    """Replay a trace through rules and return their findings.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def check(
     steps
         What is replayed, as in `tracer.replay`.
     ranks : iterable of int, optional
-        Of a distributed run; by default all. Each is judged by rules of its own.
+        Ranks of a distributed run; by default all. Each rank is judged by its own copy of the rules.
 
     Returns
     -------
@@ -75,7 +75,7 @@ def check(
     Raises
     ------
     TracerError
-        What `rules_of`, `tracer.open` and `tracer.replay` raise; damage within the trace is told in the answer instead.
+        What `rules_of`, `tracer.open` and `tracer.replay` raise. Damage within the trace is reported in the result.
 
     Examples
     --------
@@ -97,15 +97,15 @@ def check(
 
 
 def together(reader: TraceReader, asked: Sequence[Rule], each: Sequence[Checked]) -> Checked:
-    """What rules say of several ranks of a trace, as one answer.
+    """Merge the verdicts on several ranks of a trace into one.
 
     Parameters
     ----------
     reader : TraceReader
-        Of all these ranks.
+        A reader of all these ranks.
     asked : sequence of Rule
     each : sequence of Checked
-        Of each rank. A rule has looked if it had something to judge in one of them.
+        One per rank. A rule has looked if it had something to judge in at least one rank.
     """
     looked = {name for one in each for name in one.looked}
     why = {name: reason for one in reversed(each) for name, reason in one.unjudged.items() if name not in looked}
@@ -125,7 +125,7 @@ def _in_time_and_rank(found: Finding) -> tuple[int, ...]:
 
 
 def _check_rank(reader: TraceReader, rules: Sequence[Rule], steps: Steps | None) -> Checked:
-    """What rules say of a trace that has one rank."""
+    """What rules find in a trace of one rank."""
     unjudged = {rule.name: lacking(rule, reader) for rule in rules}
     able = [rule for rule in rules if not unjudged[rule.name]]
     findings, damage = Findings(able), ""
@@ -146,15 +146,15 @@ def concluded(
     steps: Steps | None = None,
     damage: str = "",
 ) -> Checked:
-    """What rules say of a trace, after its replay.
+    """The verdict on a trace, after its replay.
 
     Parameters
     ----------
     reader : TraceReader
     able : sequence of Rule
-        Those that listened.
+        The rules that listened to the replay.
     unjudged : mapping of str to str
-        Why not, of the others.
+        For each other rule, why it did not.
     findings : Findings
     steps
         What was replayed.
@@ -177,14 +177,14 @@ def concluded(
 
 
 def lacking(rule: Rule, reader: TraceReader, rank: int | None = None) -> str:
-    """What a rule needs that a trace lacks and no replay derives, in a sentence; empty if nothing is lacking.
+    """What a rule needs that the trace neither holds nor can derive, in a sentence; empty if nothing is lacking.
 
     Parameters
     ----------
     rule : Rule
     reader : TraceReader
     rank : int, optional
-        Of a distributed run; by default the lowest.
+        Rank of a distributed run; by default the lowest.
     """
     rank = min(reader.ranks, default=0) if rank is None else rank
     wanted = wanted_of(reader, Audience([rule]), Filters(), rank)

@@ -12,9 +12,9 @@ import numpy as np
 from analyze.seeing.decimate import Steps, Values, against_past, cells, coarser, extremes, width_for
 
 RECENT = 64
-"""So many of the last values are always there, so that what is found late can still be looked at closely."""
+"""How many of the newest values are never thinned, so that a late finding can still be inspected closely."""
 COLUMNS = 512
-"""So many cells has a row of a heat map, at most."""
+"""The maximum number of cells in a row of a heat map."""
 
 
 class Grid(NamedTuple):
@@ -32,37 +32,37 @@ class Grid(NamedTuple):
 
     @classmethod
     def over(cls, first: int, last: int) -> Self:
-        """That of a run between two steps, both inclusive."""
+        """The grid of a run between two steps, both inclusive."""
         width = width_for(first, last, COLUMNS)
         return cls(first, width, -(-(last - first + 1) // width))
 
 
 @final
 class Course:
-    """What was measured of one thing, step by step.
+    """A time series of one measure, thinned to bounded memory.
 
-    Up to `limit` values all stay. Beyond that, of each bin of steps the extremes stay, of the values and of their
-    distance from their past; and everything in the `windows`.
+    Up to `limit` values, all are kept. Beyond that, each bin of steps keeps the extremes of the values and of their
+    distances from their past. All values inside the `windows` are kept.
 
     Parameters
     ----------
     limit : int
         At least 512.
     windows : sequence of (first, last)
-        Steps in which everything is kept. It may grow; what is left out already does not come back.
+        Steps in which everything is kept. The sequence may grow; values thinned before do not come back.
     grid : Grid
-        Of its row in a heat map.
+        The columns of this series' row in a heat map.
     grows : bool
-        Whether the columns become twice as wide when a step is beyond the last; else such steps are in none.
+        Whether the columns double in width when a step lies beyond the last; otherwise such steps are in no column.
 
     Attributes
     ----------
     count : int
-        How many values there were.
+        How many values were added.
     bad : int
         How many of them were not finite.
     thinned : bool
-        Whether some were left out.
+        Whether values were left out.
     cells : ndarray of float64, (2, columns)
         The largest value of each cell, and the largest distance from the past, up or down; see `decimate.cells`.
 
@@ -104,24 +104,24 @@ class Course:
             self._settle()
 
     def points(self) -> tuple[Steps, Values, Values]:
-        """Steps, values, and each value's distance from its past as in `against_past`."""
+        """Steps, values, and each value's distance from its past; see `against_past`."""
         self._settle()
         return self._head
 
     def outline(self, columns: int) -> tuple[Steps, Values]:
-        """Steps and values of what a drawing with so many columns needs; see `decimate.extremes`."""
+        """The steps and values that a drawing of this many columns needs; see `decimate.extremes`."""
         steps, values, _ = self.points()
         chosen = extremes(steps, values, width_for(int(steps[0]), int(steps[-1]), columns))
         return steps[chosen], values[chosen]
 
     @property
     def cells(self) -> Values:
-        """The row of a heat map, of values and of distances."""
+        """The heat-map row of the values, and that of the distances."""
         self._settle()
         return self._cells
 
     def cut(self, first: int, last: int) -> Course:
-        """What is there of some steps, both inclusive, with the distances from the past that is outside of them."""
+        """The part between two steps, both inclusive; distances still refer to the past before `first`."""
         steps, values, shifts = self.points()
         inside = (steps >= first) & (steps <= last)
         found = Course(self.limit, (), Grid.over(first, last))
@@ -133,7 +133,7 @@ class Course:
         return found
 
     def _settle(self) -> None:
-        """Put the newest values to the others, and leave out what is too much."""
+        """Merge the newest values into the arrays, and thin them if there are too many."""
         if not self._steps:
             return
         values = np.array(self._values)
@@ -150,7 +150,7 @@ class Course:
         if len(steps) > self.limit:
             self.thinned = True
             old = len(steps) - RECENT
-            # of a bin up to six positions stay: three for the values and three for the distances
+            # a bin keeps up to six positions: three for the values and three for the distances
             width = width_for(int(steps[0]), int(steps[old - 1]), self.limit // 10)
             chosen = np.union1d(
                 extremes(steps[:old], values[:old], width, self.windows), extremes(steps[:old], shifts[:old], width)
@@ -161,7 +161,7 @@ class Course:
         self._ahead = max(self.limit - len(steps), RECENT)
 
     def _widen(self, last: int) -> None:
-        """Have a column for the last step."""
+        """Double the column width until the grid covers step `last`."""
         while self.grows and last >= self.grid.first + self.grid.width * self.grid.columns:
             first, width, columns = self.grid
             halves = [coarser(row[None], 2, by_size=bool(number)) for number, row in enumerate(self._cells)]

@@ -1,6 +1,6 @@
-"""Long series made short without losing what stands out: extremes of bins of steps, and the largest of each cell.
+"""Shorten long series without losing what stands out: extremes per bin of steps, the largest value per cell.
 
-Whatever stays is a recorded value at its own step: nothing is averaged, and nothing is interpolated.
+Every value that stays is a recorded value at its own step: nothing is averaged or interpolated.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Steps: TypeAlias = NDArray[np.int64]
 Values: TypeAlias = NDArray[np.float64]
 
 WINDOW = 32
-"""How many values before one are its past."""
+"""How many preceding values count as the past of a value."""
 LEAST = 5
-"""How many there must be at least."""
+"""A past of fewer values is not used."""
 
 
 def extremes(steps: Steps, values: Values, width: int, keep: Iterable[tuple[int, int]] = ()) -> NDArray[np.int64]:
-    """The positions of what a drawing of a series needs, if `width` steps share a column of pixels.
+    """The positions that a drawing of a series needs if `width` steps share a column of pixels.
 
     Parameters
     ----------
@@ -36,8 +36,8 @@ def extremes(steps: Steps, values: Values, width: int, keep: Iterable[tuple[int,
     Returns
     -------
     ndarray of int64
-        Ascending: the first and the last position of all; of each bin the least and the greatest finite value, the
-        first of equal ones; and the first value that is not finite.
+        Ascending: the first and the last position of the series; the least and the greatest finite value of each bin
+        (the first of equal values); and the first non-finite value of each bin.
 
     Examples
     --------
@@ -64,7 +64,7 @@ def extremes(steps: Steps, values: Values, width: int, keep: Iterable[tuple[int,
 
 
 def _begins(sorted_bins: Steps) -> NDArray[np.bool_]:
-    """Where a bin begins."""
+    """Whether each position begins a new bin."""
     return np.concatenate([[True], sorted_bins[1:] != sorted_bins[:-1]])
 
 
@@ -76,14 +76,14 @@ def cells(steps: Steps, values: Values, first: int, width: int, columns: int, *,
     steps : ndarray of int64, (n,)
     values : ndarray of float64, (n,)
     first, width, columns : int
-        Cell k holds the steps from ``first + k * width`` on. Steps that are in none are passed over.
+        Cell k holds the steps from ``first + k * width`` on. Steps outside all cells are ignored.
     by_size : bool
-        Whether -3 is larger than 2.
+        Whether values are compared by magnitude, so that -3 is larger than 2.
 
     Returns
     -------
     ndarray of float64, (columns,)
-        NaN where nothing was recorded (or nothing but NaN, if `by_size`), infinity where something was not finite.
+        NaN where nothing (with `by_size`: nothing but NaN) was recorded, infinity where a value was not finite.
 
     Examples
     --------
@@ -98,13 +98,13 @@ def cells(steps: Steps, values: Values, first: int, width: int, columns: int, *,
     at, values = at[inside], values[inside]
     finite = np.isfinite(values)
     order = np.argsort(np.abs(values[finite]) if by_size else values[finite], kind="stable")
-    found[at[finite][order]] = values[finite][order]  # of repeated cells the last assignment stays
+    found[at[finite][order]] = values[finite][order]  # the last assignment to a cell wins: the largest
     found[at[~finite]] = np.inf
     return found
 
 
 def largest(rows: Sequence[Values], *, by_size: bool = False) -> Values:
-    """The largest of each column of several rows of cells.
+    """The column-wise largest of several rows of cells.
 
     Examples
     --------
@@ -121,14 +121,14 @@ def largest(rows: Sequence[Values], *, by_size: bool = False) -> Values:
 
 
 def coarser(cells: Values, factor: int, *, by_size: bool = False) -> Values:
-    """Rows of cells of which so many that follow each other become their largest.
+    """Merge each `factor` neighbouring cells into their largest.
 
     Parameters
     ----------
     cells : ndarray of float64, (rows, columns)
     factor : int
     by_size : bool
-        Whether -3 is larger than 2.
+        Whether values are compared by magnitude, so that -3 is larger than 2.
 
     Returns
     -------
@@ -154,15 +154,15 @@ def against_past(values: Values, past: Values) -> tuple[Values, Values]:
     ----------
     values : ndarray of float64, (n,)
     past : ndarray of float64
-        The base-2 logarithms of the usable values before, at most `WINDOW` of which count.
+        The base-2 logarithms of the usable values before `values`; at most the last `WINDOW` count.
 
     Returns
     -------
     shifts : ndarray of float64, (n,)
-        NaN where a value is not positive, or fewer than `LEAST` usable ones came before it; infinity where it is not
+        NaN where a value is not positive, or has fewer than `LEAST` usable values before it; infinity where it is not
         finite.
     past : ndarray of float64
-        For the values that follow.
+        The past of the values that follow.
 
     Examples
     --------
@@ -177,7 +177,7 @@ def against_past(values: Values, past: Values) -> tuple[Values, Values]:
     padded = np.concatenate([np.full(WINDOW, np.nan), past[-WINDOW:], logs])
     begin = len(padded) - len(logs)
     known = min(len(past), WINDOW)
-    full = max(0, WINDOW - known)  # so many values lack a whole window before them
+    full = max(0, WINDOW - known)  # this many values have less than a whole window before them
     for number in range(min(full, len(logs))):
         before = padded[begin - known : begin + number]
         if len(before) >= LEAST:
@@ -189,7 +189,7 @@ def against_past(values: Values, past: Values) -> tuple[Values, Values]:
 
 
 def width_for(first: int, last: int, columns: int) -> int:
-    """How many steps share a column if there are at most so many columns.
+    """How many steps share a column if there may be at most `columns` columns.
 
     Examples
     --------
@@ -200,7 +200,7 @@ def width_for(first: int, last: int, columns: int) -> int:
 
 
 def compact(values: NDArray[Any]) -> NDArray[Any]:
-    """Numbers in half of their bytes, where that holds them: float32 or int32, of about seven digits.
+    """The values in half the bytes (float32 or int32) where the range allows; about seven digits remain.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What rules find in a run, gathered: the findings, and the verdict on a trace."""
+"""Collects the findings of rules, and the verdict on a trace."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _ORDER = {name: number for number, name in enumerate(RULES)}
 
 
 def in_time(found: Finding) -> tuple[int, int]:
-    """What findings are sorted by: their first steps, and at one step the order of causes, which is that of `RULES`."""
+    """Sort key: the first step of a finding, then the order of causes (that of `RULES`)."""
     return found.first, _ORDER.get(found.rule, len(_ORDER))
 
 
 class Findings(Receiver):
-    """A receiver that keeps what rules find: of each finding, what was said last.
+    """A receiver that keeps findings; a later message about the same finding replaces the earlier.
 
     Parameters
     ----------
     rules : iterable of Rule
-        Whose findings are kept.
+        The rules whose findings are kept.
     """
 
     passive = True
@@ -48,7 +48,7 @@ class Findings(Receiver):
         return ()
 
     def keep(self, message: Message) -> tuple[Finding, bool]:
-        """Keep what a message says; the finding, and whether it is new."""
+        """Keep the finding of a message; return it, and whether it is new."""
         found = self.rules[message.kind].finding(message)
         key = (found.rule, found.kind, found.module, found.tag, found.leaf, found.rank, found.first)
         new = key not in self.kept
@@ -61,12 +61,12 @@ class Findings(Receiver):
 
 @dataclass(frozen=True)
 class Checked:
-    """What rules say of a trace.
+    """The verdict of rules on a trace.
 
     Attributes
     ----------
     trace : str
-        Its path.
+        Path of the trace.
     status : str
         As `tracer.TraceReader.status`.
     findings : tuple of Finding
@@ -107,7 +107,7 @@ class Checked:
 
     @property
     def verdict(self) -> str:
-        """What went wrong, at which step, where and by which evidence; or that nothing was found, by how many rules."""
+        """The worst finding with step, place and evidence; or, without findings, how many rules looked."""
         worst = self.worst
         if worst is not None:
             return f"{worst.severity}: {worst.title}: {worst.evidence}"
@@ -123,7 +123,7 @@ class Checked:
         return table(columns, rows, self.verdict)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it in JSON values, as `trace check --json` prints it."""
+        """All fields in JSON values, as `trace check --json` prints them."""
         return {
             "trace": self.trace,
             "status": self.status,

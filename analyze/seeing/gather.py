@@ -1,4 +1,4 @@
-"""One replay of a trace through rules, measures and metrics at once."""
+"""Replays a trace once through rules, measures and metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 
 POINTS = 8_000_000
-"""So many values are kept of all series together, at most; 24 bytes each."""
+"""How many values are kept over all series together, at most; 24 bytes each."""
 _MEASURED = (*(name for name in DATA_KINDS if not KINDS[name].event and name != "sample_ids"), "hyperparameters")
 
 
@@ -38,9 +38,9 @@ def gather(
     grid: Grid | None = None,
     grows: bool = False,
 ) -> Gathered:
-    """Replay a trace once, through rules and metrics, and measure its layers on the way.
+    """Replay a trace once through rules and metrics, and measure its layers in the same pass.
 
-    Where a trace is damaged in its first half, it is replayed again without the kinds that cannot be read.
+    If damage ends the replay in the first half, the trace is replayed again without the kinds that cannot be read.
 
     Parameters
     ----------
@@ -50,23 +50,23 @@ def gather(
     rules : Rule or str, or several
         By default all.
     rank : int, optional
-        Of a distributed run; by default the lowest.
+        Rank of a distributed run; by default the lowest.
     kinds : sequence of str
-        Of what layers are measured.
+        The kinds of which layers are measured.
     grid : Grid, optional
         The columns of heat maps; by default over all steps.
     grows : bool
-        Whether the columns become wider where the run has more steps than they hold.
+        Whether the columns become wider when the run has more steps than they hold.
 
     Returns
     -------
     Gathered
-        What could not be had is in its `remarks`.
+        Its `remarks` name what could not be computed.
 
     Raises
     ------
     TracerError
-        If the trace cannot be opened, has nothing of this rank, or a name or parameter is wrong.
+        If the trace cannot be opened or has nothing of this rank, or if a name or parameter is wrong.
     """
     asked, judges = instances(metrics), rules_of(rules)
     with nullcontext(path) if isinstance(path, TraceReader) else TraceReader(path) as reader:
@@ -78,12 +78,12 @@ def gather(
 
 
 def rank_shown(reader: TraceReader, rank: int | None) -> int:
-    """The rank that is asked for, by default the lowest.
+    """The requested rank; by default the lowest.
 
     Raises
     ------
     CaptureError
-        If the trace has nothing of it.
+        If the trace has nothing of this rank.
     """
     if rank is None:
         return min(reader.ranks, default=0)
@@ -98,28 +98,28 @@ class Gathering:
     Parameters
     ----------
     reader : TraceReader
-        Of what there is now.
+        The trace as it is now.
     metrics : sequence of Subscriber
     rules : sequence of Rule
-        Both are copied.
+        Metrics and rules are copied.
     rank : int
     kinds : sequence of str
-        Of what layers are measured.
+        The kinds of which layers are measured.
     grid : Grid, optional
         The columns of heat maps; by default over all steps.
     only : sequence of str, optional
-        Kinds that can be read; by default all.
+        The kinds that can be read; by default all.
     steps
         What is replayed, as in `tracer.replay`.
     grows : bool
-        Whether the run may go on.
+        Whether the run may still be going on.
 
     Attributes
     ----------
     found : Gathered
         What the replay has brought so far.
     answering : list of str
-        The rules and metrics that have what they need.
+        The rules and metrics whose needs the trace meets.
     ended : bool
         Whether the replay is over.
     """
@@ -170,13 +170,13 @@ class Gathering:
         return "; ".join(told).replace(str(reader.path), "the trace")
 
     def answerable(self, reader: TraceReader) -> list[str]:
-        """What `answering` would be by what the trace has now."""
+        """What `answering` would be for the trace as it is now."""
         metrics, rules = self.asked
         judging = [one.name for one in rules if not lacking(one, reader, self.found.rank)]
         return judging + [describe(one) for one in metrics if not self.missing(one, reader)]
 
     def _look(self, reader: TraceReader) -> None:
-        """Take over what the trace says of itself."""
+        """Update layers, steps, info and limits from the trace."""
         found = self.found
         found.layers, found.span = _survey(reader)
         found.info = reader.info
@@ -189,20 +189,20 @@ class Gathering:
         follow: bool = False,
         guard: AbstractContextManager[object] | None = None,
     ) -> None:
-        """Replay; damage ends it and is told in `found`.
+        """Replay. Damage ends the replay and is noted in `found`.
 
         Parameters
         ----------
         trace : path, URL or TraceReader
         *heard : Receiver
-            Others who listen.
+            Further receivers.
         follow, guard
             As in `tracer.replay`.
 
         Raises
         ------
         TracerError
-            What `tracer.replay` raises but for damage.
+            What `tracer.replay` raises, except for damage.
         """
         active: list[Receiver] = [*self.able, *self.metrics, *self.measures]
         found, rank = self.found, self.found.rank
@@ -216,7 +216,7 @@ class Gathering:
         self.ended = True
 
     def conclude(self, reader: TraceReader) -> None:
-        """Say in `found` what the rules have found so far, and what was asked in vain."""
+        """Write the rules' verdict so far into `found`, and after the end which metrics answered nothing."""
         found = self.found
         self._look(reader)
         steps = self.steps if self.ended else (None, found.reached + 1)
@@ -228,7 +228,7 @@ class Gathering:
 
 
 def without_damage(once: Gathering, reader: TraceReader) -> Gathering:
-    """A replay, or where damage ended it in the first half another of the kinds that can be read."""
+    """The finished replay; or, if damage ended it in the first half, another one of the readable kinds only."""
     found = once.found
     if not found.damage or found.span is None or 2 * found.reached >= sum(found.span):
         return once
@@ -246,7 +246,7 @@ def without_damage(once: Gathering, reader: TraceReader) -> Gathering:
 
 
 def _survey(reader: TraceReader) -> tuple[list[str], tuple[int, int] | None]:
-    """The layers in recorded order, and the steps of training."""
+    """The layers in recorded order, and the first and last step of training."""
     names: dict[str, None] = {}
     spans = []
     for stream in reader.streams:
@@ -270,6 +270,6 @@ def _is_readable(reader: TraceReader, kind: str) -> bool:
 
 
 def reference(path: Anywhere | TraceReader, grid: Grid, rank: int | None = None, *, grows: bool = False) -> Gathered:
-    """What a report overlays of another run: its losses and its update/weight ratios, in the columns of the first."""
+    """What a report overlays from another run: losses and update/weight ratios, in the columns of the report's run."""
     kinds = (*LOSSES, "weights", "weight_updates")
     return gather(path, rules=(), rank=rank, kinds=kinds, grid=grid, grows=grows)

@@ -1,4 +1,4 @@
-"""What one replay of a trace brings, as plain arrays: series by measure and layer, losses, findings."""
+"""The results of one replay as plain arrays: series by measure and layer, losses, findings."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from analyze.seeing.matrices import Matrices
 from tracer.messaging.messages import DEFAULT_TAG, Message
 
 LONGEST = 8192
-"""So many values of one series are kept, at most."""
+"""How many values of one series are kept, at most."""
 FRAMES = 160
-"""So many answers of a series of arrays."""
+"""How many answers of a series of arrays are kept, at most."""
 
 RATIO, GRADIENT, WEIGHT, SIGNAL, DEAD, BAD = (
     *("update/weight ratio", "gradient norm of weights", "norm of weights", "gradient norm of outputs"),
     *("dead share", "numbers not finite"),
 )
-"""What is measured of each layer, whatever is asked."""
+"""What is measured of each layer in every report."""
 NETWORK = "the network"
-"""What a series is of that is of no layer."""
+"""The label of a series that belongs to no layer."""
 LEARNING_RATE = "learning rate"
-"""What hyperparameters tell of each group of an optimizer's parameters."""
+"""The learning rate of each parameter group of the optimizer, from the hyperparameters."""
 
 
 class Key(NamedTuple):
-    """What a series is of."""
+    """Identifies a series."""
 
     what: str
     layer: str | None
@@ -40,18 +40,18 @@ class Key(NamedTuple):
 
     @classmethod
     def of(cls, what: str, message: Message) -> Key:
-        """That of a measure or a kind of answer, of the layer of a message."""
+        """The key of measure or answer `what` for the layer of a message."""
         return cls(what, layer_of(message.key, message.leaf), message.tag, message.rank)
 
 
 def layer_of(module: str | None, leaf: str) -> str | None:
-    """The layer that is a module; its other parameters and outputs are layers of their own, as in `Results`."""
+    """The layer of a module; its other parameters and outputs (leaves) are layers of their own, as in `Results`."""
     return module if not leaf or module is None else f"{module}#{leaf}"
 
 
 @final
 class Frames:
-    """A series of arrays: so many of its answers that they can be drawn, evenly over the run.
+    """A series of arrays, thinned to at most `FRAMES` answers, evenly over the run.
 
     Examples
     --------
@@ -69,7 +69,7 @@ class Frames:
         self.rows: list[NDArray[np.float64]] = []
 
     def add(self, step: int, row: NDArray[np.float64]) -> None:
-        """Append an answer, if it is one of those that are kept."""
+        """Append an answer, unless thinning skips it."""
         if self.count % self.stride == 0:
             self.steps.append(step)
             self.rows.append(row)
@@ -79,7 +79,7 @@ class Frames:
         self.count += 1
 
     def cut(self, first: int, last: int) -> Frames:
-        """Those of some steps, both inclusive."""
+        """The part between two steps, both inclusive."""
         found = Frames()
         for step, row in zip(self.steps, self.rows, strict=True):
             if first <= step <= last:
@@ -87,7 +87,7 @@ class Frames:
         return found
 
     def points(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Steps, and a row of numbers for each; shorter ones are filled with NaN."""
+        """Steps, and one row of numbers per step; shorter rows are padded with NaN."""
         table = np.full((len(self.rows), max(map(len, self.rows), default=0)), np.nan)
         for number, row in enumerate(self.rows):
             table[number, : len(row)] = row
@@ -96,20 +96,20 @@ class Frames:
 
 @dataclass
 class Gathered:
-    """What one replay has brought.
+    """The results of one replay.
 
     Attributes
     ----------
     checked : Checked
-        What the rules say.
+        The verdict of the rules.
     courses : mapping of Key to Course
-        None is empty. Of the layers: what is measured of each, and the answers of metrics that are numbers.
+        The measures of each layer, and the metric answers that are numbers. No course is empty.
     losses : mapping of (kind, tag) to Course
-        None is empty.
+        No course is empty.
     frames : mapping of Key to Frames or Matrices
-        The answers of metrics that are arrays, and of those that compare each two layers; see `subscribers`.
+        The metric answers that are arrays, and those that compare pairs of layers; see `subscribers`.
     subscribers : mapping of str to str
-        For the kind of each answer, the metric that gave it.
+        Kind of answer → the metric that produces it.
     layers : list of str
         In recorded order.
     span : tuple of int or None
@@ -117,20 +117,20 @@ class Gathered:
     grid : Grid
         The columns of heat maps.
     limit : int
-        How many values of a series are kept.
+        How many values of a series are kept, at most.
     info : mapping
         `TraceReader.info`.
     remarks : list of str
-        A sentence for each thing that could not be had.
+        A sentence for each thing that could not be computed.
     damage : str
         Why the replay ended early; empty if it did not.
     windows : list of (first, last)
-        Steps around findings of which all values are there.
+        Steps around findings, in which all values are kept.
     grows : bool
-        Whether the run may go on, beyond the columns that there are.
+        Whether the run may go on, beyond the present columns.
     rank : int
     reached : int
-        The last step that was heard of.
+        The last step that the replay has reached.
     """
 
     checked: Checked
@@ -151,17 +151,17 @@ class Gathered:
     grows: bool = False
 
     def course(self) -> Course:
-        """A new series of this run."""
+        """A new, empty series with the limits of this run."""
         return Course(self.limit, self.windows, self.grid, grows=self.grows)
 
     def add(self, key: Key, step: int, value: float) -> None:
-        """Append a value to a series, which begins with the first."""
+        """Append a value to a series; the first value creates it."""
         if key not in self.courses:
             self.courses[key] = self.course()
         self.courses[key].add(step, value)
 
     def bound(self, limit: int) -> None:
-        """Keep so many values of each series from now on."""
+        """Keep at most `limit` values of each series from now on."""
         self.limit = limit
         for course in (*self.courses.values(), *self.losses.values()):
             course.limit = limit
@@ -176,12 +176,12 @@ class Gathered:
 
     @property
     def thinned(self) -> bool:
-        """Whether something was left out of a series, which a replay of fewer steps would keep."""
+        """Whether values were left out of a series that a replay of fewer steps would keep."""
         series = (*self.courses.values(), *self.losses.values())
         return any(course.thinned for course in series) or any(one.stride > 1 for one in self.frames.values())
 
     def cut(self, first: int, last: int) -> Gathered:
-        """What is there of some steps, both inclusive."""
+        """The part between two steps, both inclusive."""
 
         def part_of(series: Mapping[Any, Any]) -> dict[Any, Any]:
             parts = {key: one.cut(first, last) for key, one in series.items()}

@@ -1,4 +1,4 @@
-"""The layers of a run in a table, the most anomalous first."""
+"""The table of layers, the most anomalous first."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from analyze.seeing.gathered import BAD, DEAD, GRADIENT, RATIO, Gathered, layer_
 from analyze.seeing.words import times
 
 FAR = 3.0
-"""From so many powers of two away from its past on a ratio is odd."""
+"""A ratio this many powers of two away from its past is anomalous."""
 SETTLED = 20
-"""So many values come before the first that can be odd, as in the rules."""
+"""How many values a ratio needs before one can be anomalous, as in the rules."""
 LAST = 10
-"""A unit is dead if it was silent in so many batches."""
+"""A unit counts as dead if it was silent in this many last batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,23 +29,23 @@ class Layer:
     ----------
     name : str
     place : int
-        In recorded order.
+        Index in recorded order.
     odd : int or None
-        The first step at which something is odd, of what `why` says.
+        The first step of an anomaly; `why` names it.
     why : str
     severity : int
-        Of the worst finding about it; 0 without one.
+        Severity of the worst finding about the layer; 0 without a finding.
     ratio, ratio_step
         The greatest update/weight ratio, and its step.
     away, away_step
-        The greatest distance of the ratio from its past, up or down, in powers of two, and its step; 0 and None without
-        a past.
+        The greatest distance of the ratio from its past, up or down, in powers of two, and its step; 0 and None if the
+        ratio has no past.
     dead : float or None
-        The least share of silent units in the last batches.
+        The smallest share of silent units in the last batches.
     gradient : float or None
-        The greatest norm of the weights' gradient.
+        The greatest norm of the gradient of the weights.
     bad : int
-        How many numbers were not finite.
+        How many values were not finite.
     """
 
     name: str
@@ -63,10 +63,10 @@ class Layer:
 
 
 def layers(found: Gathered) -> list[Layer]:
-    """Every layer of which something is known, the most anomalous first.
+    """One row per known layer, the most anomalous first.
 
-    Findings come first, the severe before the others and the early before the late; then the layers whose
-    update/weight ratio went farthest from its own past.
+    Layers with findings come first, by severity and then by step; then the layers whose update/weight ratio went
+    farthest from its own past.
     """
     findings: dict[str, list[Finding]] = {}
     for one in found.checked.findings:
@@ -129,7 +129,7 @@ def _layer(
 
 
 def _greatest(steps: np.ndarray, values: np.ndarray) -> tuple[float, int]:
-    """The greatest value and its step; what is not finite is greater than what is."""
+    """The greatest value and its step; a non-finite value counts as the greatest."""
     at = int(np.argmax(np.where(np.isfinite(values), values, np.inf)))
     return float(values[at]), int(steps[at])
 

@@ -1,4 +1,4 @@
-"""Receivers that gather what a report shows while a trace is replayed."""
+"""Receivers that collect, during a replay, what a report shows."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from tracer.numbers.arrays import as_array
 from tracer.numbers.statistics import are_statistics
 
 AROUND = 15
-"""So many steps before and after a finding are kept as they are."""
+"""All values are kept within this many steps before and after a finding."""
 WINDOWS = 24
-"""Around so many findings."""
+"""How many findings get such a window, at most."""
 WIDEST = 512
-"""So many numbers may have an answer that is an array."""
+"""An array answer with more numbers than this is not drawn."""
 LOSSES = ("loss", "loss_terms")
 
 
 class Measures(Subscriber):
-    """Measures each layer in the pass over its numbers that the rules make anyway; answers nothing."""
+    """Measures each layer in the same pass over its numbers that the rules make; produces no messages."""
 
     scope = "stream"
 
@@ -64,7 +64,7 @@ class Measures(Subscriber):
             self._loss(message)
         if not extent.floating:
             return
-        if not is_doubled(message.sampling):  # else its statistics have told that
+        if not is_doubled(message.sampling):  # otherwise the message of its statistics has given these numbers
             self._numbers(message)
         alive = message.kind != "activations" or message.tag != DEFAULT_TAG or are_statistics(message.sampling)
         if not alive and data.ndim > 1 and shared(message, "min") == 0:
@@ -75,7 +75,7 @@ class Measures(Subscriber):
         self.into.add(Key.of(what, message), message.global_step, value)
 
     def _numbers(self, message: Message) -> None:
-        """What follows from the moments of a message."""
+        """Add the measures that follow from the moments of a message."""
         kind, layer = message.kind, (layer_of(message.key, message.leaf), message.rank)
         bad = shared(message, "nan") + shared(message, "inf") if message.key is not None else 0.0
         if bad:
@@ -95,7 +95,7 @@ class Measures(Subscriber):
             self._add(SIGNAL, message, shared(message, "norm2"))
 
     def _rate(self, message: Message) -> None:
-        """The learning rate of a group of parameters."""
+        """Add the learning rate of a parameter group."""
         names = (message.sampling or {}).get("entries")
         if message.data is None or not isinstance(names, list) or "lr" not in names:
             return
@@ -113,9 +113,9 @@ class Measures(Subscriber):
 
 
 class Answers(Receiver):
-    """Keeps the answers of metrics: numbers as courses, short arrays as frames, those of two layers as matrices.
+    """Keeps the answers of metrics: numbers as courses, short arrays as frames, pairs of layers as matrices.
 
-    The guard is entered around each answer that is kept.
+    The guard is held while an answer is stored.
     """
 
     passive = True
@@ -170,7 +170,7 @@ class Answers(Receiver):
             self.into.remarks.append(f"{message.kind} is not drawn: its answers are arrays of {shape} numbers")
 
     def _compare(self, message: Message, number: float) -> None:
-        """Keep a number of two layers, whose names are the module of the message."""
+        """Keep a number about a pair of layers; the message's module holds both names."""
         metric, role = self.comparing[message.kind]
         if role is None:
             return
@@ -183,7 +183,7 @@ class Answers(Receiver):
 
 
 class Reached(Receiver):
-    """Notes how far the replay is, without asking for anything."""
+    """Notes the step that the replay has reached, without requesting any messages."""
 
     passive = True
     scope = "message"
@@ -193,7 +193,7 @@ class Reached(Receiver):
         self.into = into
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """Everything that is read for others."""
+        """True: every message that other receivers request."""
         return True
 
     def receive(self, message: Message) -> Iterable[Message]:
@@ -203,7 +203,7 @@ class Reached(Receiver):
 
 
 class Windows(Findings):
-    """Findings; around the first of them everything is kept, as soon as they are made."""
+    """Findings that also open a window around the first `WINDOWS` of them, in which every value is kept."""
 
     def __init__(self, rules: Iterable[Rule], windows: list[tuple[int, int]]) -> None:
         super().__init__(rules)

@@ -1,4 +1,4 @@
-"""Heat maps of layers and steps, as arrays: the largest value of each cell."""
+"""Heat maps of layers over steps, as arrays: the largest value of each cell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from analyze.seeing.course import Course, Grid
 from analyze.seeing.decimate import Values, coarser, compact, largest
 
 ROWS = 120
-"""So many rows has a heat map, at most; beyond, neighbours share one."""
+"""How many rows a heat map has, at most; with more layers, neighbours share a row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,12 +20,12 @@ class Map:
 
     Attributes
     ----------
-    cells : ndarray of float32, or of float64 where that is needed, (rows, columns)
-        NaN where nothing was recorded, infinity where something was not finite.
+    cells : ndarray of float32, or of float64 where the range needs it, (rows, columns)
+        NaN where nothing was recorded, infinity where a value was not finite.
     layers : tuple of tuple of str
-        Of each row, in recorded order, the first at the top of the drawing and at the end here, as Bokeh draws.
+        The layers of each row. The order is reversed: the first recorded layer is last, since Bokeh draws upwards.
     grid : Grid
-        Its columns.
+        The columns.
     """
 
     cells: np.ndarray
@@ -34,12 +34,12 @@ class Map:
 
     @property
     def names(self) -> list[str]:
-        """What each row is of."""
+        """The label of each row."""
         return [one[0] if len(one) == 1 else f"{one[0]} … {one[-1]}" for one in self.layers]
 
     @property
     def last(self) -> int:
-        """The step behind the last column."""
+        """The first step behind the last column."""
         return self.grid.first + self.grid.width * self.grid.columns
 
 
@@ -49,13 +49,13 @@ def drawn(courses: Mapping[str, Course], order: Sequence[str], budget: int, *, s
     Parameters
     ----------
     courses : mapping of str to Course
-        By layer; all of one grid.
+        By layer; all begin at the same step.
     order : sequence of str
         The layers in recorded order.
     budget : int
-        How many cells there may be.
+        How many cells the map may have.
     shifts : bool
-        Whether it is of the distances from the past, and not of the values.
+        Whether to draw the distances from the past instead of the values.
 
     Returns
     -------
@@ -67,7 +67,7 @@ def drawn(courses: Mapping[str, Course], order: Sequence[str], budget: int, *, s
         return None
     share = -(-len(names) // ROWS)
     groups = [tuple(names[at : at + share]) for at in range(0, len(names), share)][::-1]
-    grid = max((courses[name].grid for name in names), key=lambda one: one.width)  # a series that grew is wider
+    grid = max((courses[name].grid for name in names), key=lambda one: one.width)  # a series that grew has a wider one
     rows = [largest([_cells(courses[name], grid, shifts) for name in group], by_size=shifts) for group in groups]
     cells = np.array(rows)
     if any(courses[name].grows for name in names):
@@ -79,7 +79,7 @@ def drawn(courses: Mapping[str, Course], order: Sequence[str], budget: int, *, s
 
 
 def _cells(course: Course, grid: Grid, shifts: bool) -> Values:
-    """A row in the columns of a grid that is as wide as the course's own, or wider."""
+    """A course's row of cells in the columns of a grid that is as wide as its own, or wider."""
     row = coarser(course.cells[int(shifts)][None], grid.width // course.grid.width, by_size=shifts)[0]
     padded = np.full(grid.columns, np.nan)
     padded[: len(row)] = row[: grid.columns]
@@ -87,16 +87,16 @@ def _cells(course: Course, grid: Grid, shifts: bool) -> Values:
 
 
 def _trimmed(cells: Values) -> Values:
-    """Without the columns at the end in which nothing was recorded yet."""
+    """The cells without the trailing columns that are still empty."""
     recorded = np.flatnonzero(~np.isnan(cells).all(axis=0))
     return cells[:, : int(recorded[-1]) + 1] if len(recorded) else cells[:, :1]
 
 
 def compared(one: Map, other: Map) -> Map:
-    """By how many powers of two each cell of one map is above that of another that begins at the same step.
+    """The base-2 logarithm of the ratio of each cell of `one` to that of `other`, which begins at the same step.
 
-    The columns are the wider ones; where they cannot be made of the narrower ones, nothing is compared. NaN where one
-    of the two has nothing or is not positive; infinity where the first is not finite.
+    The columns are those of the wider grid; if its width is no multiple of the other's, all cells are NaN. NaN where a
+    map has nothing or is not positive, or where `other` is not finite; infinity where only `one` is not finite.
     """
     known = {group: number for number, group in enumerate(other.layers)}
     width = max(one.grid.width, other.grid.width)
@@ -114,6 +114,6 @@ def compared(one: Map, other: Map) -> Map:
 
 
 def _stride(course: Course) -> int:
-    """How many steps usually lie between two recorded ones."""
+    """The median distance between consecutive recorded steps."""
     steps = np.unique(course.points()[0][-64:])
     return int(np.median(np.diff(steps))) if len(steps) > 1 else 1

@@ -1,4 +1,4 @@
-"""The similarity of each two layers over the steps of a run, in bounded memory."""
+"""The similarities of all pairs of layers over the steps of a run, in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 Role = Literal["value", "null", "status"]
 ROLES: tuple[Role, ...] = ("value", "null", "status")
 NUMBERS = 3_000_000
-"""So many numbers are kept of one metric, at most, in 8 bytes each."""
+"""How many numbers (8 bytes each) are kept of one metric, at most."""
 STEPS = 160
-"""At so many steps, at most."""
+"""How many steps are kept, at most."""
 
 
 class Points(NamedTuple):
@@ -25,9 +25,9 @@ class Points(NamedTuple):
     ----------
     steps : ndarray of int64, (n,)
     layers : list of str
-        In the order in which they were compared, which is that of the recording.
+        In the order in which they were compared, which is the recorded order.
     numbers : mapping of role to ndarray of float64, (n, layers, layers)
-        Of each step, the first layer's row and the other's column. NaN where there is nothing, as on the diagonals.
+        One matrix per step: rows are the first layer, columns the other. NaN where nothing was compared.
     """
 
     steps: NDArray[np.int64]
@@ -37,16 +37,16 @@ class Points(NamedTuple):
 
 @final
 class Matrices:
-    """What a metric says of each two layers at each step: at so many steps as can be kept, evenly over the run.
+    """A metric's numbers for all pairs of layers at each step, thinned evenly over the run.
 
     Parameters
     ----------
     measure : str
         The name of the metric.
     is_distance : bool
-        Whether 0 is the same and more is less alike.
+        Whether 0 means equal and larger numbers mean less alike.
     symmetric : bool
-        Whether each two layers are compared once.
+        Whether each pair of layers is compared only once.
 
     Examples
     --------
@@ -69,7 +69,7 @@ class Matrices:
         self._frames: list[dict[Role, array[float]]] = []
 
     def add(self, step: int, pair: str, role: Role, number: float) -> None:
-        """Keep a number of two layers, ``one|other``, if it is of one of the steps that are kept."""
+        """Keep a number about the pair ``one|other``, unless thinning skips this step."""
         if step != self._last:
             self._begin(step)
         if not self._taken:
@@ -93,7 +93,7 @@ class Matrices:
             self._frames.append({role: array("d") for role in ROLES})
 
     def cut(self, first: int, last: int) -> Matrices:
-        """Those of some steps, both inclusive."""
+        """The part between two steps, both inclusive."""
         found = Matrices(self.measure, is_distance=self.is_distance, symmetric=self.symmetric)
         chosen = [at for at, step in enumerate(self.steps) if first <= step <= last]
         found.steps, found._frames = [self.steps[at] for at in chosen], [self._frames[at] for at in chosen]
@@ -101,7 +101,7 @@ class Matrices:
         return found
 
     def points(self) -> Points:
-        """All that is kept, as arrays."""
+        """Everything kept, as arrays."""
         ends = _ends(self._pairs)
         layers = list(dict.fromkeys(name for pair in ends for name in pair))
         place = {name: at for at, name in enumerate(layers)}
@@ -121,7 +121,7 @@ class Matrices:
 
 
 def _ends(pairs: Iterable[str]) -> list[tuple[str, str]]:
-    """The two layers of each pair ``one|other``, whose names may have bars, too.
+    """The two layers of each pair ``one|other``; layer names may contain bars, too.
 
     Examples
     --------

@@ -1,12 +1,12 @@
 "use strict";
-// What the page does besides what its pictures do by themselves. Names of a trace only ever become text: what is set as
-// HTML comes from the server of the page itself, which has escaped them.
+// The behaviour of the page around its Bokeh pictures. Names from a trace are only ever set as text; HTML comes from
+// the page's own server, which has escaped the names in it.
 (() => {
   let data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
   const all = (selector) => [...document.querySelectorAll(selector)];
   let doc = null;
-  const named = new Map(); // the parts of the pictures that are on the page
+  const named = new Map(); // Bokeh models on the page, by name
   const model = (name) => named.get(name) ?? null;
   function lookAround() {
     named.clear();
@@ -17,7 +17,7 @@
   const numbers = (text) =>
     new kinds[text[0]](Uint8Array.from(atob(text.slice(1)), (one) => one.charCodeAt(0)).buffer);
 
-  // parts of the page may be replaced, so the document listens for all of them
+  // the server may replace parts of the page, so the document listens in their place
   const on = (kind, selector, act) =>
     document.addEventListener(kind, (event) => {
       const found = event.target.closest && event.target.closest(selector);
@@ -109,7 +109,7 @@
   const ticks = () => all("input[data-layer]");
   const slots = data.curves ? data.curves.slots : 8;
   const selected = new Array(slots).fill(null); // the layer of each colour
-  let chosenByHand = false; // until then those that the page proposes are selected
+  let chosenByHand = false; // until the user selects, the page's own proposal holds
   function select(layer, on) {
     const known = selected.indexOf(layer);
     if (on && known < 0) {
@@ -181,7 +181,7 @@
     table.tHead.rows[0].cells[column].ariaSort = up ? "ascending" : "descending";
     const rows = [...table.tBodies[0].rows].map((row) => [row.cells[column].dataset.key, row]);
     rows.sort(([a], [b]) => {
-      if (a === "" || b === "") return (a === "") - (b === ""); // what is missing comes last
+      if (a === "" || b === "") return (a === "") - (b === ""); // missing values come last
       const order = Number.isNaN(Number(a)) || Number.isNaN(Number(b)) ? a.localeCompare(b) : a - b;
       return up ? order : -order;
     });
@@ -212,12 +212,12 @@
       name: rows.map((row) => data.zoom.names[row]),
       value: [...numbers(view.values)],
       shift: shifts,
-      // what cannot be compared is as what is usual; only what is not finite has the colour beyond the last one
+      // a value without a past has the usual colour; only a non-finite one has the colour beyond the scale
       shade: shifts.map((one) => (Number.isNaN(one) ? 0 : Number.isFinite(one) ? Math.max(-3.99, Math.min(one, 3.99)) : 9)),
     };
     const range = model("zoom-steps");
     const bounds = [view.step - 15.5, view.step + 15.5];
-    range.bounds = null; // the old ones would hold it
+    range.bounds = null; // the old bounds would block the move
     range.setv({ start: bounds[0], end: bounds[1] });
     range.bounds = bounds;
     model("zoom-step").data_source.data = { x: [view.step] };
@@ -255,7 +255,7 @@
     byId("curve-legend").replaceChildren();
     let note = measure.by ? `Asked of ${measure.by}. ` : "";
     if (lines) {
-      const single = measure.lines.length === 1 ? measure.lines[0].layer : null; // such as that of the network
+      const single = measure.lines.length === 1 ? measure.lines[0].layer : null; // such as the network's own
       const shown = [];
       for (let slot = 0; slot < slots; slot++) {
         const layer = single !== null ? (slot ? null : single) : selected[slot];
@@ -289,7 +289,7 @@
     const at = [...Array(rows).keys()].filter((row) => row % every === 0);
     picture.left[0].ticker.setv({ ticks: at });
     picture.left[0].major_label_overrides = new Map(at.map((row) => [row, shortened(map.names[row])]));
-    picture.left[0].whole = null; // the names that `fit` shortens are others now
+    picture.left[0].whole = null; // the full names for `fit` have changed
     model("curve-map-cells").data = {
       image: [image], x: [map.first - 0.5], y: [-0.5], dw: [map.width * map.columns], dh: [rows],
     };
@@ -356,7 +356,7 @@
       }
     return found;
   };
-  const limits = new WeakMap(); // of each sheet, over all of its steps, so that colours mean the same at each
+  const limits = new WeakMap(); // the colour limits of a sheet hold for all its steps
   const limitsOf = (sheet) => {
     if (!limits.has(sheet)) {
       const found = { low: 0, high: sheet.distance ? 1e-9 : 1, far: 1e-9 };
@@ -377,7 +377,7 @@
     const whole = new Map(ticks.map((at) => [place(at), short(names[at], length)]));
     const narrow = window.innerWidth < 560 ? 11 : length;
     axis.ticker.setv({ ticks: ticks.map(place) });
-    axis.whole = whole; // what `fit` shortens
+    axis.whole = whole; // the full names, for `fit` to shorten
     axis.major_label_overrides = new Map([...whole].map(([at, one]) => [at, short(one, narrow)]));
   };
   function drawSimilarity() {
@@ -406,7 +406,7 @@
       put(cell.row, cell.column, cell);
       if (sheet.pairs && sheet.symmetric) put(cell.column, cell.row, cell);
     }
-    // bright is alike, of distances too
+    // bright means alike, for distances too
     const palette = asBeyond ? away[root.dataset.theme] : sheet.distance ? [...alike].reverse() : alike;
     model("similarity-colours").setv({ palette, low: asBeyond ? -far : low, high: asBeyond ? far : high });
     const picture = model("similarity");
@@ -457,7 +457,7 @@
     on("input", "#similarity-step", drawSimilarity);
     on("change", 'input[name="similarity-view"]', drawSimilarity);
     new MutationObserver(drawSimilarity).observe(root, { attributes: true, attributeFilter: ["data-theme"] });
-    // its columns are no steps, so the keys that zoom steps go through its matrices instead
+    // the columns are not steps, so the zoom keys step through the matrices instead
     document.addEventListener("keydown", (event) => {
       if (event.target.id !== "similarity-picture") return;
       const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
@@ -485,21 +485,21 @@
           ? new Map([...axis.whole].map(([row, name]) => [row, name.length <= 11 ? name : "…" + name.slice(-10)]))
           : new Map(axis.whole);
       }
-    // the same margins in all pictures, so that a step stands at the same place in each
+    // equal margins in all pictures, so that a step has the same horizontal position in each
     const margins = narrow
       ? { min_border_left: Math.max(60, 26 + 6 * Math.min(11, longest)), min_border_right: 56 }
       : { min_border_left: 176, min_border_right: 72 };
     for (const picture of pictures()) picture.setv(margins);
     for (const picture of pictures())
-      if (window.matchMedia("(pointer: coarse)").matches) picture.toolbar.active_drag = null; // a finger scrolls
+      if (window.matchMedia("(pointer: coarse)").matches) picture.toolbar.active_drag = null; // touch scrolls
   }
 
   // -- a server behind the page -----------------------------------------------------------------------------------
-  let awaited = null; // the metric that was asked last, to show it once it is there
+  let awaited = null; // the metric that was requested last, to show it once it has answers
   function linkServer() {
     const link = model("link");
     if (!link) return;
-    let number = 0; // so that no wish is equal to the one before
+    let number = 0; // makes every wish differ from the previous one, so that Bokeh sends it
     const wish = (what) => {
       link.wish = JSON.stringify({ number: ++number, ...what });
     };
@@ -519,7 +519,7 @@
     };
     range.properties.start.change.connect(look);
     range.properties.end.change.connect(look);
-    link.properties.told.change.connect(() => setTimeout(() => replace(JSON.parse(link.told)))); // after all that came with it
+    link.properties.told.change.connect(() => setTimeout(() => replace(JSON.parse(link.told)))); // after its other changes
     link.properties.state.change.connect(() => tell(JSON.parse(link.state)));
     if (link.state) tell(JSON.parse(link.state));
     doc.on_event("connection_lost", () => tell({ told: "The server has ended; this is what it showed last.", jobs: [] }));
@@ -551,7 +551,7 @@
     data = news.data;
     cache.clear();
     lookAround();
-    doc.freeze_all_models(() => {}); // at its end Bokeh forgets the replaced pictures, else it waits with that
+    doc.freeze_all_models(() => {}); // makes Bokeh drop the replaced pictures at once
     const chosen = all("main select").map((one) => [one.id, one.selectedOptions.length ? one.selectedOptions[0].text : ""]);
     const picked = all("main input[type=radio]:checked").map((one) => [one.name, one.value]);
     const order = [...document.querySelectorAll("#layer-table th")].find((one) => /ending$/.test(one.ariaSort || ""));
@@ -599,7 +599,7 @@
       try {
         part();
       } catch (error) {
-        console.error(error); // the other parts work without it
+        console.error(error); // the other parts still work
       }
     }
   }
@@ -613,7 +613,7 @@
   }
   function drawFirst() {
     const link = model("link");
-    // the pictures may be newer than the page: then they belong to the data that came with them
+    // the pictures may be newer than the page; then the data that came with them applies
     if (link && link.told) replace(JSON.parse(link.told));
     else each(drawn);
   }

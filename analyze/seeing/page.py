@@ -1,4 +1,4 @@
-"""A page that shows a run: one file of HTML that needs nothing else."""
+"""Renders a run as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-eval' {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
     "font-src data:; connect-src {connects}; base-uri 'none'; form-action 'none'"
 )
-"""No request leaves the page, and no script runs but those of these digests; Bokeh makes functions of its callbacks."""
+"""Only scripts with these digests run, and only `connects` may be contacted. Bokeh needs eval for its callbacks."""
 
 LIVE = (
     '<div class="bar live"><label id="follow-label" hidden><input type="checkbox" id="follow" checked> update'
     '</label> <span id="state" role="status">Connects to its server.</span></div>'
 )
-"""What a page with a server says of it."""
+"""The bar of a page with a server: update or not, and the state of the connection."""
 
 
 def page(found: Gathered, references: Sequence[Gathered] = ()) -> str:
-    """The page of a run, which needs nothing else.
+    """The self-contained page of a run.
 
     Parameters
     ----------
     found : Gathered
     references : sequence of Gathered
-        Runs that it is compared with: the losses of all, and the heat map of the first.
+        Runs to compare with: the losses of all are drawn, and the heat map compares with the first.
 
     Returns
     -------
@@ -61,7 +61,7 @@ def page(found: Gathered, references: Sequence[Gathered] = ()) -> str:
 
 
 def steps_of(found: Gathered) -> Range1d:
-    """The steps that all pictures over the whole run show; they share it, so that one zoom moves all."""
+    """The range of steps that all pictures over the whole run share, so that a zoom moves all of them."""
     from bokeh.models import Range1d
 
     start, end = bounds_of(found)
@@ -69,7 +69,7 @@ def steps_of(found: Gathered) -> Range1d:
 
 
 def bounds_of(found: Gathered) -> tuple[float, float]:
-    """The steps of a run, with a margin."""
+    """The first and last step of a run, with a margin."""
     first, last = found.span or (0, 0)
     margin = max(0.5, (last - first) * 0.01)
     return first - margin, last + margin
@@ -87,7 +87,7 @@ def panels_of(
     steps : bokeh.models.Range1d
         See `steps_of`.
     closer : Gathered, optional
-        Some steps of the run in more detail, which the pictures over the steps show instead.
+        A part of the run in more detail, which the pictures over the steps show instead of `found`.
     """
     order = layers(found)
     shown = found if closer is None else closer
@@ -107,7 +107,7 @@ def panels_of(
 
 
 def data_of(panels: Iterable[Panel]) -> dict[str, Any]:
-    """What the page's script reads, by panel; names as the page's text has them."""
+    """The panels' data for the page's script; names are escaped as in the page's text."""
     return {one.name: _printable(one.data) for one in panels if one.data}
 
 
@@ -128,7 +128,7 @@ def html_of(
     *,
     connects: str = "'none'",
 ) -> str:
-    """A page.
+    """Assemble the HTML of a page.
 
     Parameters
     ----------
@@ -136,11 +136,11 @@ def html_of(
     references : sequence of Gathered
     panels : sequence of Panel
     places : mapping of str to str
-        For panels with a picture, the element that holds it.
+        For each panel with a picture, the HTML element that holds the picture.
     script : str
-        Draws the pictures.
+        The script that draws the pictures.
     connects : str
-        What the page may connect to, as a content security policy has it.
+        The ``connect-src`` of the content security policy.
     """
     from bokeh.resources import Resources
 
@@ -175,7 +175,7 @@ def _name(found: Gathered) -> str:
 
 
 def header_of(found: Gathered, references: Sequence[Gathered]) -> str:
-    """The verdict, what is wrong with the trace, and what was looked at, as HTML."""
+    """The verdict, problems of the trace, and the extent of the run, as HTML."""
     severity = found.checked.severity
     badge = "" if severity is None else f'<span class="badge severity-{int(severity)}">{text(severity)}</span> '
     lines = [f"{text(_name(found))}: {_extent(found)}; the run is {text(found.info['status'])}."]
@@ -229,12 +229,12 @@ def _section(one: Panel, place: str) -> str:
 
 
 def _inert(script: str) -> str:
-    """A script that does not end the element that it stands in."""
+    """A script that cannot end its ``<script>`` element early."""
     return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
 def inert_json(value: Any) -> str:
-    """JSON that is no markup wherever it stands."""
+    """JSON that contains no HTML markup."""
     return (
         json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     )

@@ -1,4 +1,4 @@
-"""A trace as a page: what went wrong, where and since when, in one file that opens anywhere."""
+"""Writes the report of a trace: what went wrong, where and since when, in one HTML file."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def report(
     rank: int | None = None,
     overwrite: bool = False,
 ) -> Gathered:
-    """Write a page that shows a run: one file of HTML that needs no network.
+    """Write a report of a run: one HTML file that needs no network.
 
-    The trace is read once, through rules and metrics together. Memory is bounded: of long series the extremes are
-    kept. Of a distributed run the pictures are of one rank and the findings of all.
+    The trace is read once, through rules and metrics together. Memory is bounded: long series keep only their extremes.
+    Of a distributed run, the pictures show one rank, and the findings cover all.
 
     Parameters
     ----------
@@ -37,26 +37,26 @@ def report(
     out : path
         The file to write.
     against : path or URL, or several
-        Runs to compare it with: the losses of all are drawn, and the heat map can show the run against the first.
+        Runs to compare with: the losses of all are drawn, and the heat map can show the run against the first.
     metrics : subscriber or str, or several
-        What is asked besides, as `parse` reads it.
+        Further metrics, as `parse` reads them.
     rules : Rule or str, or several
         By default all.
     rank : int, optional
-        Of a distributed run, the one that is drawn; by default the lowest.
+        Of a distributed run, the rank that is drawn; by default the lowest.
     overwrite : bool
-        Whether a file that is there may be replaced.
+        Whether an existing file may be replaced.
 
     Returns
     -------
     Gathered
-        What the page shows: ``.checked`` is what the rules say, ``.damage`` why the trace could not be read to its
-        end.
+        What the page shows: ``.checked`` is the verdict of the rules, ``.damage`` why the trace could not be read to
+        its end.
 
     Raises
     ------
     TraceExistsError
-        If there is such a file.
+        If the file exists and `overwrite` is false.
     TracerError
         If a trace cannot be opened, a name is unknown, or Bokeh is not installed.
     """
@@ -74,7 +74,7 @@ def report(
 
 
 def _judge_other_ranks(found: Gathered, reader: TraceReader, rules: Wanted | None) -> None:
-    """Put what rules say of the other ranks to what they say of the one that is drawn."""
+    """Add the findings of the other ranks to those of the rank that is drawn."""
     others = [rank for rank in reader.ranks if rank != found.rank]
     if others:
         asked = rules_of(rules)

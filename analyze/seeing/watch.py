@@ -1,4 +1,4 @@
-"""Rules that listen to a training while it runs."""
+"""Checks a training by rules while it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tracer.messaging.receiver import Receiver
 
 
 class TrainingStopped(StopTraining):
-    """A rule found what a `Watch` was to stop the training for.
+    """Raised by a `Watch` on a finding of the severity `stop_on`, or above.
 
     Attributes
     ----------
@@ -29,30 +29,30 @@ class TrainingStopped(StopTraining):
 
 @final
 class Watch(Receiver):
-    """A receiver for `tracer.record` that judges a training by rules, on the messages that are recorded.
+    """A receiver for `tracer.record` that judges a training by rules.
 
-    It asks for nothing by itself, so it costs the training nothing but the rules. What it finds is what
-    `analyze.check` finds in the trace.
+    It requests no messages beyond those that are recorded, so the rules are its only cost. Its findings are those of
+    `analyze.check` on the trace.
 
     Parameters
     ----------
     rules : Rule or str, or several
         As in `analyze.check`; by default all.
     on_finding : callable, optional
-        Called with each `Finding` when it is found. At the end, `findings` has each as it was then.
+        Called once with each new `Finding`. A finding may be updated later; `findings` holds the latest version.
     stop_on : {"note", "warning", "error"}, optional
-        From which severity on a finding raises `TrainingStopped` in the training loop.
+        A finding of at least this severity raises `TrainingStopped` in the training loop.
 
     Attributes
     ----------
     findings : Findings
     stopped : Finding or None
-        For what `TrainingStopped` was raised.
+        The finding for which `TrainingStopped` was raised.
 
     Raises
     ------
     TracerError
-        What `analyze.check` raises for rules; if there is no such severity.
+        What `analyze.check` raises for rules; also if there is no such severity.
 
     Examples
     --------
@@ -91,7 +91,7 @@ class Watch(Receiver):
 
     @property
     def reached(self) -> list[Finding]:
-        """The findings that are as severe as `stop_on` says."""
+        """The findings that are at least as severe as `stop_on`."""
         return [] if self.stop_on is None else [one for one in self.findings if one.severity >= self.stop_on]
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
@@ -99,17 +99,17 @@ class Watch(Receiver):
         return any(rule.wants(kind, module, tag, step) for rule in self.rules)
 
     def know_model(self, model: Mapping[str, Any]) -> None:
-        """Tell the rules of the model."""
+        """Pass the model to the rules."""
         for rule in self.rules:
             rule.know_model(model)
 
     def receive(self, message: Message) -> Iterator[Message]:
-        """Have a message judged by the rules that take it."""
+        """Pass a message to the rules."""
         for rule in self.rules:
-            yield from self._kept(rule.receive(message), stop=True)  # which is nothing of what it does not take
+            yield from self._kept(rule.receive(message), stop=True)  # a rule ignores messages that it does not want
 
     def finish(self) -> Iterator[Message]:
-        """Have the rules judge what they still remember."""
+        """Let the rules judge what they still hold."""
         for rule in self.rules:
             yield from self._kept(rule.finish(), stop=False)
 

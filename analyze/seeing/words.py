@@ -1,4 +1,4 @@
-"""Names and numbers as a page has them: escaped, short, and as exact as they are."""
+"""Formats names and numbers for a page: escaped and short."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from analyze.tables.escapes import printable
 
 
 def text(value: object) -> str:
-    r"""Anything as the text of an HTML element or of an attribute, on one line and without effect.
+    r"""Any value as text for an HTML element or attribute: escaped, on one line, without control characters.
 
     Examples
     --------
@@ -23,7 +23,7 @@ def text(value: object) -> str:
 
 
 def plain(value: str) -> str:
-    r"""A name as a drawing has it: never a formula, which Bokeh would ask a typesetter on the network for.
+    r"""A name for a drawing, never a formula: Bokeh would load a typesetter for formulas from the network.
 
     Examples
     --------
@@ -34,7 +34,7 @@ def plain(value: str) -> str:
 
 
 def short(name: str, length: int = 24) -> str:
-    """A long name without its beginning, since names of layers differ at their ends.
+    """Shorten a long name at its beginning, since names of layers differ at their ends.
 
     Examples
     --------
@@ -45,7 +45,7 @@ def short(name: str, length: int = 24) -> str:
 
 
 def titled(what: str, tag: str) -> str:
-    """What an answer is called, with its tag unless that is the usual one.
+    """The name of an answer, with its tag unless that is the default.
 
     Examples
     --------
@@ -56,7 +56,7 @@ def titled(what: str, tag: str) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number for people; empty for none.
+    """A number for people; empty for None.
 
     Examples
     --------
@@ -73,7 +73,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def times(shift: float) -> str:
-    """A number of powers of two as a factor.
+    """A shift in powers of two as a factor.
 
     Examples
     --------
@@ -84,7 +84,7 @@ def times(shift: float) -> str:
 
 
 def course_in_words(steps: np.ndarray, values: np.ndarray) -> str:
-    """The first and the last value of a course, the least and the greatest.
+    """The first, last, least and greatest value of a course, in words.
 
     Examples
     --------
@@ -97,7 +97,7 @@ def course_in_words(steps: np.ndarray, values: np.ndarray) -> str:
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Some names in a sentence.
+    """Names as a list in a sentence; beyond `most`, only their count.
 
     Examples
     --------

@@ -1,1 +1,1 @@
-"""Answers as tables: gathered, printed, written."""
+"""Tables of answers: collecting, printing, writing."""

@@ -19,20 +19,20 @@ UNITS: Final = {
     **dict.fromkeys(("activation_rate", "alpha", "churn", "descent_cosine", "ratio"), "1"),
     "angular": "rad",
 }
-"""The units of the answers of metrics that have the same whatever was recorded; 1 where there is none."""
+"""Metric → the unit of its answers, where the unit does not depend on what was recorded; "1": dimensionless."""
 _COMPARING: Final = ("angular", "cca", "cka", "procrustes", "pwcca", "r2_cca", "svcca")
 """The metrics whose statuses are those of similarities."""
 _NETWORK: Final = ""
-"""Where the network's own answers stand, as in the column ``module``."""
+"""The label of the network's own answers, as in the column ``module``."""
 _OF_STREAMS: Final = ("trace", "subscriber", "tag", "rank")
-"""The fields of streams that are axes where they differ; beside them the call and the layer."""
+"""The fields of streams that become axes where they differ, besides the call and the layer."""
 _FIRST: Final = ("call", 0)
 _LARGE: Final = 1 << 27
-"""Arrays of more numbers than this (1 GiB) are made only where answers fill at least a sixteenth of them."""
+"""A larger array (more than 1 GiB) is made only if answers fill at least a sixteenth of it."""
 
 
 class _Kind(NamedTuple):
-    """The answers of one kind: which they are among all, and the axes that tell them apart."""
+    """The answers of one kind: their positions, their axes, and what they have in common."""
 
     name: str
     chosen: NDArray[np.int64]
@@ -42,7 +42,7 @@ class _Kind(NamedTuple):
 
 
 class _All(NamedTuple):
-    """What there is of all answers, as arrays."""
+    """All answers, as arrays."""
 
     columns: Columns
     stream_ids: NDArray[np.int64]
@@ -51,13 +51,13 @@ class _All(NamedTuple):
 
     @classmethod
     def of(cls, columns: Columns) -> _All:
-        """That of the columns."""
+        """Make it from columns."""
         counters = {name: np.array(counter, np.int64) for name, counter in columns.counters.items()}
         return cls(columns, np.array(columns.stream_ids, np.int64), np.array(columns.starts, np.int64), counters)
 
 
 def words(values: Iterable[object]) -> NDArray[np.object_]:
-    """Names as a coordinate, each as it is: an array of NumPy's own texts would cut zeros from their ends."""
+    """Names as a coordinate. An object array, because NumPy's string arrays cut NUL characters from the ends."""
     listed = list(values)
     found = np.empty(len(listed), dtype=object)
     found[:] = listed
@@ -84,7 +84,7 @@ def dataset_of(answers: Columns, kinds: str | Iterable[str] | None = None) -> An
     coordinates |= _counters(there, everything, steps)
     places = {axis: {value: at for at, value in enumerate(coordinates[axis][1].tolist())} for axis in ("step", *axes)}
     variables = {
-        # a variable of the name of an axis would be taken for its coordinate
+        # xarray would take a variable with the name of an axis for its coordinate
         f"{one.name}_value" if one.name in coordinates else one.name: _variable(there, one, places)
         for one in chosen
     }
@@ -93,12 +93,12 @@ def dataset_of(answers: Columns, kinds: str | Iterable[str] | None = None) -> An
 
 
 def _chosen(there: _All, kinds: str | Iterable[str] | None) -> list[_Kind]:
-    """The answers that have numbers, by kind.
+    """The answers with numbers, by kind.
 
     Raises
     ------
     UnknownNameError
-        If there is none of a kind.
+        If no answer has one of the kinds.
     MessageError
         If answers of a kind have different numbers of axes.
     """
@@ -140,14 +140,14 @@ def _kind(there: _All, name: str, chosen: NDArray[np.int64]) -> _Kind:
 
 
 def _in_order(numbers: NDArray[np.int64]) -> list[int]:
-    """The different numbers, in the order in which they come."""
+    """The distinct numbers, in order of first occurrence."""
     different, first = np.unique(numbers, return_index=True)
     found: list[int] = different[np.argsort(first)].tolist()
     return found
 
 
 def _variable(there: _All, one: _Kind, places: Mapping[str, Mapping[Any, int]]) -> tuple[Any, ...]:
-    """The axes, the numbers and the attributes of a kind."""
+    """The axes, the values and the attributes of the variable of a kind."""
     axes = [axis for axis in (*_OF_STREAMS, "step", "call", "layer") if axis in one.axes or axis == "step"]
     sizes = [*(len(places[axis]) for axis in axes), *one.shape]
     starts = there.starts[one.chosen]
@@ -172,7 +172,7 @@ def _variable(there: _All, one: _Kind, places: Mapping[str, Mapping[Any, int]]) 
 
 
 def _along(there: _All, one: _Kind, axis: str, places: Mapping[Any, int]) -> NDArray[np.int64]:
-    """Where each answer stands on an axis."""
+    """The index of each answer on an axis."""
     if axis in ("step", "call"):
         known = np.array(list(places), np.int64)  # ascending
         return np.searchsorted(known, there.counters["global_step" if axis == "step" else "call"][one.chosen])
@@ -194,7 +194,7 @@ def _check_apart(there: _All, one: _Kind, flat: NDArray[np.int64]) -> None:
 
 
 def _attributes(one: _Kind) -> dict[str, Any]:
-    """What all answers of a kind have in common, their unit where it is known, and what statuses mean."""
+    """The fields that all answers of a kind share, the unit if known, and the meanings of statuses."""
     told: dict[str, Any] = {
         axis: value for axis, value in one.shared.items() if value != "" and (axis, value) != _FIRST
     }
@@ -207,14 +207,14 @@ def _attributes(one: _Kind) -> dict[str, Any]:
 
 
 def flags() -> dict[str, Any]:
-    """What the statuses of similarities mean, as in the conventions for climate and forecast metadata, CF 1.11, 3.5."""
+    """The meanings of similarity statuses as CF flags (climate and forecast conventions, CF 1.11, section 3.5)."""
     from analyze.metrics.similarity.bases import STATUSES
 
     return {"flag_values": list(range(len(STATUSES))), "flag_meanings": " ".join(STATUSES)}
 
 
 def _counters(there: _All, chosen: NDArray[np.int64], steps: NDArray[np.int64]) -> dict[str, Any]:
-    """The epoch of each step, and its number in it; not where answers differ in them."""
+    """The epoch and the train step of each step; each only if all answers of a step agree."""
     found: dict[str, Any] = {}
     place = np.searchsorted(steps, there.counters["global_step"][chosen])
     for name in ("epoch", "train_step"):

@@ -1,4 +1,4 @@
-"""Answers in memory, by columns; rows and messages are made from them on demand."""
+"""Answers in memory as columns; rows and messages are made from them on demand."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Row(NamedTuple):
 
 
 COLUMNS: tuple[str, ...] = Row._fields
-"""The columns of every table of results, in their order."""
+"""The columns of every table of results, in order."""
 COUNTERS: tuple[str, ...] = ("epoch", "train_step", "global_step", "call")
-"""The columns that say when an answer was given."""
+"""The columns with the time of an answer."""
 WHOLE: tuple[str, ...] = ("rank", *COUNTERS)
-"""The columns that hold whole numbers; of the others, ``value`` holds float64, and the rest texts."""
+"""The integer columns. Of the others, ``value`` is float64 and the rest are strings."""
 
 
 def as_json(row: NamedTuple) -> dict[str, Any]:
-    """A row, or a `Series`, as a JSON object; what is not finite becomes ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``.
+    """A row, or a `Series`, as a JSON object; a non-finite number becomes ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``.
 
     Examples
     --------
@@ -78,17 +78,17 @@ class Stream(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The column ``module``."""
+        """The text of the column ``module``."""
         return (self.module or "") + (f"#{self.leaf}" if self.leaf else "")
 
     @property
     def words(self) -> tuple[str, str, str, str, str, int]:
-        """The first columns of each of its rows."""
+        """The first six columns of every row of this stream."""
         return self.trace, self.subscriber, self.kind, self.place, self.tag, self.rank
 
 
 class Answers(Protocol):
-    """Where `Results` keeps its answers: in memory (`Columns`), or in the files of a batch."""
+    """Storage of the answers of `Results`: in memory (`Columns`), or in the files of a batch."""
 
     def __len__(self) -> int:
         """How many rows."""
@@ -97,7 +97,7 @@ class Answers(Protocol):
         """Every row."""
 
     def messages(self) -> Iterator[Message]:
-        """The answers as messages again."""
+        """The answers as messages."""
 
     def gathered(self) -> Columns:
         """All answers in memory."""
@@ -105,7 +105,7 @@ class Answers(Protocol):
 
 @final
 class Columns:
-    """Answers in memory: a list of streams, arrays with an entry for each message, and an array of all numbers.
+    """Answers in memory: a list of streams, arrays with an entry per message, and an array of all numbers.
 
     Attributes
     ----------
@@ -113,10 +113,10 @@ class Columns:
     stream_ids : array, (messages,)
         The index in `streams` of each message's stream.
     counters : dict of str to array, (messages,)
-        By the names in `COUNTERS`.
+        Keyed by the names in `COUNTERS`.
     shapes : list of tuple, (messages,)
     starts : array, (messages + 1,)
-        Where the numbers of each message begin in `values`, and where the last ones end.
+        Where the numbers of each message begin in `values`; the last entry is the end.
     values : array, (numbers,)
     """
 
@@ -139,7 +139,7 @@ class Columns:
         Raises
         ------
         MessageError
-            If its data is complex, which no table of numbers holds.
+            If the data is complex, which no table of numbers can hold.
         """
         data = message.data
         if data is not None and data.is_complex():
@@ -163,7 +163,7 @@ class Columns:
         stretch : Stretch
         trace : str
         subscribers : mapping of str to str
-            Who answered, for each kind.
+            Kind → the subscriber that answered.
 
         Raises
         ------
@@ -190,14 +190,14 @@ class Columns:
         if (sizes == 1).all():
             values = values[order]
         elif (order[1:] < order[:-1]).any():
-            # where each message's numbers begin in `values`, less where they begin among those in order
+            # per message: where its numbers begin in `values`, minus where they begin in the ordered result
             shift = (np.cumsum(sizes) - sizes)[order] - (ends - sizes_in_order)
             values = values[np.repeat(shift, sizes_in_order) + np.arange(len(values))]
         self.starts.frombytes((len(self.values) + ends).tobytes())
         self.values.frombytes(values.tobytes())
 
     def _ids_of(self, stretch: Stretch, trace: str, subscribers: Mapping[str, str]) -> NDArray[np.int64]:
-        """The index of the stream of each of many answers in their order; new streams are added as they come."""
+        """The stream index of each answer of a stretch, in order; new streams are added as they first occur."""
         begins, codes, end = [], [], 0
         for one in stretch.stacks:
             begins.append(end)
@@ -205,7 +205,7 @@ class Columns:
             end += one.heads.present[-1] + 1
         ordered = np.concatenate(codes)[stretch.order]
         first = np.full(end, -1)
-        first[ordered[::-1]] = np.arange(len(ordered))[::-1]  # of several numbers the last one stays
+        first[ordered[::-1]] = np.arange(len(ordered))[::-1]  # the last assignment wins: the first occurrence
         ids = np.zeros(end, np.int64)
         found = np.flatnonzero(first >= 0)
         for code in found[np.argsort(first[found])].tolist():
@@ -229,7 +229,7 @@ class Columns:
         self.values.extend(other.values)
 
     def _id_of(self, stream: Stream) -> int:
-        """The index of a stream, which is added if it is new."""
+        """The index of a stream; a new stream is added."""
         number = self._ids.get(stream)
         if number is None:
             number = self._ids[stream] = len(self.streams)
@@ -251,7 +251,7 @@ class Columns:
         return len(self.values)
 
     def __iter__(self) -> Iterator[Row]:
-        """Every row, in the order in which the answers came."""
+        """Every row, in order of the answers."""
         epoch, train_step, global_step, call = self.counters.values()
         counters = zip(epoch, train_step, global_step, call, strict=True)
         words = [stream.words for stream in self.streams]
@@ -268,7 +268,7 @@ class Columns:
         return self.values[self.starts[position] : self.starts[position + 1]]
 
     def messages(self) -> Iterator[Message]:
-        """The answers as messages again, with their shape and dtype."""
+        """The answers as messages, with their shape and dtype."""
         import torch
 
         for position, shape in enumerate(self.shapes):
@@ -286,7 +286,7 @@ class Columns:
         return self
 
     def table(self) -> dict[str, list[str] | NDArray[Any]]:
-        """The rows by columns: lists of words, and arrays of int64 and (``value``) float64."""
+        """The rows as columns: lists of strings, and arrays of int64 and (``value``) float64."""
         starts = np.array(self.starts, dtype=np.int64)
         sizes = starts[1:] - starts[:-1]
         stream_ids = np.repeat(np.array(self.stream_ids, dtype=np.int64), sizes).tolist()
@@ -302,12 +302,12 @@ class Columns:
         table["value"] = np.array(self.values, dtype=np.float64)
         return table
 
-    # -- what a table does not say -------------------------------------------------------------------------------------
+    # -- what the rows leave out ---------------------------------------------------------------------------------------
 
     def structure(self) -> dict[str, Any]:
-        """What the rows do not say of the messages, as JSON values, which `of` reads.
+        """What `of` needs besides the rows to restore the messages, as JSON values.
 
-        These are the streams; the stream of each message whose rows fit several streams; and the messages without
+        These are the streams; the stream of each message whose rows would fit several streams; and the messages without
         numbers, which have no rows.
         """
         alike = self._alike()
@@ -330,7 +330,7 @@ class Columns:
         return self.starts[position] == self.starts[position + 1]
 
     def _alike(self) -> dict[tuple[str, str, str, str, str, int], list[int]]:
-        """The indices of the streams whose rows begin with the same columns."""
+        """The indices of the streams whose rows have the same first columns."""
         alike: dict[tuple[str, str, str, str, str, int], list[int]] = {}
         for number, stream in enumerate(self.streams):
             alike.setdefault(stream.words, []).append(number)
@@ -338,7 +338,7 @@ class Columns:
 
     @classmethod
     def of(cls, table: Mapping[str, Sequence[Any]], structure: Mapping[str, Any]) -> Columns:
-        """The answers whose `table` and `structure` these are."""
+        """Restore the answers from their `table` and `structure`."""
         made = cls()
         for stream in structure["streams"]:
             made._id_of(Stream(*stream))
@@ -369,7 +369,7 @@ def _complex(kind: str, module: str | None, dtype: object) -> MessageError:
 
 
 def _as_float64(stack: Stack) -> NDArray[np.float64]:
-    """The numbers of many messages, one behind the other."""
+    """The numbers of many messages, concatenated."""
     if stack.data is None:
         return np.zeros(0)
     numbers: NDArray[np.float64] = stack.data.detach().cpu().double().numpy().reshape(-1)

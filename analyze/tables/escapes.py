@@ -6,18 +6,18 @@ import math
 import re
 from typing import Any, Final
 
-from tracer.shown import printable as printable  # with what makes names harmless elsewhere
+from tracer.shown import printable as printable  # re-exported beside the other escapes
 
 _UNSEEN: Final = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Characters that JSON does not escape, but terminals and editors obey: controls, line ends, text direction."""
+"""Characters that JSON does not escape but terminals and editors obey: controls, line ends, text direction."""
 _RUN: Final = tuple("=+-@\t\r\n'＝＋－＠")
-"""Beginnings that a spreadsheet takes for formulas; and the apostrophe, so that it can be taken off again."""
+"""Prefixes that a spreadsheet takes for a formula; also the apostrophe, so that the escape can be undone."""
 
 
 def finite(value: Any) -> Any:
-    """A value that JSON has a word for: what is not finite becomes ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``.
+    """A value that JSON can represent: a non-finite float becomes ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``.
 
-    ``float`` of Python and ``Number`` of JavaScript understand these texts.
+    Python's ``float`` and JavaScript's ``Number`` parse these texts.
 
     Examples
     --------
@@ -30,7 +30,7 @@ def finite(value: Any) -> Any:
 
 
 def in_json(text: str) -> str:
-    r"""An equal JSON document that has no effect on a terminal.
+    r"""An equal JSON document without characters that a terminal obeys.
 
     Examples
     --------
@@ -43,8 +43,8 @@ def in_json(text: str) -> str:
 def in_cell(text: str) -> str:
     """A text as a cell that a spreadsheet shows and does not compute.
 
-    An apostrophe stands before it if it begins with ``= + - @``, their wide forms, a tab, a line end, or an
-    apostrophe. A reader takes the first apostrophe off.
+    An apostrophe is put before a text that begins with ``= + - @``, their fullwidth forms, a tab, a line end, or an
+    apostrophe. A reader removes the first apostrophe.
 
     Examples
     --------

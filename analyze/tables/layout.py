@@ -1,4 +1,4 @@
-"""Tables of texts as people read them, as wide as the terminal."""
+"""Tables of texts that fit the width of the terminal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 _MOST_LINES: Final = 4
-"""The most lines of a row."""
+"""The maximum number of lines of a row."""
 _LEAST_NAME: Final = 16
-"""The least columns of a name that is shortened."""
+"""The minimum width of a shortened name."""
 _LEAST_PROSE: Final = 12
-"""The least columns of prose that is wrapped."""
+"""The minimum width of wrapped prose."""
 _INDENT: Final = 2
 """Columns by which the rows of a group, and the paragraph below a row, are indented."""
 _BETWEEN: Final = " · "
@@ -54,18 +54,17 @@ class _Layout:
 class TextTable:
     """Rows of texts for `rich`, in lines that fit the terminal.
 
-    No word and no heading is broken, and no row takes more than four lines. Where the rows are too wide, the values of
-    `group` become headings with the rows below them. If that is not enough, names are shortened in the middle, prose
-    is wrapped, and the widest of these columns go to a paragraph below the row. Among the layouts that fit, those that
-    lose the least come first: text that is cut, and names that look the same once shortened. Among equals, the one with
-    the fewest lines is taken.
+    No word and no heading is broken, and no row takes more than four lines. If the rows are too wide, the values of
+    `group` become headings with the rows below them. If that is not enough, names are shortened in the middle, prose is
+    wrapped, and the widest of these columns move to a paragraph below the row. Among the layouts that fit, the one that
+    loses least is taken (cut text, and names that look the same once shortened), and among equals the shortest.
 
     Parameters
     ----------
     columns : sequence of str
         The headings.
     rows : sequence of sequences of str
-        For each row a text for each column, without line breaks.
+        For each row, one text per column, without line breaks.
     right, names, prose : collections of str
         Columns that are aligned to the right, that may be shortened, and that may be wrapped. Any other column is as
         wide as its widest text.
@@ -92,7 +91,7 @@ class TextTable:
         self._widths = [max(map(len, texts)) for texts in self._texts]
 
     def plain(self) -> str:
-        """The table for a file or a program: a line for each row, of any width."""
+        """The table for a file or a program: one line per row, of any width."""
         layout = _Layout(width=sum(self._widths) + len(self._widths), gap=1, beside=dict(enumerate(self._widths)))
         return "\n".join(line for row in (self._columns, *self._rows) for line in self._row(row, layout)[0])
 
@@ -133,7 +132,7 @@ class TextTable:
             yield _Layout(width, 1, {}, tuple(sorted(below)), self._group)
 
     def _fitted(self, beside: Sequence[int], room: int, *, shrinks: bool) -> dict[int, int] | None:
-        """The widths of columns in `room`, where the widest that can shrink does; None if they do not fit."""
+        """The widths of columns in `room`, taken from the widest that can shrink; None if the columns do not fit."""
         widths = {place: self._widths[place] for place in beside}
         least = {place: self._least(place) if shrinks else widths[place] for place in beside}
         if not beside or sum(least.values()) > room:
@@ -152,7 +151,7 @@ class TextTable:
         return self._widths[place]
 
     def _lines(self, layout: _Layout) -> tuple[int, list[tuple[str, bool]]]:
-        """The number of rows that are cut and of columns with ambiguous names; and the lines."""
+        """How many rows are cut and columns have ambiguous names, added up; and the lines."""
         lost = sum(
             len({shortened(text, width) for text in self._texts[place]}) < len(set(self._texts[place]))
             for place, width in layout.beside.items()
@@ -174,7 +173,7 @@ class TextTable:
         return lost, lines
 
     def _row(self, row: Sequence[str], layout: _Layout) -> tuple[list[str], bool]:
-        """The lines of a row, and whether some of its text is left out."""
+        """The lines of a row, and whether text was left out."""
         indent = 0 if layout.group is None else _INDENT
         room = max(layout.width - indent - _INDENT, 1)
         rest = _wrapped(_BETWEEN.join(row[place] for place in layout.below if row[place]), room)

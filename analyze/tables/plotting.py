@@ -1,4 +1,4 @@
-"""Answers as a figure: a panel for each kind, with a line for each series, or a map where there are many."""
+"""Answers as a figure: a panel per kind, with a line per series, or a map if there are many series."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS: Final = (".png", ".svg", ".pdf")
-"""The suffixes of files that a figure is written to."""
+"""The supported file suffixes of a figure."""
 _LINES: Final = 8
-"""The most series that are lines; more are the rows of a map."""
+"""With more series than this, a panel is a map with a row per series."""
 _PANELS: Final = 12
 _CELLS: Final = 600
-"""The most cells of a row of a map; each shows the largest of its values."""
+"""The maximum number of cells in a row of a map; a cell shows the largest of its values."""
 _NAME: Final = 40
-# Okabe and Ito's colours, which people of all kinds of colour vision tell apart, from dark to light
+# the colour-blind palette of Okabe and Ito, from dark to light
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00", "#7F7F00")
 _MARKERS: Final = "osD^vPX*"
 
 
 class _Course(NamedTuple):
-    """A series: its name, its steps in ascending order, and a value at each."""
+    """A series: its name, its ascending steps, and a value at each step."""
 
     name: str
     steps: NDArray[np.int64]
@@ -50,12 +50,12 @@ def figure_of(answers: Columns, *, log: bool | None = None) -> Figure:
     ----------
     answers : Columns
     log : bool, optional
-        Whether values have a logarithmic scale. By default where all are positive and span two decades.
+        Whether the value axis is logarithmic. By default, if all values are positive and span two decades.
 
     Returns
     -------
     matplotlib.figure.Figure
-        It belongs to nobody: no window is opened, and pyplot does not know it.
+        A figure that pyplot does not know: no window is opened.
 
     Raises
     ------
@@ -84,18 +84,18 @@ def figure_of(answers: Columns, *, log: bool | None = None) -> Figure:
 
 
 class Matrix(NamedTuple):
-    """A square matrix as it is drawn.
+    """A square matrix to draw.
 
     Attributes
     ----------
     values : ndarray of float64, (n, n)
-        What is NaN is grey.
+        NaN is drawn grey.
     label : str
-        What the values are.
+        The name of the values.
     low, high : float
-        Where the colours begin and end.
+        The values at both ends of the colour scale.
     colours : str
-        Of matplotlib; or ``"away"``: blue below the middle, white there, orange above.
+        A matplotlib colormap; or ``"away"``: blue below the middle, white there, orange above.
     """
 
     values: NDArray[np.float64]
@@ -112,10 +112,10 @@ def matrices_of(drawn: Sequence[Matrix], names: Sequence[str], title: str = "", 
     ----------
     drawn : sequence of Matrix
     names : sequence of str
-        Of the rows and columns; of many, some are written.
+        Names of the rows and columns; if there are many, only some are written.
     title : str
     remarks : str
-        What stands below them.
+        Text below the matrices.
 
     Returns
     -------
@@ -165,7 +165,7 @@ def _colours(name: str) -> Any:
 
 
 def _figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches, that pyplot does not know."""
+    """An empty figure, in inches, that is not registered with pyplot."""
     needed("a figure", "matplotlib", "plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -176,7 +176,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _courses(answers: Columns) -> dict[str, list[_Course]]:
-    """The series of each kind; of answers that are arrays, the means of their finite numbers."""
+    """The series of each kind; an array answer counts as the mean of its finite numbers."""
     positions: dict[tuple[str, str], list[int]] = {}
     several = len({stream.trace for stream in answers.streams}) > 1
     for position, number in enumerate(answers.stream_ids):
@@ -202,7 +202,7 @@ def _has_positive(drawn: Sequence[_Course]) -> bool:
 
 
 def _spans_decades(drawn: Sequence[_Course]) -> bool:
-    """Whether all finite values are positive, and the largest is a hundred times the least."""
+    """Whether all finite values are positive and span more than two decades."""
     values = np.concatenate([one.values[np.isfinite(one.values)] for one in drawn])
     return bool(values.size and values.min() > 0 and values.max() > 100 * values.min())
 
@@ -218,7 +218,7 @@ def _lines(axes: Axes, drawn: Sequence[_Course], is_log: bool) -> None:
             markevery=max(1, len(one.steps) // 8),
             markersize=4,
             linewidth=1.4,
-            label=f"\u200b{shortened(printable(one.name), _NAME)}",  # a label that begins with _ would be left out
+            label=f"\u200b{shortened(printable(one.name), _NAME)}",  # matplotlib omits labels that begin with _
         )
         strange = one.steps[~np.isfinite(one.values)]
         if strange.size:
@@ -240,7 +240,7 @@ def _lines(axes: Axes, drawn: Sequence[_Course], is_log: bool) -> None:
 
 
 def _map(axes: Axes, drawn: Sequence[_Course], is_log: bool) -> None:
-    """Series as rows, steps as columns; a cell has the largest of its values, and is grey if none is finite."""
+    """Draw series as rows over step columns; a cell shows its largest finite value, and is grey if it has none."""
     from matplotlib.colors import LogNorm, Normalize
 
     first = min(int(one.steps[0]) for one in drawn)
@@ -269,5 +269,5 @@ def _map(axes: Axes, drawn: Sequence[_Course], is_log: bool) -> None:
 
 
 def _text(text: Any) -> None:
-    """Names are no formulas, though they may have dollar signs."""
+    """Do not parse a text as a formula: names may have dollar signs."""
     text.set_parse_math(False)

@@ -1,4 +1,4 @@
-"""Answers as a table: gathered from a replay, and written to files."""
+"""The table of answers: collected from a replay, and written to files."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Results:
     value           float64
     ==============  ==============================================================================================
 
-    Answers in memory are kept by columns, about 60 bytes a number.
+    In memory, a number takes about 60 bytes.
 
     Parameters
     ----------
     answers : Answers, optional
-        Where answers are already. They are read from there; the first call that needs all of them at once loads them
-        into memory, where they stay.
+        Storage that holds answers already. They are read from there; the first call that needs all of them at once
+        loads them into memory, where they stay.
 
     Examples
     --------
@@ -67,31 +67,31 @@ class Results:
         self._answers: Answers = Columns() if answers is None else answers
 
     def _gathered(self) -> Columns:
-        """The answers, which are in memory from now on."""
+        """Load the answers into memory, where they stay."""
         self._answers = found = self._answers.gathered()
         return found
 
     # -- filling --------------------------------------------------------------------------------------------
 
     def add(self, message: Message, trace: str = "", subscriber: str = "") -> None:
-        """Append an answer: a row for each of its numbers.
+        """Append an answer: one row per number.
 
         Raises
         ------
         MessageError
-            If its data is complex, which no table of numbers holds.
+            If the data is complex, which no table of numbers can hold.
         """
         self._gathered().add(message, trace, subscriber)
 
     def add_many(self, stretch: Stretch, trace: str, subscribers: Mapping[str, str]) -> None:
-        """Append many answers in their order, as `add` would one by one.
+        """Append many answers in order; equal to `add` on each.
 
         Parameters
         ----------
         stretch : Stretch
         trace : str
         subscribers : mapping of str to str
-            Who answered, for each kind.
+            Kind → the subscriber that answered.
 
         Raises
         ------
@@ -105,12 +105,12 @@ class Results:
         self._gathered().extend(other._gathered())
 
     def structure(self) -> dict[str, Any]:
-        """What the rows do not say of the answers, as JSON values: see `restored`."""
+        """What `restored` needs besides the rows to restore the answers, as JSON values."""
         return self._gathered().structure()
 
     @classmethod
     def restored(cls, columns: Mapping[str, Sequence[Any]], structure: Mapping[str, Any]) -> Results:
-        """Results that are equal to those that gave `columns` and `structure`.
+        """Restore results from their `columns` and `structure`.
 
         Examples
         --------
@@ -141,36 +141,36 @@ class Results:
         return f"Results({len(self)} rows, {len(self._gathered().streams)} series)"
 
     def __str__(self) -> str:
-        """The text of `to_table`, as wide as the terminal."""
+        """The text of `to_table`, in the width of the terminal."""
         return str(self.to_table()) if len(self) else repr(self)
 
     @property
     def traces(self) -> tuple[str, ...]:
-        """The traces that were replayed, in their order."""
+        """The traces that were replayed, in order."""
         return tuple(dict.fromkeys(stream.trace for stream in self._gathered().streams))
 
     @property
     def subscribers(self) -> tuple[str, ...]:
-        """The subscribers that answered, in the order of their first answers."""
+        """The subscribers that answered, in order of their first answers."""
         return tuple(dict.fromkeys(stream.subscriber for stream in self._gathered().streams))
 
     def messages(self) -> Iterator[Message]:
-        """The answers as messages again, with their shape and dtype."""
+        """The answers as messages, with their shape and dtype."""
         return self._answers.messages()
 
     def columns(self) -> dict[str, list[str] | NDArray[Any]]:
-        """The table by columns: lists of words, and arrays of int64 and (``value``) float64."""
+        """The table as columns: lists of strings, and arrays of int64 and (``value``) float64."""
         return self._gathered().table()
 
     def plot(self, path: PathLike | None = None, *, log: bool | None = None, overwrite: bool = False) -> Any:
-        """Draw the answers over their steps: a panel for each kind, a line for each series, a map of more than eight.
+        """Draw the answers over their steps: a panel per kind, with a line per series, or a map beyond eight series.
 
         Parameters
         ----------
         path : path, optional
-            Of a file to write: ``.png``, ``.svg`` or ``.pdf``.
+            File to write: ``.png``, ``.svg`` or ``.pdf``.
         log : bool, optional
-            Whether values have a logarithmic scale. By default where all are positive and span two decades.
+            Whether the value axis is logarithmic. By default, if all values are positive and span two decades.
         overwrite : bool
             Whether a file at `path` may be replaced.
 
@@ -184,7 +184,7 @@ class Results:
         MessageError
             If there are no answers.
         TraceExistsError
-            If there is a file, unless `overwrite`.
+            If the file exists and `overwrite` is false.
         UnknownNameError
             If the suffix of `path` is none of these.
         TracerError
@@ -199,7 +199,7 @@ class Results:
         return figure
 
     def _repr_html_(self) -> str:
-        """The series at a glance, for notebooks."""
+        """The summary, for notebooks."""
         columns = ("kind", "module", "tag", "n", "first", "last", "min", "at", "max", "at", "trend")
         rows = [
             (one.kind, one.module, one.tag, one.n, one.first, one.last)
@@ -209,23 +209,23 @@ class Results:
         return table(columns, rows, repr(self))
 
     def summary(self) -> list[Series]:
-        """Each series at a glance: how many answers, first, last, least and greatest value, and a line of its course.
+        """A summary per series: the number of answers, first, last, least and greatest value, and a sparkline.
 
-        The course of answers that are arrays is that of the means of their finite numbers.
+        In first, last and the sparkline, an array answer counts as the mean of its finite numbers.
         """
         return series_of(self._gathered())
 
     def to_table(self, rows: int = 40) -> ResultsTable:
-        """Tables for a terminal, one for each kind: every row if there are at most `rows`, else a line for each series.
+        """Tables for a terminal, one per kind: every row if there are at most `rows`, else a line per series.
 
-        Names that the tables shorten are whole in `summary`, and in the files.
+        Names that the tables shorten are complete in `summary` and in the files.
         """
         return ResultsTable(list(self) if len(self) <= rows else self.summary())
 
     # -- writing --------------------------------------------------------------------------------------------
 
     def write(self, path: PathLike, *, overwrite: bool = False) -> None:
-        """Write to a file of the format that its suffix names: ``.csv .jsonl .parquet .zarr .h5``.
+        """Write a file in the format that the suffix names: ``.csv .jsonl .parquet .zarr .h5``.
 
         A file appears complete or not at all.
 
@@ -234,9 +234,9 @@ class Results:
         UnknownNameError
             If the suffix is none of these.
         TraceExistsError
-            If something is there already, unless `overwrite`.
+            If the file exists and `overwrite` is false.
         TraceError
-            If it cannot be written.
+            If the file cannot be written.
         """
         writers = {
             ".csv": self.to_csv,
@@ -253,22 +253,22 @@ class Results:
     def to_csv(self, path: PathLike, *, overwrite: bool = False) -> None:
         """Write comma-separated values, UTF-8, with a header line.
 
-        Values are written so that they read back as the same float64; also ``nan``, ``inf`` and ``-inf``. Texts that a
-        spreadsheet would compute (``=1+1``) have an apostrophe before them, see `analyze.tables.escapes.in_cell`; a
-        reader takes the first apostrophe of a text off.
+        Values read back as the same float64, including ``nan``, ``inf`` and ``-inf``. Texts that a spreadsheet would
+        compute (``=1+1``) get an apostrophe before them, see `analyze.tables.escapes.in_cell`; a reader removes the
+        first apostrophe of a text.
         """
         write_csv(self, path, overwrite=overwrite)
 
     def to_jsonl(self, path: PathLike, *, overwrite: bool = False) -> None:
-        """Write JSON lines, UTF-8: an object of all columns for each row.
+        """Write JSON lines, UTF-8: one object with all columns per row.
 
-        Values read back as the same float64. JSON has no word for numbers that are not finite: they become the strings
-        ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which Python's ``float`` and JavaScript's ``Number`` understand.
+        Values read back as the same float64. JSON has no non-finite numbers: they become the strings ``"NaN"``,
+        ``"Infinity"`` and ``"-Infinity"``, which Python's ``float`` and JavaScript's ``Number`` parse.
         """
         write_jsonl(self, path, overwrite=overwrite)
 
     def to_parquet(self, path: PathLike, *, overwrite: bool = False) -> None:
-        """Write Parquet: words as strings, counters as int64, ``value`` as double.
+        """Write Parquet: strings, counters as int64, ``value`` as double.
 
         Raises
         ------
@@ -288,29 +288,29 @@ class Results:
         return pandas().DataFrame(self.columns(), columns=list(COLUMNS))
 
     def to_xarray(self, kinds: str | Iterable[str] | None = None) -> Any:
-        """The answers as an `xarray.Dataset`: a variable for each kind, with the axes ``step`` and ``layer``.
+        """The answers as an `xarray.Dataset`: a variable per kind, with the axes ``step`` and ``layer``.
 
-        What all answers of a kind have in common (trace, subscriber, tag, rank, call) is in the attributes of its
-        variable, and what differs is an axis more. Kinds that only the network has lack the axis ``layer``. Arrays have
-        further axes, as long as the longest of them. Where there is no answer, there is NaN.
+        What all answers of a kind share (trace, subscriber, tag, rank, call) is in the attributes of the variable; a
+        field that differs becomes an axis. Kinds that only the network has lack the axis ``layer``. Array answers have
+        further axes, as long as the longest array. Missing answers are NaN.
 
         Parameters
         ----------
         kinds : str or iterable of str, optional
-            Which kinds of answers; by default all.
+            The kinds of answers to include; by default all.
 
         Returns
         -------
         xarray.Dataset
-            Of float64. ``epoch`` and ``train_step`` stand beside ``step`` where they are the same in all answers of a
-            step. Units are in the attribute ``units`` where they do not depend on what was recorded; 1 stands for none.
+            Of float64. ``epoch`` and ``train_step`` are coordinates along ``step`` if all answers of a step agree. The
+            attribute ``units`` is set where the unit does not depend on what was recorded; 1 is dimensionless.
 
         Raises
         ------
         UnknownNameError
-            If there is no answer of a kind.
+            If no answer has one of the kinds.
         MessageError
-            If answers of a kind have different numbers of axes, if several would stand at one place, or if an array
+            If answers of a kind have different numbers of axes, if several answers have the same place, or if an array
             would take more than 1 GiB to hold few answers.
         TracerError
             If xarray is not installed.
@@ -318,28 +318,28 @@ class Results:
         return arrays.dataset_of(self._gathered(), kinds)
 
     def to_trace(self, path: PathLike, *, overwrite: bool = False) -> None:
-        """Write a trace of the answers (``.zarr`` or ``.h5``), which a later replay takes like a recorded one.
+        """Write the answers as a trace (``.zarr`` or ``.h5``) that can be replayed like a recorded one.
 
         Raises
         ------
         TraceError
-            If these are results of several traces: their steps would be mixed up.
+            If the results come from several traces, whose steps would be mixed up.
         """
         write_trace(self.messages(), self.traces, self.subscribers, path, overwrite=overwrite)
 
     def to_tensorboard(self, logdir: PathLike, *, times: Mapping[str, Clock] | None = None) -> None:
-        """Write event files that TensorBoard shows: each number is a scalar ``kind/module`` at its global step.
+        """Write TensorBoard event files: each number is a scalar ``kind/module`` at its global step.
 
-        Each trace is a run of its own, in a folder below `logdir` that has the trace's path without its suffix. Of
-        several ranks, each has a folder in that. The tag is added to the name unless it is ``default``, and so is
-        the position of a number in an array. Counts with edges (of ``histogram``) become histograms.
+        Each trace is a run in a folder below `logdir`, named like the trace's path without its suffix, with a subfolder
+        per rank if there are several. The name of a scalar also has the tag unless it is ``default``, and the position
+        of a number in an array. Counts with edges (of ``histogram``) become histograms.
 
         Parameters
         ----------
         logdir : path
         times : mapping of str to callable, optional
-            For each trace, the time of a global step, in seconds since 1970; see
-            `analyze.tables.tensorboard.times_of`. By default, the time of writing.
+            Trace → the time of a global step, in seconds since 1970; see `analyze.tables.tensorboard.times_of`. By
+            default, the time of writing.
 
         Raises
         ------
@@ -351,7 +351,7 @@ class Results:
 
 @final
 class Sink(Receiver):
-    """A receiver that adds the answers of some subscribers to results; it asks for no message itself.
+    """A receiver that adds the answers of some subscribers to results; it requests no messages itself.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Results as people read them on a terminal: a table for each kind, with a small curve of each series."""
+"""Results on a terminal: a table per kind, with a sparkline per series."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 Shown: TypeAlias = Row | Series
 
 _WIDE_LABEL: Final = 24
-"""A table with less room than this for module paths puts numbers below each other instead."""
+"""With less room than this for module paths, a table puts numbers below each other instead."""
 _LEAST_LABEL: Final = 8
-"""Columns that a module's path keeps in any case."""
+"""The minimum width of a module path."""
 
 
 def number(value: float) -> str:
@@ -47,11 +47,11 @@ class _Column:
 
 @final
 class ResultsTable:
-    """Rows or series of results for `rich`: a table for each kind, in the order in which the kinds came.
+    """Rows or series of results for `rich`: one table per kind, in the order of the kinds.
 
-    A table of series has three layouts, and the first is taken that leaves room for the module paths: (1) one line for
-    each series; (2) the steps of minimum and maximum below their values; (3) as 2, with the last value below the first
-    and the count below the path. Paths that are longer than the room left for them are shortened in the middle.
+    Series have three layouts; the first that leaves enough room for the module paths is taken: (1) one line per series;
+    (2) the steps of minimum and maximum below their values; (3) as (2), with the last value below the first and the
+    count below the path. Paths that are longer than their room are shortened in the middle.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class ResultsTable:
         return self.plain(shutil.get_terminal_size().columns)
 
     def plain(self, width: int = 100_000) -> str:
-        """The tables as text, in lines of at most this width; by default none is shortened."""
+        """The tables as text, in lines of at most `width` characters; by default, nothing is shortened."""
         return "\n\n".join("\n".join((heading, *lines)) for heading, lines in self.lines(width))
 
     def lines(self, width: int) -> Iterator[tuple[str, list[str]]]:
@@ -105,14 +105,14 @@ class ResultsTable:
             yield shortened(heading, width), self._table(columns, widths, these, label, " " * gap)
 
     def _by_kind(self) -> dict[tuple[str, str], list[Shown]]:
-        """The rows or series of each table, after its kind and, if there are several traces, its trace."""
+        """The rows or series of each table, by kind and, if there are several traces, by trace."""
         groups: dict[tuple[str, str], list[Shown]] = {}
         for one in self._shown:
             groups.setdefault((one.kind, one.trace if self._traces else ""), []).append(one)
         return groups
 
     def _label(self, one: Shown) -> str:
-        """The label of a row: the module, and its tag, rank and call where they are not the usual."""
+        """The label of a row: the module, with tag, rank and call unless they are the default."""
         words = [printable(one.module)] if one.module else []
         words += [f"@{printable(one.tag)}"] if one.tag != "default" else []
         words += [f"rank {one.rank}"] if self._ranks else []
@@ -120,7 +120,7 @@ class ResultsTable:
         return " ".join(words)
 
     def _columns(self, form: Sequence[_Column]) -> list[_Column]:
-        """The columns of a form, without rare ones whose cells are all empty."""
+        """The columns of a layout, without rare columns whose cells are all empty."""
         return [
             one for one in form if one.heading[0] not in _RARE or any("".join(one.cell(row)) for row in self._shown)
         ]
@@ -148,7 +148,7 @@ class ResultsTable:
 
 
 def _strange(one: Series) -> tuple[str, ...]:
-    """How many numbers are not finite, and since when."""
+    """How many numbers are not finite, and the first step with one."""
     counts = [f"{count:,} {what}" for count, what in ((one.nans, "NaN"), (one.infs, "inf")) if count]
     return (*counts, f"from {_at(one.first_strange)}") if counts else ()
 
@@ -170,7 +170,7 @@ _TREND_AND_STRANGE: Final = _Column(("trend",), lambda one: (one.trend, *_strang
 
 
 def _line(column: _Column, line: int) -> _Column:
-    """One line of a column, as a column of its own."""
+    """One line of a two-line column, as a column of its own."""
     return _Column((column.heading[line],), lambda one: (column.cell(one)[line],))
 
 

@@ -1,4 +1,4 @@
-"""Series of answers at a glance: how many, the first and last, the least and greatest, and a line of their course."""
+"""Summaries of series of answers: count, first and last, least and greatest value, and a sparkline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from analyze.tables.sparkline import mean_of, sparkline
 
 
 class Series(NamedTuple):
-    """A stream of answers at a glance.
+    """The summary of a series of answers.
 
     ==============  ==============================================================================================
     n               how many answers
@@ -45,14 +45,14 @@ class Series(NamedTuple):
 
 
 def series_of(answers: Columns) -> list[Series]:
-    """A `Series` for each series of answers, in the order of their first answers."""
+    """A `Series` per series of answers, in order of their first answers."""
     keys: dict[tuple[str, str, str, str, int], int] = {}
     of_stream = [
         keys.setdefault((one.trace, one.kind, one.place, one.tag, one.rank), len(keys)) for one in answers.streams
     ]
     stream_ids = np.array(answers.stream_ids, dtype=np.int64)
     series = np.array(of_stream, dtype=np.int64)[stream_ids]
-    # the answers of each series, in their order, one series behind the other
+    # positions of the answers, grouped by series, in order within each
     positions = np.argsort(series, kind="stable")
     numbers, begins = np.unique(series[positions], return_index=True)
     values, starts = np.array(answers.values, dtype=np.float64), np.array(answers.starts, dtype=np.int64)

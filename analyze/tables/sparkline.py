@@ -1,4 +1,4 @@
-"""The course of a series, drawn in a line of blocks."""
+"""A series drawn as a line of block characters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ _FLAT: Final = BLOCKS[3]
 
 
 def sparkline(values: Sequence[float] | NDArray[np.float64], width: int = 12) -> str:
-    """The course of a series in a line of blocks; a gap where nothing is finite.
+    """A series as a line of block characters; a space where no value is finite.
 
-    Each block stands for a stretch of the series. It shows that value of the stretch which is farthest from the median
-    of the whole series, so that a single step that differs from all others is seen. Values that are equal up to
-    rounding are a flat line.
+    Each block stands for a part of the series. It shows the value of that part which is farthest from the median of the
+    whole series, so that a single outlier is visible. Values that are equal up to rounding give a flat line.
 
     Examples
     --------
@@ -36,7 +35,7 @@ def sparkline(values: Sequence[float] | NDArray[np.float64], width: int = 12) ->
     parts = np.array_split(course, min(width, len(course))) if len(course) else []
     if not finite.size:
         return " " * len(parts)
-    # halves, because the difference of two float64 may be beyond float64
+    # halved, because the difference of two float64 may overflow
     low, high, median = (float(function(finite / 2)) for function in (np.min, np.max, np.median))
     if high - low <= 4 * np.finfo(np.float64).eps * max(abs(low), abs(high)):
         low = high

@@ -1,4 +1,4 @@
-"""Answers as the event files that TensorBoard shows."""
+"""Answers as TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tracer.trace.reader import TraceReader
 
 Clock: TypeAlias = Callable[[int], float]
-"""Gives the time of a global step, in seconds since 1970."""
+"""A function from a global step to its time, in seconds since 1970."""
 
 
 def write_events(answers: Columns, logdir: PathLike, times: Mapping[str, Clock]) -> None:
@@ -45,23 +45,23 @@ def write_events(answers: Columns, logdir: PathLike, times: Mapping[str, Clock])
 
 
 def times_of(reader: TraceReader) -> Clock | None:
-    """The estimated time of each global step of a trace, in seconds since 1970; None if the run has no end yet.
+    """The estimated time of each global step of a trace, in seconds since 1970; None if the run has not ended.
 
-    A trace has the times when its run began and ended, but none of its steps: they are spread evenly between the two.
+    A trace has the times when its run began and ended, but not those of its steps: they are spread evenly between.
     """
     info = reader.info
     if info["created"] is None or info["ended"] is None or info["steps"] is None:
         return None
     try:
         began, ended = (dt.datetime.fromisoformat(info[name]).timestamp() for name in ("created", "ended"))
-    except (TypeError, ValueError):  # another writer may give these names to anything
+    except (TypeError, ValueError):  # another writer may use these names for anything
         return None
     first, last = info["steps"]
     return lambda step: began + (ended - began) * (step - first + 1) / (last - first + 1)
 
 
 def _run_of(trace: str) -> str:
-    """The name in TensorBoard of a trace's run: a folder below its own.
+    """The name of a trace's run in TensorBoard, which is a relative folder.
 
     Examples
     --------
@@ -75,12 +75,12 @@ def _run_of(trace: str) -> str:
 
 @final
 class _Events:
-    """Writes the answers of one rank of a trace as events; counts are kept until their edges come."""
+    """Writes the answers of one rank of a trace as events; histogram counts wait for their edges."""
 
     def __init__(self, writer: Any, streams: Iterable[Stream], when: Clock | None) -> None:
         self._writer = writer
         self._when = when
-        # the edges of a histogram may have a label after them: weights_histogram_edges_fine
+        # the kind of edges may end in a label: weights_histogram_edges_fine
         self._edges_of = {
             (stream.trace, stream.kind.replace("_edges", "", 1)): stream.kind
             for stream in streams

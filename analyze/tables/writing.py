@@ -1,4 +1,4 @@
-"""Answers as files, which appear complete or not at all."""
+"""Writes answers to files, which appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tracer.messaging.messages import Message
 
 PathLike: TypeAlias = str | os.PathLike[str]
 _ODD = "backslashreplace"
-"""How text that is not UTF-8 is written: a path may have any bytes, and a module any name."""
+"""The error handler for text that is not UTF-8: a path may have any bytes, and a module any name."""
 
 
 def write_csv(rows: Iterable[Row], path: PathLike, *, overwrite: bool) -> None:
@@ -33,18 +33,18 @@ def write_csv(rows: Iterable[Row], path: PathLike, *, overwrite: bool) -> None:
     ):
         writer = csv.writer(_Lines(file), lineterminator=_CRLF)
         writer.writerow(COLUMNS)
-        cells = lru_cache(_WORDS)(lambda *words: tuple(map(in_cell, words)))  # the rows of a series have the same
+        cells = lru_cache(_WORDS)(lambda *words: tuple(map(in_cell, words)))  # the rows of a series share their words
         # a csv writer writes floats by repr
         writer.writerows(cells(*row[:5]) + row[5:] for row in rows)
 
 
 _CRLF = "\r\n"
 _WORDS = 1024
-"""Series whose words are kept as cells."""
+"""How many series have their escaped words cached."""
 
 
 class _Lines:
-    """A file whose lines end with LF, for a csv writer with _CRLF: with LF, that writer would not quote a CR."""
+    """Writes the lines of a csv writer with LF ends. The writer itself uses _CRLF: with LF, it would not quote a CR."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -72,14 +72,14 @@ def write_parquet(table: Mapping[str, Any], path: PathLike, *, overwrite: bool) 
 
 
 def arrow_table(table: Mapping[str, Any], *texts: str) -> Any:
-    """A table by columns as a `pyarrow.Table`: `COLUMNS`, and further columns of texts."""
+    """The `pyarrow.Table` of a table by columns: `COLUMNS`, and further string columns."""
     import pyarrow as pa
 
     return pa.table({field.name: pa.array(in_utf8(table[field.name]), field.type) for field in arrow_schema(*texts)})
 
 
 def arrow_schema(*texts: str) -> Any:
-    """The `pyarrow.Schema` of `COLUMNS` and further columns of texts."""
+    """The `pyarrow.Schema` of `COLUMNS` and further string columns."""
     import pyarrow as pa
 
     types = {name: pa.int64() if name in WHOLE else pa.string() for name in (*COLUMNS, *texts)}
@@ -87,11 +87,11 @@ def arrow_schema(*texts: str) -> Any:
 
 
 def in_utf8(column: Any) -> Any:
-    """A column of words, with escapes for what UTF-8 cannot hold; a column of numbers as it is."""
+    """A column of strings, with escapes for what UTF-8 cannot hold; a column of numbers is unchanged."""
     if isinstance(column, np.ndarray):
         return column
     try:
-        "".join(set(column)).encode()  # few of the words are different
+        "".join(set(column)).encode()  # the distinct strings are few
     except UnicodeEncodeError:
         return [one.encode(errors=_ODD).decode() for one in column]
     except TypeError:  # numbers
@@ -130,12 +130,12 @@ def new_file(path: PathLike, *, overwrite: bool) -> Iterator[Path]:
         raise TraceExistsError(f"{str(target)!r} is a folder, which a file never replaces")
     if not target.parent.is_dir():
         raise TraceNotFoundError(f"there is no folder {str(target.parent)!r} to write {target.name!r} into")
-    mine = f".{os.getpid()}-{os.urandom(4).hex()}"  # without the target's name, which may be as long as a name can be
+    mine = f".{os.getpid()}-{os.urandom(4).hex()}"  # without the target's name, which may have the maximum length
     temporary = target.with_name(f"{mine}.tmp{target.suffix}")
     aside = target.with_name(f"{mine}.old{target.suffix}")
     try:
         yield temporary
-        if target.is_dir():  # a folder cannot replace another, so that one is moved aside first
+        if target.is_dir():  # a folder cannot be replaced, so it is moved aside first
             os.replace(target, aside)
         try:
             os.replace(temporary, target)
@@ -156,22 +156,22 @@ def new_file(path: PathLike, *, overwrite: bool) -> Iterator[Path]:
 
 
 def pandas() -> Any:
-    """The package; `TracerError` if it is not installed."""
+    """The package pandas; raises `TracerError` if it is not installed."""
     return needed("a data frame", "pandas", "tables")
 
 
 def xarray() -> Any:
-    """The package; `TracerError` if it is not installed."""
+    """The package xarray; raises `TracerError` if it is not installed."""
     return needed("arrays with named axes", "xarray", "xarray")
 
 
 def needed(what: str, package: str, extra: str, module: str | None = None) -> Any:
-    """The package that `what` needs, or a module of it.
+    """Import the package that `what` needs, or a module of it.
 
     Raises
     ------
     TracerError
-        If it is not installed.
+        If the package is not installed.
     """
     try:
         return import_module(module or package)
@@ -180,5 +180,5 @@ def needed(what: str, package: str, extra: str, module: str | None = None) -> An
 
 
 def not_installed(what: str, package: str, extra: str) -> TracerError:
-    """The error if `what` needs a package that is missing."""
+    """The error that `what` needs a package that is missing."""
     return TracerError(f"{what} needs {package}, which is not installed: pip install 'tracereel[{extra}]'")

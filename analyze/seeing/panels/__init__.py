@@ -1,1 +1,1 @@
-"""The parts of a page that shows a run: one picture or table a file."""
+"""The panels of a page: one picture or table per module."""

@@ -1,4 +1,4 @@
-"""Answers that are arrays, such as histograms and spectra, over the steps."""
+"""Panel of answers that are arrays, such as histograms and spectra, over the steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from analyze.seeing.panels.panel import Panel, drawing, legend, packed, tell
 from analyze.seeing.words import text, titled
 
 NUMBERS = 45_000
-"""So many numbers have all of them together."""
+"""How many numbers all arrays in the page have together, at most."""
 
 
 def arrays_of(found: Gathered, order: Sequence[Layer]) -> list[dict[str, Any]]:
-    """The answers that are arrays, for the page's script: those of the most anomalous layers that there is room for."""
+    """The array answers for the page's script, the most anomalous layers first, as many as `NUMBERS` allows."""
     place = {layer.name: number for number, layer in enumerate(order)}
     series = _series(found)
     ranked = sorted(series.items(), key=lambda one: place.get(one[0].layer or "", -1))
@@ -48,7 +48,7 @@ def _series(found: Gathered) -> dict[Key, Frames]:
 
 
 def _edges(edges: Frames, key: Key, frames: Frames) -> dict[str, Any]:
-    """The least and the greatest edge of each histogram."""
+    """The lowest and the highest edge of each histogram."""
     _, table = edges.points()
     if len(table) != len(frames.steps) or not table.size:
         return {}

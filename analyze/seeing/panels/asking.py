@@ -1,4 +1,4 @@
-"""Asking for a metric in a page that has a server."""
+"""Panel to request a metric, for a page with a server."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from analyze.seeing.words import text
 
 
 def panel(metrics: Mapping[str, str]) -> Panel:
-    """The panel that asks for a metric.
+    """The panel with which a user requests a metric.
 
     Parameters
     ----------
     metrics : mapping of str to str
-        For each name what it lacks in the trace; empty if nothing.
+        Name of a metric → what it needs that the trace lacks; empty if nothing.
     """
     choices = "".join(
         f'<option value="{text(name)}"{f" disabled title={chr(34)}{text(lacks)}{chr(34)}" if lacks else ""}>'

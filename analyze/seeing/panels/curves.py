@@ -1,4 +1,4 @@
-"""Anything that was measured or asked, on demand: curves of the selected layers, or a heat map of all."""
+"""Panel of any measure or answer on demand: curves of the selected layers, or a heat map of all."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from analyze.seeing.panels.panel import (
 from analyze.seeing.words import plain, text, titled
 
 POINTS = 45_000
-"""So many points have the curves of all measures together."""
+"""How many points all curves have together, at most."""
 COLUMNS = 400
-"""Of so many columns of a curve the extremes are in the page."""
+"""A curve is thinned to the extremes of this many columns."""
 CELLS = 60_000
-"""So many cells have the heat maps of all measures together."""
+"""How many cells all heat maps have together, at most."""
 MEASURES = 12
-"""So many measures there are to choose from."""
+"""How many measures the user can choose from, at most."""
 SELECTED = 5
-"""So many layers are selected at first."""
+"""How many layers are selected at first."""
 
 ALWAYS = (RATIO, GRADIENT, WEIGHT, SIGNAL, DEAD)
 
 
 def _measures(found: Gathered) -> dict[tuple[str, str], dict[str, Course]]:
-    """The courses of each measure and tag, by layer: what is always measured first, then what was asked."""
+    """The courses of each measure and tag, by layer: the ratio first, then answers of metrics, then other measures."""
     measures: dict[tuple[str, str], dict[str, Course]] = {}
     for key, course in found.courses.items():
         if key.what in ALWAYS or key.what in found.subscribers:
             measures.setdefault((key.what, key.tag), {})[key.layer if key.layer is not None else NETWORK] = course
     place = {what: number for number, what in enumerate(ALWAYS)}
-    # what was asked comes first, since somebody asked for it; but the page opens on the ratio
+    # answers of metrics precede the built-in measures, since the user requested them; only the ratio stays first
     return dict(sorted(measures.items(), key=lambda one: place.get(one[0][0], 0.5))[:MEASURES])
 
 
 def lines_of(found: Gathered, order: Sequence[Layer]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The measures for the page's script, and the layers of which all curves are in the page."""
+    """The measures for the page's script, and the layers whose curves are in the page."""
     measures = _measures(found)
     if not measures:
         return [], []
@@ -93,7 +93,7 @@ def lines_of(found: Gathered, order: Sequence[Layer]) -> tuple[list[dict[str, An
 
 
 def _is_logarithmic(courses: Mapping[str, Course]) -> bool:
-    """Whether values are positive and differ by more than a factor of 20."""
+    """Whether all values are positive and differ by more than a factor of 20."""
     values = np.concatenate([course.points()[1] for course in courses.values()])
     values = values[np.isfinite(values)]
     return bool(len(values)) and bool(values.min() > 0) and bool(values.max() > 20 * values.min())
@@ -124,7 +124,7 @@ def _in_words(packs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _picture(steps: Any) -> Any:
-    """Two pictures, one below the other, of which one is seen: curves, and a heat map."""
+    """Linear curves, logarithmic curves and a heat map; the page shows one of them at a time."""
     from bokeh.layouts import column
     from bokeh.models import ColumnDataSource
 
@@ -142,7 +142,7 @@ def _picture(steps: Any) -> Any:
 
 
 def _map_picture(steps: Any) -> Any:
-    """An empty heat map, which the page's script fills."""
+    """An empty heat map, to be filled by the page's script."""
     from bokeh.models import ColumnDataSource, LinearColorMapper
     from bokeh.palettes import Viridis256
 

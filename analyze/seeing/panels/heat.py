@@ -1,4 +1,4 @@
-"""The update/weight ratio of all layers over all steps, as a heat map."""
+"""Panel of the heat map: the update/weight ratio of all layers over all steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from bokeh.plotting import figure
 
 CELLS = 36_000
-"""So many cells has each map."""
+"""How many cells each map has, at most."""
 MODES = {
     "value": ("as it is", "The greatest {what} of each cell."),
     "past": (
@@ -52,7 +52,7 @@ APART = (
 
 
 def measure_of(found: Gathered) -> str | None:
-    """What the heat map is of: the ratio, or what comes closest to it."""
+    """The measure that the heat map shows: the ratio, or else the best recorded substitute."""
     return next((what for what in (RATIO, GRADIENT, SIGNAL) if found.of(what)), None)
 
 
@@ -63,7 +63,7 @@ def panel(found: Gathered, reference: Gathered | None, order: Sequence[Layer], s
     ----------
     found : Gathered
     reference : Gathered, optional
-        The run that it may be compared with.
+        The run to compare with.
     order : sequence of Layer
         The most anomalous first.
     steps : bokeh.models.Range1d
@@ -112,7 +112,7 @@ def _maps(found: Gathered, reference: Gathered | None, what: str) -> dict[str, M
 
 
 def colours_of(mode: str, cells: np.ndarray) -> ColorMapper:
-    """The colours of a map."""
+    """The colour mapper of a map."""
     from bokeh.models import LinearColorMapper, LogColorMapper
     from bokeh.palettes import Viridis256
 
@@ -123,7 +123,7 @@ def colours_of(mode: str, cells: np.ndarray) -> ColorMapper:
             high=FARTHEST,
             nan_color="rgba(0, 0, 0, 0)",
             name=f"away-{mode}",
-            # in a map, what is beyond the last colour is far, and what is not finite has a cover of its own
+            # in the heat map, values beyond the scale have its last colour; `_draw_bad` covers non-finite cells
             **({"high_color": NOT_FINITE} if mode == "zoom" else {}),
         )
     finite = cells[np.isfinite(cells)]
@@ -170,7 +170,7 @@ def _draw(picture: figure, mode: str, one: Map, what: str, *, visible: bool) -> 
 
 
 def _draw_bad(picture: figure, one: Map) -> None:
-    """Cover the cells that hold something that is not finite; what can be compared with nothing has no other colour."""
+    """Cover the cells with non-finite values; in comparisons such cells have no colour of their own."""
     from bokeh.models import LinearColorMapper
 
     bad = np.isinf(one.cells)
@@ -182,7 +182,7 @@ def _draw_bad(picture: figure, one: Map) -> None:
 
 
 def _controls(maps: dict[str, Map], what: str) -> str:
-    """The switch between the maps."""
+    """The radio buttons that switch between the maps."""
     options = []
     for mode in ("past", "value", "reference"):
         if mode in maps:

@@ -1,4 +1,4 @@
-"""The loss over the steps, with what was found."""
+"""Panel of the loss over the steps, with findings marked."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from bokeh.plotting import figure
 
 COLUMNS = 600
-"""Of so many columns the extremes are drawn."""
+"""A curve is thinned to the extremes of this many columns."""
 COURSES = 6
-"""So many losses of a run are drawn."""
+"""How many losses of a run are drawn, at most."""
 
 
 def losses(found: Gathered) -> dict[str, Course]:
-    """The losses of a run by what they are called; the one of the training first, single terms if there is no other."""
+    """The losses of a run by label, that of the training first; loss terms only if there is no whole loss."""
     whole = {tag: course for (name, tag), course in found.losses.items() if name == "loss"}
     chosen = whole or {f"{name} {tag}": course for (name, tag), course in found.losses.items()}
     named = {"loss" if tag == DEFAULT_TAG else f"loss {tag}" if whole else tag: one for tag, one in chosen.items()}
@@ -57,7 +57,7 @@ def panel(found: Gathered, references: Sequence[Gathered], steps: Any) -> Panel:
         )
     log = bool((finite > 0).all())
     drawn = drawing(steps, 300, y_axis_type="log" if log else "linear", y_axis_label="loss")
-    _draw(drawn, runs[::-1])  # its own above the others
+    _draw(drawn, runs[::-1])  # the run's own curves are drawn last, above the others
     floor = float(finite.min())
     _mark_bad(drawn, own, floor)
     _mark(drawn, found.checked.findings, own, floor)
@@ -84,7 +84,7 @@ def _draw(drawn: figure, runs: Sequence[tuple[str, Mapping[str, Course]]]) -> No
             source = ColumnDataSource(columns, name=f"loss-{number_of_run}-{number_of_kind}")
             colour = LINES[number_of_run % len(LINES)]
             style: dict[str, Any] = {"source": source, "color": colour, "legend_label": label}
-            width = 2 if number_of_run == 0 else 4  # so that an equal one is seen below
+            width = 2 if number_of_run == 0 else 4  # a reference with the same values stays visible below
             line = drawn.line("step", "loss", line_width=width, line_dash=dashes[number_of_kind % len(dashes)], **style)
             if len(steps) < 3 or number_of_kind:
                 drawn.scatter("step", "loss", size=6, **style)
@@ -93,7 +93,7 @@ def _draw(drawn: figure, runs: Sequence[tuple[str, Mapping[str, Course]]]) -> No
 
 
 def _mark_bad(drawn: figure, own: Mapping[str, Course], floor: float) -> None:
-    """Crosses at the bottom where a loss is not finite."""
+    """Draw crosses at the bottom where a loss is not finite."""
     at = np.concatenate([steps[~np.isfinite(values)] for steps, values, _ in (one.points() for one in own.values())])
     if len(at):
         drawn.scatter(
@@ -108,7 +108,7 @@ def _mark_bad(drawn: figure, own: Mapping[str, Course], floor: float) -> None:
 
 
 def _mark(drawn: figure, findings: Sequence[Finding], own: Mapping[str, Course], floor: float) -> None:
-    """A line and a marker at the first step of each finding."""
+    """Draw a line and a marker at the first step of each finding."""
     from bokeh.models import ColumnDataSource
 
     at, values, _ = next(iter(own.values())).points()

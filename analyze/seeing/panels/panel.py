@@ -1,4 +1,4 @@
-"""What all panels are made of: their parts, and how their pictures look."""
+"""The parts of a panel, and the common style of the pictures."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from bokeh.plotting import figure
 
 LINES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-"""Colours that the colour-blind tell apart, too: M. Okabe and K. Ito, "Color Universal Design" (2008)."""
+"""Colours for the colour-blind: M. Okabe and K. Ito, "Color Universal Design" (2008)."""
 SLOTS = 8
-"""So many layers can be looked at together; the last two have the colours of the first two, and dashes."""
+"""How many layers can be selected together; the last two repeat the first two colours, with dashes."""
 DASHES = ("solid",) * len(LINES) + ("dashed",) * (SLOTS - len(LINES))
 AWAY = {"light": ("#0072B2", "#f4f4f4", "#D55E00"), "dark": ("#56B4E9", "#26282e", "#E69F00")}
-"""Below, at and above what is usual."""
+"""Colours below, at and above the usual value."""
 FARTHEST = 4.0
-"""Where the colours of `AWAY` end, in powers of two."""
+"""The shift, in powers of two, at which the colours of `AWAY` end."""
 NOT_FINITE = "#CC79A7"
 MARKS = 60
-"""So many findings of a severity are marked in a picture."""
+"""How many findings of a severity are marked in a picture, at most."""
 MARKERS = {1: "circle", 2: "inverted_triangle", 3: "star"}
 SHADES = {1: "#56B4E9", 2: "#E69F00", 3: "#D55E00"}
-"""How a finding of each severity looks."""
+"""The marker colour of each severity."""
 FINDING = (("step", "@step"), ("rule", "@rule"), ("where", "@where"), ("", "@evidence"))
-"""What is told of it."""
+"""The tooltip of a finding."""
 LABELS = 26
-"""So many rows of a heat map have their names beside them, at most."""
+"""How many rows of a heat map have labels, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +47,15 @@ class Panel:
     Attributes
     ----------
     name : str
-        Its id.
+        The id of the HTML section.
     title : str
     before : str
-        HTML, escaped already, that stands before the picture.
+        Escaped HTML before the picture.
     picture : figure, optional
     alternative : str
-        What the picture shows, in words.
+        The alternative text of the picture.
     data : mapping
-        JSON values for the page's script, below the panel's name.
+        JSON values for the page's script, under the panel's name.
     """
 
     name: str
@@ -67,15 +67,15 @@ class Panel:
 
 
 def drawing(steps: Any, height: int, **options: Any) -> figure:
-    """An empty picture over the steps, with the tools that all have.
+    """An empty picture over the steps, with the common tools.
 
     Parameters
     ----------
     steps : bokeh.models.Range1d
-        Its horizontal range, which others may share.
+        The horizontal range, which pictures may share.
     height : int
     **options
-        Of `bokeh.plotting.figure`.
+        Options of `bokeh.plotting.figure`.
     """
     from bokeh.models import BoxZoomTool
     from bokeh.plotting import figure
@@ -87,7 +87,7 @@ def drawing(steps: Any, height: int, **options: Any) -> figure:
         x_range=steps,
         tools=[zoom],
         active_drag=zoom,
-        toolbar_location=None,  # the page has buttons of its own, which cover nothing
+        toolbar_location=None,  # the page has its own buttons; a toolbar would cover the picture
         x_axis_label="step",
         **options,
     )
@@ -101,7 +101,7 @@ def drawing(steps: Any, height: int, **options: Any) -> figure:
 
 
 def tell(drawn: figure, marks: Sequence[Any], told: Sequence[tuple[str, str]], **options: Any) -> None:
-    """Tell of marks, where the pointer is, what stands in some columns: titles, and columns with their formats."""
+    """Add a tooltip to marks; `told` has pairs of a title and a column with its format."""
     from bokeh.models import HoverTool
 
     formats = {column.partition("{")[0]: "printf" for _, column in told if "{%" in column}
@@ -111,7 +111,7 @@ def tell(drawn: figure, marks: Sequence[Any], told: Sequence[tuple[str, str]], *
 
 
 def legend(drawn: figure, mapper: ColorMapper, **options: Any) -> None:
-    """Show at the right of a picture what its colours mean."""
+    """Add a colour bar at the right of a picture."""
     from bokeh.models import ColorBar
 
     bar = ColorBar(color_mapper=mapper, width=10, padding=4, background_fill_color=None, **options)
@@ -119,7 +119,7 @@ def legend(drawn: figure, mapper: ColorMapper, **options: Any) -> None:
 
 
 def name_rows(drawn: figure, names: Sequence[str], marked: Sequence[int] = ()) -> None:
-    """Write names beside the rows of a heat map: of all if there is room, else of some and of those that are marked."""
+    """Label the rows of a heat map: all if there is room, otherwise some, and the first of the marked rows."""
     from bokeh.models import FixedTicker, NoOverlap
 
     count = len(names)
@@ -136,12 +136,12 @@ def name_rows(drawn: figure, names: Sequence[str], marked: Sequence[int] = ()) -
 
 
 def height_of(rows: int) -> int:
-    """How high a heat map of so many rows is."""
+    """The height of a heat map in pixels."""
     return int(np.clip(18 * rows, 110, 560)) + 70
 
 
 def blend(colours: Sequence[str], count: int = 255) -> list[str]:
-    """Colours from the first over the second to the third.
+    """`count` colours interpolated between the given ones.
 
     Examples
     --------
@@ -155,7 +155,7 @@ def blend(colours: Sequence[str], count: int = 255) -> list[str]:
 
 
 def packed(values: np.ndarray) -> str:
-    """Numbers as the page's script reads them: a letter for what they are, and base64 of their bytes.
+    """Numbers for the page's script: a letter for the dtype, then base64 of the bytes.
 
     Examples
     --------
@@ -168,7 +168,7 @@ def packed(values: np.ndarray) -> str:
 
 
 def mark_layers(drawn: figure, findings: Iterable[Finding], rows: Mapping[str, int], panel: str) -> None:
-    """Let the rows of a heat map be clicked and selected by the page's script, and mark findings of their layers."""
+    """Make the rows of a heat map selectable by a click, and mark the findings of their layers."""
     from bokeh.events import Tap
     from bokeh.models import ColumnDataSource, CustomJS
 
@@ -180,7 +180,7 @@ def mark_layers(drawn: figure, findings: Iterable[Finding], rows: Mapping[str, i
 
 
 def _mark_findings(drawn: figure, findings: Iterable[Finding], rows: Mapping[str, int], name: str) -> None:
-    """Mark the first steps of findings in the rows of their layers."""
+    """Mark each finding at its first step in the row of its layer."""
     from bokeh.models import ColumnDataSource
 
     for severity, these in groupby(sorted(findings, key=lambda one: one.severity), key=lambda one: one.severity):
@@ -188,7 +188,7 @@ def _mark_findings(drawn: figure, findings: Iterable[Finding], rows: Mapping[str
         source = ColumnDataSource(
             {
                 "step": compact(np.array([one.first for one in marked], np.int64)),
-                "row": [rows[_layer(one) or ""] + 0.4 for one in marked],  # not over the cell itself
+                "row": [rows[_layer(one) or ""] + 0.4 for one in marked],  # at the edge, so the cell stays visible
                 **in_columns(marked),
             },
             name=f"{name}-findings-{severity}",
@@ -205,7 +205,7 @@ def _layer(one: Finding) -> str | None:
 
 
 def in_columns(findings: Sequence[Finding]) -> dict[str, list[str]]:
-    """The columns of `FINDING` that are texts."""
+    """The text columns of `FINDING`."""
     return {
         "rule": [one.rule for one in findings],
         "where": [plain(one.place) for one in findings],

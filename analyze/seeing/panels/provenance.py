@@ -1,4 +1,4 @@
-"""Where a run comes from, and what was not recorded of it."""
+"""Panel of the provenance of a run, and of what was not recorded."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _TOLD = (
     *("run_id", "created", "model", "models", "certificate", "kinds"),
     *("process", "ranks", "attempt", "first_step", "launch"),
 )
-"""Entries of a header that are told otherwise, or say nothing of where a run comes from."""
+"""Header entries that are shown elsewhere or say nothing about provenance."""
 LONG = 400
-"""So many characters of a value are shown."""
+"""A longer value is cut at this many characters, and can be opened."""
 
 
 def panel(found: Gathered) -> Panel:
@@ -25,7 +25,7 @@ def panel(found: Gathered) -> Panel:
 
 
 def facts(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What `TraceReader.info` says of a run, line by line; a header may hold anything."""
+    """(name, text) for each line about `TraceReader.info`. Header values may have any type."""
     header = info.get("header")
     header = dict(header) if isinstance(header, Mapping) else {}
     yield "trace", f"{info['path']} ({info['store']}, format version {info['version']})"
@@ -82,7 +82,7 @@ def _notes(notes: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _words(value: Any) -> str:
-    """A JSON value on a line."""
+    """A JSON value on one line."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_words(one)}" for name, one in value.items() if one is not None)
     if isinstance(value, list | tuple):
@@ -91,7 +91,7 @@ def _words(value: Any) -> str:
 
 
 def _cut(value: str) -> str:
-    """A value; what is very long can be opened."""
+    """A value as HTML; the end of a very long one is folded."""
     if len(value) <= LONG:
         return text(value)
     return f"<details><summary>{text(value[:LONG])} …</summary>{text(value[LONG:])}</details>"

@@ -1,4 +1,4 @@
-"""The learning rates over the steps, as the optimizers' hyperparameters tell them."""
+"""Panel of the learning rates over the steps, from the recorded hyperparameters."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from analyze.seeing.words import course_in_words, plain
 from tracer.messaging.messages import DEFAULT_TAG
 
 COLUMNS = 400
-"""Of so many columns of a curve the extremes are drawn."""
+"""A curve is thinned to the extremes of this many columns."""
 
 
 def panel(found: Gathered, steps: Any) -> Panel:
-    """The panel of the learning rates, a curve for each group of an optimizer's parameters.
+    """The panel of the learning rates: a curve per parameter group of the optimizer.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What rules found, which found nothing, and which could not judge."""
+"""Panel of the rules: findings, rules that found nothing, and rules that could not judge."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from analyze.seeing.panels.panel import Panel
 from analyze.seeing.words import text
 
 SHOWN = 200
-"""So many findings are listed."""
+"""How many findings are listed, at most."""
 
 
 def panel(checked: Checked) -> Panel:

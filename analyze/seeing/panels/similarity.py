@@ -1,4 +1,4 @@
-"""How alike layers are: each two of them at a recorded step, or each with itself over time, beside their nulls."""
+"""Panel of layer similarities, with their nulls: all pairs at a recorded step, or each layer with itself over time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from analyze.seeing.panels.panel import AWAY, Panel, blend, drawing, height_of, 
 from analyze.seeing.words import number, plain, text, titled
 
 NUMBERS = 20_000
-"""So many numbers have all matrices together."""
+"""How many numbers all matrices have together, at most."""
 MOST = 60
-"""So many layers has a matrix, at most."""
+"""How many layers a matrix has, at most."""
 SHEETS = 8
-"""So many measures there are to choose from."""
+"""How many measures the user can choose from, at most."""
 UNKNOWN = "-"
 MEANINGS = {
     "few_samples": "so few datapoints that unrelated layers look alike, too",
@@ -32,13 +32,13 @@ MEANINGS = {
     "nonfinite": "a layer has NaN or infinity, so there is no value",
     "mismatch": "not the same datapoints, so there is no value; positions=pooled compares layers of different sizes",
 }
-"""What the statuses of similarities mean."""
+"""Explanations of the statuses of similarities."""
 NAME = 14
-"""So many letters of a name stand below a column, as the page's script shortens it."""
+"""Column labels are cut to this many letters by the page's script."""
 
 
 class Sheet(NamedTuple):
-    """What one measure says: matrices of two layers, one for each step; or one matrix of layers and steps.
+    """The numbers of one measure: a matrix of pairs of layers per step, or one matrix of layers by steps.
 
     Attributes
     ----------
@@ -46,14 +46,14 @@ class Sheet(NamedTuple):
     is_distance : bool
     steps : ndarray of int64, (n,)
     rows, columns : list of str
-        The names of layers; where columns are steps, their numbers.
+        Names of layers; if the columns are steps, the step numbers.
     numbers : mapping of str to ndarray of float64, (frames, rows, columns)
-        ``value``, and where they were answered ``null`` and ``status``.
+        ``value``, and where the metric answers them ``null`` and ``status``.
     pairs : bool
         Whether rows and columns are the same layers.
     symmetric : bool
     left_out : int
-        How many layers there are beyond those of the rows.
+        How many layers were left out.
     """
 
     title: str
@@ -69,7 +69,7 @@ class Sheet(NamedTuple):
 
     @property
     def cells(self) -> NDArray[np.bool_]:
-        """Which cells of a matrix are in the page: of what is symmetric one half, and no layer with itself."""
+        """Which cells of a matrix are in the page: one half if symmetric, and no layer with itself."""
         shape = (len(self.rows), len(self.columns))
         if not self.pairs:
             return np.ones(shape, bool)
@@ -149,7 +149,7 @@ def _of_time(found: Gathered, kind: str, tag: str, order: Sequence[Layer]) -> Sh
 
 
 def _with_itself(found: Gathered) -> list[tuple[str, str]]:
-    """The kinds and tags of answers that compare a layer with its own past or end, and have a null beside them."""
+    """(kind, tag) of the answers that compare a layer with itself at another step and have a null."""
     kinds = {
         kind
         for kind, measure in found.subscribers.items()
@@ -163,7 +163,7 @@ def _with_itself(found: Gathered) -> list[tuple[str, str]]:
 
 
 def _companion(kind: str, measure: str, suffix: str) -> str:
-    """The kind of what is answered beside a value, whose label is at its end."""
+    """The kind of a companion of a value, such as its null; a label stays at the end of the kind."""
     before, name, label = kind.rpartition(f"_{measure}")
     return f"{before}{name}{suffix}{label}" if name else ""
 
@@ -175,21 +175,21 @@ def _class_of(measure: str) -> type[Similarity]:
 
 
 def _most_anomalous(layers: Sequence[str], order: Sequence[Layer]) -> list[int]:
-    """Where the most anomalous layers stand, so many as a matrix has, in recorded order."""
+    """Positions of the `MOST` most anomalous layers, in recorded order."""
     place = {layer.name: number for number, layer in enumerate(order)}
     ranked = sorted(range(len(layers)), key=lambda at: place.get(layers[at], len(place)))
     return sorted(ranked[:MOST])
 
 
 def _packs(sheets: Sequence[Sheet]) -> list[dict[str, Any]]:
-    """The sheets for the page's script, at so many steps as there is room for: the first, the last, and evenly some."""
+    """The sheets for the page's script, at as many steps as `NUMBERS` allows: evenly spaced, with first and last."""
     packs = []
     for one in sheets:
         cells = one.cells
         roles = [role for role in ("value", "null") if role in one.numbers]
         frames, room = len(one.numbers["value"]), NUMBERS // len(sheets)
         columns = np.arange(len(one.columns))
-        if not one.pairs:  # there is one frame, whose columns may be too many
+        if not one.pairs:  # a single frame, whose columns are steps and may be too many
             columns = _evenly(len(columns), max(1, room // (len(one.rows) * len(roles))))
         shown = _evenly(frames, max(1, room // max(1, int(cells.sum()) * len(roles)))) if one.pairs else [0]
         cells = cells[:, columns]
@@ -217,7 +217,7 @@ def _packs(sheets: Sequence[Sheet]) -> list[dict[str, Any]]:
 
 
 def _evenly(count: int, most: int) -> NDArray[np.int64]:
-    """So many of the indices below `count`, with the last, and if there are several with the first.
+    """At most `most` evenly spaced indices below `count`; the last is among them, and the first unless `most` is 1.
 
     Examples
     --------
@@ -230,7 +230,7 @@ def _evenly(count: int, most: int) -> NDArray[np.int64]:
 
 
 def _digits(codes: NDArray[np.float64]) -> str:
-    """Statuses as a letter each."""
+    """One letter per status code."""
     return "".join(UNKNOWN if np.isnan(code) else str(int(code)) for code in codes.tolist())
 
 
@@ -244,12 +244,12 @@ def _picture(sheets: Sequence[Sheet]) -> Any:
     from bokeh.models import ColumnDataSource, FixedTicker, LinearColorMapper, NoOverlap, Range1d
 
     rows = max(len(one.rows) for one in sheets)
-    # room for all names, so that the matrix does not move when others are shown
+    # room for the longest name, so that the matrix does not move when another sheet is shown
     below = 45 + 6 * min(NAME, max(len(name) for one in sheets for name in one.columns))
     columns = Range1d(-0.5, rows - 0.5, name="similarity-columns")
     picture = drawing(columns, height_of(rows) - 70 + below, y_range=(-0.5, rows - 0.5), name="similarity")
     picture.min_border_bottom = below
-    picture.toolbar.tools, picture.toolbar.active_drag = [], None  # its columns are no steps
+    picture.toolbar.tools, picture.toolbar.active_drag = [], None  # the columns are not steps: no zoom
     picture.xaxis.major_label_orientation = "vertical"
     picture.xaxis.major_label_policy = NoOverlap(min_distance=2)
     for axis in picture.axis:
@@ -271,7 +271,7 @@ def _picture(sheets: Sequence[Sheet]) -> Any:
 
 
 def _in_words(sheet: Sheet) -> str:
-    """The pairs that are most and least alike at the last step."""
+    """The most and the least similar pair at the last step, in words."""
     values = np.where(sheet.cells, sheet.numbers["value"][-1], np.nan)
     count, steps = f"{len(sheet.rows):,} layers", f"{len(sheet.steps):,} step{'s' if len(sheet.steps) != 1 else ''}"
     told = f"Each of {count} with itself at another step, by {sheet.measure}, at {steps}. "

@@ -1,4 +1,4 @@
-"""The layers of a run in a table that can be sorted, and in which layers are selected for all pictures."""
+"""Panel of the sortable table of layers, where the user selects layers for all pictures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from analyze.seeing.panels.panel import SLOTS, Panel
 from analyze.seeing.words import number, text
 
 ROWS = 300
-"""So many layers are in the table: the most anomalous ones."""
+"""How many layers the table has, at most: the most anomalous."""
 
 COLUMNS = (
     ("layer", "in recorded order"),
@@ -21,20 +21,20 @@ COLUMNS = (
     ("max gradient norm", "the greatest norm of the gradient of its weights"),
     ("not finite", "how many recorded numbers are NaN or infinite"),
 )
-"""Headings, and what stands below each."""
+"""The headings and their tooltips."""
 
 
 def panel(order: Sequence[Layer], drawn: Collection[str], selected: Collection[str]) -> Panel:
-    """The panel of the table.
+    """The panel of the table of layers.
 
     Parameters
     ----------
     order : sequence of Layer
         The most anomalous first.
     drawn : collection of str
-        The layers of which a curve is in the page.
+        The layers whose curves are in the page.
     selected : collection of str
-        Those that are selected at first.
+        The layers that are selected at first.
     """
     if not order:
         return Panel(name="layers", title="Layers", before="<p>Nothing was recorded of any layer.</p>")
@@ -75,7 +75,7 @@ def _row(layer: Layer, drawn: bool, selected: bool) -> str:
 
 
 def _cell(shown: str, value: object, kind: str = "") -> str:
-    """A cell, with the value by which a column is sorted; what is missing has none."""
+    """A cell with its sort key; a missing value has an empty key."""
     known = value is not None and value != ""
     if isinstance(value, float) and value != value:
         value = "Infinity"

@@ -1,4 +1,4 @@
-"""The steps around a finding, layer by layer, each value at its own step."""
+"""Panel of the steps around a finding, layer by layer, each value at its own step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from analyze.seeing.panels.panel import Panel, drawing, height_of, mark_layers, 
 from analyze.seeing.words import listed, plain, text, times
 
 PLACES = 8
-"""So many places may be chosen."""
+"""How many places the user can choose from, at most."""
 ROWS = 48
-"""So many layers are shown: the most anomalous ones."""
+"""How many layers are shown, at most: the most anomalous."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _Place:
 
 
 def places(found: Gathered, order: Sequence[Layer]) -> list[_Place]:
-    """Where to look: at the findings, the worst first; without any where a ratio left its past; else at the end."""
+    """The findings, worst first; without any, the steps at which ratios left their past; else the end of the run."""
     worst = sorted(found.checked.findings, key=lambda one: (-one.severity, one.first))
     chosen: dict[int, str] = {}
     for one in worst:
@@ -113,7 +113,7 @@ def _near(course: Course, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def _view(place: _Place, shown: Sequence[str], courses: dict[str, Course]) -> dict[str, Any]:
-    """The cells of a place, for the page's script."""
+    """The cells around a place, for the page's script."""
     parts = [_near(courses[name], place.step) for name in shown]
     rows = np.concatenate([np.full(len(steps), row, np.int64) for row, (steps, _, _) in enumerate(parts)])
     steps, values, shifts = (np.concatenate([part[number] for part in parts]) for number in range(3))
@@ -128,7 +128,7 @@ def _view(place: _Place, shown: Sequence[str], courses: dict[str, Course]) -> di
 
 
 def _in_words(place: _Place, what: str, shown: Sequence[str], courses: dict[str, Course]) -> str:
-    """Which layers were farthest from their past at the step itself."""
+    """The layers that were farthest from their past at this step, in words."""
     far = []
     for name in shown:
         steps, _, shifts = _near(courses[name], place.step)

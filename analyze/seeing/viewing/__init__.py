@@ -1,1 +1,1 @@
-"""A page with a server behind it: it follows a run, computes what is asked, and looks closer where it is zoomed."""
+"""A page with a server: it follows a run, computes requested metrics, and loads more detail where the user zooms."""

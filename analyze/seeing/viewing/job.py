@@ -1,4 +1,4 @@
-"""A replay in the background that tells how far it is, and can be cancelled."""
+"""A replay in the background that reports its progress and can be cancelled."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ RUNNING, DONE, FAILED, CANCELLED = "running", "done", "failed", "cancelled"
 
 
 class _Cancelled(BaseException):
-    """Ends the replay of a job that is cancelled."""
+    """Ends the replay of a cancelled job."""
 
 
 @final
 class Guard:
-    """A context of a replay that may be cancelled; see `Job.guard`."""
+    """A context manager that raises in the replay of a cancelled job; see `Job.guard`."""
 
     def __init__(self, cancelled: threading.Event, turns: Turns | None) -> None:
         self._cancelled, self._turns = cancelled, turns
@@ -41,27 +41,27 @@ class Guard:
 
 
 class Job(Receiver):
-    """A replay in a thread of its own.
+    """A replay in its own thread.
 
-    It listens to the replay to know how far it is, and has guards that end it once it is cancelled.
+    The job is also a receiver, to note the progress of the replay. Its guards end the replay after a cancellation.
 
     Parameters
     ----------
     title : str
-        What it does.
+        What the job does, for the user.
     work : callable
-        Gets the job.
+        Called with the job, in the thread.
 
     Attributes
     ----------
     state : str
         ``running``, ``done``, ``failed`` or ``cancelled``.
     reached : int
-        The last step that was heard of; -1 before the first.
+        The last step that the replay has reached; -1 before the first.
     heard : int
-        How many messages there were.
+        How many messages were received.
     error : str
-        Why it failed.
+        Why the job failed; empty if it did not.
     """
 
     passive = True
@@ -77,22 +77,22 @@ class Job(Receiver):
         self._thread = threading.Thread(target=self._run, args=(work,), name=title, daemon=True)
 
     def start(self) -> Self:
-        """Begin; returns the job."""
+        """Start the thread; returns the job."""
         self._thread.start()
         return self
 
     def cancel(self, state: str = CANCELLED) -> None:
-        """End it at the next message; it is in this state from now on."""
+        """End the replay at the next message. `state` is set at once."""
         self._cancelled.set()
         if self.state == RUNNING:
             self.state = state
 
     def guard(self, turns: Turns | None = None) -> Guard:
-        """A context that ends the job if it is cancelled, and is one of these turns."""
+        """A context manager that ends the job if it is cancelled; with `turns`, it also takes a replay's turn."""
         return Guard(self._cancelled, turns)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it is over."""
+        """Wait until the thread ends."""
         if self._thread.is_alive():
             self._thread.join(timeout)
 
@@ -104,15 +104,15 @@ class Job(Receiver):
             state = CANCELLED
         except TracerError as error:
             state, self.error = FAILED, str(error)
-        except Exception as error:  # noqa: BLE001 - a metric may raise anything; the page tells it, the rest goes on
+        except Exception as error:  # noqa: BLE001 - a metric may raise anything; the page shows it and goes on
             state, self.error = FAILED, f"{type(error).__name__}: {error}"
         if self.state == RUNNING:
             self.state = state
 
-    # -- how far it is ------------------------------------------------------------------------------------------
+    # -- progress -----------------------------------------------------------------------------------------------
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """Everything that is read for others."""
+        """True: every message that other receivers request."""
         return True
 
     def receive(self, message: Message) -> Iterable[Message]:

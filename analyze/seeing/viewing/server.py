@@ -1,4 +1,4 @@
-"""`trace view`: a server on this machine for the page of a trace."""
+"""``trace view``: serves the page of a trace on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tracer.stores.locations import Anywhere
 
 HOST = "127.0.0.1"
 LAST_SECONDS = 0.2
-"""So long what is being sent to pages may take when the server ends."""
+"""At the end, how long the server waits for what it is still sending to pages."""
 
 
 def view(
@@ -30,26 +30,26 @@ def view(
     port: int = 0,
     opened: Callable[[str], object] = print,
 ) -> None:
-    """Serve the page of a trace to the browsers of this machine, until it is interrupted.
+    """Serve the page of a trace to browsers on this machine, until the process is interrupted.
 
-    Who has the address sees the trace and can ask for registered metrics; nothing can be written. The address holds a
-    secret, and pages of other origins are refused.
+    Anyone with the address can see the trace and request registered metrics; nothing can be written. The address holds
+    a secret, and requests from pages of other origins are refused.
 
     Parameters
     ----------
     path : path or URL
     metrics : sequence of subscriber or str
-        What is asked from the beginning, as `parse` reads it.
+        Metrics to compute from the start, as `parse` reads them.
     against : sequence of path or URL
-        Runs that it is compared with.
+        Runs to compare with.
     rules : Rule or str, or several
         By default all.
     rank : int, optional
-        Of a distributed run; by default the lowest.
+        Rank of a distributed run; by default the lowest.
     port : int
-        By default one that is free.
+        By default a free port.
     opened : callable
-        Gets the address once it is served.
+        Called with the address once the page is served.
 
     Raises
     ------

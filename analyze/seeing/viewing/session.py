@@ -1,4 +1,4 @@
-"""A page in a browser with a server behind it: the panels of a report, replaced when there is something new."""
+"""A page in a browser with a server: the panels of a report, replaced when there is something new."""
 
 from __future__ import annotations
 
@@ -26,17 +26,20 @@ from analyze.seeing.viewing.view import View
 from tracer.errors import MessageError, TracerError
 
 TICK_MILLISECONDS = 400
-"""So often a page looks for news."""
+"""How often a page checks for something new."""
 PAUSE_SECONDS = 2.0
-"""So long a page stays as it is, at least, while a run or a metric goes on."""
+"""While a run or a metric goes on, a page is redrawn at most this often."""
 SHARE = 4.0
-"""And so many times as long as it took to draw."""
+"""A page also waits this many times as long as its last drawing took."""
 WHOLE = 400
-"""The pictures of a run of so many steps show all of them; see `curves.COLUMNS`."""
+"""Pictures show every step of a run of at most this many steps; see `curves.COLUMNS`."""
 
 
 class Link(DataModel):  # type: ignore[misc] # Bokeh gives its metaclass no types
-    """What a page and its server tell each other, as JSON: a wish, what is new in the page, and what goes on."""
+    """The channel between a page and its server, in JSON.
+
+    `wish`: what the page requests. `told`: new contents of the page. `state`: what is going on.
+    """
 
     wish = String(default="")
     told = String(default="")
@@ -44,7 +47,7 @@ class Link(DataModel):  # type: ignore[misc] # Bokeh gives its metaclass no type
 
 
 def application(view: View) -> Application:
-    """A page for each browser that asks."""
+    """A Bokeh application that makes a session for each browser page."""
 
     def fill(document: Document) -> None:
         Session(view, document)
@@ -54,13 +57,13 @@ def application(view: View) -> Application:
 
 @final
 class Session:
-    """One page, and what was zoomed and asked in it.
+    """One page in a browser, with its zoom and its requests.
 
     Parameters
     ----------
     view : View
     document : bokeh.document.Document
-        An empty one, which it fills.
+        An empty document, which the session fills.
     """
 
     def __init__(self, view: View, document: Document) -> None:
@@ -81,17 +84,17 @@ class Session:
             pictures = [] if one.picture is None else [one.picture]
             self.places[name] = column(*pictures, name=f"{name}-place", sizing_mode="stretch_width")
             document.add_root(self.places[name])
-        self.places["loss"].tags = [self.link]  # as a root of its own it would need a place in the page
+        self.places["loss"].tags = [self.link]  # as a root, the link would need an element in the page
         self.link.state = json.dumps(self.state())
         document.template = Template("{{ page(docs[0]) }}")
         document.template_variables["page"] = self.html
         self.link.on_change("wish", lambda _, __, wish: self.do(json.loads(wish)))
         document.add_periodic_callback(self.tick, TICK_MILLISECONDS)
 
-    # -- what is in the page ------------------------------------------------------------------------------------
+    # -- the contents of the page -------------------------------------------------------------------------------
 
     def _draw(self) -> list[Panel]:
-        """The panels as they are now."""
+        """Draw the panels for the present data."""
         began = time.monotonic()
         self._mark = self.view.mark
         with self.view.turns.reading():
@@ -101,7 +104,7 @@ class Session:
         return panels
 
     def html(self, item: RenderItem) -> str:
-        """The page at the beginning."""
+        """The HTML of the page when it opens."""
         panels = list(self.panels.values())
         at = next(number for number, one in enumerate(panels) if one.name == "curves")
         panels.insert(at, asking.panel(self.view.metrics_to_ask()))
@@ -114,7 +117,7 @@ class Session:
             return html_of(self.view.found, self.view.references, panels, places, script, connects="'self'")
 
     def update(self) -> None:
-        """Replace what is in the page."""
+        """Replace the contents of the page."""
         with self.view.turns.reading():
             start, end = bounds_of(self.view.found)
             header = header_of(self.view.found, self.view.references)
@@ -140,7 +143,7 @@ class Session:
             self.document.unhold()
 
     def state(self) -> dict[str, Any]:
-        """What goes on, for the page's script."""
+        """Progress, jobs and trouble, for the page's script."""
         view = self.view
         last = max(1, (view.found.span or (0, 1))[1])
         jobs = [
@@ -160,7 +163,7 @@ class Session:
         return {"told": told, "following": view.following, "trouble": self.trouble, "jobs": jobs}
 
     def tick(self) -> None:
-        """Show what is new, if it is time."""
+        """Show what is new, if a redraw is due."""
         self.view.refresh()
         looked = self._looked()
         if looked or (self.follows and self._outdated and time.monotonic() >= self._due):
@@ -171,18 +174,18 @@ class Session:
 
     @property
     def _outdated(self) -> bool:
-        """Whether there is more than the page shows."""
+        """Whether there is data that the page does not show yet."""
         return self._mark != self.view.mark
 
     @property
     def _due(self) -> float:
-        """When the page may be drawn again; what stays as it is can be drawn at once."""
+        """The earliest time of the next redraw; at once if nothing is going on."""
         return self._drawn + (max(PAUSE_SECONDS, SHARE * self._cost) if self.view.progress else 0.0)
 
-    # -- what is wished in it -----------------------------------------------------------------------------------
+    # -- requests of the page -----------------------------------------------------------------------------------
 
     def do(self, wish: Mapping[str, Any]) -> None:
-        """Do what the page's script wishes; it can wish nothing else."""
+        """Handle a request of the page's script. These four are all that a page can do."""
         try:
             match wish:
                 case {"compute": [str(name), str(options)]}:
@@ -202,14 +205,14 @@ class Session:
         self.link.state = json.dumps(self.state())
 
     def _look(self, start: int, end: int) -> None:
-        """Look closer at some steps, and at as many before and after; or at all again."""
+        """Show the steps from `start` to `end` in detail, with a margin; or the whole run, if zoomed out."""
         with self.view.turns.reading():
             first, last = self.view.found.span or (0, 0)
         start, end = max(first, start), min(last, end)
         if self._window is not None:
             low, high = self._window
             if low <= start and end <= high and end - start >= (high - low) / 8:
-                return  # they are there
+                return  # the detail in the page covers these steps
         if self._looking is not None:
             self._looking[0].cancel()
             self._looking = None
@@ -227,7 +230,7 @@ class Session:
             self.update()
 
     def _looked(self) -> bool:
-        """Whether a closer look has just ended."""
+        """Take over a closer look that has ended; return whether there is something new to show."""
         if self._looking is None or self._looking[0].state == RUNNING:
             return False
         job, into = self._looking

@@ -1,4 +1,4 @@
-"""How threads that replay a trace and a thread that shows it take turns."""
+"""A lock between the threads that replay a trace and the thread that shows it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import final
 
 @final
 class Turns:
-    """A lock with two sides: replays change what was gathered, and a reader sees no change half made.
+    """A lock with two sides: replays change the gathered data; a reader never sees a half-made change.
 
-    Replays do not exclude each other, since each has series of its own. A reader who waits comes first, so that fast
-    replays cannot keep it waiting.
+    Replays do not exclude each other, since each has its own series. A waiting reader goes first, so that fast replays
+    cannot starve it.
 
     Examples
     --------
@@ -44,7 +44,7 @@ class Turns:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """The turn of who shows it."""
+        """The reader's side of the lock."""
         with self._changed:
             self._reading += 1
             while self._writing:

@@ -1,4 +1,4 @@
-"""What is shown of a trace that may still be recorded: gathered in the background, and asked for more."""
+"""The data of a page with a server: gathered in the background, from a trace that may still be recorded."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 
 JOBS = 8
-"""So many metrics are computed at once, at most."""
+"""How many metrics are computed at once, at most."""
 BEFORE = 64
-"""So many steps before the ones that are looked at closely are replayed for their past."""
+"""A closer look also replays this many steps before its own, for their past."""
 STOP_SECONDS = 10.0
-"""So long a replay may take to end; that is one message."""
+"""How long `stop` waits for a replay, which ends at its next message."""
 LOOK_SECONDS = 1.0
-"""So long after one look for new commits comes the next, at least."""
+"""The shortest time between two checks for new commits."""
 
 
 @dataclass(slots=True)
 class _Look:
-    """What was found when it was last looked for new commits: `View.status`, `View.mark` and `View.progress`."""
+    """The result of the last check for new commits: `View.status`, `View.mark` and `View.progress`."""
 
     status: str
     streams: int
@@ -45,7 +45,7 @@ class _Look:
 
 
 class Asked(NamedTuple):
-    """A metric that was asked, at the beginning or in the page."""
+    """A metric that was requested, at the start or in the page."""
 
     title: str
     metric: Subscriber
@@ -54,18 +54,18 @@ class Asked(NamedTuple):
 
 @final
 class View:
-    """What is shown of a trace.
+    """The data behind the page of a trace.
 
-    One replay in the background gathers what a report shows, and follows a run that is being recorded. Where streams
-    that come later let more rules judge, it begins again.
+    A replay in the background gathers what a report shows, and follows a run that is being recorded. If new streams let
+    more rules judge, the replay starts again from the beginning.
 
     Parameters
     ----------
     path : path or URL
     metrics : sequence of str or Subscriber
-        What is asked from the beginning.
+        Metrics to compute from the start.
     against : sequence of path or URL
-        Runs that it is compared with.
+        Runs to compare with.
     rules : Rule or str, or several
         By default all.
     rank : int, optional
@@ -79,11 +79,11 @@ class View:
     Attributes
     ----------
     turns : Turns
-        What is gathered is read in its reading turn.
+        Gathered data must be read within ``turns.reading()``.
     references : list of Gathered
-        Of the other runs, those that are there already.
+        The other runs, as far as they are loaded.
     asked : list of Asked
-        Metrics that were asked, at the beginning or in the page.
+        The metrics that were requested, at the start or in the page.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class View:
         self._gatherer = self._gather(self._next)
 
     def start(self) -> None:
-        """Begin to gather."""
+        """Start the replays in the background."""
         self._gatherer.start()
         self.asked = [self._ask(describe(one), one) for one in self.metrics]
         if self.against:
             Job("the other runs", self._refer).start()
 
     def stop(self) -> None:
-        """End what still runs."""
+        """End everything that still runs."""
         jobs = [self._gatherer, *(one.job for one in self.asked)]
         for job in jobs:
             job.cancel()
@@ -122,26 +122,26 @@ class View:
             job.join(STOP_SECONDS)
         self.reader.close()
 
-    # -- what there is ------------------------------------------------------------------------------------------
+    # -- the gathered data --------------------------------------------------------------------------------------
 
     @property
     def found(self) -> Gathered:
-        """What is gathered so far; to be read in a reading turn."""
+        """The data gathered so far; read it within ``turns.reading()``."""
         return self._shown.found
 
     @property
     def status(self) -> str:
-        """As `TraceReader.status`, at the last `refresh`."""
+        """`TraceReader.status` at the last `refresh`."""
         return self._last.status
 
     @property
     def mark(self) -> tuple[object, ...]:
-        """Another one when there was something new to show at the last `refresh`."""
+        """A value that changes whenever a `refresh` finds something new to show."""
         return self._last.mark
 
     @property
     def progress(self) -> str:
-        """How far it was at the last `refresh`, in a sentence; empty when all is there."""
+        """The progress at the last `refresh`, in a sentence; empty when everything is there."""
         return self._last.progress
 
     @property
@@ -150,12 +150,12 @@ class View:
         return self.status == "recording"
 
     def refresh(self) -> None:
-        """Look for new commits, and let rules conclude; often called, it seldom looks."""
+        """Check for new commits and update the verdict. Cheap to call often: most calls return at once."""
         last = self._last
         if time.monotonic() - last.at < LOOK_SECONDS:
             return
         if self.following:
-            last.status = self.reader.status  # first: what a run that has ended committed is read then
+            last.status = self.reader.status  # before the refresh, so that the last commits of an ended run are read
             self.reader.refresh()
         if len(self.reader.streams) != last.streams:
             last.streams = len(self.reader.streams)
@@ -180,7 +180,7 @@ class View:
         return f"{does} step {max(0, self._gatherer.reached)} of {(self._next.found.span or (0, 0))[1]}."
 
     def _again(self) -> None:
-        """Begin anew, with all that can be answered now."""
+        """Restart the replays, with every rule and metric that can answer now."""
         for job in (self._gatherer, *(one.job for one in self.asked)):
             job.cancel(DONE)
         self._next = self._gathering()
@@ -207,32 +207,33 @@ class View:
         for one in self.against:
             self.references.append(reference(one, found.grid, grows=found.grows))
 
-    # -- what is asked ------------------------------------------------------------------------------------------
+    # -- requested metrics --------------------------------------------------------------------------------------
 
     def metrics_to_ask(self) -> dict[str, str]:
-        """For each registered metric what it lacks in the trace, in a sentence; empty if nothing."""
+        """Each registered metric → what it needs that the trace lacks, in a sentence; empty if nothing."""
         found = {}
         for name in subscribers():
             try:
                 found[name] = self._next.missing(instances(name)[0], self.reader)
             except TracerError:
-                found[name] = ""  # such as one that needs an option
+                found[name] = ""  # such as a metric that needs an option
         return found
 
     def compute(self, name: str, options: str = "") -> None:
-        """Ask for a metric; its answers come to the others as they are computed.
+        """Start a metric in the background; its answers appear as they are computed.
 
         Parameters
         ----------
         name : str
-            Of a registered metric: whoever asks can name no file, whose code would be run.
+            Name of a registered metric. Files are refused, since their code would be run.
         options : str
-            Its parameters, as `analyze.parse` reads them.
+            Parameters of the metric, as `analyze.parse` reads them.
 
         Raises
         ------
         TracerError
-            If there is no such metric, an option is wrong, the trace lacks what it needs, or it is there already.
+            If there is no such metric, an option is wrong, the trace lacks what it needs, or its answers are shown
+            already.
         """
         if name not in subscribers():
             raise UnknownNameError(f"there is no metric {name!r}")
@@ -249,7 +250,7 @@ class View:
         self.asked.append(self._ask(title, metric))
 
     def _ask(self, title: str, metric: Subscriber) -> Asked:
-        """Replay the trace through a metric; only what it answers is kept in turns, since computing may take long."""
+        """Replay the trace through a metric. Only storing an answer takes a turn, since computing it may take long."""
         gathering, own = self._next, copy.deepcopy(metric)
         follow = gathering.found.grows
 
@@ -261,7 +262,7 @@ class View:
         return Asked(title, metric, Job(title, work).start())
 
     def cancel(self, number: int) -> None:
-        """No longer compute the metric that was asked as this one, and forget what it answered."""
+        """Stop computing the metric ``asked[number]`` and drop its answers."""
         if not 0 <= number < len(self.asked):
             raise CaptureError(f"no metric was asked as number {number}")
         one = self.asked[number]
@@ -273,14 +274,14 @@ class View:
                 gathering.found.forget(one.metric.produces)
 
     def closer(self, first: int, last: int) -> Gathered | None:
-        """Some steps, both inclusive, as far as they can be shown without a replay; None if that leaves something out.
+        """The steps between two, both inclusive, without a replay; None if that would leave values out.
 
-        To be called in a reading turn.
+        Call it within ``turns.reading()``.
         """
         return None if self.found.thinned else self.found.cut(first, last)
 
     def look(self, first: int, last: int, into: list[Gathered]) -> Job:
-        """Replay some steps, both inclusive, and put what they bring into a list."""
+        """Replay the steps between two, both inclusive, in the background, and append the result to `into`."""
         metrics = [one.metric for one in self.asked if one.job.state in (RUNNING, DONE)]
         gathering = Gathering(
             self.reader, metrics, (), rank=self.rank, grid=Grid.over(max(0, first - BEFORE), last),
