@@ -37,6 +37,7 @@ def gather(
     kinds: Sequence[str] = _MEASURED,
     grid: Grid | None = None,
     grows: bool = False,
+    guard: AbstractContextManager[object] | None = None,
 ) -> Gathered:
     """Replay a trace once through rules and metrics, and measure its layers in the same pass.
 
@@ -57,6 +58,8 @@ def gather(
         The columns of heat maps; by default over all steps.
     grows : bool
         Whether the columns become wider when the run has more steps than they hold.
+    guard : context manager, optional
+        As in `tracer.replay`.
 
     Returns
     -------
@@ -72,7 +75,7 @@ def gather(
     with nullcontext(path) if isinstance(path, TraceReader) else TraceReader(path) as reader:
         rank = rank_shown(reader, rank)
         once = Gathering(reader, asked, judges, rank=rank, kinds=kinds, grid=grid, grows=grows)
-        once.run(reader)
+        once.run(reader, guard=guard)
         once.conclude(reader)
         return without_damage(once, reader).found
 
@@ -269,7 +272,14 @@ def _is_readable(reader: TraceReader, kind: str) -> bool:
     return True
 
 
-def reference(path: Anywhere | TraceReader, grid: Grid, rank: int | None = None, *, grows: bool = False) -> Gathered:
+def reference(
+    path: Anywhere | TraceReader,
+    grid: Grid,
+    rank: int | None = None,
+    *,
+    grows: bool = False,
+    guard: AbstractContextManager[object] | None = None,
+) -> Gathered:
     """What a report overlays from another run: losses and update/weight ratios, in the columns of the report's run."""
     kinds = (*LOSSES, "weights", "weight_updates")
-    return gather(path, rules=(), rank=rank, kinds=kinds, grid=grid, grows=grows)
+    return gather(path, rules=(), rank=rank, kinds=kinds, grid=grid, grows=grows, guard=guard)

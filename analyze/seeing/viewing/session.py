@@ -159,7 +159,7 @@ class Session:
         elif self._closer is not None and self._window is not None:
             closer = "The pictures show all that was recorded of steps {} to {}.".format(*self._window)
         progress = view.progress or ("Draws what is new." if self.follows and self._outdated else "")
-        told = " ".join(one for one in (progress, closer) if one)
+        told = " ".join(one for one in (progress, view.unread, closer) if one)
         return {"told": told, "following": view.following, "trouble": self.trouble, "jobs": jobs}
 
     def tick(self) -> None:

@@ -105,17 +105,17 @@ class View:
         self._last = _Look(self.reader.status, len(self.reader.streams))
         self._shown = self._next = self._gathering()
         self._gatherer = self._gather(self._next)
+        self._others = Job("the other runs", lambda job: self._refer(job, rank))
 
     def start(self) -> None:
         """Start the replays in the background."""
         self._gatherer.start()
         self.asked = [self._ask(describe(one), one) for one in self.metrics]
-        if self.against:
-            Job("the other runs", self._refer).start()
+        self._others.start()
 
     def stop(self) -> None:
         """End everything that still runs."""
-        jobs = [self._gatherer, *(one.job for one in self.asked)]
+        jobs = [self._gatherer, self._others, *(one.job for one in self.asked)]
         for job in jobs:
             job.cancel()
         for job in jobs:
@@ -145,6 +145,11 @@ class View:
         return self._last.progress
 
     @property
+    def unread(self) -> str:
+        """Why some of the other runs cannot be shown, in a sentence; empty if all can."""
+        return f"Not compared with every run: {self._others.error}." if self._others.error else ""
+
+    @property
     def following(self) -> bool:
         """Whether the run is still being recorded."""
         return self.status == "recording"
@@ -167,7 +172,7 @@ class View:
             if not self._shown.ended:
                 self._shown.conclude(self.reader)
             jobs = [(job.heard, job.state) for job in (self._gatherer, *(one.job for one in self.asked))]
-            last.mark = id(self._shown), self.status, len(self.references), *jobs
+            last.mark = id(self._shown), self.status, len(self.references), self._others.state, *jobs
             last.progress = self._progress()
         last.at = time.monotonic()
 
@@ -202,10 +207,19 @@ class View:
 
         return Job("the run", work)
 
-    def _refer(self, job: Job) -> None:
-        found = self.found
-        for one in self.against:
-            self.references.append(reference(one, found.grid, grows=found.grows))
+    def _refer(self, job: Job, rank: int | None) -> None:
+        """Load the other runs. What cannot be loaded is in the job's error; the rest is shown all the same."""
+        found, failed = self.found, []
+        for path in self.against:
+            try:
+                run = reference(path, found.grid, rank, grows=found.grows, guard=job.guard())
+            except TracerError as error:
+                failed.append(str(error))
+            else:
+                with self.turns.reading():
+                    self.references.append(run)
+        if failed:
+            raise CaptureError("; ".join(failed))
 
     # -- requested metrics --------------------------------------------------------------------------------------
 

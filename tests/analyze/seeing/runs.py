@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tracer.format.names import part_name
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.trace.writer import TraceWriter
 
@@ -81,6 +83,15 @@ def write(path: Path, made: Sequence[Message], **header: Any) -> Path:
     with TraceWriter(path, header={"argv": ["train.py", "--lr", "0.1"], **header}) as writer:
         for message in made:
             writer.write(message)
+    return path
+
+
+def write_ranks(path: Path, each: Sequence[Sequence[Message]]) -> Path:
+    """A trace with a part for each rank."""
+    for rank, made in enumerate(each):
+        with TraceWriter(path, header={"ranks": list(range(len(each)))}, part=part_name(rank, 0)) as writer:
+            for message in made:
+                writer.write(replace(message, rank=rank))
     return path
 
 

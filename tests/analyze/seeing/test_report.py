@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,20 +9,8 @@ from click.testing import CliRunner
 
 from analyze.seeing.check import check
 from analyze.seeing.report import report
-from tests.analyze.seeing.runs import flip, messages
-from tracer.format.names import part_name
-from tracer.messaging.messages import Message
-from tracer.trace.writer import TraceWriter
+from tests.analyze.seeing.runs import flip, messages, write_ranks
 from tracereel.main import main
-
-
-def write_ranks(path: Path, each: Sequence[Sequence[Message]]) -> Path:
-    """A trace with a part for each rank."""
-    for rank, made in enumerate(each):
-        with TraceWriter(path, header={"ranks": list(range(len(each)))}, part=part_name(rank, 0)) as writer:
-            for message in made:
-                writer.write(replace(message, rank=rank))
-    return path
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from analyze.seeing.gathered import RATIO, Gathered
 from analyze.seeing.viewing import view as viewing
 from analyze.seeing.viewing.job import CANCELLED, DONE
 from analyze.seeing.viewing.view import View
-from tests.analyze.seeing.runs import LAYERS, messages, write
+from tests.analyze.seeing.runs import LAYERS, messages, write, write_ranks
 from tracer.errors import CaptureError, MessageError, UnknownNameError
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import Subscriber
@@ -239,4 +239,19 @@ def test_a_long_run_is_thinned_and_then_looked_at_by_a_replay(tmp_path: Path, mo
     assert view.found.thinned
     assert view.closer(300, 340) is None
     assert len(looked(view, 300, 340).of(RATIO)["fc"].points()[0]) == 41
+    view.stop()
+
+
+def test_other_runs_are_those_of_the_same_rank_and_a_failure_is_told(tmp_path: Path) -> None:
+    """Rank 1 is compared with rank 1; a run without it is named, and the next run is shown all the same."""
+    two = [tmp_path / name for name in ("shown.zarr", "other.zarr")]
+    for path in two:
+        write_ranks(path, [messages(("fc",), 20), messages(("fc",), 20, seed=1)])
+    alone = write(tmp_path / "alone.zarr", messages(("fc",), 20))
+    view = View(two[0], rank=1, against=[alone, two[1]])
+    view.start()
+    until(view, lambda: view.references and not view.progress)
+    until(view, lambda: view.unread)
+    assert [found.rank for found in view.references] == [1]
+    assert "alone.zarr has nothing of rank 1; it has 0" in view.unread
     view.stop()
