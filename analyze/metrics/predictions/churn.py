@@ -168,7 +168,7 @@ class Churn(OfSteps[_Pass]):
         return {"at": now.counters(), "before": before, "now": _listed(now.now)}
 
     def unpack(self, told: Mapping[str, Any]) -> _Pass:
-        """What `pack` has packed."""
+        """The inverse of `pack`."""
         one = _Pass(*told["at"])
         one.before = None if told["before"] is None else _by_batch(told["before"])
         one.now = _by_batch(told["now"])

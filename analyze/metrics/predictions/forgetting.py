@@ -255,7 +255,7 @@ class Forgetting(OfSteps[_Tag]):
         return {"at": now.counters(), **told}
 
     def unpack(self, told: Mapping[str, Any]) -> _Tag:
-        """What `pack` has packed."""
+        """The inverse of `pack`."""
         one = _Tag(*told["at"])
         one.forgotten, one.fits = told["forgotten"], told["fits"]
         one.slots = {known: slot for slot, known in enumerate(told["ids"])}

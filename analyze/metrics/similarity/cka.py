@@ -390,7 +390,7 @@ class ByLinear(ByMoments):
         return {**super().state_dict(), "squares": [torch.from_numpy(one.copy()) for one in squares]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         super().load_state_dict(state)
         self.squares_ll, self.squares_l, self.squares_ld = (one.numpy() for one in state["squares"])
 
@@ -440,7 +440,7 @@ class ByBatches(Gathering):
         return {"n": self.n, "sums": torch.from_numpy(self.sums_ll.copy()), "statuses": list(self.statuses)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         self.n, self.sums_ll, self.statuses = state["n"], state["sums"].numpy().copy(), list(state["statuses"])
 
 

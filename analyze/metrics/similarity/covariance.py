@@ -179,7 +179,7 @@ class Moments:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         state = restored(state)
         self.n, self.scale, self.largest_d = state["n"], state["scale"], state["largest"]
         self._shift_d, self._sum_d, self._scatter_dd = state["shift"], state["sum"], np.asfortranarray(state["scatter"])
@@ -293,7 +293,7 @@ class Triangle:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         state = restored(state)
         self.n, self.scale_d, self.largest_d = state["n"], state["scale"], state["largest"]
         self._shift_d, self._r, self._waiting = state["shift"], state["r"], state["waiting"]

@@ -32,7 +32,7 @@ class Gathering(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
 
 
 class Layers(Gathering):
@@ -128,7 +128,7 @@ class ByMoments(Layers):
         return {"sizes": list(self.sizes), "scales": list(self.scales), "moments": self.moments.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         self.sizes, self.scales = list(state["sizes"]), list(state["scales"])
         self.moments.load_state_dict(state["moments"])
         self._spectra = {}
@@ -164,7 +164,7 @@ class ByTriangle(Layers):
         return {"sizes": list(self.sizes), "scales": list(self.scales), "triangle": self.triangle.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         self.sizes, self.scales = list(state["sizes"]), list(state["scales"])
         self.triangle.load_state_dict(state["triangle"])
         self._bases = {}

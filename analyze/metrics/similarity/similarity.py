@@ -319,7 +319,7 @@ class Similarity(Metric):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another of the same parameters stopped."""
+        """Continue from a `state_dict` of a metric with the same parameters."""
         load = self.representation.from_state_dict
         self.statuses = Counter(state["statuses"])
         self._past = {
@@ -505,5 +505,5 @@ class _Whole(Gathering):
         return {"parts": [[torch.from_numpy(part) for part in parts] for parts in self.parts]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         self.parts, self.kept = [[part.numpy() for part in parts] for parts in state["parts"]], []

@@ -365,5 +365,5 @@ class OperatorNorm(PerMessage):
         return {"sizes": sizes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another of the same parameters stopped."""
+        """Continue from a `state_dict` of a metric with the same parameters."""
         self._sizes = {(one["kind"], one["module"]): tuple(one["shape"]) for one in state["sizes"]}

@@ -294,7 +294,7 @@ class Saturation(Metric):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another of the same parameters stopped."""
+        """Continue from a `state_dict` of a metric with the same parameters."""
         self._open = dict(map(_restored, state.get("open", ())))
 
     def merge(self, state: Mapping[str, Any]) -> None:
