@@ -55,7 +55,7 @@ def shared(message: Message, name: str, ddof: int = 1) -> float:
 
 @dataclass(frozen=True)
 class Extent:
-    """The numbers of axes and elements of a message's tensor, and whether it is floating-point; also from statistics."""
+    """The numbers of axes and elements of the tensor that a message holds or describes; whether it is floating."""
 
     axes: int
     count: int

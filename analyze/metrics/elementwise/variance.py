@@ -107,5 +107,5 @@ class Variance(OneStatistic):
         return super().value(message)
 
     def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
-        """The variances of real data. Defined here because an override of `value` disables an inherited `measure_many`."""
+        """The variances of real data. Needed because overriding `value` disables the inherited `measure_many`."""
         return super().measure_many(stack)

@@ -277,7 +277,7 @@ def _swapped(d_blo: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _patches(windows: NDArray[np.float64], dimensions: int) -> NDArray[np.float64]:
-    """(b, c, *out, *kernel) → (b, positions, c * taps): a view of a copy whose rows are positions, which copies fast."""
+    """(b, c, *out, *kernel) → (b, positions, c * taps): a view of a copy with rows of positions, which copies fast."""
     out = tuple(range(2, 2 + dimensions))
     taps = tuple(range(2 + dimensions, 2 + 2 * dimensions))
     positions, entries = math.prod(windows.shape[2 : 2 + dimensions]), math.prod(windows.shape[2 + dimensions :])
