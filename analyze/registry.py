@@ -89,7 +89,7 @@ def rules() -> tuple[str, ...]:
 
 
 def find(name: str) -> type[Subscriber]:
-    """The class of a registered subscriber, or of one in a file (``"path/to/file.py:ClassName"``).
+    """The class of a registered subscriber, or a class in a file (``"path/to/file.py:ClassName"``).
 
     Raises
     ------
@@ -173,7 +173,7 @@ def describe(name: str) -> dict[str, Any]:
     dict
         ``name``, ``class`` (its dotted path), ``summary`` (the first sentence of the docstring), ``parameters`` (each
         with ``name``, ``default``, ``required`` and ``type``), ``needs`` and ``produces`` (lists of kinds, with the
-        default parameters; empty if one has no default), ``scope``, ``mergeable``, ``version`` and ``invariances`` (as
+        default parameters; empty if any has no default), ``scope``, ``mergeable``, ``version``, ``invariances`` (as
         of `tracer.Subscriber`), ``needs_model``, ``docstring``.
 
     Examples

@@ -52,8 +52,7 @@ class Metric(Subscriber):
     name : str
         The name under which the metric is registered.
     scope, mergeable, version, invariances, spoiled_by, takes_many
-        As in `tracer.Subscriber`. A metric without memory has ``scope = "message"``; a new metric leaves `version` at
-        1.
+        As in `tracer.Subscriber`. A metric without memory has ``scope = "message"``; `version` begins at 1.
     bundled : bool
         Whether the metric takes messages of several kinds in complete bundles; otherwise one by one.
     takes_statistics : bool or "too"

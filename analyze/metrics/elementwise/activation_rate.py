@@ -179,7 +179,10 @@ class ActivationRate(PerMessage):
         self._past: dict[str, _Past] = {"past": {}, "statistics": {}}
 
     def compute(self, message: Message) -> Iterator[Message]:
-        """Answer with the rates; statistics give only the activation rate, a tensor with statistics only the other."""
+        """Answer with both rates, but split them if a tensor and its statistics both come.
+
+        Statistics give the activation rate only; the tensor beside them is then answered with the death rate only.
+        """
         answers = list(super().compute(message))
         if are_statistics(message.sampling):
             return iter(answers[:1])

@@ -1,4 +1,4 @@
-"""One pass over the data of a message, or of many, whose moments all subscribers share."""
+"""The moments of a message's data, or of many messages', from one pass that all subscribers share."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def shared(message: Message, name: str, ddof: int = 1) -> float:
 
 @dataclass(frozen=True)
 class Extent:
-    """The numbers of axes and elements of the tensor that a message holds or describes; whether it is floating."""
+    """The axes, elements and kind of number of the tensor that a message holds, or that its statistics describe."""
 
     axes: int
     count: int

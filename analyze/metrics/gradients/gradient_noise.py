@@ -255,7 +255,7 @@ class GradientNoise(OfSteps[_Step]):
 
     def hear(self, now: _Step, message: Message) -> None:
         """Keep one message."""
-        # a leaf means several inputs or outputs of a module, or a second backward
+        # skip messages with a leaf: they are of several inputs or outputs of a module, or of a second backward
         if message.data is not None and not message.leaf:
             now.heard.setdefault(message.kind, {}).setdefault(message.key, {})[message.call] = message.data
 

@@ -148,7 +148,7 @@ def _geometries(
                 ]
                 for i, o, size in zip(inside, outside, kernel, strict=True)
             ]
-            # first padding that keeps the size of the input on the leading axes, then equal padding on all axes
+            # first padding that keeps the size ("same"), then equal padding on all axes, then less padding
             usual = sorted(
                 itertools.product(*of_axes),
                 key=lambda pads: (
@@ -165,7 +165,7 @@ def _geometries(
 
 
 def _embedding(ids: Sequence[NDArray[Any]], d: Sequence[NDArray[np.float64]], weight: NDArray[Any]) -> SampleGram:
-    """The products of an embedding's gradients, without tokens whose recorded gradient is exactly 0 (padding)."""
+    """The products of an embedding's gradients; tokens whose row has a recorded gradient of exactly 0 are padding."""
     known = np.concatenate([one.reshape(len(one), -1) for one in ids], axis=1).astype(np.int64)
     if known.size and known.min() >= 0 and known.max() < len(weight):
         known = np.where(np.asarray(weight.any(axis=1))[known], known, -1)

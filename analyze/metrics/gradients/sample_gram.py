@@ -53,7 +53,7 @@ def linear_gram(inputs: Array, gradients: Array) -> SampleGram:
     ----------
     inputs : array (b, i) or (b, ..., i)
     gradients : array (b, o) or (b, ..., o)
-        Of the mean loss with respect to the layer's output.
+        The gradients of the mean loss with respect to the layer's output.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def embedding_gram(ids: Array, gradients: Array, shape: tuple[int, int]) -> Samp
     ids : array (b, ...) of integers
         From 0 to below v; other ids, such as a padding id of -1, have no gradient.
     gradients : array (b, ..., o)
-        Of the mean loss with respect to the layer's output.
+        The gradients of the mean loss with respect to the layer's output.
     shape : (v, o)
 
     Raises
@@ -190,7 +190,7 @@ def conv_gram(
     ----------
     inputs : array (b, c, *size)
     gradients : array (b, o, *size of the output)
-        Of the mean loss with respect to the layer's output.
+        The gradients of the mean loss with respect to the layer's output.
     kernel : sequence of int
     stride, padding, dilation : int or sequence of int
         As in ``torch.nn.Conv2d``, padded with zeros.

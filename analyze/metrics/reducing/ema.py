@@ -84,7 +84,7 @@ class _Average:
         self.count = self.count + good
         with np.errstate(all="ignore"):
             self.total = np.where(good, decay * self.total + (1 - decay) * value, self.total)
-            left = _power(decay, self.count)  # the weight that the numbers so far leave to 1
+            left = _power(decay, self.count)  # the weight of the initial average, which is the first number
             weight = -np.expm1(self.count * math.log(decay)) if decay > 0 else np.ones(left.shape)
             found = self.total / weight if bias_correction else self.total + left * self.first
         return np.where(good, found, np.nan)

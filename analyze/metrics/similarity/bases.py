@@ -155,8 +155,8 @@ class Basis:
     ----------
     u_nk : array (n, k), or (frequencies, n, k)
         Orthonormal columns, centred, in descending order of variance. From a stream of chunks, they are in coordinates
-        that all layers of the stream share, which may be fewer than n. With frequencies, they are complex, and columns
-        of 0 fill them up to one k.
+        that all layers of the stream share, which may be fewer than n. With frequencies, they are complex and padded
+        with columns of 0 to a common k.
     n, d : int
         Datapoints and neurons.
     status : str

@@ -109,7 +109,7 @@ class Moments:
                 self._scatter_dd = np.zeros((len(part_dm), len(part_dm)), order="F")
             elif len(part_dm) != self.d:
                 raise MessageError(f"a chunk of {len(part_dm)} neurons cannot be added to those of {self.d}")
-            self.largest_d = np.maximum(self.largest_d, largest_d / self.scale)  # NaN wins
+            self.largest_d = np.maximum(self.largest_d, largest_d / self.scale)  # np.maximum keeps NaN
             a_dm: NDArray[np.float64] = np.subtract(self._scaled(part_dm), self._shift_d[:, None], dtype=np.float64)
             self.n += part_dm.shape[1]
             self._sum_d += a_dm.sum(axis=1)
@@ -143,7 +143,7 @@ class Moments:
         return whole_de
 
     def block(self, rows: slice, columns: slice) -> NDArray[np.float64]:
-        """A block of the centred scatter matrix below its diagonal; a block on the diagonal is a lower triangle."""
+        """A block of the centred scatter matrix, below its diagonal; on it, only the lower triangle is valid."""
         drift_d = self.drift()
         block: NDArray[np.float64] = np.array(self._scatter_dd[rows, columns], order="F")
         block -= np.outer(self._sum_d[rows], drift_d[columns])
@@ -233,7 +233,7 @@ class Triangle:
 
     @property
     def d(self) -> int:
-        """Neurons."""
+        """The number of neurons."""
         return len(self._shift_d)
 
     def update(self, part_dm: NDArray[Any], sizes: Sequence[int] = ()) -> None:
@@ -250,7 +250,7 @@ class Triangle:
                 self._r, self.largest_d = np.zeros((0, self.d + 1)), np.zeros(self.d)
             elif len(part_dm) != self.d:
                 raise MessageError(f"a chunk of {len(part_dm)} neurons cannot be added to those of {self.d}")
-            self.largest_d = np.maximum(self.largest_d, largest_d / self.scale_d)  # NaN wins
+            self.largest_d = np.maximum(self.largest_d, largest_d / self.scale_d)  # np.maximum keeps NaN
             a_md = np.subtract(_over(part_dm, self.scale_d).T, self._shift_d, dtype=np.float64)
             a_md[:, ~np.isfinite(largest_d)] = 0  # so that a neuron with NaN does not affect the others
         self.n += len(a_md)

@@ -40,7 +40,7 @@ def per_axis(given: Any, axes: int, what: str, least: int) -> tuple[int, ...]:
 def padded(
     padding: Padding, kernel: Sequence[int], dilations: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The numbers of padding elements before and after each axis."""
+    """The numbers of padding elements at the beginning and at the end of each axis."""
     if padding == "valid":
         return (0,) * len(kernel), (0,) * len(kernel)
     if padding in ("same", "circular"):

@@ -115,7 +115,7 @@ class _SoftRank(OfSpectrum):
     """Answers each message with a function of its shares, and with the status of the spectrum."""
 
     def number(self, found: Spectrum) -> tuple[float, Status]:
-        """The rank and the status: "few_samples" if fewer than 5 datapoints a neuron make the rank too small."""
+        """The rank and the status; fewer than 5 datapoints for each neuron make the rank too small."""
         few = self.centre and found.status == "ok" and found.rows < 5 * found.columns
         return self.rank(found), "few_samples" if few else found.status
 

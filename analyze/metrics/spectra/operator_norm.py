@@ -1,4 +1,4 @@
-"""The operator norm of a layer: the largest factor by which it stretches an input of the recorded size.
+"""The operator norm of a layer: the largest factor by which it stretches an input, for a convolution of its real size.
 
 Shapes: ``w_ock`` is a kernel with o outputs, c inputs (of each group) and one or more spatial axes k; ``x_cs`` is one
 input with spatial axes s, ``y_ot`` its output.

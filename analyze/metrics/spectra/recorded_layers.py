@@ -85,7 +85,7 @@ def recorded(said: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any] |
         "padding_mode": mode if any(before + after) else "zeros",
     }
     if transposed is True:
-        # with more output padding it is not the transpose of a convolution that `operator_norm` supports
+        # with output padding of a stride or more, it is not the transpose of a convolution that is supported
         fits = mode == "zeros" and all(p < s for p, s in zip(further, strides, strict=True))
         return found if fits else None
     if mode not in MODES:

@@ -298,7 +298,7 @@ class Saturation(Metric):
         self._open = dict(map(_restored, state.get("open", ())))
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Add the datapoints of a later metric with the same parameters, in the same epoch of the same stream."""
+        """Add the datapoints of another metric's state, which come later in the same epochs of the same streams."""
         for key, one in map(_restored, state.get("open", ())):
             there = self._open.get(key)
             if there is None:
