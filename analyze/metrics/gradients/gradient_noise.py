@@ -277,7 +277,7 @@ class GradientNoise(OfSteps[_Step]):
         return now
 
     def numbers(self, over: _Step) -> list[float]:
-        """The numbers of `gradient_noise`; the share of parameters they cover; and the residual of their gradients."""
+        """The numbers of `gradient_noise`; the share of elements they cover; the relative error of their gradients."""
         losses = over.heard.get(self.loss, {}).get(None, {})
         passes = self._passes(over, len(losses))
         grams: list[SampleGram] = []

@@ -108,7 +108,7 @@ def _of_weight(
 
 
 def _convolution(a: NDArray[Any], d: NDArray[Any], weight: NDArray[Any], geometry: Geometry) -> SampleGram:
-    """The products of a convolution's gradients; the geometry is that whose gradient best fits the recorded one."""
+    """The products of a convolution's gradients, for the geometry whose gradient best fits the recorded one."""
     kernel = weight.shape[2:]
     groups, rest = divmod(a.shape[1], max(weight.shape[1], 1))
     if rest or a.ndim != d.ndim:
@@ -181,7 +181,7 @@ def _normalisation(
 ) -> tuple[SampleGram, int]:
     """The products of the gradients of a normalisation's scale, and the axis of the channels.
 
-    Batch, layer, instance and RMS normalisation are tried; the result is that whose gradient best fits the recorded.
+    Batch, layer, instance and RMS normalisation are tried; the one whose gradient best fits the recorded one is taken.
     """
     if any(part.size == 0 or part.ndim != d.ndim for part in parts):
         raise MessageError(

@@ -184,14 +184,14 @@ def _fresh(x: Sheet, y: Sheet, threshold: float, average: Average) -> CanonicalR
     weighted = average == "weighted"
     if threshold == 1 and (found := all_directions(x, y)) is not None:
         return compare(found.one, found.other, average, found.overlap_km, found.loadings_kd, spanning=True)
-    if threshold > EXACTLY and x.n > x.d + y.d + 1:
+    if threshold > EXACTLY and x.n > x.d + y.d + 1:  # all directions, many datapoints: a QR of both layers in chunks
         triangle = Triangle()
         for a_dm, b_em in together(x, y):
             triangle.update(np.concatenate([a_dm, b_em]), (x.d, y.d))
         one = of_triangle(triangle, slice(0, x.d), threshold, loadings=weighted)
         other = of_triangle(triangle, slice(x.d, None), threshold)
         return compare(_counted(one, x), _counted(other, y), average)
-    if threshold > EXACTLY or x.n <= max(x.d, y.d):
+    if threshold > EXACTLY or x.n <= max(x.d, y.d):  # few datapoints: bases from the data itself
         return compare(of_sheet(x, threshold, loadings=weighted), of_sheet(y, threshold), average)
     cross_de = np.zeros((x.d, y.d), order="F") if x.d * y.d <= _AT_ONCE else None
     if cross_de is not None:
@@ -206,6 +206,7 @@ def _fresh(x: Sheet, y: Sheet, threshold: float, average: Average) -> CanonicalR
         return compare(one, other, average)
     loadings_kd = loadings_of(x_moments, x_spectrum) if weighted else None
     k, m, n, d, e = x_spectrum.k, y_spectrum.k, x.n, x.d, y.d
+    # the overlap from projections of the datapoints, if these take less work than the products of all neurons
     if cross_de is None and n * (d * k + e * m + k * m) <= n * d * e + k * d * e + k * e * m:
         u_nk = project(x, x_moments, x_spectrum).u_nk
         overlap_km = np.zeros((k, m), order="F")

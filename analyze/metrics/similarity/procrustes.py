@@ -124,7 +124,7 @@ def _check_alpha(alpha: object) -> None:
 
 
 def _normed_pair(x: Sheet, y: Sheet) -> tuple[list[NDArray[np.float64]], list[float]] | AlignmentResult:
-    """Both sets of activations, centred and divided by their norms; and these norms. If a set has none, the result."""
+    """Both sets of activations, centred and divided by their norms, and these norms; or the result without a value."""
     found, sizes = [], []
     for sheet in (x, y):
         prepared = centred(sheet)

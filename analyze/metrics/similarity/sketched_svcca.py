@@ -18,7 +18,7 @@ from tracer.numbers.arrays import Array
 _REACH = 3
 """An interval reaches this many times the range of the values of all parts to either side."""
 _SHARES = 4
-"""The standard errors of a sketch's left-out share of the variance for which the threshold is varied."""
+"""The left-out share of the variance, 1 - threshold, is varied by this many of its standard errors in a sketch."""
 _RESOLVED = 1 / 4
 """The largest share of a sketch's columns that may be kept for the estimate to be meaningful."""
 _ROUNDING = 1e-6

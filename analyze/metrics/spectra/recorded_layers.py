@@ -64,7 +64,7 @@ def _fitting(n: int, m: int, k: int) -> Iterator[tuple[int, int]]:
 def recorded(said: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any] | None:
     """A convolution from a trace's header, as arguments of `operator_norm`.
 
-    Empty if the header does not fit the kernel; None if `operator_norm` does not support the convolution's padding.
+    Empty if the header is missing or does not fit; None if `operator_norm` does not support the convolution's padding.
     """
     try:
         axes = len(kernel)
