@@ -1,4 +1,4 @@
-"""The catalogue of metrics: what their docstrings say, by heading, and the files that `make docs` makes of them."""
+"""The catalogue of metrics: their docstrings by heading, a search, and the files that `make docs` writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCOPES = {
     "pair": "two streams",
     "everything": "the whole run, in its order",
 }
-"""What each scope of `tracer.Subscriber` says."""
+"""What a metric of each scope remembers, see `tracer.Subscriber`."""
 
 _REMEMBERS = {"message": "nothing", "stream": "a stream", "step": "a step", "pair": "a pair", "everything": "the run"}
 
@@ -35,7 +35,7 @@ _HEADING = re.compile(rf"(?m)^\*({'|'.join(HEADINGS)})\*:?\s")
 
 
 class Former(NamedTuple):
-    """A row of the table from old names to new: the wish for `analyze.parse` (or none), and a remark."""
+    """A row of the table from old names to new: the text for `analyze.parse` (or ``""``), and a remark."""
 
     system: str
     name: str
@@ -44,7 +44,7 @@ class Former(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """A row of the table of other programs' numbers: what is asked, what the other one answers, and what we do."""
+    """A row of the table of other programs' numbers: the question, their answer, our answer, and the reason."""
 
     system: str
     name: str
@@ -107,7 +107,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
         "it leaves the crossing direction out",
     ),
 )  # fmt: skip
-"""Where programs that people come from give other numbers; `tests/analyze/metrics/test_catalogue.py` computes both."""
+"""Numbers in which known programs deviate; `tests/analyze/metrics/test_catalogue.py` computes both sides."""
 
 
 FORMER: tuple[Former, ...] = (
@@ -162,11 +162,11 @@ FORMER: tuple[Former, ...] = (
     Former("cockpit", "TICDiag", "ticdiag"),
     Former("cockpit", "TICTrace", "tictrace"),
 )
-"""Every subscriber of ikkuna, every preprocessor of monitorch, the quantities of cockpit; with what asks the same."""
+"""Every subscriber of ikkuna, every preprocessor of monitorch, every quantity of cockpit, with its counterpart here."""
 
 
 def headings(docstring: str) -> dict[str, str]:
-    """What stands under each heading of the Notes of a docstring.
+    """The text under each heading of the Notes of a docstring.
 
     Examples
     --------
@@ -186,18 +186,18 @@ def headings(docstring: str) -> dict[str, str]:
 
 
 def search(words: str) -> list[dict[str, Any]]:
-    """The metrics that speak of some words, as `analyze.registry.describe` describes them.
+    """The metrics whose names or docstrings contain some words, as `analyze.registry.describe` describes them.
 
     Parameters
     ----------
     words : str
-        Such as ``"dead units"``. The last letters of a word need not agree: "unit" is found too.
+        Such as ``"dead units"``. The last two letters of a word need not match: "unit" is found, too.
 
     Returns
     -------
     list of dict
-        The metrics that have all words in their name, summary, search words or former names; if there are none, those
-        that have them anywhere in their docstring.
+        The metrics with all words in their name, summary, search words or former names; if there are none, those with
+        all words anywhere in their docstring.
 
     Examples
     --------
@@ -239,12 +239,12 @@ def example(function: Any) -> list[str]:
 
 
 def markdown() -> str:
-    """The page ``docs/metrics.md``, made of the registry and the docstrings of the built-in metrics."""
+    """The page ``docs/metrics.md``, from the registry and the docstrings of the built-in metrics."""
     return "\n".join(_page()) + "\n"
 
 
 def descriptions() -> str:
-    """The file ``analyze/descriptions.json``: what `analyze.describe` says of each built-in metric, one a line."""
+    """The file ``analyze/descriptions.json``: the description of each built-in metric, one a line."""
     lines = [
         f"{json.dumps(name)}: {json.dumps(registry.describe_class(name), ensure_ascii=False)}"
         for name in sorted(BUILT_IN)
@@ -253,7 +253,7 @@ def descriptions() -> str:
 
 
 def stub(package: ModuleType) -> str:
-    """The file ``__init__.pyi`` of `tracer` or `analyze`: where type checkers and editors find each public name."""
+    """The file ``__init__.pyi`` of `tracer` or `analyze`, with the public names for type checkers and editors."""
     aliases: Mapping[str, str] = vars(package).get("ALIASES", {})
     homes: dict[str, list[str]] = {}
     for name, home in package.HOMES.items():
@@ -281,12 +281,12 @@ def _import(home: str, names: list[str], aliases: Mapping[str, str]) -> str:
 
 
 def _place_in_import(name: str) -> tuple[bool, bool, str]:
-    """As `_kind_of_name`, whatever the case of the letters."""
+    """The sort key of a name in an import: its kind, then its letters regardless of case."""
     return (*_kind_of_name(name)[:2], name.casefold())
 
 
 def _kind_of_name(name: str) -> tuple[bool, bool, str]:
-    """Acronyms, then classes, then functions: the order of names in imports."""
+    """The sort key of a name: constants and acronyms first, then classes, then functions."""
     return not name.isupper(), name[0].islower(), name
 
 
@@ -343,7 +343,7 @@ def _page() -> Iterator[str]:
     yield _ACTIONS.replace("{deviations}", rows)
     for row in FORMER:
         known = row.wish.partition(":")[0] in BUILT_IN
-        elsewhere = not row.wish and row.remark.startswith("`")  # no metric, but something else of this project
+        elsewhere = not row.wish and row.remark.startswith("`")  # the counterpart is not a metric
         now, remark = (row.remark, "") if elsewhere else (f"`{row.wish}`" if known else "none", row.remark)
         yield f"| {row.system} | `{row.name}` | {now} | {remark} |"
 
@@ -395,7 +395,7 @@ def _value(value: Any) -> str:
 
 
 def _markup(text: str) -> str:
-    """What docstrings are written in as the Markdown that GitHub shows, formulas included."""
+    """The reStructuredText of a docstring as GitHub's Markdown, formulas included."""
     text = re.sub(r":math:`([^`]+)`", lambda found: f"${found[1]}$", text)
     return text.replace("``", "`")
 
@@ -405,6 +405,6 @@ def _sentence(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """What stands before the first formula, which a table cannot hold."""
+    """The text before the first formula, because a table cannot contain formulas."""
     before, formula, _ = text.partition(":math:")
     return _markup(before.rstrip(" :;,(") + "." if formula else before)

@@ -1,6 +1,6 @@
 """Names → subscribers: the metrics and rules of this project, plug-ins by entry points, and classes in files.
 
-A class is imported when it is asked for; so a broken plug-in harms nobody who does not ask for it.
+A class is imported on first use, so a broken plug-in affects only those who use it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ GROUP = "tracer.subscribers"
 """The group of entry points under which other packages name their subscribers."""
 
 DESCRIPTIONS = Path(__file__).with_name("descriptions.json")
-"""What `describe_class` says of each built-in subscriber: made by `make docs`, and compared in the tests."""
+"""The result of `describe_class` for each built-in metric; `make docs` writes the file, and a test compares it."""
 
 _OURS = {**BUILT_IN, **RULES}
-"""Registry name → where the class is, of the metrics and the rules of this project."""
+"""Registry name → ``module:class``, for the metrics and the rules of this project."""
 
 _LABEL = "as"
-"""The option that every subscriber has. No constructor has a parameter of this name, which is a keyword of Python."""
+"""The option that every subscriber has. No constructor can have it as a parameter, because it is a Python keyword."""
 
 _IN_FILE = re.compile(r"(?P<path>.*\.py):(?P<name>[^\W\d]\w*)(?::(?P<options>.*))?", re.DOTALL)
 
 
 class _Wish(NamedTuple):
-    """The parts of what `parse` reads; of a class in a file also the file and the class."""
+    """The parts of a text for `parse`; for a class in a file, `file` and `class_name` are set."""
 
     name: str
     options: list[str]
@@ -67,7 +67,7 @@ def _pair(option: str) -> tuple[str, str, str]:
 
 
 def subscribers() -> tuple[str, ...]:
-    """The names of metrics that `parse` knows, in alphabetical order; nothing is imported. Rules are in `rules`.
+    """The names of all metrics and plug-ins, in alphabetical order, without importing them. Rules are in `rules`.
 
     Examples
     --------
@@ -78,7 +78,7 @@ def subscribers() -> tuple[str, ...]:
 
 
 def rules() -> tuple[str, ...]:
-    """The names of the rules that `parse` knows, in the order of causes; nothing is imported.
+    """The names of the rules, causes before effects, without importing them.
 
     Examples
     --------
@@ -89,7 +89,7 @@ def rules() -> tuple[str, ...]:
 
 
 def find(name: str) -> type[Subscriber]:
-    """The class of a registered subscriber, or of one in a file (``"path/to/file.py:ClassName"``).
+    """The class of a registered subscriber, or a class in a file (``"path/to/file.py:ClassName"``).
 
     Raises
     ------
@@ -120,22 +120,22 @@ def find(name: str) -> type[Subscriber]:
 
 
 def parse(text: str) -> Subscriber:
-    """A subscriber from how it is written on a command line: ``"name"`` or ``"name:key=value,key=value"``.
+    """Make a subscriber from a text as on the command line: ``"name"`` or ``"name:key=value,key=value"``.
 
     Parameters
     ----------
     text : str
-        The name is that of a registered subscriber, or ``path/to/file.py:ClassName``. Values are integers, numbers,
-        ``true``, ``false``, ``none`` or words; ``a+b`` is the tuple of a and b. Where a parameter takes words, ``7`` is
-        a word too. Every subscriber has the parameter ``as``, a label that is appended to the kinds of its answers, so
-        that two of one name can be asked at once: ``"svcca:lag=1"`` and ``"svcca:lag=5,as=lag5"``.
+        The name of a registered subscriber, or ``path/to/file.py:ClassName``; then its parameters. Values are integers,
+        numbers, ``true``, ``false``, ``none`` or words; ``a+b`` is the tuple of a and b. If a parameter takes only
+        words, ``7`` is a word. Every subscriber has the parameter ``as``, a label that is appended to the kinds of its
+        answers, so that two of one name can be used together: ``"svcca:lag=1"`` and ``"svcca:lag=5,as=lag5"``.
 
     Raises
     ------
     UnknownNameError
         If there is no subscriber of this name.
     MessageError
-        If a parameter is unknown, missing, given twice, or of a wrong value.
+        If a parameter is unknown, missing or given twice, or has a wrong value.
 
     Examples
     --------
@@ -159,9 +159,9 @@ def parse(text: str) -> Subscriber:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """A description of a subscriber in JSON values, for help and documentation.
+    """The description of a subscriber in JSON values, for help and documentation.
 
-    That of a built-in metric is read from a file that `make docs` writes, because importing the class imports torch.
+    Built-in metrics are described by a file that `make docs` writes, because importing a class imports torch.
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ def describe(name: str) -> dict[str, Any]:
     dict
         ``name``, ``class`` (its dotted path), ``summary`` (the first sentence of the docstring), ``parameters`` (each
         with ``name``, ``default``, ``required`` and ``type``), ``needs`` and ``produces`` (lists of kinds, with the
-        default parameters; empty if one has no default), ``scope``, ``mergeable``, ``version`` and ``invariances`` (as
+        default parameters; empty if any has no default), ``scope``, ``mergeable``, ``version``, ``invariances`` (as
         of `tracer.Subscriber`), ``needs_model``, ``docstring``.
 
     Examples
@@ -189,12 +189,12 @@ def describe(name: str) -> dict[str, Any]:
     if name not in BUILT_IN:
         return describe_class(name)
     described: dict[str, dict[str, Any]] = json.loads(DESCRIPTIONS.read_text(encoding="utf-8"))
-    # a metric that was added since `make docs` ran describes itself
+    # a metric that was added after the last `make docs` is not in the file
     return described[name] if name in described else describe_class(name)
 
 
 def describe_class(name: str) -> dict[str, Any]:
-    """As `describe`, always from the class itself."""
+    """As `describe`, but always from the class itself."""
     cls = find(name)
     parameters = _parameters(cls)
     needs: list[str] = []
@@ -228,14 +228,14 @@ def describe_class(name: str) -> dict[str, Any]:
 
 
 def instances(wanted: str | Subscriber | Iterable[str | Subscriber]) -> list[Any]:
-    """Subscribers, where each of one or many is given as an object or as a text for `parse`."""
+    """The subscribers in `wanted`: one or several, each an object or a text for `parse`."""
     if isinstance(wanted, str) or not isinstance(wanted, Iterable):
         wanted = [wanted]
     return [parse(one) if isinstance(one, str) else one for one in wanted]
 
 
 def canonical(text: str) -> str:
-    """The normal form of a text for `parse`: parameters in alphabetical order, no spaces, files by their full path.
+    """The normal form of a text for `parse`: parameters in alphabetical order, no spaces, absolute paths of files.
 
     Examples
     --------
@@ -249,7 +249,7 @@ def canonical(text: str) -> str:
 
 
 def origin(text: str) -> list[str]:
-    """The place and the version of the class of a subscriber, on which stored answers depend.
+    """The place and version of a subscriber's class; stored answers are valid only for the same origin.
 
     Raises
     ------
@@ -305,8 +305,8 @@ def _from_file(path: str, name: str) -> Any:
 
 
 def _import_file(file: Path) -> ModuleType:
-    # a name of its own for each path and text: two files of one name do not meet, pickles find their class again, and
-    # a process that lives long, such as a cluster's worker, takes a file that was changed as it is now
+    # the name depends on path and text: files of the same name do not collide, pickles find their class again, and a
+    # long-lived process, such as a cluster's worker, imports a changed file anew
     text = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     name = "_subscribers_of_" + re.sub(r"\W", "_", str(file)) + "_" + text
     known = sys.modules.get(name)
@@ -326,7 +326,7 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def _guarded(load: Callable[[], Any], what: str) -> Any:
-    """What foreign code returns. Any exception in it becomes a `TracerError` of one sentence, with its cause."""
+    """The result of foreign code; any exception becomes a `TracerError` of one sentence, with its cause."""
     try:
         return load()
     except Exception as error:  # foreign code may raise anything
@@ -334,7 +334,7 @@ def _guarded(load: Callable[[], Any], what: str) -> Any:
 
 
 def _checked(found: Any, name: str) -> type[Subscriber]:
-    from tracer.messaging.subscriber import Subscriber  # here, because it imports torch and the table of names must not
+    from tracer.messaging.subscriber import Subscriber  # here, because it imports torch, which `subscribers` must not
 
     if not inspect.isclass(found):
         raise MessageError(f"{name} is not a subclass of tracer.Subscriber but of type {type(found).__name__}")
@@ -355,7 +355,7 @@ def _parameters(cls: type[Subscriber]) -> dict[str, _Parameter]:
 
 
 def _arguments(cls: type[Subscriber], wish: _Wish, text: str) -> dict[str, Any]:
-    """What the options of a wish give to the parameters of a class, and the label."""
+    """The constructor's arguments that the options of a text give, and the label."""
     parameters = _parameters(cls)
     given: dict[str, Any] = {}
     for option in wish.options:
@@ -386,7 +386,7 @@ def _type_name(parameter: _Parameter | None) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A default as a JSON value."""
+    """A default value as a JSON value."""
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
     return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else repr(value)
@@ -396,7 +396,7 @@ _NAMED = {"str": str, "int": int, "float": (int, float), "bool": bool, "None": t
 
 
 def _value(text: str, parameter: _Parameter | None, what: str) -> Any:
-    """The value that a text means for a parameter, as far as its annotation says what it takes."""
+    """The value of a text for a parameter, by the parameter's annotation. Raise `MessageError` if it does not fit."""
     allowed = [name.strip() for name in _type_name(parameter).split("|") if name.strip()]
     wordy = "str" in allowed and not {"int", "float"}.intersection(allowed)
     value = _literal(text, wordy)

@@ -1,8 +1,7 @@
-"""The metrics: one subscriber a file, each a pure function and a thin final class, and the table of their names.
+"""The table of the metrics' names; each metric is a pure function and a thin final class in a file of its own.
 
-A new metric is its file and a line in this table. `make docs` then writes what is made from both: the types of
-`analyze.NAME` (``analyze/__init__.pyi``), what `trace subscribers` says (``analyze/descriptions.json``) and
-``docs/metrics.md``.
+A new metric needs its file and a line in this table. From both, `make docs` writes the types of `analyze.NAME`
+(``analyze/__init__.pyi``), the output of `trace subscribers` (``analyze/descriptions.json``) and ``docs/metrics.md``.
 """
 
 from __future__ import annotations
@@ -63,4 +62,4 @@ BUILT_IN: Mapping[str, str] = {
     "variance": "analyze.metrics.elementwise.variance:Variance",
     "weightwatcher": "analyze.metrics.spectra.power_law:WeightWatcher",
 }
-"""Registry name → where the class is. The pure function has the registry name and stands in the same module."""
+"""Registry name → ``module:class``. The same module defines the pure function, under the registry name."""

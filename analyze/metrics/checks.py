@@ -1,4 +1,4 @@
-"""What metrics refuse as parameters: numbers out of range, and words that they do not know."""
+"""Checks of the parameters of metrics: numbers in range, and known words."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from tracer.errors import MessageError
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a whole or a real number; True and False are none."""
+    """Whether a value is an int or a float, and not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_whole(value: object, least: int) -> TypeGuard[int]:
-    """Whether a value is a whole number of at least this; True and False are none."""
+    """Whether a value is an int of at least `least`, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check(good: bool, rule: str, given: object) -> None:
-    """Raise `MessageError` with the rule that a value breaks, unless it is good.
+    """Raise `MessageError` with the rule and the given value, unless `good`.
 
     Examples
     --------
@@ -33,7 +33,7 @@ def check(good: bool, rule: str, given: object) -> None:
 
 
 def check_word(what: str, given: object, words: Iterable[str]) -> None:
-    """Raise `MessageError` unless a parameter is one of its words.
+    """Raise `MessageError` unless a parameter is one of the allowed words.
 
     Examples
     --------
@@ -47,9 +47,9 @@ def check_word(what: str, given: object, words: Iterable[str]) -> None:
 
 
 def check_which(what: str, which: str | Iterable[str], good: Callable[[str], object], words: str) -> tuple[str, ...]:
-    """Names, also where they are written with a plus between them, as a tuple.
+    """The names in `which` as a tuple; a string is split at its plus signs.
 
-    Raises `MessageError` if there is none, or one that is not good or there twice; `words` says which are good.
+    Raises `MessageError` if there are no names, or one is not `good` or repeated; `words` lists the good names.
     """
     names = tuple(which.split("+")) if isinstance(which, str) else tuple(which)
     for name in names:

@@ -1,8 +1,8 @@
-"""What metrics take: kinds that carry data, and data as exact float64 arrays on the CPU.
+"""The inputs of metrics: kinds that carry data, and data as exact float64 arrays on the CPU.
 
-Sums are taken in float64 on the CPU, by one thread, in the logical order of the elements; so a live run on a GPU and
-its replay on the same machine agree to the bit, whatever the device, the memory layout or the number of threads, and on
-another machine to about 1e-15. (Linear algebra is the processor's BLAS: there they agree to about 1e-13.)
+Sums are taken in float64 on the CPU, by one thread, in the logical order of the elements. So a live run on a GPU and
+its replay on the same machine agree to the bit, whatever the device, the memory layout or the number of threads; on
+another machine they agree to about 1e-15. (Linear algebra uses the processor's BLAS: its results agree to about 1e-13.)
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def as_float64(x: Array | None) -> NDArray[Any]:
 
 
 def real_numbers(x: Array | None) -> NDArray[np.float64]:
-    """The same values in float64; NaN in place of complex ones."""
+    """The same values in float64; all NaN if they are complex."""
     array = as_array(x)
     return np.full(array.shape, np.nan) if array.dtype.kind == "c" else as_float64(array)
 
 
 def single_number(x: Array | None) -> float | None:
-    """The number, if there is one only and it is real."""
+    """The only element as a number; None if there are several elements or none, or if the data is complex."""
     array = as_array(x)
     return float(array.reshape(-1)[0]) if array.size == 1 and array.dtype.kind != "c" else None
 
@@ -59,7 +59,7 @@ def blocks(x: Array | None) -> Iterator[NDArray[Any]]:
 
 
 def power_of_two(largest: float) -> float:
-    """A power of two near a number, whose squares are in range: dividing by it is exact."""
+    """A power of two near a number. Dividing by it is exact, and brings squares of such numbers into range."""
     return 2.0 ** min(max(math.frexp(largest)[1] - 1, -1000), 1000)
 
 

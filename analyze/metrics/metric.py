@@ -1,4 +1,4 @@
-"""The bases of the metrics: which messages a metric takes, and how the numbers of its formula become answers."""
+"""The base classes of metrics: which messages a metric takes, and how the numbers of its formula become answers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tracer.messaging.subscription import Subscription, SynchronizedSubscription
 
 
 class Within(TypedDict, total=False):
-    """Which messages of a tag a metric takes, as in `tracer.Subscription`."""
+    """The parameters of `tracer.Subscription` that select messages, without the tag."""
 
     subsample: int
     modules: str | Iterable[str] | None
 
 
 class Where(Within, total=False):
-    """Which messages of its kinds a metric takes, as in `tracer.Subscription`."""
+    """The parameters of `tracer.Subscription` that select messages of a kind."""
 
     tag: str | None
 
@@ -35,13 +35,13 @@ class Where(Within, total=False):
 class Metric(Subscriber):
     """A subscriber that is registered by its name.
 
-    A subclass writes ``**where: Unpack[Where]`` for the parameters that it only hands on to its parent. In the
-    signature of the class they stand one by one, after its own.
+    A subclass writes ``**where: Unpack[Where]`` for the parameters that it only passes to its parent. The signature of
+    the class lists them one by one, after the subclass's own parameters.
 
     Parameters
     ----------
     kinds : str or tuple of str
-        The kinds of the messages that it takes.
+        The kinds of the messages that the metric takes.
     produces : str or iterable of str
         The kinds of its answers.
     tag, subsample, modules
@@ -50,20 +50,19 @@ class Metric(Subscriber):
     Attributes
     ----------
     name : str
-        Under which it is registered.
+        The name under which the metric is registered.
     scope, mergeable, version, invariances, spoiled_by, takes_many
-        As in `tracer.Subscriber`: what it remembers, and what its answers do not depend on. A metric without memory has
-        ``scope = "message"``; a new one leaves `version` at 1.
+        As in `tracer.Subscriber`. A metric without memory has ``scope = "message"``; `version` begins at 1.
     bundled : bool
-        Whether it takes messages of several kinds in complete bundles, or one by one.
+        Whether the metric takes messages of several kinds in complete bundles; otherwise one by one.
     takes_statistics : bool or "too"
-        Whether it takes the statistics of tensors (``weights_statistics``) in place of these, as what goes through
-        `shared` does; ``"too"``: and the tensors, where both are there.
+        Whether the metric can answer from the statistics of tensors (``weights_statistics``) in place of the tensors,
+        as a metric that uses `shared` can. With ``"too"`` it takes the tensors as well if both were recorded.
 
     Raises
     ------
     MessageError
-        If it takes messages one by one, and those of a kind are events, which carry no data.
+        If the metric takes messages one by one and a kind is an event, which carries no data.
     """
 
     name: ClassVar[str]
@@ -98,7 +97,7 @@ class Metric(Subscriber):
 
 
 def _spelled_out(cls: type[Metric]) -> inspect.Signature:
-    """The signature of a class; ``**where`` stands for the parent's keywords that the class does not name itself."""
+    """The signature of a class, with the parent's keywords that the class does not name in place of ``**where``."""
     constructor = inspect.signature(cls.__init__)
     _, *parameters = constructor.parameters.values()
     own = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
@@ -110,7 +109,7 @@ def _spelled_out(cls: type[Metric]) -> inspect.Signature:
 
 
 class PerMessage(Metric):
-    """Answers each message, or bundle, with the numbers of a formula: one for each kind that it produces."""
+    """Answers each message, or bundle, with the numbers of a formula: one for each kind in `produces`."""
 
     scope: Scope = "message"
 
@@ -119,9 +118,10 @@ class PerMessage(Metric):
         """The numbers of a message, in the order of `produces`."""
 
     def measure_many(self, stack: Stack) -> Sequence[Tensor | NDArray[np.float64]] | None:
-        """The numbers of many messages, an array (messages, ...) for each kind of answers in the order of `produces`.
+        """The numbers of many messages: an array (messages, ...) for each kind, in the order of `produces`.
 
-        They are those of `measure`, to the bit. None, the default, has the messages measured one by one.
+        They equal those of `measure` to the bit. If this returns None (the default), `measure` is called for each
+        message.
         """
         return None
 

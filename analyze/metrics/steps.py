@@ -1,4 +1,4 @@
-"""The base of metrics that gather what is said in a step or a pass, and answer when it is over."""
+"""The base class of metrics that gather the messages of a step or a pass, and answer when it is over."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Gathered = TypeVar("Gathered", bound=At)
 
 
 class OfSteps(Metric, Generic[Gathered]):
-    """Gathers what it hears of a step under each tag, and answers for the step when another one begins or the run ends.
+    """Gathers the messages of each tag's step, and answers for the step when the next step begins or the run ends.
 
     Attributes
     ----------
     gathered : type
-        Of what is gathered of a step: a dataclass, a subclass of `At` whose further fields have defaults.
+        The record of a step: a dataclass, a subclass of `At` whose further fields have defaults.
     stored_as : str
-        The name under which a state has what is gathered.
+        The key of `steps` in a state.
     steps : dict
-        What is gathered of the step that is going on, by tag.
+        The record of each tag's current step.
     """
 
     gathered: type[Gathered]
@@ -42,16 +42,16 @@ class OfSteps(Metric, Generic[Gathered]):
         return bool(now.global_step != message.global_step)
 
     def following(self, over: Gathered, message: Any) -> Gathered:
-        """What the step that a message begins starts with, given what was gathered of the one before."""
+        """The initial record of the step that a message begins, given the record of the step before."""
         return self.gathered.of(message)
 
     @abstractmethod
     def hear(self, now: Gathered, message: Any) -> None:
-        """Add a message (or bundle) to what is gathered of its step."""
+        """Add a message (or bundle) to the record of its step."""
 
     @abstractmethod
     def numbers(self, over: Gathered) -> Iterable[float | Tensor]:
-        """What is said of a step that is over, in the order of `produces`; nothing, if nothing can be said."""
+        """The numbers of a step that is over, in the order of `produces`; empty if there is no answer."""
 
     def answers(self, tag: str, over: Gathered) -> Iterator[Message]:
         """The answers for a step that is over."""
@@ -59,7 +59,7 @@ class OfSteps(Metric, Generic[Gathered]):
             yield over.network_message(kind, tag, number)
 
     def compute(self, message: Any) -> Iterator[Message]:
-        """Gather one message; answer for the step before if this one begins another."""
+        """Gather one message; if it begins another step, first answer for the step before."""
         now = self.steps.get(message.tag)
         if now is None:
             now = self.steps[message.tag] = self.gathered.of(message)
@@ -75,17 +75,17 @@ class OfSteps(Metric, Generic[Gathered]):
             yield from self.answers(tag, last)
 
     def pack(self, now: Gathered) -> Any:
-        """What is gathered of a step as plain values and tensors."""
+        """The record of a step as plain values and tensors."""
         return asdict(now)
 
     def unpack(self, told: Any) -> Gathered:
-        """What `pack` has packed."""
+        """The inverse of `pack`."""
         return self.gathered(**deepcopy(told))
 
     def state_dict(self) -> dict[str, Any]:
-        """What is gathered of the steps that are going on, by tag."""
+        """The records of the current steps, by tag."""
         return {self.stored_as: {tag: self.pack(now) for tag, now in self.steps.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another of the same parameters stopped."""
+        """Continue from a `state_dict` of a metric with the same parameters."""
         self.steps = {tag: self.unpack(told) for tag, told in state[self.stored_as].items()}

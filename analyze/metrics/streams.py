@@ -1,4 +1,4 @@
-"""What metrics with a memory remember by: the stream of a message, its place in the run, and both in a state."""
+"""The keys of a metric's memory: the stream of a message and its place in the run; and how a state stores them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from analyze.metrics.inputs import answer
 from tracer.messaging.messages import Message, MessageBundle, message_of
 
 Stream: TypeAlias = tuple[str | None, str, int, str, int]
-"""Module (None for the network), tag, call, leaf and rank: what tells the streams of one kind apart."""
+"""Module (None for the network), tag, call, leaf and rank: they identify a stream among those of one kind."""
 
 _FIELDS = ("module", "tag", "call", "leaf", "rank")
 
@@ -34,7 +34,7 @@ def stream_of(source: Message | MessageBundle) -> Stream:
 
 
 Series: TypeAlias = tuple[str | None, str, str, int]
-"""Module, tag, leaf and rank: a stream, all its calls together."""
+"""Module, tag, leaf and rank: the streams of all calls together."""
 
 _OF_SERIES = ("module", "tag", "leaf", "rank")
 
@@ -45,17 +45,17 @@ def series_of(source: Message | MessageBundle) -> Series:
 
 
 def packed_series(series: Series) -> dict[str, Any]:
-    """A series as a state holds it."""
+    """A series as a state stores it."""
     return dict(zip(_OF_SERIES, series, strict=True))
 
 
 def unpacked_series(state: Mapping[str, Any]) -> Series:
-    """The series that a state holds."""
+    """The series of an entry of a state."""
     return state["module"], state["tag"], state["leaf"], state["rank"]
 
 
 def stored(value: Any) -> Any:
-    """What is remembered as a state holds it: arrays as tensors of their own, also within lists and mappings.
+    """A remembered value as a state stores it: arrays become copies as tensors, also within lists and mappings.
 
     Examples
     --------
@@ -71,7 +71,7 @@ def stored(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """What `stored` has made a state of."""
+    """The inverse of `stored`."""
     if isinstance(value, Tensor):
         return value.numpy().copy()
     if isinstance(value, Mapping):
@@ -80,7 +80,7 @@ def restored(value: Any) -> Any:
 
 
 def packed(memory: Mapping[Stream, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A memory by stream as a state holds it: one dictionary for each stream, with its arrays as tensors.
+    """A memory by stream as a state stores it: one dictionary for each stream, with its arrays as tensors.
 
     Examples
     --------
@@ -91,7 +91,7 @@ def packed(memory: Mapping[Stream, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def unpacked(state: Iterable[Mapping[str, Any]]) -> dict[Stream, dict[str, Any]]:
-    """What `packed` has packed.
+    """The inverse of `packed`.
 
     Examples
     --------
@@ -108,7 +108,7 @@ def unpacked(state: Iterable[Mapping[str, Any]]) -> dict[Stream, dict[str, Any]]
 
 @dataclass
 class At:
-    """Where an answer about several messages stands: the counters of one of them, the first or the last."""
+    """The place in the run of an answer about several messages: the counters of the first or the last of them."""
 
     global_step: int
     train_step: int
@@ -117,15 +117,15 @@ class At:
 
     @classmethod
     def of(cls, source: Message | MessageBundle) -> Self:
-        """Where a message or bundle stands."""
+        """The place of a message or bundle."""
         return cls(source.global_step, source.train_step, source.epoch, source.rank)
 
     def move_to(self, source: Message | MessageBundle) -> None:
-        """Stand where a later message or bundle of the same rank stands."""
+        """Take the place of a later message or bundle of the same rank."""
         self.global_step, self.train_step, self.epoch = source.global_step, source.train_step, source.epoch
 
     def counters(self) -> list[int]:
-        """The counters as a state holds them, in the order in which the constructor takes them."""
+        """The counters as a state stores them, in the order of the constructor's arguments."""
         return [self.global_step, self.train_step, self.epoch, self.rank]
 
     def message(self, kind: str, series: Series, data: Tensor) -> Message:

@@ -1,4 +1,4 @@
-"""Tensors and whatever else holds numbers, as NumPy arrays."""
+"""Tensors, lists and numbers as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array: TypeAlias = Tensor | NDArray[Any] | Iterable[Any] | float
 
 
 def as_array(x: Array | None) -> NDArray[Any]:
-    """The same values as a NumPy array on the CPU, in a dtype that NumPy has and that holds them exactly.
+    """The same values as a NumPy array on the CPU, in a NumPy dtype that holds them exactly.
 
     Raises
     ------

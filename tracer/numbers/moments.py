@@ -1,11 +1,10 @@
-"""Counts, sums, central moments and extremes of many numbers in one pass: what the elementwise statistics share.
+"""Counts, sums, central moments and extremes of many numbers in one pass, as the elementwise statistics share them.
 
-The numbers go through a buffer that stays in a core's second-level cache, as float64, and every sum is taken there over
-rows of at most `ROW` numbers; what the rows give is put together by the formulas of Chan and Pébay, with a mean in two
-parts: a centre and the sum of the deviations from it. So nothing is lost to an offset or to the number of elements, and
-two accumulators can be merged. Rows are so short that no BLAS takes a
-second thread for them: on one machine the same numbers give the same bits, whatever the device, the memory layout or
-the number of threads; another processor agrees to about 1e-15.
+The numbers are copied, as float64, block by block into a buffer that stays in a core's second-level cache. Sums run
+over rows of at most `ROW` numbers; the formulas of Chan and Pébay merge the rows. The mean has two parts, a centre and
+the sum of the deviations from it, so neither an offset nor the number of elements costs digits, and two accumulators
+can be merged. No BLAS takes a second thread for rows this short: on one machine the same numbers give the same bits,
+whatever the device, the memory layout or the number of threads; another processor agrees to about 1e-15.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ BLOCK = 64 * ROW
 
 
 class Need:
-    """What to accumulate, as flags. Each result is the same to the bit, whatever else is asked for with it."""
+    """What to accumulate, as bits. Each moment is the same to the bit, whatever else is accumulated with it."""
 
     TOTAL = 1  # the sum
     SQUARES = 2  # the sum of squares
@@ -42,7 +41,7 @@ class Need:
 
 
 def has(need: int, wanted: int) -> bool:
-    """Whether all of what is wanted is among what is needed."""
+    """Whether `need` includes all bits of `wanted`."""
     return need & wanted == wanted
 
 
@@ -58,17 +57,17 @@ Table: TypeAlias = NDArray[np.float64]
 
 @dataclass(slots=True, eq=False)
 class Moments:
-    """What is known of one or several sets of numbers: of a tensor, of each of its channels, of each of many tensors.
+    """Moments of one or several sets of numbers: a tensor, each of its channels, or each of many tensors.
 
     Attributes
     ----------
     need : Need
-        What was accumulated; the rows of the table for which it was not asked are without meaning.
+        What was accumulated; all other rows of the table are meaningless.
     table : ndarray of float64, (15, sets)
-        Its rows, in this order: the counts of numbers, zeros, NaN and infinities; the exponent, 0 unless powers would
-        leave float64: all that follows is of the numbers divided by 2 to this power; the sums of the numbers, of their
-        squares and of their moduli; the least and the greatest; the sums of squared deviations from the mean, of their
-        third and of their fourth powers; a number near the mean, and the sum of the deviations from that.
+        Its rows, in this order: the counts of numbers, zeros, NaN and infinities; the exponent e, which is 0 unless
+        powers would leave float64 (all rows that follow are of the numbers divided by 2^e); the sums of the numbers, of
+        their squares and of their moduli; the least and the greatest number; the sums of the second, third and fourth
+        powers of the deviations from the mean; the centre, a number near the mean; the sum of the deviations from it.
     """
 
     need: int
@@ -76,7 +75,7 @@ class Moments:
 
     @classmethod
     def empty(cls, need: int, sets: int) -> Moments:
-        """Of no numbers at all."""
+        """The moments of no numbers."""
         table = np.zeros((len(_NAMES), sets))
         table[LOW], table[HIGH] = np.inf, -np.inf
         return cls(need, table)
@@ -87,21 +86,21 @@ class Moments:
             return Moments(self.need & other.need, _united(np.stack([self.table, other.table])))
 
     def state(self) -> dict[str, Any]:
-        """As plain values and tensors."""
+        """The moments as plain values and tensors."""
         return {"need": self.need, "table": torch.from_numpy(self.table.copy())}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Moments:
-        """From what `state` gave."""
+        """Moments from a `state`."""
         return cls(state["need"], state["table"].numpy().copy())
 
 
 def _united(tables: NDArray[np.float64]) -> Table:
-    """The table of the union of groups of numbers, set by set; (groups, 15, sets) → (15, sets).
+    """Merge the tables of groups of numbers, set by set; (groups, 15, sets) → (15, sets).
 
     The formulas are those of P. Pébay, "Formulas for robust, one-pass parallel computation of covariances and
     arbitrary-order statistical moments", SAND2008-6212 (2008), for many groups at once. Means are taken relative to the
-    centre of a group, because the rounding of a mean far from zero may be as large as the distance between two.
+    centre of a group, because the rounding of a mean far from zero may be as large as the distance between two means.
     """
     if len(tables) == 1:
         alone: Table = tables[0]
@@ -130,12 +129,12 @@ def _united(tables: NDArray[np.float64]) -> Table:
 
 
 def _centre(table: Table) -> None:
-    """Fill the centres by the means, which is precise enough where those are not far from zero."""
+    """Set the centres to the means, which is precise enough unless the means are far from zero."""
     table[CENTRE], table[REST] = table[TOTAL] / np.maximum(table[COUNT], 1), 0.0
 
 
 def _of_one_exponent(tables: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The same groups, all with the largest exponent that a group with numbers has."""
+    """The tables scaled to one exponent per set: the largest of the groups that are not empty."""
     tables = tables.copy()
     there = tables[:, COUNT] > 0
     common = np.where(there, tables[:, EXPONENT], -np.inf).max(axis=0)
@@ -148,10 +147,10 @@ def _of_one_exponent(tables: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def moments(x: Array, need: int, *, single: bool = False) -> Moments:
-    """Of all elements of an array of any shape and real dtype.
+    """The moments of all elements of an array of any shape and real dtype.
 
-    With `single`, sums of `SHORT` and fewer numbers of 32 bits and less are taken in float32: about 1e-7 of what all
-    the moduli, or the squares, add up to, in half the time.
+    With `single`, float32 numbers are summed in float32, at most `SHORT` at a time: in half the time, with an error of
+    about 1e-7 of the sum of the moduli or of the squares.
     """
     array = as_array(x)
     flat = array.reshape(-1)
@@ -172,7 +171,7 @@ def moments(x: Array, need: int, *, single: bool = False) -> Moments:
             if need & Need.ZEROS:
                 zeros += len(part) - int(np.count_nonzero(part if part.dtype.kind == "b" else part != 0))
             precise = not single
-            if not wide and (single or need & Need.EXTREMES):  # while the block comes into the cache
+            if not wide and (single or need & Need.EXTREMES):  # this first read brings the block into the cache
                 least, greatest = extremes(part)
                 low, high = float(np.minimum(low, least)), float(np.maximum(high, greatest))
                 precise = not (single and _SMALL < max(-least, greatest) < _LARGE)
@@ -203,7 +202,7 @@ def moments(x: Array, need: int, *, single: bool = False) -> Moments:
 
 
 def _rows(part: NDArray[Any], exponent: int) -> Iterator[NDArray[Any]]:
-    """The numbers of a block as float64: the whole rows, and the last one."""
+    """The numbers of a block as float64, divided by 2^exponent: the whole rows, then the shorter last one."""
     values = buffer(len(part), 0)
     np.copyto(values, part, casting="unsafe")
     if exponent:
@@ -220,13 +219,13 @@ def _whole_rows(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
 
 
 def moments_of_channels(x: Array, need: int, axis: int) -> Moments:
-    """Of each of the slices of an array along an axis."""
+    """The moments of each slice of an array along an axis."""
     array = as_array(x)
     outer, channels, inner = _split(array.shape, axis)
     view, wide = array.reshape(outer, channels, inner), _is_wide(array)
     if array.size == 0:
         return Moments.empty(need, channels)
-    # so many channels, entries and elements of each at once that each channel has a row, and all together a block
+    # a chunk has at most a row of numbers per channel, and at most a block of numbers in all
     elements = min(inner, ROW)
     entries = min(outer, ROW // elements)
     together = min(channels, BLOCK // (elements * entries))
@@ -237,7 +236,7 @@ def moments_of_channels(x: Array, need: int, axis: int) -> Moments:
             for start in range(0, outer, entries):
                 for begin in range(0, inner, elements):
                     chunk = view[start : start + entries, first : first + together, begin : begin + elements]
-                    chunk = chunk.transpose(1, 0, 2)  # the channels first, each with its elements in logical order
+                    chunk = chunk.transpose(1, 0, 2)  # channels first, each with its elements in logical order
                     rows = buffer(chunk.size, 0)
                     np.copyto(rows.reshape(chunk.shape), chunk, casting="unsafe")
                     tables.append(_of_rows(rows.reshape(len(chunk), -1), need, wide=wide))
@@ -248,11 +247,11 @@ def moments_of_channels(x: Array, need: int, axis: int) -> Moments:
 
 
 _AT_ONCE = 256
-"""So many tables of a channel are united at a time, so that memory does not grow with the data."""
+"""Tables of a channel that are merged at a time, so that memory does not grow with the data."""
 
 
 def moments_of_tensors(x_tn: NDArray[Any], need: int, *, single: bool = False) -> Moments:
-    """Of each row of an array (tensors, elements), bit for bit those of `moments` of each."""
+    """The moments of each row of an array (tensors, elements), the same to the bit as `moments` of that row."""
     tensors, size = x_tn.shape
     if x_tn.size == 0:
         return Moments.empty(need, tensors)
@@ -277,7 +276,7 @@ def moments_of_tensors(x_tn: NDArray[Any], need: int, *, single: bool = False) -
 
 
 def _of_rows(rows: NDArray[np.float64], need: int, *, wide: bool) -> Table:
-    """The table of a float64 array (sets, elements), of at most `ROW` elements each, which is overwritten."""
+    """The table of a float64 array (sets, elements) with at most `ROW` elements a set; `rows` is overwritten."""
     table = np.zeros((len(_NAMES), len(rows)))
     table[COUNT] = rows.shape[1]
     if need & Need.ZEROS:  # before large numbers are scaled down, and small ones beside them become zero
@@ -311,7 +310,7 @@ def _of_rows(rows: NDArray[np.float64], need: int, *, wide: bool) -> Table:
 
 
 def _of_single_rows(rows: NDArray[np.float32], need: int) -> tuple[Table, NDArray[np.int64]]:
-    """The table of a float32 array (sets, elements), and the sets for which this is not precise enough."""
+    """The table of a float32 array (sets, elements), and the sets for which float32 sums are not precise enough."""
     table = np.zeros((len(_NAMES), len(rows)))
     table[COUNT] = rows.shape[1]
     _single_sums(rows, need, table)
@@ -333,7 +332,7 @@ def _of_single_rows(rows: NDArray[np.float32], need: int) -> tuple[Table, NDArra
 
 
 def _sums(rows: NDArray[np.float64], need: int, table: Table) -> None:
-    """Fill the sums over each row that are asked for; the rows are overwritten by their moduli, if those are."""
+    """Fill in the needed sums over each row; `Need.ABSOLUTE` overwrites the rows by their moduli."""
     ones = _ONES[: rows.shape[1]]
     if need & Need.TOTAL:
         _dots(rows, ones, out=table[TOTAL])
@@ -345,11 +344,11 @@ def _sums(rows: NDArray[np.float64], need: int, table: Table) -> None:
 
 SHORT = 512
 _SMALL, _LARGE = 1e-15, 1e15
-"""Between these the squares of float32 numbers are float32 numbers."""
+"""The squares of numbers between these neither underflow nor overflow float32."""
 
 
 def _single_sums(rows: NDArray[np.float32], need: int, table: Table) -> None:
-    """The same sums, over short pieces in float32."""
+    """As `_sums`, in float32 over pieces of at most `SHORT` numbers; the rows stay as they are."""
     even = rows.shape[1] // SHORT * SHORT
     for piece in (rows[:, :even].reshape(len(rows), -1, SHORT), rows[:, None, even:]):
         if not piece.size:
@@ -363,7 +362,10 @@ def _single_sums(rows: NDArray[np.float32], need: int, table: Table) -> None:
 
 
 _CANCELLED = 64.0, 4.0
-"""A sum of squares that is more than this times its part about the mean has lost too many digits, of 16 or of 7."""
+"""Largest ratio of the sum of squares to the sum of squared deviations at which their difference keeps enough digits.
+
+The first is for float64 sums, the second for float32 sums.
+"""
 
 
 def _second(table: Table) -> NDArray[np.float64]:
@@ -373,16 +375,16 @@ def _second(table: Table) -> NDArray[np.float64]:
 
 
 def _cancelled(table: Table, single: bool = False) -> NDArray[np.bool_]:
-    """Where too little is left of the squares for the difference to be good."""
+    """In which sets subtracting the squared mean from the squares cancels too many digits."""
     lost: NDArray[np.bool_] = _second(table) * _CANCELLED[single] < table[SQUARES]
     return lost
 
 
 def _deviations(rows: NDArray[np.float64], need: int, table: Table, cancelled: NDArray[np.bool_]) -> None:
-    """Fill the sums of powers of deviations, of the mean taken off each number first; the rows are overwritten."""
+    """Fill in the sums of powers of deviations by subtracting the centre from each number, in place."""
     size = rows.shape[1]
     rows -= table[CENTRE][:, None]
-    total = _dots(rows, _ONES[:size])  # what the rounding of the mean left
+    total = _dots(rows, _ONES[:size])  # not 0, because the centre is a rounded mean
     rest = total / size
     second = np.maximum(_dots(rows, rows) - size * rest * rest, 0.0)
     table[M2] = np.where(cancelled, second, table[M2])
@@ -402,38 +404,38 @@ def _einsum_dots(
 
 
 _dots: Callable[..., NDArray[np.float64]] = getattr(np, "vecdot", _einsum_dots)  # since NumPy 2.0
-"""The inner products of rows."""
+"""Inner products along the last axis."""
 
 _ONES = np.ones(ROW)
 _ONES_OF_32_BITS = np.ones(SHORT, np.float32)
 
 
 def _exponents(largest: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The power of two to divide by: 0 unless fourth powers of such numbers, or their sums, would leave float64."""
+    """The exponents of the powers of two to divide by: 0 unless fourth powers, or their sums, would leave float64."""
     outside = np.isfinite(largest) & (largest != 0) & ((largest > 1e60) | (largest < 1e-60))
     exponents: NDArray[np.int64] = np.where(outside, np.frexp(largest)[1], 0).astype(np.int64)
     return exponents
 
 
 def extremes(flat: NDArray[Any]) -> tuple[float, float]:
-    """The least and the greatest, without the sign of a zero; NaN where there is one."""
+    """The least and the greatest number, with 0.0 for -0.0; NaN if there is a NaN."""
     low, high = flat[0], flat[0]
-    for start in range(0, flat.size, BLOCK):  # the greatest is looked for where the least was: in the cache
+    for start in range(0, flat.size, BLOCK):  # in blocks, so that the second pass finds the numbers in the cache
         part = flat[start : start + BLOCK]
         low, high = np.minimum(low, np.minimum.reduce(part)), np.maximum(high, np.maximum.reduce(part))
     return float(low) + 0.0, float(high) + 0.0
 
 
 def extremes_of_rows(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The least and the greatest of each row of native floating-point numbers; NaN where there is one."""
+    """The least and the greatest of each row of floating-point numbers; NaN for a row with a NaN."""
     if not rows.flags.writeable or not rows.dtype.isnative or min(rows.strides) <= 0:
         return np.minimum.reduce(rows, axis=1), np.maximum.reduce(rows, axis=1)
-    tensor = torch.from_numpy(rows)  # three times as fast as NumPy along short rows
+    tensor = torch.from_numpy(rows)  # along short rows, torch is three times as fast as NumPy
     return tensor.amin(dim=1).numpy(), tensor.amax(dim=1).numpy()
 
 
 def _is_wide(array: NDArray[Any]) -> bool:
-    """Whether powers of its numbers may leave float64."""
+    """Whether powers of the array's numbers may leave float64."""
     return array.dtype.kind == "f" and array.dtype.itemsize > 4
 
 
@@ -457,7 +459,7 @@ _memory = _Memory()
 
 
 def buffer(size: int, number: int) -> NDArray[np.float64]:
-    """Memory for so many float64; its content is what was last in it."""
+    """The thread's buffer of this number, uninitialised, cut to `size` float64 numbers; new memory above `BLOCK`."""
     if size > BLOCK:
         return np.empty(size)
     whole = _memory.buffers.get(number)

@@ -1,4 +1,4 @@
-"""The recent past of a number: what is usual for it, and how unusual another value is."""
+"""The recent values of a number: their median and their spread, both robust to outliers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 NORMAL = 1.4826
-"""A normal distribution's standard deviation over its median absolute deviation."""
+"""The standard deviation of a normal distribution divided by its median absolute deviation."""
 
 
 class Past:
-    """The last values of a number, of which each may be an outlier.
+    """The last values of a number; any of them may be an outlier.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class Past:
         self.values = list(values)[-window:]
 
     def add(self, value: float) -> None:
-        """Remember a value; the oldest is forgotten."""
+        """Remember a value; beyond `window` values, forget the oldest."""
         self.values.append(value)
         if len(self.values) > self.window:
             del self.values[0]
@@ -54,5 +54,5 @@ class Past:
 
 
 def median(values: Sequence[float]) -> float:
-    """The median; NaN of nothing."""
+    """The median; NaN if there are no values."""
     return statistics.median(values) if values else math.nan

@@ -1,4 +1,4 @@
-"""The statistics of a tensor as one short vector, from which all that follows from its moments follows to the bit."""
+"""The statistics of a tensor as one short vector, from which its moments can be restored to the bit."""
 
 from __future__ import annotations
 
@@ -44,18 +44,19 @@ _ROWS: Final = {
     "centre": CENTRE,
     "rest": REST,
 }
-"""The entries that are rows of the table of moments, as they are."""
+"""The entries that are rows of `Moments.table`, unchanged."""
 ENTRIES: Final = ("mean", "std", "norm", "min", "max", *_ROWS)
 """The names of the entries, in their order.
 
-The mean, the standard deviation (of a sample), the Euclidean norm, the least and the greatest; how many are NaN,
-infinite or zero, of how many. The others are `Moments`: sums of the numbers, of their squares and moduli and of squared
-deviations, divided by the power of two that ``exponent`` says; and the mean as ``centre + rest / count``.
+The mean, the standard deviation (with n - 1), the Euclidean norm, the least and the greatest; how many elements are
+NaN, infinite or zero, and how many there are. The others are rows of `Moments.table`: the sums of the numbers, of their
+squares, of their moduli and of squared deviations, each of the numbers divided by 2^exponent; and the mean as
+``centre + rest / count``.
 """
 
 
 def statistics_of(tensor: Tensor) -> Tensor:
-    """The statistics of all elements of a tensor, float64 (16,); NaN but for the counts where it is complex.
+    """The statistics of all elements of a tensor, float64 (16,); for a complex tensor, NaN except for the counts.
 
     Parameters
     ----------
@@ -95,12 +96,12 @@ def statistics_of(tensor: Tensor) -> Tensor:
 
 
 def are_statistics(sampling: Mapping[str, Any] | None) -> bool:
-    """Whether the sampling of messages says that they hold what `statistics_of` gives."""
+    """Whether the sampling of messages says that their data is the vector of `statistics_of`."""
     return sampling is not None and sampling.get("reduce") == "statistics" and sampling.get("entries") == list(ENTRIES)
 
 
 def moments_from(entries_tn: NDArray[np.float64]) -> Moments:
-    """The moments of each of several tensors (tensors, 16) of which `statistics_of` gave the entries."""
+    """The moments of several tensors, from their entries (tensors, 16) as `statistics_of` returns them."""
     found = Moments.empty(NEED, len(entries_tn))
     by_name = dict(zip(ENTRIES, entries_tn.T, strict=True))
     for name, row in _ROWS.items():

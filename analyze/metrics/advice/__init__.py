@@ -1,1 +1,1 @@
-"""Metrics that advise: what to freeze, which learning rate."""
+"""Metrics that advise: which layers to freeze, and which learning rate to take."""

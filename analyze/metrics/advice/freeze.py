@@ -1,4 +1,4 @@
-"""The rule of freeze training: which layers have converged, from the bottom up, and need no more training."""
+"""The rule of freeze training: layers that have converged, from the bottom up, need no more training."""
 
 from __future__ import annotations
 
@@ -127,14 +127,14 @@ class Freeze(OneNumber):
         _check(threshold, patience)
         super().__init__(kind, f"{kind}_freeze", tag=tag, **within)
         self.threshold, self.patience, self.bottom_up = threshold, patience, bottom_up
-        # for each tag the layers in the order in which a pass was heard: how often converged, and whether frozen
+        # tag → module, in the order of a pass → [consecutive converged probes, whether frozen]
         self._layers: dict[str, dict[str | None, list[int]]] = {}
 
     def value(self, message: Message) -> float:
-        """Answer one similarity with whether the layer would be frozen by now."""
+        """Whether the layer would be frozen by now, after this similarity: 1 or 0."""
         layers = self._layers.setdefault(message.tag, {})
         layer = layers.setdefault(message.key, [0, 0])
-        if message.call == 0 and message.leaf in ("", "0"):  # an output, or the first of several
+        if message.call == 0 and message.leaf in ("", "0"):  # the only output, or the first of several
             similarity = single_number(message.data)
             converged = similarity is not None and similarity >= self.threshold
             layer[0] = layer[0] + 1 if converged else 0
@@ -144,7 +144,7 @@ class Freeze(OneNumber):
         return layer[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """For each tag its layers in their order: how often they were converged, and whether they are frozen."""
+        """For each tag the layers in the order of a pass: how many probes in a row converged, and whether frozen."""
         return {
             "tags": {
                 tag: [{"module": key, "streak": streak, "frozen": frozen} for key, (streak, frozen) in layers.items()]
@@ -153,7 +153,7 @@ class Freeze(OneNumber):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         self._layers = {
             tag: {one["module"]: [one["streak"], one["frozen"]] for one in layers}
             for tag, layers in state["tags"].items()

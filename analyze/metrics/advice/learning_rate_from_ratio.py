@@ -1,4 +1,4 @@
-"""The rule that keeps the update/weight ratio at its target: by which factor the learning rate would be changed."""
+"""The factor on the learning rate that would bring the update/weight ratio to its target."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _check(target: object, max_factor: object, window: object = 1) -> None:
 
 @dataclass
 class _Window(At):
-    """The steps of a window so far, which stands at the last of them, and the ratios that were heard."""
+    """The number of steps of a window so far, its ratios, and as its place that of the last step."""
 
     steps: int = 1
     ratios: list[float] = field(default_factory=list)
@@ -136,11 +136,11 @@ class LearningRateFromRatio(OfSteps[_Window]):
         self.target, self.window, self.max_factor = target, window, max_factor
 
     def is_over(self, now: _Window, message: Message) -> bool:
-        """Whether a ratio begins another step, after the last one of the window."""
+        """Whether the window is full and a ratio begins another step."""
         return now.steps == self.window and now.counters() != At.of(message).counters()
 
     def hear(self, now: _Window, message: Message) -> None:
-        """Keep one ratio, and count its step if it is a new one."""
+        """Keep one ratio, and count its step if the step is new."""
         if now.counters() != At.of(message).counters():
             now.steps += 1
             now.move_to(message)
@@ -149,17 +149,17 @@ class LearningRateFromRatio(OfSteps[_Window]):
             now.ratios.append(ratio)
 
     def numbers(self, over: _Window) -> list[float]:
-        """The factor, if the window is complete."""
+        """The factor; empty if the window is not complete."""
         if over.steps < self.window:
             return []
         return [learning_rate_from_ratio(over.ratios, target=self.target, max_factor=self.max_factor)]
 
     def pack(self, now: _Window) -> dict[str, Any]:
-        """What is known of a window as plain values."""
+        """A window as plain values."""
         return {"steps": now.steps, "ratios": list(now.ratios), "at": now.counters()}
 
     def unpack(self, told: Mapping[str, Any]) -> _Window:
-        """What `pack` has packed."""
+        """The inverse of `pack`."""
         window = _Window(*told["at"])
         window.steps, window.ratios = told["steps"], list(told["ratios"])
         return window

@@ -1,1 +1,1 @@
-"""How the loss bends: metrics of its second derivatives, which need the model and not only what it gave."""
+"""Metrics of the second derivatives of the loss; they need the model, not only its recorded outputs."""

@@ -1,4 +1,4 @@
-"""A loss as a function of some of the parameters: what the metrics of curvature ask of it, shared between them.
+"""The derivatives of a loss by some of the parameters, shared between the metrics of curvature.
 
 Shapes: P parameters (elements), N rows of the network's output, k vectors at once.
 """
@@ -17,16 +17,16 @@ from tracer.errors import CaptureError
 from tracer.messaging.objective import Objective
 
 Products: TypeAlias = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""Takes k vectors (k, P), each a row, to the products of a symmetric matrix (P, P) with each."""
+"""Maps k vectors, the rows of (k, P), to their products with a symmetric matrix (P, P)."""
 
 AT_ONCE = 64
-"""So many vectors are multiplied in one call, at most."""
+"""The most vectors that are multiplied in one call."""
 
 BYTES = 1 << 28
-"""So many bytes of vectors are held for that, at most, but one vector at least."""
+"""The most bytes of vectors in one call; one vector is always allowed."""
 
 _found: weakref.WeakKeyDictionary[Objective, dict[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()
-"""What metrics have found out of a loss, for the others: a loss lives no longer than its message is delivered."""
+"""Results by loss, shared between metrics; an entry disappears with its loss, after the delivery of its message."""
 
 
 class Block:
@@ -59,11 +59,11 @@ class Block:
 
     @property
     def rows(self) -> int:
-        """N."""
+        """N, the rows of the network's output."""
         return self.objective.rows
 
     def products(self, vectors_kp: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The products of the Hessian, of these parameters only, with k vectors."""
+        """The products of the block's Hessian with k vectors."""
         if self._mask_p.all():
             return self.objective.hessian_products(vectors_kp)
         whole = np.zeros((len(vectors_kp), len(self._mask_p)))
@@ -71,7 +71,7 @@ class Block:
         return self.objective.hessian_products(whole)[:, self._mask_p]
 
     def row_gradients(self, weights_kn: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Weighted sums of the rows' parts in the gradient by these parameters."""
+        """Weighted sums of the rows' contributions to the gradient by the block's parameters, (k, P)."""
         found = self.objective.row_gradients(weights_kn)
         return found if self._mask_p.all() else found[:, self._mask_p]
 
@@ -91,7 +91,7 @@ class Block:
         return self._once("diagonal", diagonal)
 
     def second_moments(self) -> NDArray[np.float64]:
-        """The mean square (P,) of the gradients of datapoints, each N times its part in the gradient of the loss."""
+        """The mean square (P,) of the rows' gradients; a row's gradient is N times its contribution to the gradient."""
 
         def second_moments() -> NDArray[np.float64]:
             found = np.zeros(self.size)
@@ -113,19 +113,19 @@ class Block:
 
 
 def at_once(size: int) -> int:
-    """How many vectors of so many elements are multiplied in one call."""
+    """How many vectors of `size` elements are multiplied in one call."""
     return max(1, min(AT_ONCE, BYTES // (8 * size)))
 
 
 def by_unit_vectors(products: Products, size: int, count: int = 0) -> Iterator[NDArray[np.float64]]:
-    """The products with all unit vectors, `count` at a time: the rows of the matrix."""
+    """The rows of a matrix, `count` at a time, as its products with the unit vectors."""
     count = count or at_once(size)
     for first in range(0, size, count):
         yield products(np.eye(min(count, size - first), size, first))
 
 
 def diagonal_of(products: Products, size: int) -> NDArray[np.float64]:
-    """The diagonal (P,) of a matrix that is known by its products.
+    """The diagonal (P,) of a matrix that is given by its products.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The extreme eigenvalues of the Hessian of the loss: how much it bends where it bends most."""
+"""The extreme eigenvalues of the Hessian of the loss: the curvature where it is largest."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from analyze.metrics.metric import Within
 from analyze.metrics.spectra.lanczos import seeded
 
 _FIRST, _NEXT = 8, 1.2
-"""After so many products it is first looked whether they are enough, and then after so many times as many."""
+"""The products before the first test of convergence, and the factor on their number before each further test."""
 
 _BYTES, _LEAST_HELD = 1 << 30, 8
-"""So many bytes of vectors are held, but so many vectors at least. Then no more products are taken."""
+"""The most bytes of basis vectors, and the fewest vectors that are allowed. A full basis ends the iteration."""
 
 
 class Extremes(NamedTuple):
-    """What `hessian_eigen` finds.
+    """The result of `hessian_eigen`.
 
     Attributes
     ----------
@@ -35,9 +35,9 @@ class Extremes(NamedTuple):
     greatest, least : float
         The greatest and the least eigenvalue.
     residual : float
-        For each of all these numbers an eigenvalue is within this distance; 0 where they are exact.
+        Each of these numbers is within this distance of an eigenvalue; 0 if they are exact.
     products : int
-        How many products were taken.
+        The number of products with a vector.
     """
 
     values: NDArray[np.float64]
@@ -111,7 +111,7 @@ def _check(k: object, exact: object, tolerance: object, steps: object) -> None:
 
 
 def of_matrix(matrix_pp: NDArray[np.float64], k: int) -> Extremes:
-    """The extreme eigenvalues of a symmetric matrix, by LAPACK; what is not symmetric of it is rounding."""
+    """The extreme eigenvalues of a matrix that is symmetric except for rounding, by LAPACK."""
     if not np.isfinite(matrix_pp).all():
         return _nothing(k, len(matrix_pp))
     values = scipy.linalg.eigvalsh((matrix_pp + matrix_pp.T) / 2)
@@ -119,7 +119,7 @@ def of_matrix(matrix_pp: NDArray[np.float64], k: int) -> Extremes:
 
 
 def _largest(values: NDArray[np.float64], k: int) -> NDArray[np.intp]:
-    """Where the k are that are largest in magnitude, the largest first, and of equal ones the positive."""
+    """The indices of the k largest magnitudes, largest first; of two equal magnitudes, the positive value first."""
     return np.lexsort((-values, -np.abs(values)))[:k]
 
 
@@ -145,7 +145,7 @@ def _lanczos(
         diagonal.append(float(vector_p @ rest_p))
         length = float(np.linalg.norm(rest_p))
         known = basis[: done + 1]
-        for _ in range(2):  # what rounding leaves of the first time, the second takes
+        for _ in range(2):  # the second pass removes what rounding left of the first
             rest_p = rest_p - (known @ rest_p) @ known
         off = float(np.linalg.norm(rest_p))
         if off <= 1e-14 * length:
@@ -162,7 +162,7 @@ def _lanczos(
 
 
 def _ritz(diagonal: list[float], beside: list[float], off: float, k: int) -> Extremes:
-    """What a tridiagonal matrix tells of the matrix that it is the projection of."""
+    """The Ritz values: eigenvalues of the tridiagonal projection, as estimates of those of the matrix."""
     values, vectors = scipy.linalg.eigh_tridiagonal(diagonal, beside)
     residuals = off * np.abs(vectors[-1])
     order = _largest(values, k)
@@ -247,7 +247,7 @@ class HessianEigen(OfLoss):
         self.k, self.tolerance, self.steps = k, tolerance, steps
 
     def of(self, block: Block, random: np.random.Generator) -> Iterable[float | Tensor]:
-        """The eigenvalues, the extreme ones, and the residual."""
+        """The largest eigenvalues in magnitude, the greatest, the least, and the residual."""
         if block.size <= self.exact:
             found = of_matrix(block.hessian(), self.k)
         else:

@@ -1,4 +1,4 @@
-"""The trace of the Hessian of the loss: how much it bends in all directions together."""
+"""The trace of the Hessian of the loss: the sum of its curvatures over all directions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from analyze.metrics.metric import Within
 from analyze.metrics.spectra.lanczos import seeded
 
 PROBES = 60
-"""The products that an estimate takes, if nobody says another number."""
+"""The default number of products for an estimate."""
 LEAST = 6
-"""The fewest of which an estimate has an interval."""
+"""The fewest products from which an interval can be estimated."""
 _CONFIDENCE = 0.99
-"""Over the random vectors that are drawn, so often the exact value is in its interval."""
+"""The probability, over the random vectors, that the interval contains the exact value."""
 
 
 class Estimated(NamedTuple):
-    """A number, and the ends of its interval; these are the number itself where it is exact."""
+    """A number and the ends of its interval; both ends are the number itself if it is exact."""
 
     value: float
     low: float
@@ -87,12 +87,12 @@ def hessian_trace(
 
 
 def check_probes(probes: object) -> None:
-    """Raise `MessageError` unless an estimate can be made of so many products."""
+    """Raise `MessageError` unless `probes` products are enough for an estimate."""
     check(is_whole(probes, LEAST), f"probes is a number of products, an integer of {LEAST} at least", probes)
 
 
 def _estimated(products: Products, size: int, probes: int, random: np.random.Generator) -> Estimated:
-    """By Hutch++, with a basis of as many vectors as `BYTES` hold."""
+    """The trace by Hutch++; `BYTES` limits the vectors of its basis."""
     k = min(probes // 3, size, BYTES // (8 * size))
     image_kp = products(signs(random, k, size)) if k else np.zeros((0, size))
     if not np.isfinite(image_kp).all():
@@ -114,7 +114,7 @@ def signs(random: np.random.Generator, count: int, size: int) -> NDArray[np.floa
 
 
 def mean_of(drawn_k: NDArray[np.float64]) -> Estimated:
-    """The mean of numbers that were drawn independently, with Student's interval for the mean of all."""
+    """The mean of independently drawn numbers, with Student's interval for the expected value."""
     value = float(drawn_k.mean())
     reach = float(scipy.stats.t.ppf(0.5 + _CONFIDENCE / 2, len(drawn_k) - 1) * drawn_k.std(ddof=1))
     reach /= math.sqrt(len(drawn_k))
@@ -122,7 +122,7 @@ def mean_of(drawn_k: NDArray[np.float64]) -> Estimated:
 
 
 def trace_of(block: Block, exact: int, probes: int, random: np.random.Generator) -> Estimated:
-    """The trace of the Hessian of a loss; of few parameters from a diagonal that other metrics share."""
+    """The trace of a block's Hessian; up to `exact` parameters, from the diagonal that the metrics share."""
     if block.size <= exact:
         value = float(block.diagonal().sum())
         return Estimated(value, value, value)

@@ -1,4 +1,4 @@
-"""The base of the metrics of curvature: subscribers that ask for derivatives of the loss when its message comes."""
+"""The base class of the metrics of curvature: they differentiate the loss when its message comes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tracer.messaging.objective import Objective
 
 
 class OfLoss(PerMessage):
-    """Answers each loss of the training with numbers of its derivatives, at the weights of the step.
+    """Answers each training loss with numbers computed from its derivatives, at the weights of the step.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ class OfLoss(PerMessage):
     subsample : int
         As in `tracer.Subscription`.
     modules : str, iterable of str, or None
-        Globs over dotted paths: only the parameters of these modules vary, the others are constants. None means all.
+        Globs over dotted paths: the loss is differentiated by the parameters of these modules only. None means all.
     """
 
     needs_model = True
@@ -49,7 +49,7 @@ class OfLoss(PerMessage):
         self._objective: Objective | None = None
 
     def know_objective(self, objective: Objective | None) -> None:
-        """Keep what can be asked of the next loss, until its message was delivered."""
+        """Keep the objective of the next loss; None after its message was delivered."""
         self._objective = objective
 
     def measure(self, message: Message) -> Iterable[float | Tensor]:
@@ -58,7 +58,7 @@ class OfLoss(PerMessage):
         Raises
         ------
         CaptureError
-            If the loss cannot be differentiated (any more).
+            If the loss cannot be differentiated, or no longer.
         """
         if self._objective is None:
             raise CaptureError(
@@ -70,9 +70,9 @@ class OfLoss(PerMessage):
 
     @abstractmethod
     def of(self, block: Block, random: np.random.Generator) -> Iterable[float | Tensor]:
-        """The numbers of a loss as a function of the parameters that vary."""
+        """The numbers of a loss, as a function of the block's parameters."""
 
 
 def check_exact(exact: object) -> None:
-    """Raise `MessageError` unless this is how many products a metric may take to be exact."""
+    """Raise `MessageError` unless `exact` is a valid limit of parameters up to which a metric computes exactly."""
     check(is_whole(exact, 0), "exact is a number of parameters, an integer from 0", exact)

@@ -15,7 +15,7 @@ from analyze.metrics.metric import Within
 from tracer.numbers.arrays import Array, as_array
 
 EPSILON = 1e-7
-"""What is added to the curvature that is divided by, as in cockpit."""
+"""Added to the curvature in the denominator, as in cockpit."""
 
 
 def tictrace(gradients_np: Array, trace: float, *, epsilon: float = EPSILON) -> float:
@@ -52,12 +52,12 @@ def tictrace(gradients_np: Array, trace: float, *, epsilon: float = EPSILON) -> 
 
 
 def check_epsilon(epsilon: object) -> None:
-    """Raise `MessageError` unless this can be added to a curvature."""
+    """Raise `MessageError` unless `epsilon` is a finite number from 0 on."""
     check(is_number(epsilon) and 0 <= epsilon < math.inf, "epsilon is a number from 0", epsilon)
 
 
 def _quotient(dividend: Estimated, divisor: Estimated) -> Estimated:
-    """A quotient, and what it can be within the intervals of both."""
+    """A quotient with the interval that follows from the intervals of dividend and divisor."""
     with np.errstate(all="ignore"):
         value = float(np.float64(dividend.value) / divisor.value)
         if divisor.low <= 0 <= divisor.high and divisor.low < divisor.high:

@@ -21,12 +21,12 @@ from tracer.numbers.statistics import are_statistics
 
 _Past: TypeAlias = dict[Stream, deque[tuple[NDArray[np.float64], int]]]
 _NOTHING = 1e-8
-"""Thresholds up to here tell what is zero but for rounding, as a count of zeros does."""
+"""Up to this threshold, "active" means nonzero except for rounding, so a count of zeros gives the activation rate."""
 Units: TypeAlias = Literal["auto", "first", "second", "last"]
 
 
 class Activity(NamedTuple):
-    """What `activation_rate` finds; as a number it is the activation rate."""
+    """The result of `activation_rate`; as a number it is the activation rate."""
 
     activation_rate: float
     death_rate: float
@@ -72,7 +72,7 @@ def activation_rate(x: Array, *, threshold: float = 1e-8, units: Units = "auto")
 
 
 def _counts(array: NDArray[Any], threshold: float, units: Units) -> tuple[NDArray[np.float64], int]:
-    """For each unit how many of its elements are active (NaN if one is NaN), and of how many."""
+    """For each unit the number of active elements (NaN if any is NaN); and the number of elements of a unit."""
     if array.ndim < 2:
         array = array.reshape(1, -1)
     if units == "auto":
@@ -81,7 +81,7 @@ def _counts(array: NDArray[Any], threshold: float, units: Units) -> tuple[NDArra
     others = tuple(number for number in range(array.ndim) if number != axis)
     size = array.size // array.shape[axis] if array.shape[axis] else 0
     with np.errstate(invalid="ignore", over="ignore"):
-        # not by the modulus: the least whole number of a dtype has none in it
+        # two comparisons, because the modulus of the least integer of a dtype overflows
         beyond = np.abs(array) > threshold if array.dtype.kind == "c" else (array > threshold) | (array < -threshold)
         active = np.count_nonzero(beyond, axis=others).astype(np.float64)
     if array.dtype.kind in "fc":
@@ -179,7 +179,10 @@ class ActivationRate(PerMessage):
         self._past: dict[str, _Past] = {"past": {}, "statistics": {}}
 
     def compute(self, message: Message) -> Iterator[Message]:
-        """Answer with the rates that can be had of a message, and are not answered of its statistics."""
+        """Answer with both rates, but split them if a tensor and its statistics both come.
+
+        Statistics give the activation rate only; the tensor beside them is then answered with the death rate only.
+        """
         answers = list(super().compute(message))
         if are_statistics(message.sampling):
             return iter(answers[:1])
@@ -187,14 +190,14 @@ class ActivationRate(PerMessage):
         return iter(answers[1:] if told_of else answers)
 
     def measure(self, message: Message) -> tuple[float, float]:
-        """The rates of the window that the message ends."""
+        """The rates over the window that ends with this message."""
         past = self._past["past"]
         if are_statistics(message.sampling):
             past, nan, count = self._past["statistics"], shared(message, "nan"), int(shared(message, "count"))
             active = np.array([math.nan if nan else count - shared(message, "zeros")])
         else:
             array = as_array(message.data)
-            # a bias is a vector of units
+            # each element of a vector, such as a bias, is a unit
             units = "last" if array.ndim < 2 else self._units
             active, count = _counts(array, self.threshold, units)
         if self.window > 1:
@@ -212,7 +215,7 @@ class ActivationRate(PerMessage):
         return {what: _packed(past) for what, past in self._past.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         self._past = {what: self._unpacked(state.get(what, ())) for what in self._past}
 
     def _unpacked(self, state: Iterable[Mapping[str, Any]]) -> _Past:

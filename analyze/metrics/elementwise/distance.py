@@ -1,4 +1,4 @@
-"""How far a weight has come: from where it began, as the crow flies."""
+"""The straight-line distance of a weight from its first recorded value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tracer.numbers.arrays import Array, as_array
 
 
 class Displacement(NamedTuple):
-    """What `distance` finds; as a number it is the distance itself."""
+    """The result of `distance`; as a number it is the distance."""
 
     value: float
     relative: float
@@ -127,5 +127,5 @@ class Distance(PerMessage):
         return {"first": packed({stream: {"data": first} for stream, first in self._first.items()})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         self._first = {stream: one["data"] for stream, one in unpacked(state["first"]).items()}

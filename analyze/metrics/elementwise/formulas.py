@@ -1,4 +1,4 @@
-"""The statistics that follow from moments: what each takes, and its formula."""
+"""The statistics that follow from moments: the moments that each needs, and its formula."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tracer.numbers.moments import (
 
 
 class Formula(NamedTuple):
-    """What a statistic needs, which power of the data's unit it has, and how it follows from a table and `ddof`."""
+    """The moments that a statistic needs, its power of the data's unit, and its value from a table and `ddof`."""
 
     need: int
     power: int
@@ -65,11 +65,11 @@ FORMULAS: dict[str, Formula] = {
     "nan": Formula(Need.NONFINITE, 0, lambda t, _: t[NAN]),
     "inf": Formula(Need.NONFINITE, 0, lambda t, _: t[INF]),
 }
-"""By name of the statistic. Besides, there are ``norm3`` and other orders, ``median`` and ``q0.05``."""
+"""By name of the statistic. Norms of other orders (``norm3``), ``median`` and quantiles (``q0.05``) need own passes."""
 
 
 def needs_of(names: Iterable[str]) -> int:
-    """What these statistics take together; those with a pass of their own take nothing."""
+    """The moments that these statistics need together; names that are not in `FORMULAS` need none."""
     need = 0
     for name in names:
         if name in FORMULAS:
@@ -78,7 +78,7 @@ def needs_of(names: Iterable[str]) -> int:
 
 
 def derive(of: Moments, names: Iterable[str], ddof: int = 1) -> dict[str, NDArray[np.float64]]:
-    """What follows from moments, as float64 arrays (sets,); names that do not follow from them are left out."""
+    """Statistics by name, from moments, as float64 arrays (sets,); names that are not in `FORMULAS` are left out."""
     exponent = of.table[EXPONENT].astype(np.int64)
     scaled = bool(exponent.any())
     found: dict[str, NDArray[np.float64]] = {}
@@ -92,7 +92,7 @@ def derive(of: Moments, names: Iterable[str], ddof: int = 1) -> dict[str, NDArra
 
 
 def derived_number(of: Moments, name: str, ddof: int = 1) -> float:
-    """A statistic of one set of numbers."""
+    """A statistic of the first set of numbers."""
     return float(derive(of, (name,), ddof)[name][0])
 
 

@@ -21,7 +21,7 @@ from tracer.numbers.moments import BLOCK, extremes
 
 
 class Counts(NamedTuple):
-    """How many elements lie in each bin, and where the bins begin and end."""
+    """The number of elements in each bin, and the edges of the bins."""
 
     counts: NDArray[np.int64]
     edges: NDArray[np.float64]
@@ -81,28 +81,28 @@ def histogram(
         return nothing
     least = float(low) if low is not None else ends[0]
     greatest = float(high) if high is not None else ends[1]
-    if least > greatest:  # one end is given, and all elements lie beyond it
+    if least > greatest:  # only one end is given, and all elements lie beyond it
         return nothing
     if least == greatest:
         least, greatest = least - 0.5, greatest + 0.5
     if method == "sketch":
-        edges = np.linspace(least / 4, greatest / 4, bins + 1) * 4  # the width of the range may be beyond float64
+        edges = np.linspace(least / 4, greatest / 4, bins + 1) * 4  # the width of the range may overflow float64
         edges[-1] = greatest
         return Counts(found.histogram(edges), edges)
-    if not math.isfinite(greatest - least):  # the width of the range is beyond float64: count quarters instead
+    if not math.isfinite(greatest - least):  # the width of the range overflows float64: divide all by 4
         quarter = _counted(values, np.linspace(least / 4, greatest / 4, bins + 1), 4.0)
         return Counts(quarter.counts, quarter.edges * 4)
     return _counted(values, np.linspace(least, greatest, bins + 1), 1.0)
 
 
 def _counted(values: NDArray[Any], edges: NDArray[np.float64], divisor: float) -> Counts:
-    """How many of the numbers, divided by a power of two, lie in each bin; block by block, as float64."""
+    """Count the numbers, divided by a power of two, in each bin; block by block, as float64."""
     counts = np.zeros(len(edges) - 1, np.int64)
     for start in range(0, values.size, BLOCK):
         block = values[start : start + BLOCK].astype(np.float64) / divisor
         try:
             counts += np.histogram(block, len(counts), (edges[0], edges[-1]))[0]
-        except ValueError:  # the range holds fewer numbers than bins: some bins are empty intervals
+        except ValueError:  # float64 has fewer numbers in the range than there are bins: some bins have no width
             counts += np.histogram(block, edges)[0]
     return Counts(counts, edges)
 
@@ -194,7 +194,7 @@ class Histogram(PerMessage):
         self.bins, self.low, self.high, self.method, self.details = bins, low, high, method, details
 
     def measure(self, message: Message) -> list[Tensor]:
-        """The counts and the edges; if asked for, what was not counted."""
+        """The counts and the edges; with `details` also how many elements are zero, NaN and infinite."""
         array = as_array(message.data)
         found = histogram(array, self.bins, self.low, self.high, self.method)
         numbers = [torch.from_numpy(found.counts), torch.from_numpy(found.edges)]

@@ -1,4 +1,4 @@
-"""The p-norm of a tensor, seen as one long vector."""
+"""The p-norm of all elements of a tensor, as one vector."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def norm(x: Array, order: float = 2) -> float:
         if order == math.inf:
             return _largest(array)
         total = _power_sum(array, order, 1.0)
-        # outside this range powers have overflowed or lost digits to denormals; a power of two is an exact remedy
+        # outside this range powers have overflowed or lost digits to denormals; scaling by a power of two is exact
         if 1e-250 < total < 1e300 or math.isnan(total):
             return _root(total, order)
         largest = _largest(array)
@@ -69,7 +69,7 @@ def norm(x: Array, order: float = 2) -> float:
 
 
 SHARED = {1: "norm1", 2: "norm2", math.inf: "norminf"}
-"""The orders that need no power of each number; of real data they are had in one pass with other statistics."""
+"""The orders whose norm, of real data, is computed in the pass that other statistics share; and its name there."""
 
 
 def check_order(order: object) -> None:
@@ -78,7 +78,7 @@ def check_order(order: object) -> None:
 
 
 def suffix(order: float) -> str:
-    """How an order is written in a kind: ``"2"``, ``"1"``, ``"inf"``, ``"0.5"``."""
+    """An order as it is written in a kind: ``"2"``, ``"1"``, ``"inf"``, ``"0.5"``."""
     return f"{order:g}"
 
 
@@ -104,7 +104,7 @@ def _root(total: float, order: float) -> float:
 
 
 def norm_of(message: Message, order: float) -> float:
-    """The norm of a message's data; of real data and the orders in `SHARED`, from a pass that others may share."""
+    """The norm of a message's data; for real data and an order in `SHARED`, from the pass that metrics share."""
     if order in SHARED and message.data is not None and not message.data.is_complex():
         return shared(message, SHARED[order])
     return norm(as_array(message.data), order)
@@ -171,6 +171,6 @@ class Norm(OneNumber):
         return norm_of(message, self.order)
 
     def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
-        """The norms of these orders, from a pass that other statistics share; others are had one by one."""
+        """The norms, from the pass that metrics share; None (one by one) unless the order is in `SHARED`."""
         found = shared_by_all(stack, SHARED[self.order]) if self.order in SHARED else None
         return None if found is None else (found,)

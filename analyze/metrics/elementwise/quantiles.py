@@ -1,4 +1,4 @@
-"""Quantiles of the elements of a tensor: exact, at little more than the cost of counting."""
+"""Exact quantiles of the elements of a tensor; large tensors are counted instead of sorted."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tracer.numbers.arrays import Array, as_array
 from tracer.numbers.moments import BLOCK, buffer
 
 _SORTED = 2**18
-"""So many elements and more are counted before they are sorted."""
+"""From this number of elements on, elements are counted by their leading bits instead of partitioned at once."""
 
 _GATHERED = 2**20
-"""So many elements at most are taken out and sorted, which takes 8 MB."""
+"""The largest number of elements that are taken out and sorted: 8 MB."""
 
 _DIGIT = 16
-"""By so many bits of the numbers they are counted at a time."""
+"""Bits of the numbers by which each pass counts them."""
 
 
 def quantiles(x: Array, probabilities: Iterable[float] = (0.0, 0.25, 0.5, 0.75, 1.0)) -> NDArray[np.float64]:
@@ -65,7 +65,7 @@ def quantiles(x: Array, probabilities: Iterable[float] = (0.0, 0.25, 0.5, 0.75, 
 
 
 def quantiles_of_tensors(x_tn: NDArray[Any], probabilities: Iterable[float]) -> NDArray[np.float64]:
-    """The quantiles of each row of an array (tensors, elements), bit for bit those that `quantiles` has of each.
+    """The quantiles of each row of an array (tensors, elements), the same to the bit as `quantiles` of that row.
 
     Returns
     -------
@@ -92,14 +92,14 @@ def quantiles_of_tensors(x_tn: NDArray[Any], probabilities: Iterable[float]) -> 
 
 
 def _flat(x: Array) -> Tensor | NDArray[Any]:
-    """The elements as a vector; a tensor stays one, since NumPy has not each of its dtypes."""
+    """The elements as a vector; a dense tensor stays a tensor, because NumPy lacks some dtypes of torch."""
     if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_quantized:
         return x.detach().reshape(-1)
     return as_array(x).reshape(-1)
 
 
 def check_probabilities(probabilities: Iterable[float]) -> tuple[float, ...]:
-    """The probabilities as a tuple; `MessageError` unless each is from 0 to 1 and there is one."""
+    """The probabilities as a tuple. Raise `MessageError` if there are none, or one is not from 0 to 1."""
     wanted = tuple(probabilities) if isinstance(probabilities, Iterable) else (probabilities,)
     for one in wanted:
         check(is_number(one) and 0 <= one <= 1, "the probability of a quantile is a number from 0 to 1", one)
@@ -117,7 +117,7 @@ def _of_few(values: NDArray[np.float64], wanted: Sequence[float]) -> NDArray[np.
 
 
 def _of_many(flat: Tensor | NDArray[Any], size: int, wanted: Sequence[float]) -> NDArray[np.float64]:
-    """Count the numbers by their upper bits, and then those that share these with a quantile by the next."""
+    """The quantiles of many numbers, by counting (see `_elements`)."""
     lows, highs, shares = _ranks(size, wanted)
     found = _elements(flat, size, sorted({*lows, *highs}))
     if found is None:
@@ -127,11 +127,13 @@ def _of_many(flat: Tensor | NDArray[Any], size: int, wanted: Sequence[float]) ->
 
 
 def _elements(flat: Tensor | NDArray[Any], size: int, ranks: Sequence[int]) -> dict[int, float] | None:
-    """The elements of these ranks in rising order; None if there is a NaN.
+    """The elements of these ranks in ascending order, by rank; None if there is a NaN.
 
-    Each pass goes through the data in blocks, so memory does not grow with them.
+    A radix selection: the first pass counts the numbers by their leading bits; each further pass counts, by the next
+    bits, the numbers whose leading bits are those of a wanted element. When few enough such numbers remain, they are
+    sorted. Each pass goes through the data in blocks, so memory does not grow with the data.
     """
-    # of each group of numbers that begin with the same bits: which of its elements, from 0, have which rank
+    # for each group (numbers with the same leading bits): rank → position among the group's sorted elements, from 0
     groups: dict[int, dict[int, int]] = {0: {rank: rank for rank in ranks}}
     known, width = 0, _DIGIT
     while known < width:
@@ -144,7 +146,7 @@ def _elements(flat: Tensor | NDArray[Any], size: int, ranks: Sequence[int]) -> d
             digit = min(_DIGIT, width - known)
             for begin, of_group in _members(keys, keys, groups, width - known):
                 digits = (of_group >> _as(keys, width - known - digit)) & _as(keys, (1 << digit) - 1)
-                numbers = buffer(len(digits), 0).view(np.int64)  # what bincount would else make anew
+                numbers = buffer(len(digits), 0).view(np.int64)  # saves bincount the allocation
                 np.copyto(numbers, digits, casting="unsafe")
                 more = np.bincount(numbers, minlength=1 << digit)
                 counts[begin] = counts[begin] + more if begin in counts else more
@@ -165,7 +167,7 @@ def _elements(flat: Tensor | NDArray[Any], size: int, ranks: Sequence[int]) -> d
 
 
 def _gathered(flat: Tensor | NDArray[Any], size: int, groups: dict[int, dict[int, int]], rest: int) -> dict[int, float]:
-    """The elements of some ranks, by sorting the numbers of their groups."""
+    """The elements of the ranks in `groups`, by sorting each group; `rest`: the bits that are not counted yet."""
     parts: dict[int, list[NDArray[Any]]] = {begin: [] for begin in groups}
     for start in range(0, size, BLOCK):
         part = _native(flat[start : start + BLOCK])
@@ -181,7 +183,7 @@ def _gathered(flat: Tensor | NDArray[Any], size: int, groups: dict[int, dict[int
 def _members(
     keys: NDArray[Any], of: NDArray[Any], groups: Iterable[int], rest: int
 ) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Each group, and what its numbers are in `of`: those whose keys begin so, but for the last bits."""
+    """Each group, and the entries of `of` whose keys, without their last `rest` bits, equal the group."""
     if rest == 8 * keys.dtype.itemsize:
         yield 0, of
         return
@@ -191,14 +193,14 @@ def _members(
 
 
 def _native(part: Tensor | NDArray[Any]) -> NDArray[Any]:
-    """A part as NumPy's own numbers of at most 64 bits, one behind the other."""
+    """A part as a contiguous array in native byte order, of at most 64 bits a number."""
     array = as_array(part)
     dtype = np.dtype(np.float64) if array.dtype.itemsize > 8 else array.dtype.newbyteorder("=")
     return np.ascontiguousarray(array, dtype)
 
 
 def _keys(part: NDArray[Any]) -> NDArray[Any]:
-    """Whole numbers without sign that rise as the numbers do, of the same size."""
+    """Unsigned integers of the same size, in the same order as the numbers."""
     if part.dtype.kind == "b":
         return part.view(np.uint8)
     if part.dtype.kind == "u":
@@ -206,14 +208,14 @@ def _keys(part: NDArray[Any]) -> NDArray[Any]:
     last = 8 * part.dtype.itemsize - 1
     keys: NDArray[Any] = part.view(f"u{part.dtype.itemsize}")
     sign = _as(keys, 1 << last)
-    if part.dtype.kind == "f":  # all bits of a negative number are turned, of others the sign
+    if part.dtype.kind == "f":  # flip all bits of negative numbers, and only the sign bit of others
         sign = (part.view(f"i{part.dtype.itemsize}") >> last).view(keys.dtype) | sign
     turned: NDArray[Any] = keys ^ sign
     return turned
 
 
 def _number(key: int, dtype: np.dtype[Any]) -> float:
-    """The number that has a key."""
+    """The number of a key: the inverse of `_keys`."""
     last = 8 * dtype.itemsize - 1
     if dtype.kind in "bu":
         return float(key)
@@ -229,7 +231,7 @@ def _as(keys: NDArray[Any], number: int) -> Any:
 
 
 def _ranks(size: int, wanted: Sequence[float]) -> tuple[list[int], list[int], NDArray[np.float64]]:
-    """The elements that each quantile lies between, from 0: the lower ones, the upper ones, and where between them."""
+    """For each quantile the ranks, from 0, of the elements below and above, and its share of the way between them."""
     places = [(size - 1) * one for one in wanted]
     lows = [int(place) for place in places]
     return lows, [min(low + 1, size - 1) for low in lows], np.array(places, np.float64) - lows
@@ -238,10 +240,10 @@ def _ranks(size: int, wanted: Sequence[float]) -> tuple[list[int], list[int], ND
 def interpolated(
     lows: NDArray[np.float64], highs: NDArray[np.float64], shares: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """What lies these shares of the way from one number to another, which may be farther apart than float64 reaches."""
+    """The numbers at these shares of the way from `lows` to `highs`, also if their difference overflows float64."""
     with np.errstate(invalid="ignore", over="ignore"):
         step = highs - lows
-        # as NumPy does: from the nearer end, so that a quantile of equal numbers is that number
+        # as in NumPy: from the nearer end, so that between equal numbers the result is that number
         near = np.where(shares < 0.5, lows + step * shares, highs - step * (1 - shares))
         beyond = np.isinf(step) & np.isfinite(lows) & np.isfinite(highs)
         near = np.where(beyond, lows * (1 - shares) + highs * shares, near)
@@ -309,12 +311,12 @@ class Quantiles(PerMessage):
         self.probabilities = check_probabilities(_read(probabilities))
 
     def measure(self, message: Message) -> tuple[Tensor]:
-        """The quantiles as one answer."""
+        """The quantiles of a message, as one answer."""
         found = quantiles(as_array(None) if message.data is None else message.data, self.probabilities)
         return (torch.from_numpy(found),)
 
     def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
-        """The quantiles of all of them, sorted together."""
+        """The quantiles of all messages at once."""
         if stack.data is None:
             return None
         array = as_array(stack.data)
@@ -322,10 +324,10 @@ class Quantiles(PerMessage):
 
 
 def _read(probabilities: float | str | Iterable[float]) -> Iterable[Any]:
-    """The probabilities as numbers, where they are written with a plus between them."""
+    """The probabilities as numbers; a string such as ``"0.25+0.5"`` is split at its plus signs."""
     if isinstance(probabilities, str):
         try:
             return [float(one) for one in probabilities.split("+")]
         except ValueError:
-            return (probabilities,)  # which is then refused
+            return (probabilities,)  # check_probabilities refuses it
     return probabilities if isinstance(probabilities, Iterable) else (probabilities,)

@@ -1,4 +1,4 @@
-"""How large a layer's output is for one datapoint, on average."""
+"""The mean norm of a layer's output for one datapoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tracer.numbers.arrays import Array, as_array
 
 
 class SampleNorms(NamedTuple):
-    """What `sample_norm` finds; as a number it is the mean norm."""
+    """The result of `sample_norm`; as a number it is the mean norm."""
 
     norm: float
     rms: float
@@ -108,5 +108,5 @@ class SampleNorm(PerMessage):
         super().__init__(kind, (f"{kind}_sample_norm", f"{kind}_sample_rms"), **where)
 
     def measure(self, message: Message) -> SampleNorms:
-        """The mean norm of the datapoints, and the root mean square."""
+        """The mean norm of the datapoints, and the same divided by the root of the elements of a datapoint."""
         return sample_norm(as_array(message.data))

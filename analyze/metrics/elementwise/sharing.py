@@ -1,4 +1,4 @@
-"""One pass over the data of a message, or of many, for all subscribers that ask for a statistic of it."""
+"""The moments of a message's data, or of many messages', from one pass that all subscribers share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tracer.numbers.statistics import are_statistics, moments_from
 
 
 class _Shared(threading.local):
-    """The moments of the tensor that was last asked about, and what is asked of each kind."""
+    """The moments of the last tensor of a thread, and the moments that are usually needed of each kind."""
 
     def __init__(self) -> None:
         self.tensor: weakref.ref[Tensor] | None = None
@@ -39,9 +39,9 @@ _shared = _Shared()
 
 
 def shared(message: Message, name: str, ddof: int = 1) -> float:
-    """A statistic of a message's data, in a pass that others may share; NaN for complex data.
+    """A statistic of a message's data, from the pass that subscribers share; NaN for complex data.
 
-    A message of statistics (`tracer.numbers.statistics`) has it of the data that they are of.
+    If the data is the statistics of a tensor (`tracer.numbers.statistics`), the answer is about that tensor.
     """
     data = message.data
     if data is not None and are_statistics(message.sampling):
@@ -55,7 +55,7 @@ def shared(message: Message, name: str, ddof: int = 1) -> float:
 
 @dataclass(frozen=True)
 class Extent:
-    """What is known of the tensor that a message holds, or of the one that its statistics are of."""
+    """The axes, elements and kind of number of the tensor that a message holds, or that its statistics describe."""
 
     axes: int
     count: int
@@ -63,7 +63,7 @@ class Extent:
 
     @classmethod
     def of(cls, message: Message) -> Extent | None:
-        """What a message says; None of an event."""
+        """The extent of a message's tensor; None for an event."""
         data, sampling = message.data, message.sampling
         if data is None:
             return None
@@ -74,7 +74,10 @@ class Extent:
 
 
 def shared_by_all(stack: Stack, name: str, ddof: int = 1) -> NDArray[np.float64] | None:
-    """A statistic of each of many messages, in a pass that others may share; None where that takes another way."""
+    """A statistic of each of many messages, from the pass that subscribers share.
+
+    None if the data is absent or complex, or if only some of the messages are statistics.
+    """
     data = stack.data
     if data is None or data.is_complex():
         return None
@@ -86,12 +89,13 @@ def shared_by_all(stack: Stack, name: str, ddof: int = 1) -> NDArray[np.float64]
 
 
 def shared_moments(data: Tensor, kind: str, need: int, *, each: bool = False) -> Moments:
-    """Moments of a message's data, which several subscribers may ask for: one pass for all of them.
+    """Moments of a message's data, kept for the other subscribers that ask for moments of the same data.
 
     With `each`, the data is that of many messages, and the moments are those of each.
 
-    What was asked of the kind's message before is taken to be asked again, and accumulated at once. Since each of the
-    moments is the same to the bit whatever else is accumulated, who else asks changes nothing but the time.
+    The first call for a tensor also accumulates what was needed of the last message of the same kind, so that usually
+    one pass serves all subscribers. Each moment is the same to the bit whatever is accumulated with it, so the other
+    subscribers change only the time.
     """
     version = -1 if data.is_inference() else data._version
     if _shared.tensor is None or _shared.tensor() is not data or _shared.version != version or version < 0:
@@ -114,7 +118,7 @@ def shared_moments(data: Tensor, kind: str, need: int, *, each: bool = False) ->
 
 
 class OneStatistic(OneNumber):
-    """Answers each message with the statistic of the metric's name, from a pass over the data that others share."""
+    """Answers each message with the statistic of the metric's name, from the pass that subscribers share."""
 
     takes_many = takes_statistics = True
     ddof = 1

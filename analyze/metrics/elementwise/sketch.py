@@ -1,7 +1,7 @@
-"""A histogram of any numbers in bins of equal relative width, whatever the range of the data.
+"""A histogram in bins of equal relative width, which needs no range of the data.
 
-A float32 number is counted under its upper 16 bits, which are its sign, its exponent and 7 bits of its mantissa (and
-so a bfloat16). That takes one pass. A bin is at most 1/128 of its numbers wide.
+The bin of a float32 number is its upper 16 bits: its sign, its exponent and 7 bits of its mantissa (so a bfloat16).
+Counting takes one pass. A bin is at most 1/128 of its numbers wide.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _INFINITY, _SIGN = 0x7F80, 0x8000
 
 @dataclass(slots=True, eq=False)
 class Sketch:
-    """How many of many numbers lie where.
+    """The counts of numbers by bin, and their extremes.
 
     Attributes
     ----------
     counts : ndarray of int64, (65536,)
-        The finite numbers but zero, by the upper 16 bits of the float32 number nearest to them.
+        The counts of finite numbers except zero, by the upper 16 bits of the nearest float32 number.
     zeros, nan, positive_infinities, negative_infinities : int
         How many of each there are, exactly.
     low, high : float
@@ -48,7 +48,7 @@ class Sketch:
         return int(self.counts.sum()) + self.zeros
 
     def bins(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-        """The bins that hold something, in rising order: their least number, their greatest, and how many they hold.
+        """The bins that are not empty, in ascending order: their least numbers, their greatest, and their counts.
 
         Zeros have a bin of no width. The first and the last bin are cut at the least and the greatest number.
         """
@@ -62,17 +62,17 @@ class Sketch:
         return lows[order].clip(self.low, self.high), highs[order].clip(self.low, self.high), counts[order]
 
     def histogram(self, edges: NDArray[np.float64]) -> NDArray[np.int64]:
-        """How many finite numbers lie between edges; those of a bin with an edge in it are taken for evenly spread.
+        """How many finite numbers lie between edges; within a bin, numbers are taken to be evenly spread.
 
-        Each interval has its lower edge and not its upper, the last both. Counts are whole numbers, whose sum is how
-        many lie between the ends.
+        An interval includes its lower edge and, if it is the last, its upper edge. The counts are integers; their sum
+        is the number between the outer edges.
         """
         lows, highs, counts = self.bins()
         cumulated = np.zeros(len(edges))
         if len(counts):
             before = np.concatenate([[0], np.cumsum(counts)])
             for number, edge in enumerate(edges.tolist()):
-                # the bins that end below the edge, then a share of the one that it cuts
+                # the bins that end below the edge, and a share of the bin that the edge cuts
                 whole = int(np.searchsorted(highs, edge, side="left"))
                 cumulated[number] = before[whole]
                 if whole < len(counts) and lows[whole] < edge:
@@ -86,8 +86,8 @@ class Sketch:
 def sketch(x: Array) -> Sketch:
     """Count all elements of an array of any shape and real dtype.
 
-    Numbers of more than 32 bits are rounded to float32 before they are counted; those beyond its range are counted
-    with its greatest, and those that would round to zero with its least.
+    Numbers of more than 32 bits are rounded to float32 first. Those beyond the range of float32 are counted with its
+    greatest number, and those that would round to zero with its least.
 
     Examples
     --------
@@ -105,12 +105,12 @@ def sketch(x: Array) -> Sketch:
     counts = counts_by_key(flat)
     infinite = int(counts[_INFINITY]), int(counts[_INFINITY | _SIGN])
     found.nan = int(counts[_INFINITY + 1 : _SIGN].sum() + counts[(_INFINITY | _SIGN) + 1 :].sum())
-    if any(infinite):  # some NaN have the upper bits of an infinity
+    if any(infinite):  # a NaN can have the upper bits of an infinity
         found.positive_infinities = _how_many(flat, lambda part: part == np.inf)
         found.negative_infinities = _how_many(flat, lambda part: part == -np.inf)
         found.nan += sum(infinite) - found.positive_infinities - found.negative_infinities
     counts[_INFINITY:_SIGN] = counts[_INFINITY | _SIGN :] = 0
-    if counts[0] or counts[_SIGN]:  # some tiny numbers have the upper bits of a zero
+    if counts[0] or counts[_SIGN]:  # a tiny number has the upper bits of a zero
         found.zeros = _how_many(flat, lambda part: part == 0)
         tiny, below = int(counts[0] + counts[_SIGN]) - found.zeros, 0
         if tiny:
@@ -123,18 +123,18 @@ def sketch(x: Array) -> Sketch:
 
 
 def counts_by_key(flat: NDArray[Any]) -> NDArray[np.int64]:
-    """How many numbers of a vector have each of the 65536 combinations of upper bits, as float32."""
+    """How many numbers of a vector, as float32, have each of the 65536 combinations of upper bits."""
     counts = np.zeros(65536, np.int64)
     for start in range(0, flat.size, BLOCK):
         keys = keys_of_float32(_as_float32(flat[start : start + BLOCK]))
-        numbers = buffer(len(keys), 0).view(np.int64)  # what bincount would else make anew
+        numbers = buffer(len(keys), 0).view(np.int64)  # saves bincount the allocation
         np.copyto(numbers, keys)
         counts += np.bincount(numbers, minlength=65536)
     return counts
 
 
 def _how_many(flat: NDArray[Any], such: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> int:
-    """How many numbers of a vector are such, block by block in the cache."""
+    """How many numbers of a vector meet a condition, block by block in the cache."""
     return sum(int(np.count_nonzero(such(flat[start : start + BLOCK]))) for start in range(0, flat.size, BLOCK))
 
 
@@ -162,12 +162,12 @@ def _as_float32(part: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def keys_of_float32(flat: NDArray[Any]) -> NDArray[np.uint16]:
-    """The upper 16 bits of each of a vector of float32."""
+    """The upper 16 bits of each float32 number of a vector."""
     halves = np.ascontiguousarray(flat, dtype=np.float32).view(np.uint16)
     return halves[1::2] if sys.byteorder == "little" else halves[::2]
 
 
 def _edges(keys: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The modulus at which each bin begins, and the one with which it ends: the greatest float32 of these bits."""
+    """The least and the greatest modulus of each bin, as float32 numbers have them."""
     bits = (keys & ~_SIGN).astype(np.uint32) << np.uint32(16)
     return bits.view(np.float32).astype(np.float64), (bits | np.uint32(0xFFFF)).view(np.float32).astype(np.float64)

@@ -107,7 +107,7 @@ def statistics(
 
 
 def check_names(which: str | Iterable[str]) -> tuple[str, ...]:
-    """The names of statistics as a tuple; `MessageError` if there is none, or one that is unknown or there twice."""
+    """The names of statistics as a tuple. Raise `MessageError` if there are none, or one is unknown or repeated."""
     words = f"{', '.join(FORMULAS)}, median, and such as norm3 and q0.05"
     return check_which("statistic", which, _is_statistic, words)
 
@@ -130,7 +130,7 @@ def _check(per: str, ddof: object, precision: str) -> None:
 def _add_others(
     result: dict[str, NDArray[np.float64]], names: tuple[str, ...], array: NDArray[Any], axis: int | None
 ) -> None:
-    """Add the statistics that take a pass of their own."""
+    """Add the statistics that need a pass of their own: quantiles, and norms of other orders."""
     others = [name for name in names if name not in result]
     if not others:
         return
@@ -151,7 +151,7 @@ def _add_others(
 
 
 def _sets(array: NDArray[Any], axis: int | None) -> list[NDArray[Any]]:
-    """The elements of each channel, or all elements if there is no axis of channels."""
+    """The elements of each channel; all elements as one set if `axis` is None."""
     return [array] if axis is None or not array.ndim else list(np.moveaxis(array, axis, 0))
 
 
@@ -174,7 +174,7 @@ _OF_COMPLEX: dict[str, Callable[[NDArray[Any]], Any]] = {
     "nan": lambda x: np.count_nonzero(np.isnan(x)),
     "inf": lambda x: np.count_nonzero(np.isinf(x)),
 }
-"""The statistics that complex data has besides its norms; all others are NaN."""
+"""The statistics of complex data besides norms; all others are NaN."""
 
 
 def _complex_statistic(x: NDArray[Any], name: str) -> float:
@@ -225,10 +225,10 @@ def statistics_of_tensors(
 
 
 def channel_axis(kind: str, shape: tuple[int, ...], channels: Channels) -> int:
-    """Which axis of a message's data is the channels.
+    """The axis of the channels in a message's data.
 
-    Of parameters, their gradients and updates it is the outputs, axis 0; of activations and their gradients the second
-    axis of four or more (a convolution's), else the last (a linear layer's or a sequence's).
+    For parameters, their gradients and updates it is axis 0, the outputs. For activations and their gradients it is
+    axis 1 if there are four axes or more (a convolution), else the last axis (a linear layer, a sequence).
     """
     if not shape:
         return 0
@@ -344,7 +344,7 @@ class Statistics(PerMessage):
         return [torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in found.values()]
 
     def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
-        """The statistics of whole tensors all at once; those of channels, and of complex data, one by one."""
+        """The statistics of whole tensors; None (one by one) for channels and for complex data."""
         if self.per != "tensor" or stack.data is None or stack.data.is_complex():
             return None
         if stack.samplings is not None and any(map(are_statistics, stack.samplings)):

@@ -101,11 +101,11 @@ class Variance(OneStatistic):
         self.ddof = ddof
 
     def value(self, message: Message) -> float:
-        """The variance, from the pass over the data that other statistics share; of complex data in its own."""
+        """The variance, from the pass that subscribers share; complex data needs a pass of its own."""
         if message.data is not None and message.data.is_complex():
             return variance(message.data, self.ddof)
         return super().value(message)
 
     def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
-        """The variances of real data: here too, because it stands for the `value` of this class."""
+        """The variances of real data. Needed because overriding `value` disables the inherited `measure_many`."""
         return super().measure_many(stack)

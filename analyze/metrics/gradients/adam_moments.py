@@ -1,4 +1,4 @@
-"""What Adam would make of recorded gradients: its moments, its effective learning rates and its step."""
+"""Adam's moments, effective learning rates and step, computed from recorded gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tracer.numbers.arrays import Array, as_array
 
 
 class Moments(NamedTuple):
-    """What `adam_moments` finds; as a number it is the norm of the step."""
+    """The result of `adam_moments`; as a number it is the norm of the step."""
 
     first_norm: float
     second_norm: float
@@ -82,7 +82,7 @@ def adam_moments(
 
 
 class _Memory:
-    """The moments of one parameter, without the correction."""
+    """The moments of one parameter, before the bias correction."""
 
     def __init__(self, first: NDArray[Any], second: NDArray[np.float64], steps: int = 0) -> None:
         self.first, self.second, self.steps = first, second, steps
@@ -189,9 +189,9 @@ class AdamMoments(PerMessage):
         return memory.moments(self.learning_rate, self.beta1, self.beta2, self.eps)
 
     def state_dict(self) -> dict[str, Any]:
-        """The moments of each stream, and of how many gradients they are."""
+        """The moments of each stream, and the number of its gradients."""
         return {"memories": packed({stream: vars(one) for stream, one in self._memories.items()})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         self._memories = {stream: _Memory(**one) for stream, one in unpacked(state["memories"]).items()}

@@ -1,4 +1,4 @@
-"""How far a step goes along its direction: short of the minimum, into it, or over to the other side."""
+"""The normalised length of a step: whether it stops before the minimum along its direction, in it, or beyond it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def alpha(slope: float, slope_after: float) -> float:
 
 @dataclass
 class _Step(At):
-    """What came of updates and gradients in a step, by kind and module; and the step before."""
+    """The updates and gradients of a step, by kind and module; and the step before."""
 
     heard: dict[tuple[str, str | None], Tensor] = field(default_factory=dict)
     before: _Step | None = None
@@ -128,7 +128,7 @@ class Alpha(OfSteps[_Step]):
         self._pairs = pairs
 
     def following(self, over: _Step, message: Message) -> _Step:
-        """A step that knows the one before, and none before that."""
+        """A record that refers to the step before, but to no earlier step."""
         over.before = None
         return replace(_Step.of(message), before=over)
 
@@ -138,12 +138,12 @@ class Alpha(OfSteps[_Step]):
             now.heard[message.kind, message.key] = message.data
 
     def answers(self, tag: str, over: _Step) -> Iterator[Message]:
-        """The answers for the step before the one that is over."""
+        """The answers, placed at the step before the step that is over."""
         for kind, number in zip(self.produces, self.numbers(over), strict=False):
             yield (over.before or over).network_message(kind, tag, number)
 
     def numbers(self, over: _Step) -> tuple[float, ...]:
-        """Alpha and the slope of the step before, whose end is the step that is over."""
+        """Alpha and the slope of the step before: the step that is over holds the gradients at its end."""
         before = over.before
         if before is None or over.global_step != before.global_step + 1:
             return ()
@@ -156,12 +156,12 @@ class Alpha(OfSteps[_Step]):
         return alpha(slope, slope_after), slope
 
     def pack(self, now: _Step) -> list[dict[str, Any]]:
-        """What was heard of a step and of the one before, the latter first."""
+        """The records of the step before and of the step, in this order."""
         heard = [{"kind": kind, "module": module, "data": x} for (kind, module), x in now.heard.items()]
         return [*(self.pack(now.before) if now.before else ()), {"at": now.counters(), "heard": heard}]
 
     def unpack(self, told: Sequence[Mapping[str, Any]]) -> _Step:
-        """What `pack` has packed."""
+        """The inverse of `pack`."""
         *before, last = told
         step = _Step(*last["at"])
         step.heard = {(one["kind"], one["module"]): one["data"] for one in last["heard"]}

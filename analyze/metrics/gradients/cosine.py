@@ -1,4 +1,4 @@
-"""The angle between two tensors of one shape: exact down to the smallest norms, without an epsilon."""
+"""The cosine of the angle between two tensors of one shape: exact for the smallest norms, without an epsilon."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cosine(a: Array, b: Array) -> float:
     Parameters
     ----------
     a, b : arrays of one shape
-        Of complex numbers the real part of the inner product is taken.
+        For complex numbers, the real part of the inner product counts.
 
     Returns
     -------
@@ -48,17 +48,17 @@ def cosine(a: Array, b: Array) -> float:
         sums = np.zeros(3)
         for left, right in zip(blocks(one), blocks(other), strict=True):
             left, right = left / scales[0], right / scales[1]
-            if left.dtype != right.dtype:  # real and complex numbers: of both, the real and imaginary parts
+            if left.dtype != right.dtype:  # one is real, one complex: compare real and imaginary parts of both
                 left, right = left.astype(np.complex128), right.astype(np.complex128)
             left, right = _real(left), _real(right)
             sums += (left * right).sum(), np.square(left).sum(), np.square(right).sum()
         product, left_square, right_square = sums.tolist()
-        # one root for both, so that equal tensors have exactly 1
+        # one root of the product, so that equal tensors give exactly 1
         return max(-1.0, min(1.0, product / math.sqrt(left_square * right_square)))
 
 
 def _scale(x: NDArray[Any]) -> float:
-    """The power of two below the largest modulus; 0, infinity or NaN as that is."""
+    """The largest power of two up to the largest modulus; the modulus itself if it is 0, infinite or NaN."""
     largest = float(np.max([np.abs(block).max() for block in blocks(x)], initial=0.0))
     return 2.0 ** (math.frexp(largest)[1] - 1) if largest > 0 and math.isfinite(largest) else largest
 

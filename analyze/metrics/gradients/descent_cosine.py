@@ -1,4 +1,4 @@
-"""How an update lies to the gradient: along the steepest descent, across it, or uphill."""
+"""The direction of an update: along the steepest descent, across it, or uphill."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def descent_cosine(update: Array, gradient: Array) -> float:
     >>> descent_cosine([-0.1, 0.0], [2.0, 0.0]), descent_cosine([0.0, 0.3], [2.0, 0.0])
     (1.0, 0.0)
     """
-    # 0 - x, because -x of an exactly orthogonal pair would be written -0.0
+    # 0 - x, because -x would be -0.0 for an exactly orthogonal pair
     return 0.0 - cosine(update, gradient)
 
 
@@ -98,8 +98,8 @@ class DescentCosine(OneNumber):
         self.kind, self.gradients = kind, gradients
 
     def value(self, bundle: MessageBundle) -> float:
-        """The cosine of the two."""
+        """The cosine of the update and the negative gradient."""
         try:
             return descent_cosine(bundle[self.kind], bundle[self.gradients])
-        except MessageError:  # shapes that do not fit: this step has no angle, the replay goes on
+        except MessageError:  # the shapes differ: NaN, so that the replay goes on
             return math.nan

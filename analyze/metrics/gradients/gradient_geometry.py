@@ -1,4 +1,4 @@
-"""The geometry of a path: how long each gradient or update is, and how it turns from one step to the next."""
+"""The length of each gradient or update, and the angle by which it turns from one step to the next."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tracer.numbers.arrays import Array, as_array
 
 
 class Geometry(NamedTuple):
-    """What `gradient_geometry` finds; as a number it is the cosine."""
+    """The result of `gradient_geometry`; as a number it is the cosine."""
 
     norm: float
     rms: float
@@ -130,5 +130,5 @@ class GradientGeometry(Metric):
         return {"last": packed({stream: {"data": last} for stream, last in self._last.items()})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         self._last = {stream: one["data"] for stream, one in unpacked(state["last"]).items()}

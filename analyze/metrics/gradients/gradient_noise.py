@@ -1,7 +1,7 @@
-"""Signal and noise in the gradient of a batch, from a trace alone: the tests that say whether a batch is large enough.
+"""Signal and noise in the gradient of a batch, from a trace alone: tests of whether the batch is large enough.
 
-All of them are functions of the inner products of the per-sample gradients. `analyze.metrics.gradients.layer_grams` has
-those of a layer from its inputs and the gradients of its outputs.
+All are functions of the inner products of the per-sample gradients, which `analyze.metrics.gradients.layer_grams`
+computes for each layer from its inputs and the gradients of its outputs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 
 
 class Noise(NamedTuple):
-    """What `gradient_noise` finds; as a number it is the gradient noise scale."""
+    """The result of `gradient_noise`; as a number it is the gradient noise scale."""
 
     norm_test: float
     inner_product_test: float
@@ -111,7 +111,7 @@ def gradient_noise(
             nan = math.nan
             return Noise(nan, nan, nan, nan, nan, nan, nan, nan, nan, b)
         squares_b, products_b = np.diagonal(gram), gram.mean(1)
-        # of equal gradients rounding may leave a little less than nothing; of NaN it leaves NaN
+        # for equal gradients, rounding may give a tiny negative number; maximum keeps NaN
         apart = np.maximum(squares_b.sum() - b * square, 0.0)
         across = np.maximum((squares_b - np.square(products_b) / square).sum(), 0.0)
         along = np.square(products_b - square).sum()
@@ -133,7 +133,7 @@ def gradient_noise(
 
 @dataclass
 class _Step(At):
-    """What was heard of the step that is going on under one tag: data by kind, module (None: network) and call."""
+    """The data of a tag's current step, by kind, module (None: the network) and call."""
 
     heard: dict[str, dict[str | None, dict[int, Tensor]]] = field(default_factory=dict)
 
@@ -255,12 +255,12 @@ class GradientNoise(OfSteps[_Step]):
 
     def hear(self, now: _Step, message: Message) -> None:
         """Keep one message."""
-        # other leaves are of modules with several inputs or outputs, or of a second backward
+        # skip messages with a leaf: they are of several inputs or outputs of a module, or of a second backward
         if message.data is not None and not message.leaf:
             now.heard.setdefault(message.kind, {}).setdefault(message.key, {})[message.call] = message.data
 
     def pack(self, now: _Step) -> dict[str, Any]:
-        """The counters of a step, and one entry for each message that was heard of it."""
+        """The counters of a step, and one entry for each of its messages."""
         heard = [
             {"kind": kind, "module": module, "call": call, "data": data}
             for kind, of_kind in now.heard.items()
@@ -270,14 +270,14 @@ class GradientNoise(OfSteps[_Step]):
         return {"at": now.counters(), "heard": heard}
 
     def unpack(self, told: Mapping[str, Any]) -> _Step:
-        """What `pack` has packed."""
+        """The inverse of `pack`."""
         now = _Step(*told["at"])
         for one in told["heard"]:
             now.heard.setdefault(one["kind"], {}).setdefault(one["module"], {})[one["call"]] = one["data"]
         return now
 
     def numbers(self, over: _Step) -> list[float]:
-        """The board of a step, and how much of its gradients it is of."""
+        """The numbers of `gradient_noise`; the share of elements they cover; the relative error of their gradients."""
         losses = over.heard.get(self.loss, {}).get(None, {})
         passes = self._passes(over, len(losses))
         grams: list[SampleGram] = []
@@ -304,7 +304,7 @@ class GradientNoise(OfSteps[_Step]):
                     mean = gram.mean * (len(gram.gram) if self.reduction == "sum" else 1)
                     wrong += float(np.square(mean - gradient).sum())
                     right += float(np.square(as_float64(gradient)).sum())
-            # without a weight, a bias stands alone: it has its elements, but no layer is known to cover it
+            # a bias without a weight counts among the elements, but no layer's Gram matrix covers it
             for module, calls in over.heard.get(self.biases, {}).items():
                 if module not in over.heard.get(self.weights, {}):
                     elements += next(iter(calls.values())).numel()
@@ -328,6 +328,6 @@ class GradientNoise(OfSteps[_Step]):
 
 
 def _whole_loss(losses: Iterable[Tensor]) -> float:
-    """What a step differentiated, over its passes; NaN without any, or if they are not numbers."""
+    """The sum of a step's losses; NaN if there are none, or if one is not a finite real number."""
     values = [float(one) for one in losses if one.numel() == 1 and not one.is_complex()]
     return math.fsum(values) if values and all(map(math.isfinite, values)) else math.nan

@@ -1,4 +1,4 @@
-"""The per-sample gradients of the parameters of one layer, from what a trace holds of its calls in a step."""
+"""The per-sample gradients of one layer's parameters, from its recorded inputs and output gradients in a step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tracer.numbers.arrays import as_array
 
 
 class Geometry(NamedTuple):
-    """The stride, padding and dilation of all convolutions of a network, where they are known."""
+    """The stride, padding and dilation of all convolutions of a network; None: to be found."""
 
     stride: int | None = None
     padding: int | None = None
@@ -43,12 +43,12 @@ def layer_grams(
     summed: bool,
     geometry: Geometry,
 ) -> list[tuple[SampleGram, NDArray[Any]]]:
-    """The per-sample gradients of each parameter of one layer, with its recorded gradient.
+    """The products of per-sample gradients of each parameter of one layer, with its recorded gradient.
 
     Parameters
     ----------
     inputs, gradients : mapping of int to tensor
-        By call: what the layer took, and the gradients of its outputs.
+        By call: the layer's input, and the gradient of its output.
     recorded : sequence of ndarray
         The recorded gradients of the weight and, if it counts, of the bias.
     passes : int
@@ -60,7 +60,7 @@ def layer_grams(
     Returns
     -------
     list of (SampleGram, ndarray)
-        Empty if the layer is of no kind that is known here.
+        Empty if the layer is of no supported kind.
     """
     calls = sorted(gradients)
     if not calls or not set(calls) <= set(inputs) or len(calls) % passes:
@@ -69,7 +69,7 @@ def layer_grams(
         return []
     weight, *biases = recorded
     uses = len(calls) // passes
-    # samples of a step: those of each of its passes; a module that one pass uses several times sums over uses
+    # the samples of a step are those of all its passes; the gradient of a sample sums over the uses in its pass
     calls_of_use = [calls[use::uses] for use in range(uses)]
     try:
         d = [_joined([gradients[call] for call in of_use]) for of_use in calls_of_use]
@@ -85,7 +85,7 @@ def layer_grams(
             if gram.mean.shape != bias.shape:
                 return []
             grams.append(gram)
-    except (MessageError, ValueError):  # no layer that is known here: it counts as not covered
+    except (MessageError, ValueError):  # no supported layer: it counts as not covered
         return []
     return list(zip(grams, recorded, strict=True))
 
@@ -93,7 +93,7 @@ def layer_grams(
 def _of_weight(
     parts: Sequence[Sequence[Tensor]], d: Sequence[NDArray[np.float64]], weight: NDArray[Any], geometry: Geometry
 ) -> tuple[SampleGram, int] | None:
-    """The gradients of a weight and the axis of the channels; `parts` are the inputs by use and pass."""
+    """The products of a weight's gradients, and the axis of the channels; `parts` are the inputs by use and pass."""
     a, alone = [_joined(of_use) for of_use in parts], len(parts) == 1
     ids = [[as_array(part) for part in of_use] for of_use in parts]
     if weight.ndim == 2 and all(part.dtype.kind in "iu" for of_use in ids for part in of_use):
@@ -108,7 +108,7 @@ def _of_weight(
 
 
 def _convolution(a: NDArray[Any], d: NDArray[Any], weight: NDArray[Any], geometry: Geometry) -> SampleGram:
-    """Of a convolution; with the geometry whose gradient is most alike the recorded one."""
+    """The products of a convolution's gradients, for the geometry whose gradient best fits the recorded one."""
     kernel = weight.shape[2:]
     groups, rest = divmod(a.shape[1], max(weight.shape[1], 1))
     if rest or a.ndim != d.ndim:
@@ -127,7 +127,7 @@ def _convolution(a: NDArray[Any], d: NDArray[Any], weight: NDArray[Any], geometr
 
 
 _CANDIDATES = 12
-"""Geometries of a convolution that are tried, the most usual first."""
+"""The largest number of geometries of a convolution that are tried."""
 
 
 def _geometries(
@@ -148,7 +148,7 @@ def _geometries(
                 ]
                 for i, o, size in zip(inside, outside, kernel, strict=True)
             ]
-            # the same on all axes first, then padding that keeps the size, as in "same"
+            # first padding that keeps the size ("same"), then equal padding on all axes, then less padding
             usual = sorted(
                 itertools.product(*of_axes),
                 key=lambda pads: (
@@ -165,7 +165,7 @@ def _geometries(
 
 
 def _embedding(ids: Sequence[NDArray[Any]], d: Sequence[NDArray[np.float64]], weight: NDArray[Any]) -> SampleGram:
-    """Of an embedding; a row whose recorded gradient is exactly 0 is that of padding, and -1 is no row."""
+    """The products of an embedding's gradients; tokens whose row has a recorded gradient of exactly 0 are padding."""
     known = np.concatenate([one.reshape(len(one), -1) for one in ids], axis=1).astype(np.int64)
     if known.size and known.min() >= 0 and known.max() < len(weight):
         known = np.where(np.asarray(weight.any(axis=1))[known], known, -1)
@@ -173,13 +173,16 @@ def _embedding(ids: Sequence[NDArray[Any]], d: Sequence[NDArray[np.float64]], we
 
 
 _EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3)
-"""What normalisations add to a variance; the first is PyTorch's."""
+"""The numbers that normalisations may add to a variance; PyTorch's default is the first."""
 
 
 def _normalisation(
     parts: Sequence[NDArray[np.float64]], d: NDArray[np.float64], weight: NDArray[Any]
 ) -> tuple[SampleGram, int]:
-    """Of the scale of a batch, layer, instance or RMS normalisation: of that whose gradient is most alike."""
+    """The products of the gradients of a normalisation's scale, and the axis of the channels.
+
+    Batch, layer, instance and RMS normalisation are tried; the one whose gradient best fits the recorded one is taken.
+    """
     if any(part.size == 0 or part.ndim != d.ndim for part in parts):
         raise MessageError(
             f"inputs of shape {parts[0].shape} and output gradients of {d.shape} are of no normalisation"
@@ -190,7 +193,7 @@ def _normalisation(
             continue
         for eps in _EPSILONS:
             normalised = []
-            for part in parts:  # each pass of a step has statistics of its own
+            for part in parts:  # each pass of a step has its own statistics
                 middle = part.mean(axes, keepdims=True) if centred else 0.0
                 spread = np.square(part - middle).mean(axes, keepdims=True)
                 normalised.append((part - middle) / np.sqrt(spread + eps))
@@ -204,7 +207,7 @@ def _normalisation(
 
 
 def _normalisations(dimensions: int) -> Iterator[tuple[int, tuple[int, ...], bool]]:
-    """Of each that is known: the axis of the channels, the axes of the statistics, whether the mean is taken off."""
+    """For each normalisation: the axis of the channels, the axes of the statistics, whether the mean is subtracted."""
     yield -1, (dimensions - 1,), True  # layer
     yield -1, (dimensions - 1,), False  # RMS
     if dimensions > 1:

@@ -1,4 +1,4 @@
-"""How long the way was that a weight has travelled, with all its turns."""
+"""The length of the path that a weight has travelled, with all its turns."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ class PathLength(OneNumber):
         return {"lengths": packed({stream: {"length": length} for stream, length in self._lengths.items()})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         self._lengths = {stream: one["length"] for stream, one in unpacked(state["lengths"]).items()}
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Add the paths that another has measured."""
+        """Add the paths of another metric's state."""
         for stream, one in unpacked(state["lengths"]).items():
             self._lengths[stream] = self._lengths.get(stream, 0.0) + one["length"]

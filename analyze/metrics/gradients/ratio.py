@@ -1,4 +1,4 @@
-"""The ratio of the norms of two tensors of one module, such as the update and the weight it changed."""
+"""The ratio of the norms of two tensors of one module, such as an update and its weight."""
 
 from __future__ import annotations
 

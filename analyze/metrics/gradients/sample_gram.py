@@ -1,10 +1,10 @@
-"""Products of per-sample gradients, from what a layer took and what came back: no per-sample gradient is stored.
+"""Products of per-sample gradients, from a layer's inputs and output gradients; no per-sample gradient is stored.
 
 For a linear layer with inputs a and output gradients d (of the mean loss of B samples) the gradient of sample b's loss
 is g_b = B d_b a_b', so <g_b, g_c> = B² (a_b · a_c)(d_b · d_c), and the sum of their squares is B² (d²)' (a²). Layers
 that use their weight at several positions (a convolution, a sequence) sum d a' over the positions of each sample first.
 
-Shapes: b samples, l positions, o outputs, i inputs (of a convolution: of one group, times the kernel's size).
+Shapes: b samples, l positions, o outputs, i inputs (in a convolution: those of one group times the kernel's size).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tracer.errors import MessageError
 from tracer.numbers.arrays import Array, as_array
 
 _BLOCK = 1 << 22
-"""Numbers of per-sample gradients that are held at a time: 32 MiB."""
+"""Elements of per-sample gradients that are in memory at a time: 32 MiB."""
 
 Sizes = int | Sequence[int]
 
 
 @dataclass
 class SampleGram:
-    """Of the gradients of one parameter, or of several.
+    """Products and means of the per-sample gradients of one parameter, or of several.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class SampleGram:
     mean : array
         The mean of the per-sample gradients: the gradient of the mean loss, in the shape of the parameter.
     second : array
-        The mean of their squares, elementwise.
+        The elementwise mean of the squared per-sample gradients.
     """
 
     gram: NDArray[np.float64]
@@ -47,13 +47,13 @@ class SampleGram:
 
 
 def linear_gram(inputs: Array, gradients: Array) -> SampleGram:
-    """Of the weight (o, i) of a linear layer.
+    """The products of the gradients of a linear layer's weight (o, i).
 
     Parameters
     ----------
     inputs : array (b, i) or (b, ..., i)
     gradients : array (b, o) or (b, ..., o)
-        Of the mean loss with respect to the layer's output.
+        The gradients of the mean loss with respect to the layer's output.
 
     Raises
     ------
@@ -80,7 +80,7 @@ def linear_gram(inputs: Array, gradients: Array) -> SampleGram:
 
 
 def bias_gram(gradients: Array, channel_axis: int = -1) -> SampleGram:
-    """Of the bias (o,) of a linear layer (channels last) or a convolution (``channel_axis=1``).
+    """The products of the gradients of a bias (o,): of a linear layer, or with ``channel_axis=1`` of a convolution.
 
     Raises
     ------
@@ -101,14 +101,14 @@ def bias_gram(gradients: Array, channel_axis: int = -1) -> SampleGram:
 
 
 def embedding_gram(ids: Array, gradients: Array, shape: tuple[int, int]) -> SampleGram:
-    """Of the weight (v, o) of an embedding.
+    """The products of the gradients of an embedding's weight (v, o).
 
     Parameters
     ----------
     ids : array (b, ...) of integers
-        From 0 to below v; others, such as that of padding, have no gradient.
+        From 0 to below v; other ids, such as a padding id of -1, have no gradient.
     gradients : array (b, ..., o)
-        Of the mean loss with respect to the layer's output.
+        The gradients of the mean loss with respect to the layer's output.
     shape : (v, o)
 
     Raises
@@ -133,7 +133,7 @@ def embedding_gram(ids: Array, gradients: Array, shape: tuple[int, int]) -> Samp
     gram, mean, second = np.zeros((b, b)), np.zeros(shape), np.zeros(shape)
     if flat.size == 0:
         return SampleGram(gram, mean, second)
-    # tokens by id, then by sample: the gradient of a row of the weight is the sum over its tokens in each sample
+    # sort tokens by id, then by sample: a sample's gradient of a row sums over the sample's tokens with this id
     order = np.lexsort((samples, flat))
     flat, samples = flat[order], samples[order]
     begins = np.flatnonzero(np.r_[True, (flat[1:] != flat[:-1]) | (samples[1:] != samples[:-1])])
@@ -149,12 +149,12 @@ def embedding_gram(ids: Array, gradients: Array, shape: tuple[int, int]) -> Samp
 
 
 def scale_gram(normalised: Array, gradients: Array, channel_axis: int = -1) -> SampleGram:
-    """Of the weight (c,) that scales what a normalisation has normalised.
+    """The products of the gradients of a normalisation's scale (c,).
 
     Parameters
     ----------
     normalised, gradients : arrays (b, ...) of one shape
-        What is scaled, and the gradient of the mean loss with respect to the layer's output.
+        The numbers that are scaled, and the gradient of the mean loss with respect to the layer's output.
     channel_axis : int
         The axis with c entries.
 
@@ -184,13 +184,13 @@ def conv_gram(
     dilation: Sizes = 1,
     groups: int = 1,
 ) -> SampleGram:
-    """Of the weight (o, c/groups, *kernel) of a convolution in one, two or more dimensions.
+    """The products of the gradients of a convolution's weight (o, c/groups, *kernel), in one or more dimensions.
 
     Parameters
     ----------
     inputs : array (b, c, *size)
     gradients : array (b, o, *size of the output)
-        Of the mean loss with respect to the layer's output.
+        The gradients of the mean loss with respect to the layer's output.
     kernel : sequence of int
     stride, padding, dilation : int or sequence of int
         As in ``torch.nn.Conv2d``, padded with zeros.
@@ -245,7 +245,7 @@ def conv_gram(
 
 
 def output_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """How many positions a convolution has along an axis; below 1 if the kernel does not fit.
+    """The number of positions of a convolution along an axis; below 1 if the kernel does not fit.
 
     Examples
     --------
@@ -256,7 +256,7 @@ def output_size(size: int, kernel: int, stride: int, padding: int, dilation: int
 
 
 def _batches(inputs: Array, gradients: Array) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Both in float64 and in C order, whatever their layout was: so the same products come out to the bit."""
+    """Both in float64 and in C order, so that the products do not depend on the memory layout."""
     a, d = as_array(inputs), as_array(gradients)
     if a.ndim == 0 or d.ndim == 0 or len(a) == 0 or len(a) != len(d):
         raise MessageError(f"per-sample gradients need samples, but the shapes are {a.shape} and {d.shape}")
@@ -277,7 +277,7 @@ def _swapped(d_blo: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _patches(windows: NDArray[np.float64], dimensions: int) -> NDArray[np.float64]:
-    """(b, c, *out, *kernel) → (b, positions, c * taps): a view, because rows of positions are what is fast to copy."""
+    """(b, c, *out, *kernel) → (b, positions, c * taps): a view of a copy with rows of positions, which copies fast."""
     out = tuple(range(2, 2 + dimensions))
     taps = tuple(range(2 + dimensions, 2 + 2 * dimensions))
     positions, entries = math.prod(windows.shape[2 : 2 + dimensions]), math.prod(windows.shape[2 + dimensions :])
@@ -286,7 +286,7 @@ def _patches(windows: NDArray[np.float64], dimensions: int) -> NDArray[np.float6
 
 
 def _summed(d_bol: NDArray[np.float64], blocks: Iterator[NDArray[Any]], shape: tuple[int, int]) -> SampleGram:
-    """Sum over positions, block of inputs by block."""
+    """The products of the gradients d a', summed over positions, for one block of inputs at a time."""
     b = len(d_bol)
     gram, means, seconds = np.zeros((b, b)), [], []
     for a_bli in blocks:

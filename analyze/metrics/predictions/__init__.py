@@ -1,1 +1,1 @@
-"""Metrics of predictions: accuracy and its relatives."""
+"""Metrics of predictions: accuracy, calibration, churn, forgetting."""

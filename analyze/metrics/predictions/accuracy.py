@@ -1,4 +1,4 @@
-"""Counting correct predictions, in every form in which PyTorch's losses take outputs and labels.
+"""Counts correct predictions, for every form of outputs and labels that PyTorch's losses take.
 
 Shapes: ``output_nc`` has n datapoints and c classes (and further axes, such as pixels), ``labels_n`` has n labels.
 """
@@ -14,7 +14,7 @@ from tracer.errors import MessageError
 from tracer.numbers.arrays import Array, as_array
 
 IGNORED = -100
-"""The label that is not counted, by the custom of ``torch.nn.CrossEntropyLoss``."""
+"""The label that is not counted: the default of ``torch.nn.CrossEntropyLoss``."""
 
 
 def accuracy(output: Array, labels: Array, *, ignore_index: int = IGNORED, threshold: float = 0.0) -> float:
@@ -45,7 +45,7 @@ def accuracy(output: Array, labels: Array, *, ignore_index: int = IGNORED, thres
 
 
 def counts(output: Array, labels: Array, *, ignore_index: int = IGNORED, threshold: float = 0.0) -> tuple[int, int]:
-    """How many predictions are correct, and of how many.
+    """The numbers of correct predictions and of labels that count.
 
     Parameters
     ----------
@@ -54,8 +54,8 @@ def counts(output: Array, labels: Array, *, ignore_index: int = IGNORED, thresho
         question, (n,) or (n, 1).
     labels : array
         Class indices of the shape of `output` without its class axis (axis 1, else the last); or one-hot labels or
-        class probabilities of the shape of `output`; or, for a yes/no question, numbers from 0 to 1 of which those
-        above a half are yes.
+        class probabilities of the shape of `output`; or, for a yes/no question, numbers from 0 to 1, where above 0.5
+        means yes.
     ignore_index : int
         The class index that is not counted.
     threshold : float
@@ -64,7 +64,7 @@ def counts(output: Array, labels: Array, *, ignore_index: int = IGNORED, thresho
     Returns
     -------
     correct, total : int
-        A datapoint with a NaN among its scores is not correct. Of equal scores the first class counts.
+        A datapoint with a NaN among its scores is not correct. Among equal scores, the first class is the prediction.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def counts(output: Array, labels: Array, *, ignore_index: int = IGNORED, thresho
 def yes_no(
     scores: NDArray[Any], truth: NDArray[Any], threshold: float
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]] | None:
-    """Predictions, labels and validity of a yes/no question, or None if this is none."""
+    """Predictions, labels and validity of a yes/no question; None if the shapes are not those of one."""
     single = scores.ndim >= 2 and scores.shape[1] == 1
     flat = scores.reshape(scores.shape[:1] + scores.shape[2:]) if single else scores
     if not (single or scores.ndim == 1) or (scores.ndim == 1 and truth.ndim == 0):
@@ -107,7 +107,7 @@ def yes_no(
 
 
 def class_axis(scores: NDArray[Any], truth: NDArray[Any]) -> int:
-    """The axis of the output that counts classes, given the shape of the labels."""
+    """The axis of classes in the output, given the shape of the labels."""
     if scores.ndim == 1 and truth.ndim == 0:
         return 0
     if scores.ndim >= 2:

@@ -1,4 +1,4 @@
-"""How many predictions change from one evaluation to the next."""
+"""The share of predictions that change from one evaluation to the next."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def churn(one: Array, other: Array, *, class_axis: int = 1) -> float:
 
 
 def predictions(output: Array, class_axis: int = 1) -> NDArray[np.int64]:
-    """The predicted class of each datapoint (pixel, token): the first of the largest scores; -1 where one is NaN.
+    """The predicted class of each datapoint (pixel, token): the first of the largest scores; -1 if a score is NaN.
 
-    A single score, (n,) or (n, 1), is that of a yes/no question: above 0 is class 1.
+    A single score, (n,) or (n, 1), answers a yes/no question: above 0 means class 1.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def predictions(output: Array, class_axis: int = 1) -> NDArray[np.int64]:
 
 @dataclass
 class _Pass(At):
-    """The predictions of the pass that is going on under one tag, and of the one before."""
+    """The predictions of a tag's current pass, and of the pass before."""
 
     before: dict[tuple[int, str], NDArray[np.int64]] | None = None
     now: dict[tuple[int, str], NDArray[np.int64]] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class Churn(OfSteps[_Pass]):
         self.class_axis = class_axis
 
     def following(self, over: _Pass, message: Message) -> _Pass:
-        """The predictions of the pass that is over become those of the one before."""
+        """The same record, with the predictions of the pass that is over as those of the pass before."""
         over.before, over.now = over.now, {}
         return over
 
@@ -159,23 +159,23 @@ class Churn(OfSteps[_Pass]):
         now.move_to(message)
         try:
             now.now[message.call, message.leaf] = predictions(as_array(message.data), self.class_axis)
-        except MessageError:  # no scores of classes: nothing to compare, the replay goes on
+        except MessageError:  # no scores of classes: there is nothing to compare, and the replay goes on
             now.now[message.call, message.leaf] = np.zeros(0, np.int64)
 
     def pack(self, now: _Pass) -> dict[str, Any]:
-        """The predictions of the last passes of a tag."""
+        """The predictions of a tag's current pass and of the pass before."""
         before = None if now.before is None else _listed(now.before)
         return {"at": now.counters(), "before": before, "now": _listed(now.now)}
 
     def unpack(self, told: Mapping[str, Any]) -> _Pass:
-        """What `pack` has packed."""
+        """The inverse of `pack`."""
         one = _Pass(*told["at"])
         one.before = None if told["before"] is None else _by_batch(told["before"])
         one.now = _by_batch(told["now"])
         return one
 
     def numbers(self, over: _Pass) -> tuple[float, ...]:
-        """The churn of a pass; nothing of the first one."""
+        """The churn of a pass; empty for the first pass."""
         if over.before is None:
             return ()
         changed = total = 0

@@ -1,4 +1,4 @@
-"""How good classifications are, over all datapoints of a pass or an epoch: right, nearly right, confused, confident.
+"""Accuracy, confusion, calibration and confidence of classifications, over all datapoints of a pass or an epoch.
 
 Shapes: ``scores_nc`` has n datapoints (with pixels or tokens flattened in) and c classes, ``labels_n`` n class indices.
 """
@@ -28,7 +28,7 @@ Per: TypeAlias = Literal["pass", "epoch"]
 
 
 class Report(NamedTuple):
-    """What `classification_report` finds; as a number it is the accuracy."""
+    """The result of `classification_report`; as a number it is the accuracy."""
 
     accuracy: float
     top_k_accuracy: float
@@ -92,12 +92,12 @@ def classification_report(
 def cases(
     output: Array, labels: Array, outputs: Outputs = "logits", ignore_index: int = IGNORED
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Scores (n, c), labels (n,), and which of them count, of outputs and labels in any form that `accuracy` takes.
+    """Scores (n, c), labels (n,), and which of them count, from outputs and labels in any form that `accuracy` takes.
 
     Raises
     ------
     MessageError
-        If the shapes do not fit, or a label that counts is no class.
+        If the shapes do not fit, or a label that counts is not a class.
     """
     scores, truth = as_array(output), as_array(labels)
     if scores.dtype.kind == "c" or truth.dtype.kind == "c":
@@ -111,7 +111,7 @@ def cases(
     classes = scores.shape[axis]
     if classes == 0:
         raise MessageError(f"a classification needs at least one class, but the output has the shape {scores.shape}")
-    # a copy: integers become floats, and the rows of several outputs lie alike in memory, so sums agree to the bit
+    # a copy in C order, so that sums agree to the bit whatever the memory layout of the output
     scores_nc = np.array(np.moveaxis(scores, axis, -1).reshape(-1, classes), dtype=np.float64, order="C")
     if truth.shape == scores.shape:
         labels_n = truth.argmax(axis).reshape(-1).astype(np.int64)
@@ -127,7 +127,7 @@ def cases(
 
 
 def correctness(output: Array, labels: Array, ignore_index: int = IGNORED) -> NDArray[np.int8]:
-    """For each label whether the prediction is it: 1, 0, or -1 for a label that does not count.
+    """For each label, whether the prediction is correct: 1, 0, or -1 for a label that does not count.
 
     Examples
     --------
@@ -151,7 +151,7 @@ def _empty() -> NDArray[Any]:
 
 @dataclass
 class Tally:
-    """Counts and sums over the datapoints so far; two of them can be added."""
+    """Counts and sums over datapoints; two tallies can be added."""
 
     classes: int = 0
     total: int = 0
@@ -167,14 +167,14 @@ class Tally:
     bin_confidence: NDArray[Any] = field(default_factory=_empty)
 
     def add(self, output: Array, labels: Array, k: int, bins: int, outputs: Outputs, ignore_index: int) -> None:
-        """Count one batch; raises `MessageError` if its shapes do not fit."""
+        """Count one batch. Raise `MessageError` if its shapes do not fit."""
         scores_nc, labels_n, counted = cases(output, labels, outputs, ignore_index)
         if not counted.all():
             scores_nc, labels_n = scores_nc[counted], labels_n[counted]
         self.plus(_count(scores_nc, labels_n, k, bins, outputs))
 
     def plus(self, other: Tally) -> None:
-        """Add what another has counted."""
+        """Add another tally."""
         if not self.classes:
             self.classes = other.classes
             for name in _ARRAYS:
@@ -189,7 +189,7 @@ class Tally:
         self.fits = self.fits and other.fits
 
     def report(self) -> Report:
-        """What the counts say."""
+        """The report of these counts."""
         if not self.fits or not self.total:
             c = self.classes if self.fits else 0
             nan = math.nan
@@ -220,7 +220,7 @@ def _count(scores_nc: NDArray[np.float64], labels_n: NDArray[np.int64], k: int, 
     predicted = scores_nc.argmax(1)
     of_label = scores_nc[rows, labels_n]
     with np.errstate(invalid="ignore", over="ignore"):
-        # of equal scores the first class wins, as in argmax
+        # among equal scores the first class wins, as in argmax
         ahead = (scores_nc > of_label[:, None]) | (
             (scores_nc == of_label[:, None]) & (np.arange(classes) < labels_n[:, None])
         )
@@ -230,7 +230,7 @@ def _count(scores_nc: NDArray[np.float64], labels_n: NDArray[np.int64], k: int, 
         others[rows, labels_n] = -math.inf
         margin = float((of_label - others.max(1)).sum()) if n and classes > 1 else math.nan if n else 0.0
         entropy = float(scipy.special.entr(p_nc).sum())
-        # bins are open below and closed above, as in Guo et al.
+        # a bin excludes its lower end and includes its upper end, as in Guo et al.
         place = np.nan_to_num(np.ceil(confidence * bins) - 1, nan=0).clip(0, bins - 1).astype(np.int64)
     right = (predicted == labels_n) & valid
     pairs = labels_n[valid] * classes + predicted[valid]
@@ -251,7 +251,7 @@ def _count(scores_nc: NDArray[np.float64], labels_n: NDArray[np.int64], k: int, 
 
 @dataclass
 class _Pass(At):
-    """A pass or epoch that is going on, and the counters of its last batch."""
+    """The tally of a current pass or epoch, and the counters of its last batch."""
 
     tally: Tally = field(default_factory=Tally)
 
@@ -350,7 +350,7 @@ class ClassificationReport(Metric):
         self._passes: dict[tuple[str, int], _Pass] = {}
 
     def compute(self, bundle: MessageBundle) -> Iterator[Message]:
-        """Count one batch; answer with the report of the pass before if this batch begins another."""
+        """Count one batch; if it begins another pass, first answer with the report of the pass before."""
         now = bundle.tag, bundle.epoch if self.per == "epoch" else bundle.global_step
         if now not in self._passes:
             for over in [key for key in self._passes if key[0] == bundle.tag]:
@@ -360,7 +360,7 @@ class ClassificationReport(Metric):
         one.move_to(bundle)
         try:
             one.tally.add(bundle[self.kind], bundle[self.labels], self.k, self.bins, self.outputs, self.ignore_index)
-        except MessageError:  # shapes that do not fit: this pass has no report, the replay goes on
+        except MessageError:  # the shapes do not fit: this pass has no report, and the replay goes on
             one.tally.fits = False
 
     def conclude(self) -> Iterator[Message]:
@@ -370,7 +370,7 @@ class ClassificationReport(Metric):
             yield from self._answers(tag, last)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts of the passes that are going on."""
+        """The counts of the current passes."""
         return {
             "passes": [
                 {"tag": tag, "number": number, "at": one.counters(), "tally": stored(vars(one.tally))}
@@ -379,12 +379,12 @@ class ClassificationReport(Metric):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting where another stopped."""
+        """Continue from a `state_dict`."""
         self._passes = {}
         self.merge(state)
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Count together with another that heard other batches; passes that only one of them heard stand side by side.
+        """Add the counts of another metric's state, which heard other batches.
 
         Raises
         ------
@@ -408,5 +408,5 @@ class ClassificationReport(Metric):
 
 
 def check_per(per: object) -> None:
-    """Raise `MessageError` unless `per` is a word for what is pooled."""
+    """Raise `MessageError` unless `per` is one of its words."""
     check_word("per", per, get_args(Per))

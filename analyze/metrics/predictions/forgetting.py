@@ -1,4 +1,4 @@
-"""Forgetting events: datapoints that were classified correctly, and then are not any more."""
+"""Forgetting events: a datapoint that was classified correctly no longer is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tracer.numbers.arrays import Array, as_array
 
 
 class Forgotten(NamedTuple):
-    """What `forgetting` finds; as a number it is the mean number of forgetting events."""
+    """The result of `forgetting`; as a number it is the mean number of forgetting events."""
 
     events: NDArray[np.int64]
     unforgettable: float
@@ -70,7 +70,7 @@ def forgetting(correct: Array) -> Forgotten:
 
 
 class _Learning:
-    """What was learned and forgotten of datapoints in numbered slots."""
+    """For each datapoint, by slot: the last correctness (-1: none), whether it was ever correct, its events."""
 
     def __init__(self, size: int = 0) -> None:
         self.last = np.full(size, -1, np.int8)
@@ -85,7 +85,7 @@ class _Learning:
             self.events = np.concatenate([self.events, np.zeros(more, np.int64)])
 
     def present(self, slots: NDArray[np.int64], correct: NDArray[np.int8]) -> int:
-        """Take one presentation; how many datapoints it shows to be forgotten."""
+        """Record one presentation; return how many datapoints were forgotten."""
         seen = correct >= 0
         slots, correct = slots[seen], correct[seen]
         forgotten = (self.last[slots] == 1) & (correct == 0)
@@ -95,7 +95,7 @@ class _Learning:
         return int(np.count_nonzero(forgotten))
 
     def counts(self, order: slice | NDArray[np.int64] = slice(None)) -> NDArray[np.int64]:
-        """The events of each datapoint that was presented, by slot or in an order; -1 if it never was correct."""
+        """The events of each datapoint that was presented, by slot or in `order`; -1 if it never was correct."""
         return np.where(self.learned, self.events, -1)[order][self.last[order] >= 0]
 
 
@@ -108,7 +108,7 @@ def _shares(learnings: list[_Learning]) -> tuple[float, float]:
 
 @dataclass
 class _Tag(At):
-    """What is remembered under one tag, and the pass that is going on."""
+    """The datapoints of one tag, and the forgetting events of its current pass."""
 
     forgotten: int = 0
     fits: bool = True
@@ -203,20 +203,20 @@ class Forgetting(OfSteps[_Tag]):
         self.kind, self.labels, self.ids, self.per, self.ignore_index = kind, labels, ids, per, ignore_index
 
     def is_over(self, now: _Tag, bundle: MessageBundle) -> bool:
-        """Whether a batch begins another pass, or epoch."""
+        """Whether a batch begins another pass (or epoch, by `per`)."""
         return now.epoch != bundle.epoch if self.per == "epoch" else super().is_over(now, bundle)
 
     def following(self, over: _Tag, bundle: MessageBundle) -> _Tag:
-        """All that is known of the datapoints, and nothing of the pass that begins."""
+        """The same record, with its datapoints, but without events of the new pass."""
         over.forgotten, over.fits = 0, True
         return over
 
     def hear(self, now: _Tag, bundle: MessageBundle) -> None:
-        """Take one batch."""
+        """Record one batch."""
         now.move_to(bundle)
         try:
             now.forgotten += self._present(now, bundle)
-        except MessageError:  # shapes that do not fit: nothing is known of this pass, the replay goes on
+        except MessageError:  # the shapes do not fit: this pass has NaN for answers, and the replay goes on
             now.fits = False
 
     def _present(self, one: _Tag, bundle: MessageBundle) -> int:
@@ -236,18 +236,18 @@ class Forgetting(OfSteps[_Tag]):
         return learning.present(slots, correct)
 
     def conclude(self) -> Iterator[Message]:
-        """Answer with what the last pass of each tag showed, and the counts of every datapoint."""
+        """Answer for the last pass of each tag, and with the counts of every datapoint."""
         tags, self.steps = self.steps, {}
         for tag, last in tags.items():
             yield from self.answers(tag, last)
             counts = [learning.counts() for _, learning in sorted(last.batches.items())]
-            if last.slots and counts:  # by id, not by when they came first
+            if last.slots and counts:  # order by id; slots are in the order of first presentation
                 counts = [last.batches[0, ""].counts(np.argsort(np.array(list(last.slots)), kind="stable"))]
             all_counts = np.concatenate([np.zeros(0, np.int64), *counts])
             yield last.network_message(self.produces[4], tag, torch.from_numpy(all_counts))
 
     def pack(self, now: _Tag) -> dict[str, Any]:
-        """What is known of each datapoint, and what the pass that is going on has shown."""
+        """The record of a tag as plain values and tensors."""
         batches = [
             {"call": call, "leaf": leaf, **stored(vars(learning))} for (call, leaf), learning in now.batches.items()
         ]
@@ -255,7 +255,7 @@ class Forgetting(OfSteps[_Tag]):
         return {"at": now.counters(), **told}
 
     def unpack(self, told: Mapping[str, Any]) -> _Tag:
-        """What `pack` has packed."""
+        """The inverse of `pack`."""
         one = _Tag(*told["at"])
         one.forgotten, one.fits = told["forgotten"], told["fits"]
         one.slots = {known: slot for slot, known in enumerate(told["ids"])}
@@ -265,7 +265,7 @@ class Forgetting(OfSteps[_Tag]):
         return one
 
     def numbers(self, over: _Tag) -> list[float]:
-        """What a pass showed."""
+        """The answers for a pass."""
         learnings = list(over.batches.values())
         counts = np.concatenate([np.zeros(0, np.int64), *(one.events[one.last >= 0] for one in learnings)])
         values = over.forgotten, float(counts.mean()) if counts.size else math.nan, *_shares(learnings)

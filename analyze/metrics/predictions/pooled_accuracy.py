@@ -1,4 +1,4 @@
-"""The accuracy of an evaluation: of all its batches together."""
+"""The accuracy of an evaluation pass, over all its batches together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tracer.messaging.messages import MessageBundle
 from tracer.numbers.arrays import Array
 
 
-def test_accuracy(  # the registry name; no test
+def test_accuracy(  # the registry name, not a test
     batches: Iterable[tuple[Array, Array]],
     *,
     ignore_index: int = IGNORED,  # noqa: PT028 - as above
@@ -52,7 +52,7 @@ def test_accuracy(  # the registry name; no test
 
 @dataclass
 class _Pass(At):
-    """The counts of the evaluation pass that is going on under one tag, and the counters of its last batch."""
+    """The counts of a tag's current evaluation pass, and the counters of its last batch."""
 
     correct: int = 0
     total: int = 0
@@ -115,7 +115,7 @@ class TestAccuracy(OfSteps[_Pass]):
     [('test_accuracy', 'eval', 0.75)]
     """
 
-    __test__ = False  # pytest takes classes called Test... for tests
+    __test__ = False  # else pytest would collect the class, because its name begins with Test
     name = "test_accuracy"
     gathered = _Pass
     stored_as = "passes"
@@ -143,18 +143,18 @@ class TestAccuracy(OfSteps[_Pass]):
             correct, total = counts(
                 bundle[self.kind], bundle[self.labels], ignore_index=self.ignore_index, threshold=self.threshold
             )
-        except MessageError:  # shapes that do not fit: this pass has no accuracy, the replay goes on
+        except MessageError:  # the shapes do not fit: this pass has no accuracy, and the replay goes on
             now.fits = False
         else:
             now.correct, now.total = now.correct + correct, now.total + total
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Count together with another that heard other batches of the same passes.
+        """Add the counts of another metric's state, which heard other batches of the same passes.
 
         Raises
         ------
         MessageError
-            If the two are in the middle of different passes of one tag: no counts say which answers come first.
+            If the two are in different passes of one tag.
         """
         for tag, other in state["passes"].items():
             mine = self.steps.setdefault(tag, _Pass(**{**other, "correct": 0, "total": 0}))

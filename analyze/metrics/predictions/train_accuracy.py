@@ -82,5 +82,5 @@ class TrainAccuracy(OneNumber):
         try:
             output, labels = bundle[self.kind], bundle[self.labels]
             return accuracy(output, labels, ignore_index=self.ignore_index, threshold=self.threshold)
-        except MessageError:  # shapes that do not fit: this batch has no accuracy, the replay goes on
+        except MessageError:  # the shapes do not fit: this batch has no accuracy, and the replay goes on
             return math.nan

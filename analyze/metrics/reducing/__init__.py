@@ -1,1 +1,1 @@
-"""Metrics that reduce the values of many messages."""
+"""Metrics that reduce the values of many messages to a few numbers."""

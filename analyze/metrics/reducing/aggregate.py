@@ -16,7 +16,7 @@ from tracer.messaging.messages import Message
 from tracer.numbers.arrays import Array
 
 BOX = "mean+std+min+q0.25+median+q0.75+max"
-"""What is answered by default: mean and deviation, and what a box plot shows."""
+"""The default statistics: the mean, the standard deviation, and the five numbers of a box plot."""
 
 
 def aggregate(values: Array, which: str | Iterable[str] = BOX) -> StatisticsResult:
@@ -60,7 +60,7 @@ def check_window(over: object) -> None:
 
 @dataclass
 class _Window(At):
-    """What was heard of one series in one window, and where it last was heard."""
+    """The numbers of one series in one window, and the place of the last of them."""
 
     reducer: Reducer = field(default_factory=Reducer)
 
@@ -143,7 +143,7 @@ class Aggregate(Metric):
         self._open: dict[Series, dict[int, _Window]] = {}
 
     def compute(self, message: Message) -> Iterator[Message]:
-        """Keep the numbers of one message; answer with the window before if this one begins another."""
+        """Keep the numbers of one message; if it begins another window, first answer for the window before."""
         key = series_of(message)
         number = self._number(message)
         windows = self._open.setdefault(key, {})
@@ -156,14 +156,14 @@ class Aggregate(Metric):
         window.reducer.add(real_numbers(message.data))
 
     def conclude(self) -> Iterator[Message]:
-        """Answer with the last window of each stream."""
+        """Answer for the last window of each series."""
         streams, self._open = self._open, {}
         for key, windows in streams.items():
             for window in windows.values():
                 yield from self._answers(key, window)
 
     def state_dict(self) -> dict[str, Any]:
-        """The open windows of each stream."""
+        """The open windows of each series."""
         return {
             "windows": [
                 {
@@ -180,12 +180,12 @@ class Aggregate(Metric):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another of the same parameters stopped."""
+        """Continue from a `state_dict` of a metric with the same parameters."""
         self._open = {}
         self.merge(state)
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Add the numbers of another's open windows, which were heard later."""
+        """Add the open windows of another metric's state, whose messages came after those of this one."""
         for one in state["windows"]:
             windows = self._open.setdefault(unpacked_series(one), {})
             at = one["global_step"], one["train_step"], one["epoch"], one["rank"]
@@ -197,7 +197,7 @@ class Aggregate(Metric):
             windows[one["window"]] = heard
 
     def _number(self, message: Message) -> int:
-        """Which window a message belongs to; a function of the message alone."""
+        """The number of the window of a message; it depends on the message alone."""
         if isinstance(self.over, int):
             return message.global_step // self.over
         return message.epoch if self.over == "epoch" else 0

@@ -67,7 +67,7 @@ def check_decay(decay: object) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Average:
-    """The sum of weighted numbers, the first of them, and how many there are; of each element of an array."""
+    """The weighted sum of numbers, the first of them, and their count; for each element of an array."""
 
     total: NDArray[np.float64]
     first: NDArray[np.float64]
@@ -78,19 +78,19 @@ class _Average:
         return cls(np.zeros(shape), np.zeros(shape), np.zeros(shape, np.int64))
 
     def add(self, value: NDArray[np.float64], decay: float, bias_correction: bool) -> NDArray[np.float64]:
-        """Take one more number; the average after it."""
+        """Add a number; return the average."""
         good = np.isfinite(value)
         self.first = np.where(good & (self.count == 0), value, self.first)
         self.count = self.count + good
         with np.errstate(all="ignore"):
             self.total = np.where(good, decay * self.total + (1 - decay) * value, self.total)
-            left = _power(decay, self.count)  # the weight of what was before the first
+            left = _power(decay, self.count)  # the weight of the initial average, which is the first number
             weight = -np.expm1(self.count * math.log(decay)) if decay > 0 else np.ones(left.shape)
             found = self.total / weight if bias_correction else self.total + left * self.first
         return np.where(good, found, np.nan)
 
     def merge(self, later: _Average, decay: float) -> None:
-        """Take the numbers of another, which came after these."""
+        """Add the numbers of another average, which came after these."""
         self.total = _power(decay, later.count) * self.total + later.total
         self.first = np.where(self.count > 0, self.first, later.first)
         self.count = self.count + later.count
@@ -182,16 +182,16 @@ class EMA(PerMessage):
         return (torch.from_numpy(np.asarray(average.add(value, self.decay, self.bias_correction))),)
 
     def state_dict(self) -> dict[str, Any]:
-        """The average of each stream."""
+        """The average of each series."""
         return {"averages": [{**packed_series(key), **stored(asdict(one))} for key, one in self._averages.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another of the same parameters stopped."""
+        """Continue from a `state_dict` of a metric with the same parameters."""
         self._averages = {}
         self.merge(state)
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Take what another heard after this one."""
+        """Add the averages of another metric's state, whose messages came after those of this one."""
         for one in state["averages"]:
             key = unpacked_series(one)
             later = _Average(*(restored(one[name]) for name in ("total", "first", "count")))

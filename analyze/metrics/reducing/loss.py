@@ -81,10 +81,10 @@ class Loss(OneNumber):
         super().__init__(kind, f"{kind}_value", **where)
 
     def value(self, message: Message) -> float:
-        """The mean of what the training computed."""
+        """The mean of the loss's elements."""
         return loss(as_array(message.data))
 
     def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
-        """The means, from a pass that other statistics share; of losses without elements one by one."""
+        """The means, from the pass that subscribers share; None (one by one) for losses without elements."""
         found = shared_by_all(stack, "mean") if stack.data is not None and stack.data.numel() else None
         return None if found is None else (found,)

@@ -1,4 +1,4 @@
-"""The mean, or another statistic, of a number over all modules that published it in one step."""
+"""The mean, or another statistic, of the numbers that all modules published in one step."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def message_mean(values: Iterable[float]) -> float:
         return sum(number for number in numbers if not math.isfinite(number))
     try:
         return math.fsum(numbers) / len(numbers)
-    except OverflowError:  # the sum is beyond float64, the mean is not
+    except OverflowError:  # the sum overflows float64, but the mean does not
         return math.fsum(number / len(numbers) for number in numbers)
 
 
 @dataclass
 class _Step(At):
-    """The numbers of the step that is going on under one tag."""
+    """The numbers of a tag's current step."""
 
     values: list[float] = field(default_factory=list)
 
@@ -122,12 +122,12 @@ class MessageMean(OfSteps[_Step]):
         now.values.append(math.nan if number is None else number)
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Take the numbers of another that heard other modules, or more of the same step.
+        """Add the numbers of another metric's state, which heard other modules or more messages of the same step.
 
         Raises
         ------
         MessageError
-            If the two are in the middle of different steps of one tag: no numbers say which answers come first.
+            If the two are in different steps of one tag.
         """
         for tag, other in state["steps"].items():
             mine = self.steps.setdefault(tag, _Step(**{**other, "values": []}))

@@ -1,4 +1,4 @@
-"""Accumulators of many numbers that come one by one or in parts, of which two can be merged."""
+"""Accumulates the statistics of numbers that come one by one or in parts; two accumulators can be merged."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from analyze.metrics.streams import restored, stored
 from tracer.numbers.moments import Moments, moments
 
 KEPT = 4096
-"""So many numbers are kept as they are; beyond, they are counted in bins 1/1024 of their numbers wide."""
+"""Up to this many numbers are kept as they are; more are counted in bins whose width is 1/1024 of their numbers."""
 
 _SHIFT = np.uint64(42)
 _SIGN = np.int64(1 << 21)
 
 
 def _bins(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The bin of each number, by sign, exponent and 10 bits of the mantissa; bins rise as the numbers do."""
+    """The bin of each number, by sign, exponent and 10 bits of the mantissa; bins are ordered like the numbers."""
     keys = ((values + 0.0).view(np.uint64) >> _SHIFT).astype(np.int64)
     return np.where(keys < _SIGN, keys, _SIGN - 1 - keys)
 
 
 def _middles(bins: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The number in the middle of each bin; of that of zero, zero."""
+    """The number in the middle of each bin; zero for the bin that holds zero."""
     keys = np.where(bins >= 0, bins, -1 - bins).astype(np.uint64)
     near = keys << _SHIFT
     moduli = (near | np.uint64(1 << 41)).view(np.float64)
@@ -40,8 +40,9 @@ def _middles(bins: NDArray[np.int64]) -> NDArray[np.float64]:
 class Reducer:
     """Statistics of a set of real numbers that grows.
 
-    Quantiles are exact of up to `KEPT` numbers, and of more good to 0.05 % of the numbers that they lie between; all
-    else is exact to rounding of any number. Merging gives the same as hearing all, to rounding.
+    Quantiles of up to `KEPT` numbers are exact; of more, they are precise to 0.05 % of the neighbouring numbers. All
+    other statistics are exact to rounding, however many numbers there are. Two merged reducers give the same as one
+    that was given all numbers, to rounding.
 
     Examples
     --------
@@ -63,7 +64,7 @@ class Reducer:
         self.first = self.last = np.nan
 
     def add(self, values: Iterable[float] | NDArray[np.float64]) -> None:
-        """Add numbers that come after those that are there."""
+        """Add numbers, after those that were added before."""
         more = np.array(values, dtype=np.float64).reshape(-1)
         if not more.size:
             return
@@ -73,7 +74,7 @@ class Reducer:
         self._keep([more])
 
     def merge(self, other: Reducer) -> None:
-        """Add the numbers of another, which come after these."""
+        """Add the numbers of another reducer, which come after these."""
         if not other.count:
             return
         if not self.count:
@@ -85,7 +86,7 @@ class Reducer:
 
     @property
     def count(self) -> int:
-        """How many numbers there are."""
+        """The number of numbers."""
         return self._size + self._folded
 
     @property
@@ -93,7 +94,7 @@ class Reducer:
         return int(self._counts.sum())
 
     def answer(self, names: Iterable[str]) -> dict[str, float]:
-        """The statistics of these names, as `check_reductions` knows them; NaN where they are not defined."""
+        """The statistics of these names (see `check_reductions`); NaN where a statistic is not defined."""
         values = self._values()
         names = tuple(names)
         wanted = {name: found for name in names if (found := _probability(name)) is not None}
@@ -115,13 +116,13 @@ class Reducer:
         return answers
 
     def state(self) -> dict[str, Any]:
-        """As plain values and tensors."""
+        """The reducer as plain values and tensors."""
         arrays = stored({"kept": self._values(), "bins": self._bins, "counts": self._counts})
         return {**arrays, "moments": self._moments.state(), "first": self.first, "last": self.last}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Reducer:
-        """From what `state` gave."""
+        """The inverse of `state`."""
         one = cls()
         kept, one._bins, one._counts = (restored(state[name]) for name in ("kept", "bins", "counts"))
         one._kept, one._size, one._moments = [kept], len(kept), Moments.of_state(state["moments"])
@@ -172,7 +173,7 @@ REDUCTIONS = (*FORMULAS, "median", "iqr", "first", "last")
 
 
 def _probability(name: object) -> float | None:
-    """The probability of the quantile that a name stands for, or None if it stands for none."""
+    """The probability of the quantile with a name such as ``q0.05``; None if the name is not that of a quantile."""
     if name == "median":
         return 0.5
     try:
@@ -183,6 +184,6 @@ def _probability(name: object) -> float | None:
 
 
 def check_reductions(which: str | Iterable[str]) -> tuple[str, ...]:
-    """The names of reductions as a tuple; `MessageError` if there is none, or one that is unknown or there twice."""
+    """The names of reductions as a tuple. Raise `MessageError` if there are none, or one is unknown or repeated."""
     words = f"{', '.join(REDUCTIONS)}, and such as q0.05"
     return check_which("reduction", which, lambda name: name in REDUCTIONS or _probability(name) is not None, words)

@@ -1,1 +1,1 @@
-"""Metrics that compare representations."""
+"""Metrics that compare the activations of layers."""

@@ -1,7 +1,7 @@
 """Orthonormal bases of a layer's activations, cut to the directions that hold most of their variance.
 
-Shapes: ``u_nk`` has k orthonormal columns over n datapoints; ``singular_k`` are the singular values of the centred
-activations that belong to them; ``loadings_kd = u_nk.T @ x_nd`` are the directions in terms of the d neurons.
+Shapes: ``u_nk`` has k orthonormal columns over n datapoints; ``singular_k`` are their singular values, those of the
+centred activations; ``loadings_kd = u_nk.T @ x_nd`` are the directions in terms of the d neurons.
 """
 
 from __future__ import annotations
@@ -23,40 +23,39 @@ from tracer.numbers.arrays import Array
 
 Status = Literal["ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch"]
 STATUSES: tuple[Status, ...] = ("ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch")
-"""The statuses of a similarity; subscribers publish the index in this tuple."""
+"""The statuses of a similarity; a status is published as its index in this tuple."""
 
 EXACTLY = 1 - 1e-6
-"""Above this threshold a covariance is not precise enough, and the data itself is decomposed."""
+"""Above this threshold a covariance is not precise enough, so the data itself is decomposed."""
 _EPS = float(np.finfo(np.float64).eps)
 _CONDITIONED = 1e-5
-"""Above this ratio of the least variance to the largest, a covariance tells all directions to 1e-11."""
+"""Above this ratio of the least variance to the largest, a covariance gives all directions to 1e-11."""
 _SMALL = 64
-"""Up to so many neurons, all eigenvectors take no longer than some."""
+"""Up to this many neurons, computing all eigenvectors takes no longer than computing some."""
 
 
 def check_threshold(threshold: object) -> None:
-    """Raise `MessageError` unless a share of the variance is above 0 and at most 1."""
+    """Raise `MessageError` unless `threshold` is a number above 0 and at most 1."""
     good = is_number(threshold) and 0 < threshold <= 1
     check(good, "threshold is the share of the variance to keep, above 0 and at most 1", threshold)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spectrum:
-    """The eigenvalues of a scatter matrix, and where they were cut.
+    """The eigenvalues of a scatter matrix, and how many of them are kept.
 
     Attributes
     ----------
     variances : array (d,)
-        All eigenvalues, falling.
+        All eigenvalues, in descending order.
     k : int
-        How many of them hold the share of the variance, including the one that crosses the threshold.
+        The number of eigenvalues that are kept: the fewest that hold the share of the variance.
     vectors_dk : array (d, k)
-        Their eigenvectors.
+        The eigenvectors of the kept eigenvalues.
     cut_gap : float
-        How far the last kept eigenvalue is above the first left out, over the largest. At 0 the kept subspace is
-        arbitrary.
+        The last kept eigenvalue minus the first left out, over the largest. At 0 the kept subspace is arbitrary.
     tau_margin : float
-        How far the threshold is from the nearest share of the variance at which k would change.
+        The distance of the threshold from the nearest share of the variance at which k would change.
     """
 
     variances: NDArray[np.float64]
@@ -67,14 +66,14 @@ class Spectrum:
 
     @property
     def singular_k(self) -> NDArray[np.float64]:
-        """The singular values of the directions that are kept."""
+        """The singular values of the kept directions."""
         return np.sqrt(self.variances[: self.k])
 
 
 def cut(variances: NDArray[np.float64], total: float, threshold: float) -> tuple[int, float, float]:
-    """How many of the falling variances hold a share of the total; the cut gap; and the margin: see `Spectrum`.
+    """The number of largest variances that hold a share of the total; the cut gap; the margin. See `Spectrum`.
 
-    The share has a slack of 1e-12, for rounding only.
+    The share has a slack of 1e-12 for rounding.
     """
     held = np.cumsum(np.clip(variances, 0, None))
     k = min(int(np.searchsorted(held, threshold * total * (1 - 1e-12))) + 1, len(variances))
@@ -92,21 +91,21 @@ def leading(scatter_dd: NDArray[np.float64], threshold: float) -> Spectrum:
     Parameters
     ----------
     scatter_dd : array (d, d)
-        Symmetric positive semidefinite, finite, with a positive trace; only its lower triangle is read. It is
-        destroyed.
+        Symmetric positive semidefinite, finite, with a positive trace. Only its lower triangle is read; it is
+        overwritten.
     threshold : float
 
     Notes
     -----
-    One tridiagonalisation, which is the whole cost (4/3 d³); all eigenvalues of the tridiagonal matrix; the
-    eigenvectors of the k kept ones by MRRR, or of all by divide and conquer if k is above d / 5, mapped back at the
-    speed of matrix products (2 d² k). Residual 3e-15, orthogonality 4e-12 at worst.
+    The matrix is made tridiagonal, which takes nearly all of the time (4/3 d³). All eigenvalues of the tridiagonal
+    matrix are computed, and the eigenvectors of the k kept ones: by MRRR, or if k is above d / 5 those of all by divide
+    and conquer. Matrix products map them back (2 d² k). The residual is 3e-15, the orthogonality 4e-12 at worst.
     """
     total = float(np.trace(scatter_dd))
     if len(scatter_dd) > _SMALL:
         try:
             return _some(scatter_dd, threshold, total)
-        except scipy.linalg.LinAlgError:  # MRRR may fail for spectra that divide and conquer can do
+        except scipy.linalg.LinAlgError:  # MRRR may fail where divide and conquer succeeds
             pass
     variances, vectors = scipy.linalg.eigh(scatter_dd, lower=True, check_finite=False, driver="evd")
     variances = variances[::-1]
@@ -136,8 +135,8 @@ def _some(scatter_dd: NDArray[np.float64], threshold: float, total: float) -> Sp
 def _of_tridiagonal(diagonal: NDArray[np.float64], off: NDArray[np.float64], k: int) -> NDArray[np.float64]:
     """The eigenvectors of the k largest eigenvalues, the largest first."""
     d = len(diagonal)
-    divide_and_conquer = getattr(scipy.linalg.lapack, "dstevd", None)  # SciPy has it since 1.13
-    if k > d // 5 and divide_and_conquer is not None:  # computing all of them is faster than so many
+    divide_and_conquer = getattr(scipy.linalg.lapack, "dstevd", None)  # since SciPy 1.13
+    if k > d // 5 and divide_and_conquer is not None:  # faster for all eigenvectors than MRRR for this many
         _, vectors, info = divide_and_conquer(diagonal, off, compute_v=1)
         if info:
             raise scipy.linalg.LinAlgError("the eigenvectors of the tridiagonal matrix cannot be found")
@@ -150,31 +149,31 @@ def _of_tridiagonal(diagonal: NDArray[np.float64], off: NDArray[np.float64], k: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Basis:
-    """What is kept of a set of activations: an orthonormal basis of its directions of most variance.
+    """An orthonormal basis of the directions of most variance of a set of activations.
 
     Attributes
     ----------
     u_nk : array (n, k), or (frequencies, n, k)
-        Orthonormal columns, centred, by falling variance. From a stream of chunks, they are in coordinates that all
-        layers of the stream have in common, which may be fewer than n. With frequencies, they are complex, and filled
-        up with columns of 0.
+        Orthonormal columns, centred, in descending order of variance. From a stream of chunks, they are in coordinates
+        that all layers of the stream share, which may be fewer than n. With frequencies, they are complex and padded
+        with columns of 0 to a common k.
     n, d : int
         Datapoints and neurons.
     status : str
         ``"ok"``; or why there is no basis (k = 0): ``"zero_variance"``, ``"nonfinite"`` or ``"mismatch"`` (not a set
         of at least two datapoints with real activations).
     singular_k : array (k,)
-        The singular values of the centred activations, falling.
+        The singular values of the centred activations, in descending order.
     cut_gap, tau_margin : float
         How well posed the cut is, see `Spectrum`.
     loadings_kd : array (k, d) or None
-        The directions in terms of the neurons, if they were asked for.
+        The directions in terms of the neurons; None unless requested.
     rows : tuple of int
         The lengths of the axes of the datapoints.
     nonfinite_d : array (d,) of int, or None
-        How many NaN and infinities each neuron has, if there are any.
+        The number of NaN and infinities of each neuron, if there are any.
     sizes : tuple of int
-        The lengths of the axes of positions, if the basis is one of each frequency.
+        The lengths of the axes of positions, if there is a basis for each frequency.
     """
 
     u_nk: NDArray[Any]
@@ -191,7 +190,7 @@ class Basis:
 
     @property
     def k(self) -> int:
-        """How many directions are kept; of several frequencies, the mean, rounded."""
+        """The number of directions; with frequencies, the rounded mean."""
         if self.u_nk.ndim == 2:
             return int(self.u_nk.shape[1])
         kept = np.count_nonzero(np.abs(self.u_nk).max(axis=1, initial=0) > 0, axis=1)
@@ -203,18 +202,18 @@ class Basis:
         return self.status == "ok" and (self.cut_gap < 1e3 * _EPS * self.d or self.tau_margin < 1e-10)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors and plain values."""
+        """The basis as tensors and plain values."""
         state: dict[str, Any] = stored({name: getattr(self, name) for name in Basis.__slots__})
         return state
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Basis:
-        """The basis of such a state."""
+        """The inverse of `state_dict`."""
         return cls(**(restored(state) | {name: tuple(state[name]) for name in ("rows", "sizes") if name in state}))
 
 
 def no_basis(sheet: Sheet, status: Status) -> Basis:
-    """The empty basis of activations that have none; its status says why."""
+    """The empty basis (k = 0) of activations, with a status that says why."""
     counts = sheet.nonfinite() if status == "nonfinite" else None
     return Basis(np.zeros((sheet.n, 0)), sheet.n, sheet.d, status, np.zeros(0), rows=sheet.rows, nonfinite_d=counts)
 
@@ -229,20 +228,20 @@ def basis(
 ) -> Basis:
     """An orthonormal basis of the fewest directions that hold at least a share of the variance.
 
-    Never raises for degenerate data: the result says in `Basis.status` why it is empty.
+    Never raises for degenerate data: then the basis is empty, and `Basis.status` says why.
 
     Parameters
     ----------
     x_nd, threshold, channels, positions
         As in `analyze.svcca`.
     loadings : bool
-        Whether to keep the directions in terms of the neurons too.
+        Whether to compute the directions in terms of the neurons, too.
 
     Notes
     -----
-    For a threshold below 1 the eigenvectors of the smaller of covariance and Gram matrix, in float64, are as good as
-    the SVD: the condition of the part that is kept is at most d / (1 - threshold). Closer to 1 than 1e-6 it is the SVD;
-    at 1 too, unless the covariance is so well conditioned that its eigenvectors are within 1e-11 of that.
+    Up to a threshold of 1 - 1e-6, the basis comes from the eigenvectors of the smaller of covariance and Gram matrix,
+    in float64. They are as good as the SVD, because the condition of the kept part is at most d / (1 - threshold).
+    Above, it comes from the SVD; at 1, from the covariance if its condition makes the eigenvectors good to 1e-11.
     """
     check_threshold(threshold)
     if positions == "fourier":
@@ -253,7 +252,7 @@ def basis(
 
 
 def _by_variances(sheet: Sheet, loadings: bool) -> Basis | None:
-    """All directions by the eigenvectors of the covariance; None where their condition wants an SVD."""
+    """All directions, by the eigenvectors of the covariance; None if its condition requires an SVD."""
     moments = Moments.of(sheet)
     living = moments.living()
     if living is None:
@@ -270,7 +269,7 @@ def _by_variances(sheet: Sheet, loadings: bool) -> Basis | None:
 
 
 def of_sheet(sheet: Sheet, threshold: float, *, loadings: bool = False) -> Basis:
-    """The basis of some activations, see `basis`."""
+    """The basis of a sheet, see `basis`."""
     n, d = sheet.n, sheet.d
     if n < 2 or not sheet.real:
         return no_basis(sheet, "mismatch")
@@ -288,16 +287,16 @@ def of_sheet(sheet: Sheet, threshold: float, *, loadings: bool = False) -> Basis
 
 
 def spectrum_of(moments: Moments, threshold: float) -> Spectrum | Status:
-    """The cut spectrum of the scatter of a layer, or why there is none."""
+    """The cut spectrum of a layer's scatter matrix, or a status that says why there is none."""
     return spectrum_of_scatter(moments.scatter(), threshold, moments.finite(), moments.negligible())
 
 
 def spectrum_of_scatter(
     scatter_dd: NDArray[np.float64], threshold: float, finite: bool, rounding: float
 ) -> Spectrum | Status:
-    """The cut spectrum of a scatter matrix, or why there is none.
+    """The cut spectrum of a scatter matrix, or a status that says why there is none.
 
-    Only the lower triangle is read, and it is destroyed. A trace up to `rounding` counts as 0.
+    Only the lower triangle is read; the matrix is overwritten. A trace up to `rounding` counts as 0.
     """
     total = float(np.trace(scatter_dd))
     if not finite or not math.isfinite(total):
@@ -306,7 +305,7 @@ def spectrum_of_scatter(
 
 
 def project(sheet: Sheet, moments: Moments, spectrum: Spectrum, *, loadings: bool = False) -> Basis:
-    """The basis over the datapoints, given the eigenvectors over the neurons: a second pass over the activations."""
+    """The basis over the datapoints, from the eigenvectors over the neurons, by a second pass over the activations."""
     map_dk = spectrum.vectors_dk / spectrum.singular_k
     u_nk = np.empty((sheet.n, spectrum.k))
     for start, part_dm in sheet.parts():
@@ -323,14 +322,14 @@ def loadings_of(moments: Moments, spectrum: Spectrum) -> NDArray[np.float64]:
 
 
 def without_columns(sheet: Sheet, singular_k: NDArray[np.float64], gap: float, margin: float) -> Basis:
-    """The `Basis` of a layer without its columns, which would take another pass over the datapoints."""
+    """A `Basis` without its columns, which would need another pass over the datapoints."""
     return Basis(np.zeros((0, len(singular_k))), sheet.n, sheet.d, "ok", singular_k, gap, margin, None, sheet.rows)
 
 
 def centred(sheet: Sheet) -> tuple[NDArray[np.float64], float, float] | Status:
-    """All activations in float64, centred and divided by a power of two; and that power.
+    """All activations in float64, centred and divided by a power of two; that power; and a bound on rounding.
 
-    The third value is the sum of squares up to which they count as constant, because of rounding.
+    Activations whose sum of squares is at most that bound count as constant.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         x_nd = sheet.flat().array.astype(np.float64)
@@ -340,14 +339,14 @@ def centred(sheet: Sheet) -> tuple[NDArray[np.float64], float, float] | Status:
     scale = scale_near(float(largest_d.max()))
     x_nd /= scale
     x_nd -= x_nd.mean(axis=0)
-    x_nd -= x_nd.mean(axis=0)  # the error of the first mean, which is large if the data has an offset
+    x_nd -= x_nd.mean(axis=0)  # removes the error of the first mean, which is large if the data has an offset
     return x_nd, scale, negligible(sheet.n, largest_d / scale)
 
 
 def of_matrix(
     x_nd: NDArray[np.float64], threshold: float, rounding: float, sheet: Sheet, *, loadings: bool, scale: float
 ) -> Basis:
-    """The basis of a centred matrix or of its triangular factor: by the SVD for all the variance, else by products."""
+    """The basis of a centred matrix or of its triangular factor: by the Gram matrix, or above `EXACTLY` by the SVD."""
     n, d = sheet.n, sheet.d
     if threshold <= EXACTLY:
         gram_nn = x_nd @ x_nd.T
@@ -365,7 +364,7 @@ def of_matrix(
             return no_basis(sheet, "zero_variance")
         negligible_s = float(singular[0]) * max(n, d) * _EPS
         k = min(int(np.count_nonzero(singular > negligible_s)), n - 1)
-        # at 1 the numerical rank decides, so the gap is between its last singular value and what counts as 0
+        # at threshold 1 the numerical rank decides: the gap is from its last singular value to the bound of rounding
         gap, margin = float((singular[k - 1] - negligible_s) / singular[0]), 1.0
         if threshold < 1:
             by_share, gap_of_share, margin_of_share = cut(np.square(singular), total, threshold)
@@ -377,7 +376,7 @@ def of_matrix(
 
 
 def of_triangle(triangle: Triangle, columns: slice, threshold: float, *, loadings: bool = False) -> Basis:
-    """The basis of one layer of a stream of chunks, in the coordinates of the triangular factor of all layers."""
+    """The basis of one layer of a stream of chunks, in coordinates of the triangular factor that all layers share."""
     d = len(range(triangle.d)[columns])
     sheet = Sheet(np.zeros((0, d)), d, (triangle.n,), False)
     if triangle.n < 2:
@@ -402,7 +401,7 @@ def _fourier(x: Array, threshold: float, channels: Channels) -> Basis:
 def of_frequencies(
     transformed: NDArray[np.complex128], sizes: tuple[int, ...], threshold: float, sheet: Sheet
 ) -> Basis:
-    """A basis for each frequency, of transforms (..., n, c)."""
+    """A basis for each frequency, from transforms (..., n, c)."""
     n, c = transformed.shape[-2:]
     x = transformed.reshape(-1, n, c)
     if not np.isfinite(x).all():
@@ -426,7 +425,7 @@ def of_frequencies(
     bases: list[NDArray[Any]] = []
     gap = margin = math.inf
     for number, (values, total) in enumerate(zip(variances, totals, strict=True)):
-        if total <= rounding:  # a frequency that the layer does not have
+        if total <= rounding:  # the layer is constant at this frequency
             bases.append(np.zeros((n, 0), np.complex128))
             continue
         k, gap_here, margin_here = cut(values, float(total), threshold)
@@ -447,7 +446,7 @@ def of_frequencies(
 
 
 def frequencies_in_common(one: Basis, other: Basis) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.float64]] | None:
-    """Both bases at the frequencies that both have, and the number of frequencies that each of these stands for.
+    """Both bases at their common frequencies, and the multiplicity of each frequency (see `multiplicity`).
 
     None if the positions of the two have different numbers of axes.
     """
@@ -457,7 +456,7 @@ def frequencies_in_common(one: Basis, other: Basis) -> tuple[NDArray[Any], NDArr
     halves, cut_last = [], one.sizes[-1] != other.sizes[-1]
     for this in (one, other):
         u = this.u_nk.reshape(*this.sizes[:-1], this.sizes[-1] // 2 + 1, *this.u_nk.shape[1:])
-        if cut_last and this.sizes[-1] == to[-1]:  # the smaller one loses its Nyquist frequency too
+        if cut_last and this.sizes[-1] == to[-1]:  # the smaller layer loses its Nyquist frequency, too
             u = np.take(u, np.arange((to[-1] - 1) // 2 + 1), axis=len(to) - 1)
             sizes = (*this.sizes[:-1], to[-1])
         else:

@@ -1,7 +1,7 @@
-"""Canonical correlations of two layers, given orthonormal bases of both; and what to expect of unrelated layers.
+"""Canonical correlations of two layers, from orthonormal bases of both; and the values of unrelated layers.
 
-Shapes: ``u_nk`` and ``w_nm`` are orthonormal bases of what is kept of x and of y; their overlap ``u_nk.T @ w_nm`` has
-the canonical correlations rho as its singular values, and no whitening, inverse or epsilon is needed.
+Shapes: ``u_nk`` and ``w_nm`` are orthonormal bases of the kept directions of x and of y. The singular values of their
+overlap ``u_nk.T @ w_nm`` are the canonical correlations rho; no whitening, inverse or epsilon is needed.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from tracer.errors import MessageError
 from tracer.numbers.arrays import Array
 
 Average = Literal["mean", "square", "weighted"]
-"""How correlations become one number: "mean" in SVCCA and CCA, "square" in R2_CCA, "weighted" in PWCCA."""
+"""How correlations are averaged: "mean" in SVCCA and CCA, "square" in R2_CCA, "weighted" in PWCCA."""
 
 _SVD = 64
-"""Up to so many directions, an SVD takes no time."""
+"""Up to this many directions, an SVD takes hardly any time."""
 _FAINT = 0.1
-"""Correlations below this are much closer to each other when they are squared."""
+"""Squaring brings correlations below this much closer to each other."""
 _APART = 1e-9
-"""By so much the squares of two correlations have to differ for the directions of both to be told from each other."""
+"""The least difference of the squares of two correlations at which their directions can be separated."""
 _AT_ONCE = 1 << 16
-"""Up to so many pairs of neurons, two layers are correlated in the same pass that sums the scatter of each."""
+"""Up to this many pairs of neurons, one pass sums both the products of two layers and the scatter of each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,26 +63,26 @@ class CanonicalResult:
     Attributes
     ----------
     value : float
-        From 0 to 1; NaN if there is no value.
+        From 0 to 1; NaN if it is not defined.
     rho : array (min(k, m),)
-        The canonical correlations, falling. (By Fourier: (frequencies, min(k, m)), filled up with 0.)
+        The canonical correlations, in descending order; with Fourier positions (frequencies, min(k, m)), padded with 0.
     k, m : int
-        Directions kept of x and of y.
+        The numbers of kept directions of x and of y.
     n : int
-        Datapoints that were used.
+        The number of datapoints.
     status : str
         ``"ok"``; ``"few_samples"`` if n - 1 < 5 max(k, m), where unrelated layers look similar too; ``"ill_posed"`` if
         rounding decides which directions are kept; or why the value is NaN: ``"zero_variance"``, ``"nonfinite"``, or
         (in a replay only) ``"mismatch"``: not the same datapoints.
     null_baseline : float
-        The value to expect of unrelated Gaussian layers with these n, k and m. A similarity means something above it.
+        The expected value for unrelated Gaussian layers with these n, k and m. Only a value above it means similarity.
     forced_ones : int
         How many of `rho` are 1 for any data, because n is so small: max(0, k + m - (n - 1)).
     cut_gap, tau_margin : float
-        The smaller value of the two layers: how far the last kept variance is above the first left out, over the
-        largest; how far the threshold is from a share of the variance where another number of directions would be kept.
+        The smaller value of the two layers: the last kept variance minus the first left out, over the largest; the
+        distance of the threshold from the nearest share of the variance at which k (or m) would change.
     nonfinite : tuple of (array (d,) or None) for x and y
-        How many NaN and infinities each neuron has; None for a layer that has none.
+        The number of NaN and infinities of each neuron; None for a layer without any.
     """
 
     value: float
@@ -112,12 +112,12 @@ def canonical(
     drop_rows: bool,
     strict: bool,
 ) -> CanonicalResult:
-    """The similarity of two sets of activations; `what` is its name in errors, and the rest is as in `svcca`.
+    """The similarity of two sets of activations. `what` is its name in errors; the other parameters are as in `svcca`.
 
     Raises
     ------
     MessageError
-        If they cannot be compared, or an argument is out of its range; with `strict`, also if there is no value.
+        If they cannot be compared, or an argument is out of its range; with `strict`, also if the value is NaN.
     """
     check_threshold(threshold)
     check_positions(positions)
@@ -133,7 +133,7 @@ def canonical(
 
 
 def refuse(what: str, found: Any) -> Any:
-    """The result, or `MessageError` if it has no value."""
+    """The result. Raise `MessageError` if its value is NaN."""
     if math.isnan(float(found)):
         raise MessageError(f"{what} has no value for these activations: {found.status}")
     return found
@@ -142,7 +142,7 @@ def refuse(what: str, found: Any) -> Any:
 def sheets(
     what: str, x: Array, y: Array, channels: Channels, positions: Positions, drop_rows: bool
 ) -> tuple[Sheet, Sheet]:
-    """Two sets of activations of the same datapoints; raises `MessageError` if these cannot be the same."""
+    """Two sets of activations as sheets. Raise `MessageError` if they cannot be of the same datapoints."""
     kept = "datapoints" if positions == "fourier" else positions
     x_sheet, y_sheet = Sheet.of(x, channels, kept), Sheet.of(y, channels, kept)
     for name, sheet in (("x", x_sheet), ("y", y_sheet)):
@@ -180,18 +180,18 @@ def _told(sheet: Sheet) -> str:
 
 
 def _fresh(x: Sheet, y: Sheet, threshold: float, average: Average) -> CanonicalResult:
-    """The similarity of two layers, whose overlap is a product of factors that are taken in the cheapest order."""
+    """The similarity of two layers; the overlap of their bases is computed in the cheapest order of products."""
     weighted = average == "weighted"
     if threshold == 1 and (found := all_directions(x, y)) is not None:
         return compare(found.one, found.other, average, found.overlap_km, found.loadings_kd, spanning=True)
-    if threshold > EXACTLY and x.n > x.d + y.d + 1:
+    if threshold > EXACTLY and x.n > x.d + y.d + 1:  # all directions, many datapoints: a QR of both layers in chunks
         triangle = Triangle()
         for a_dm, b_em in together(x, y):
             triangle.update(np.concatenate([a_dm, b_em]), (x.d, y.d))
         one = of_triangle(triangle, slice(0, x.d), threshold, loadings=weighted)
         other = of_triangle(triangle, slice(x.d, None), threshold)
         return compare(_counted(one, x), _counted(other, y), average)
-    if threshold > EXACTLY or x.n <= max(x.d, y.d):
+    if threshold > EXACTLY or x.n <= max(x.d, y.d):  # few datapoints: bases from the data itself
         return compare(of_sheet(x, threshold, loadings=weighted), of_sheet(y, threshold), average)
     cross_de = np.zeros((x.d, y.d), order="F") if x.d * y.d <= _AT_ONCE else None
     if cross_de is not None:
@@ -206,6 +206,7 @@ def _fresh(x: Sheet, y: Sheet, threshold: float, average: Average) -> CanonicalR
         return compare(one, other, average)
     loadings_kd = loadings_of(x_moments, x_spectrum) if weighted else None
     k, m, n, d, e = x_spectrum.k, y_spectrum.k, x.n, x.d, y.d
+    # the overlap from projections of the datapoints, if these take less work than the products of all neurons
     if cross_de is None and n * (d * k + e * m + k * m) <= n * d * e + k * d * e + k * e * m:
         u_nk = project(x, x_moments, x_spectrum).u_nk
         overlap_km = np.zeros((k, m), order="F")
@@ -224,14 +225,14 @@ def _fresh(x: Sheet, y: Sheet, threshold: float, average: Average) -> CanonicalR
 
 
 def overlap_of(x: Spectrum, y: Spectrum, cross_de: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The overlap of two bases from the sum of the products of both layers' centred neurons."""
+    """The overlap of two bases, from the sums of products of both layers' centred neurons."""
     kept_km = x.vectors_dk.T @ cross_de @ y.vectors_dk
     scaled_km: NDArray[np.float64] = kept_km / x.singular_k[:, None] / y.singular_k
     return scaled_km
 
 
 def with_spectrum(sheet: Sheet, spectrum: Spectrum | Status) -> Basis:
-    """The `Basis` of a layer without its columns, or the empty one if there is no spectrum."""
+    """The `Basis` of a layer without its columns; the empty basis if the spectrum is a status."""
     if isinstance(spectrum, str):
         return no_basis(sheet, spectrum)
     return without_columns(sheet, spectrum.singular_k, spectrum.cut_gap, spectrum.tau_margin)
@@ -258,11 +259,11 @@ def compare(
     average : {"mean", "square", "weighted"}
         The mean of rho (SVCCA, CCA), of its squares (R2_CCA), or weighted by `one`'s neurons (PWCCA).
     overlap_km : array, optional
-        ``one.u_nk.T @ other.u_nk``, if it is known already.
+        ``one.u_nk.T @ other.u_nk``, if it was computed before.
     loadings_kd : array, optional
-        The loadings of `one`, if it has none itself.
+        The loadings of `one`, if the basis does not contain them.
     spanning : bool
-        Whether a missing overlap means that one of the two has all directions that the datapoints have.
+        Whether a missing overlap means that one of the layers spans all n - 1 directions of the centred datapoints.
     """
     n, k, m = one.n, one.k, other.k
     status = one.status if one.status != "ok" else other.status
@@ -300,18 +301,18 @@ def compare(
 
 
 def _canonical_directions(overlap_km: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The left singular vectors of an overlap, and the correlations, falling.
+    """The left singular vectors of an overlap, and the correlations in descending order.
 
-    Of a large one they are the eigenvectors of its square, which takes half the time of an SVD. The correlations are
-    measured along these, so that squaring costs them no digits. It costs the vectors of small ones theirs, where the
-    squares of two are too near to each other: there the SVD is taken.
+    For a large overlap, the vectors are the eigenvectors of its square, in half the time of an SVD. The correlations
+    are measured along these vectors, so squaring costs them no digits. But vectors of small correlations lose digits if
+    the squares of two are too close; then the SVD is used.
     """
     k, m = overlap_km.shape
     if min(k, m) <= _SVD:
         left, rho, _ = scipy.linalg.svd(overlap_km, full_matrices=False, check_finite=False)
         return left, rho.clip(0.0, 1.0)
     turn = None
-    if k > m:  # the directions are among m of the k
+    if k > m:  # the directions lie in a subspace of dimension m
         turn, overlap_km = scipy.linalg.qr(overlap_km, mode="economic", check_finite=False)
     square = np.asfortranarray(overlap_km @ overlap_km.T)
     vectors = scipy.linalg.eigh(square, lower=True, overwrite_a=True, check_finite=False, driver="evd")[1][:, ::-1]
@@ -332,12 +333,12 @@ def _judged(one: Basis, other: Basis, n: int, most: int) -> Status:
 def _of_frequencies(
     u: NDArray[Any], w: NDArray[Any], weights: NDArray[np.float64], one: Basis, other: Basis, average: Average
 ) -> CanonicalResult:
-    """The mean similarity over all frequencies; one of the kept half counts as often as it stands for."""
+    """The mean similarity over all frequencies, weighted by their multiplicities."""
     n = one.n
     kept = [np.count_nonzero(np.abs(bases).max(axis=1, initial=0) > 0, axis=1) for bases in (u, w)]
     smaller = np.minimum(*kept)
     rho = np.linalg.svd(u.conj().swapaxes(1, 2) @ w, compute_uv=False).clip(0.0, 1.0)
-    used = smaller > 0  # a frequency that one of the layers does not have is left out
+    used = smaller > 0  # leave out frequencies at which one of the layers is constant
     most = int(max(kept[0].max(initial=0), kept[1].max(initial=0)))
     k, m = (round(float(np.average(counts, weights=weights))) for counts in kept)
     gap, margin = min(one.cut_gap, other.cut_gap), min(one.tau_margin, other.tau_margin)
@@ -353,20 +354,20 @@ def _of_frequencies(
 
 
 def null_baseline(n: int, k: int, m: int, *, square: bool = False, real: bool = True) -> float:
-    """The mean canonical correlation to expect of unrelated Gaussian data: n datapoints, k and m directions.
+    """The expected mean canonical correlation of unrelated Gaussian data: n datapoints, k and m directions.
 
     Parameters
     ----------
     n, k, m : int
     square : bool
-        The mean of the squared correlations instead, which is max(k, m) / (n - 1) exactly.
+        Whether to average the squared correlations instead; their mean is exactly max(k, m) / (n - 1).
     real : bool
-        Whether the data is real; else it is complex.
+        Whether the data is real, not complex.
 
     Returns
     -------
     float
-        Exact if k or m is 1; else by the limit law, good to about 1/min(k, m)^2.
+        Exact if k or m is 1; else by the limit law, with an error of about 1/min(k, m)^2.
 
     Notes
     -----
@@ -392,7 +393,7 @@ def null_baseline(n: int, k: int, m: int, *, square: bool = False, real: bool = 
     a, b = small / free, large / free
     ends = [(math.sqrt(a * (1 - b)) + sign * math.sqrt(b * (1 - a))) ** 2 for sign in (-1, 1)]
     centre, radius = (ends[0] + ends[1]) / 2, (ends[1] - ends[0]) / 2
-    # x = centre + radius cos(angle) takes the square root out of the density, and the midpoint rule converges fast
+    # x = centre + radius cos(angle) removes the square root from the density, so the midpoint rule converges fast
     angle = (np.arange(2000) + 0.5) * (math.pi / 2000)
     x = np.clip(centre + radius * np.cos(angle), 1e-300, 1 - 1e-16)
     density = (radius * np.sin(angle)) ** 2 / (2 * math.pi * a * np.sqrt(x) * (1 - x))

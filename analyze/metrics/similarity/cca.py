@@ -1,7 +1,7 @@
 """All canonical correlations of two sets of activations: their mean (CCA), mean square and weighted mean.
 
-They keep all directions down to the numerical rank, so they are invariant to every invertible map of the neurons, and
-count noise directions like all others; `analyze.svcca` leaves those out.
+They keep all directions down to the numerical rank. So they are invariant to every invertible map of the neurons, but
+noise counts like any other direction; `analyze.svcca` leaves noise out.
 """
 
 from __future__ import annotations
@@ -111,12 +111,12 @@ class ByCorrelations(Similarity):
     fourier = True
 
     def represent(self, data: Array) -> Basis:
-        """The basis of a layer at one step; with loadings, if the mean is weighted."""
+        """The basis of a layer at one step; with loadings if the mean is weighted."""
         loadings = self.average == "weighted"
         return basis(data, self.threshold, channels=self.channels, positions=self.positions, loadings=loadings)
 
     def compare(self, one: Basis, other: Basis) -> CanonicalResult:
-        """The similarity of two bases; if it is weighted, with the weights of the first."""
+        """The similarity of two bases; a weighted mean uses the weights of the first."""
         return compare(one, other, self.average)
 
     def numbers(self, found: CanonicalResult) -> tuple[Any, ...]:
@@ -130,7 +130,7 @@ class ByCorrelations(Similarity):
         return compare(nobody, nobody)
 
     def gathering(self) -> Gathering:
-        """The scatter matrix of all layers; or their triangular factor, if a scatter matrix is not precise enough."""
+        """Gathers the scatter matrix of all layers, or their triangular factor if that is not precise enough."""
         if self.positions == "fourier":
             return super().gathering()
         return (ByTriangle if self.threshold > EXACTLY else ByMoments)(self.threshold, self.average)

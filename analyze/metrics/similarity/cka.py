@@ -1,6 +1,6 @@
-"""Centred kernel alignment: how far two layers agree on which pairs of datapoints are alike.
+"""Centred kernel alignment: how far two layers agree on the similarities of pairs of datapoints.
 
-Shapes: ``x_nd`` has n datapoints and d neurons; ``gram_nn`` is a kernel of each two datapoints.
+Shapes: ``x_nd`` has n datapoints and d neurons; ``gram_nn`` is the kernel of each pair of datapoints.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Kernel = Literal["linear", "rbf"]
 Estimator = Literal["biased", "debiased", "minibatch"]
 
 _TILE = 128
-"""A triangle is cut into tiles, so that only those on its diagonal are copied."""
+"""The side of the tiles of a triangular matrix; only tiles on the diagonal are copied."""
 _FEW = 0.85
-"""Up to so many datapoints for each neuron of both, products of datapoints cost less: n² (d + e), not n (d + e)²."""
+"""Up to n = 0.85 (d + e), products of datapoints, n² (d + e), are faster than products of neurons, n (d + e)²."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,16 +45,16 @@ class AlignmentResult:
     Attributes
     ----------
     value : float
-        NaN if there is no value.
+        NaN if it is not defined.
     n : int
-        Datapoints that were used.
+        The number of datapoints.
     status : str
         As in `analyze.SVCCA`. ``"few_samples"``: n - 1 is less than five times the effective number of directions of
         one of the layers, or less than the estimator needs; ``"ill_posed"``: an estimate of a variance is not positive.
     null_baseline : float
-        The value to expect of unrelated layers with these spectra.
+        The expected value for unrelated layers with these spectra.
     nonfinite : tuple of (array (d,) or None) for x and y
-        How many NaN and infinities each neuron has; None for a layer that has none.
+        The number of NaN and infinities of each neuron; None for a layer without any.
     """
 
     value: float
@@ -136,7 +136,7 @@ def _check(kernel: object, estimator: object, bandwidth: object, batch_size: obj
 
 @dataclass
 class _Sums:
-    """The sums that give an alignment: Frobenius products of kernels, their traces, and sums over the datapoints."""
+    """The sums for an alignment: Frobenius products of kernels, their traces, and products of their diagonals."""
 
     n: int
     xy: float
@@ -149,7 +149,7 @@ class _Sums:
     rows_yy: float = math.nan
 
     def biased(self) -> AlignmentResult:
-        """The ratio of the sums; its null baseline is the mean over all orders of the datapoints."""
+        """The ratio of the sums; the null baseline is the mean over all permutations of y's datapoints."""
         size = math.sqrt(self.xx) * math.sqrt(self.yy)
         directions = max(self.trace_x**2 / self.xx, self.trace_y**2 / self.yy)
         status: Status = "few_samples" if self.n - 1 < 5 * directions else "ok"
@@ -169,7 +169,7 @@ class _Sums:
 
 
 def _hsic(n: int, product: float, rows: float, traces: float) -> float:
-    """HSIC_1 of two linear kernels of centred features."""
+    """The unbiased HSIC_1 of two linear kernels of centred features."""
     return (product - n / (n - 2) * rows + traces / ((n - 1) * (n - 2))) / (n * (n - 3))
 
 
@@ -182,7 +182,7 @@ def _ratio(n: int, xy: float, xx: float, yy: float) -> AlignmentResult:
 def _aligned(
     x: Sheet, y: Sheet, kernel: Kernel, estimator: Estimator, bandwidth: float, batch_size: int
 ) -> AlignmentResult:
-    """The alignment of two sets of activations of the same datapoints; never raises for the values in them."""
+    """The alignment of two sets of activations of the same datapoints; never raises because of their values."""
     if estimator == "minibatch":
         batches = ByBatches(kernel, bandwidth)
         x, y = x.flat(), y.flat()
@@ -210,7 +210,7 @@ def _with_counts(found: AlignmentResult, x: Sheet, y: Sheet) -> AlignmentResult:
 
 
 def frobenius(lower_dd: NDArray[np.float64]) -> float:
-    """The sum of the squares of a symmetric matrix of which only the lower triangle is filled."""
+    """The sum of the squares of a symmetric matrix, from its lower triangle alone."""
     total = 0.0
     for start in range(0, len(lower_dd), _TILE):
         columns = slice(start, start + _TILE)
@@ -221,7 +221,7 @@ def frobenius(lower_dd: NDArray[np.float64]) -> float:
 
 
 def _by_moments(x: Sheet, y: Sheet, rows: bool) -> _Sums | Status:
-    """The sums in feature space, for more datapoints than neurons."""
+    """The sums from products of neurons, for more datapoints than neurons."""
     joint = Joint.of(x, y)
     if isinstance(joint, str):
         return joint
@@ -238,7 +238,7 @@ def _by_moments(x: Sheet, y: Sheet, rows: bool) -> _Sums | Status:
 
 
 def _by_grams(x: Sheet, y: Sheet) -> _Sums | Status:
-    """The sums of linear kernels over all pairs of datapoints, for fewer datapoints than neurons; block by block."""
+    """The sums from linear kernels of pairs of datapoints, block by block, for fewer datapoints than neurons."""
     both = []
     constant = False
     for sheet in (x, y):
@@ -253,7 +253,7 @@ def _by_grams(x: Sheet, y: Sheet) -> _Sums | Status:
     diagonals: list[list[NDArray[np.float64]]] = [[], []]
     for start in range(0, x.n, ROWS):
         rows = slice(start, start + ROWS)
-        for columns, times in ((slice(start), 2), (rows, 1)):  # a block beside the diagonal stands for two
+        for columns, times in ((slice(start), 2), (rows, 1)):  # a block below the diagonal counts twice
             one, other = (z_nd[rows] @ z_nd[columns].T for z_nd in both)
             xy += times * float(np.vdot(one, other))
             xx += times * float(np.vdot(one, one))
@@ -267,7 +267,7 @@ def _by_grams(x: Sheet, y: Sheet) -> _Sums | Status:
 
 
 def _by_gaussians(x: Sheet, y: Sheet, bandwidth: float, debiased: bool) -> _Sums | Status | AlignmentResult:
-    """The sums of Gaussian kernels over all pairs of datapoints."""
+    """The sums from Gaussian kernels of all pairs of datapoints; with `debiased`, the alignment itself."""
     grams = []
     for sheet in (x, y):
         gram = _gram(sheet, "rbf", bandwidth)
@@ -288,7 +288,7 @@ def _by_gaussians(x: Sheet, y: Sheet, bandwidth: float, debiased: bool) -> _Sums
 
 
 def _gram(sheet: Sheet, kernel: Kernel, bandwidth: float) -> NDArray[np.float64] | Status:
-    """The kernel of all pairs of datapoints, not centred if it is a Gaussian; or why there is none."""
+    """The kernel of all pairs of datapoints, or a status if there is none. A Gaussian kernel is not centred."""
     prepared = centred(sheet)
     if isinstance(prepared, str):
         return prepared
@@ -303,13 +303,13 @@ def _gram(sheet: Sheet, kernel: Kernel, bandwidth: float) -> NDArray[np.float64]
     np.fill_diagonal(distances_nn, 0)
     median = float(np.median(distances_nn))
     if median <= rounding / max(1, sheet.n):
-        return "ill_posed"  # most datapoints are the same, so there is no scale to measure distances in
+        return "ill_posed"  # most datapoints are equal, so the distances have no scale
     gaussian: NDArray[np.float64] = np.exp(distances_nn / (-2 * bandwidth**2 * median))
     return gaussian
 
 
 def hsic(one_nn: NDArray[np.float64], other_nn: NDArray[np.float64]) -> float:
-    """HSIC_1, the unbiased estimate of the independence criterion of two kernels of n >= 4 datapoints.
+    """HSIC_1: the unbiased estimate of the Hilbert-Schmidt independence criterion of two kernels, n >= 4 datapoints.
 
     Examples
     --------
@@ -327,7 +327,7 @@ def hsic(one_nn: NDArray[np.float64], other_nn: NDArray[np.float64]) -> float:
 
 
 class ByLinear(ByMoments):
-    """Linear CKA of each two layers from the scatter matrix of all their neurons; if debiased, from further sums."""
+    """Linear CKA of each two layers, from the scatter matrix of all their neurons and, if debiased, further sums."""
 
     def __init__(self, debiased: bool) -> None:
         super().__init__(1.0)
@@ -369,7 +369,7 @@ class ByLinear(ByMoments):
         return sums.debiased()
 
     def _rows(self, i: int, j: int) -> float:
-        """The sum over the datapoints of the products of their squared norms, from the sums of shifted datapoints."""
+        """The sum over datapoints of the product of their squared norms in both layers, from sums before centring."""
         drift_d = self.moments.drift()
         x_d, y_e = drift_d[self.columns(i)], drift_d[self.columns(j)]
         xx, yy, n = float(x_d @ x_d), float(y_e @ y_e), self.moments.n
@@ -385,18 +385,18 @@ class ByLinear(ByMoments):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors and plain values."""
+        """The state as tensors and plain values."""
         squares = (self.squares_ll, self.squares_l, self.squares_ld)
         return {**super().state_dict(), "squares": [torch.from_numpy(one.copy()) for one in squares]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         super().load_state_dict(state)
         self.squares_ll, self.squares_l, self.squares_ld = (one.numpy() for one in state["squares"])
 
 
 class ByBatches(Gathering):
-    """Minibatch CKA: adds up the unbiased estimates of each batch, and keeps a number for each pair of layers."""
+    """Minibatch CKA: adds up the unbiased estimates of each batch, one number for each pair of layers."""
 
     def __init__(self, kernel: Kernel, bandwidth: float) -> None:
         self.kernel, self.bandwidth = kernel, bandwidth
@@ -417,7 +417,7 @@ class ByBatches(Gathering):
             gram = _gram(Sheet.matrix(part_dm.T), self.kernel, self.bandwidth)
             if isinstance(gram, str) and gram == "nonfinite":
                 self.statuses[i] = gram
-            grams.append(None if isinstance(gram, str) else gram)  # a layer that is constant in a batch adds nothing
+            grams.append(None if isinstance(gram, str) else gram)  # a layer that is constant in the batch adds nothing
         for i, one in enumerate(grams):
             for j, other in enumerate(grams[: i + 1]):
                 if one is not None and other is not None:
@@ -436,16 +436,16 @@ class ByBatches(Gathering):
         return _ratio(self.n, self.sums_ll[i, j] / self.n, self.sums_ll[i, i] / self.n, self.sums_ll[j, j] / self.n)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors and plain values."""
+        """The state as tensors and plain values."""
         return {"n": self.n, "sums": torch.from_numpy(self.sums_ll.copy()), "statuses": list(self.statuses)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         self.n, self.sums_ll, self.statuses = state["n"], state["sums"].numpy().copy(), list(state["statuses"])
 
 
 class Alignment(Similarity):
-    """A `Similarity` of the activations themselves, with an `AlignmentResult`."""
+    """A `Similarity` that keeps the activations themselves and has an `AlignmentResult`."""
 
     companions = ("_null", "_status")
     representation = Kept
@@ -548,7 +548,7 @@ class CKA(Alignment):
         return _aligned(one.sheet, other.sheet, self.kernel, self.estimator, self.bandwidth, self.batch_size)
 
     def gathering(self) -> Gathering:
-        """The sums of all layers, or of each batch; a Gaussian kernel without batches needs all datapoints."""
+        """Gathers sums over all layers, or estimates of batches; a Gaussian kernel without batches needs all data."""
         if self.estimator == "minibatch":
             return ByBatches(self.kernel, self.bandwidth)
         return ByLinear(self.estimator == "debiased") if self.kernel == "linear" else super().gathering()

@@ -1,8 +1,7 @@
-"""Sums over datapoints that come in chunks: means and scatter matrices, and the triangular factor of a QR.
+"""Sums over datapoints that come in chunks: means and scatter matrices; and the triangular factor of a QR.
 
-What they need does not grow with the number of datapoints. Shapes: a chunk ``part_dm`` has all d neurons of m
-datapoints; ``scatter_dd`` is the sum of the outer products of the centred datapoints, of which the lower triangle is
-kept.
+Their memory does not grow with the number of datapoints. Shapes: a chunk ``part_dm`` has all d neurons of m datapoints;
+``scatter_dd`` is the lower triangle of the sum of the outer products of the centred datapoints.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from tracer.errors import MessageError
 
 _EPS = float(np.finfo(np.float64).eps)
 _FAR = 30
-"""Decimal exponents beyond which numbers are scaled by a power of two, so that their fourth powers stay in range."""
+"""The decimal exponent beyond which numbers are scaled by a power of two, so that their fourth powers stay in range."""
 
 
 def scale_near(largest: float) -> float:
-    """A power of two near a number that is far from 1, else 1. Dividing by it changes no digit."""
+    """A power of two near a number that is far from 1, else 1. Dividing by it is exact."""
     if largest == 0 or not math.isfinite(largest) or 10.0**-_FAR < largest < 10.0**_FAR:
         return 1.0
     return power_of_two(largest)
 
 
 def largest_of(part_dm: NDArray[Any]) -> NDArray[np.float64]:
-    """The largest absolute value of each neuron; NaN or infinity if there is one."""
+    """The largest absolute value of each neuron; NaN or infinite if one of its values is."""
     if part_dm.dtype.kind == "b":
         return np.asarray(part_dm.any(axis=1), dtype=np.float64)
     top_d: NDArray[np.float64] = part_dm.max(axis=1).astype(np.float64)
@@ -42,7 +41,7 @@ def largest_of(part_dm: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def scale_of(largest_d: NDArray[np.float64]) -> float:
-    """A power of two near the largest finite value of a layer, see `scale_near`."""
+    """`scale_near` the largest finite value of a layer."""
     return scale_near(float(largest_d[np.isfinite(largest_d)].max(initial=0)))
 
 
@@ -52,7 +51,7 @@ def _over(part_dm: NDArray[Any], scale_d: NDArray[np.float64]) -> NDArray[Any]:
 
 
 def negligible(n: int, largest_d: NDArray[np.float64]) -> float:
-    """The sum of squares that rounding leaves of constant neurons of this size, once their mean is subtracted."""
+    """A bound on the sum of squares that rounding leaves of constant neurons of this size after centring."""
     return n * len(largest_d) * (8 * _EPS * float(largest_d.max(initial=0))) ** 2
 
 
@@ -61,9 +60,9 @@ class Moments:
 
     Notes
     -----
-    Everything is shifted by the mean of the first chunk, and that shift is undone exactly at the end, so that an offset
-    costs no digits: the error in a correlation is 2e-15 for offsets up to 1e4, 2e-13 at 1e6. Products of float32 are
-    exact in float64.
+    All datapoints are shifted by the mean of the first chunk, and the results are corrected for that shift. So an
+    offset costs hardly any digits: the error of a correlation is 2e-15 for offsets up to 1e4, 2e-13 at 1e6. Products of
+    float32 are exact in float64.
 
     Examples
     --------
@@ -93,24 +92,24 @@ class Moments:
 
     @property
     def d(self) -> int:
-        """Neurons."""
+        """The number of neurons."""
         return len(self._shift_d)
 
     def take(self, part_dm: NDArray[Any]) -> NDArray[np.float64]:
-        """Add the datapoints in the columns, and give them back in float64, shifted and scaled."""
+        """Add the datapoints in the columns; return them in float64, shifted and scaled."""
         if not part_dm.shape[1]:
             return np.zeros(part_dm.shape)
         with np.errstate(invalid="ignore", over="ignore"):
             largest_d = largest_of(part_dm)
             if not self.n:
-                # squares of narrower dtypes stay in the range of float64
+                # the squares of dtypes up to 32 bits stay in the range of float64
                 self.scale = scale_of(largest_d) if part_dm.dtype.itemsize > 4 else 1.0
                 self._shift_d = self._scaled(part_dm).mean(axis=1, dtype=np.float64)
                 self._sum_d, self.largest_d = np.zeros(len(part_dm)), np.zeros(len(part_dm))
                 self._scatter_dd = np.zeros((len(part_dm), len(part_dm)), order="F")
             elif len(part_dm) != self.d:
                 raise MessageError(f"a chunk of {len(part_dm)} neurons cannot be added to those of {self.d}")
-            self.largest_d = np.maximum(self.largest_d, largest_d / self.scale)  # NaN wins
+            self.largest_d = np.maximum(self.largest_d, largest_d / self.scale)  # np.maximum keeps NaN
             a_dm: NDArray[np.float64] = np.subtract(self._scaled(part_dm), self._shift_d[:, None], dtype=np.float64)
             self.n += part_dm.shape[1]
             self._sum_d += a_dm.sum(axis=1)
@@ -139,26 +138,26 @@ class Moments:
         return part_dm / self.scale if self.scale != 1 else part_dm
 
     def unshifted(self, cross_de: NDArray[np.float64], other: Moments) -> NDArray[np.float64]:
-        """The sum of products of two layers' centred neurons, from that of the chunks that `take` returned."""
+        """The sums of products of two layers' centred neurons, from those of the chunks that `take` returned."""
         whole_de: NDArray[np.float64] = cross_de - np.outer(self._sum_d, other._sum_d / max(1, self.n))
         return whole_de
 
     def block(self, rows: slice, columns: slice) -> NDArray[np.float64]:
-        """A block of the centred scatter matrix below its diagonal; of one on the diagonal, only the lower triangle."""
+        """A block of the centred scatter matrix, below its diagonal; on it, only the lower triangle is valid."""
         drift_d = self.drift()
         block: NDArray[np.float64] = np.array(self._scatter_dd[rows, columns], order="F")
         block -= np.outer(self._sum_d[rows], drift_d[columns])
         return block
 
     def scatter(self) -> NDArray[np.float64]:
-        """The lower triangle of the centred scatter matrix, divided by `scale` squared; a copy, in column order."""
+        """A copy of the lower triangle of the centred scatter matrix, divided by `scale` squared, in column order."""
         scatter_dd = np.array(self._scatter_dd, order="F")
         if self.n:
             scatter_dd = scipy.linalg.blas.dsyr(-1.0 / self.n, self._sum_d, a=scatter_dd, lower=1, overwrite_a=1)
         return scatter_dd
 
     def living(self) -> tuple[NDArray[np.bool_], NDArray[np.float64]] | None:
-        """Which neurons are not constant, and `scatter` of these; None if all are constant, or one is not finite."""
+        """The neurons that are not constant, and `scatter` of these; None if there are none, or one is not finite."""
         scatter_dd = self.scatter()
         diagonal_d = np.diagonal(scatter_dd)
         living_d = diagonal_d > self.n * np.square(8 * _EPS * self.largest_d)
@@ -173,22 +172,22 @@ class Moments:
         return negligible(self.n, self.largest_d[columns])
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors and plain numbers."""
+        """The state as tensors and plain numbers."""
         sums = {"shift": self._shift_d, "sum": self._sum_d, "scatter": self._scatter_dd}
         state: dict[str, Any] = stored({"n": self.n, "scale": self.scale, "largest": self.largest_d, **sums})
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         state = restored(state)
         self.n, self.scale, self.largest_d = state["n"], state["scale"], state["largest"]
         self._shift_d, self._sum_d, self._scatter_dd = state["shift"], state["sum"], np.asfortranarray(state["scatter"])
 
 
 def add_product(a_dm: NDArray[np.float64], b_em: NDArray[np.float64], to_de: NDArray[np.float64]) -> Any:
-    """``to += a @ b.T`` in place, for a matrix in column order; if ``a is b``, only its lower triangle."""
+    """``to += a @ b.T`` in place, for a `to` in column order; if ``a is b``, only in the lower triangle."""
     a_dm, b_em = (one if one.flags.f_contiguous or one.flags.c_contiguous else one.copy() for one in (a_dm, b_em))
-    rows = a_dm.flags.f_contiguous  # else its transpose is in column order, which is what BLAS takes
+    rows = a_dm.flags.f_contiguous  # else its transpose is in column order, as BLAS needs it
     if a_dm is b_em:
         return scipy.linalg.blas.dsyrk(
             1.0, a_dm if rows else a_dm.T, beta=1.0, c=to_de, trans=0 if rows else 1, lower=1, overwrite_c=1
@@ -209,8 +208,8 @@ def add_product(a_dm: NDArray[np.float64], b_em: NDArray[np.float64], to_de: NDA
 class Triangle:
     """The triangular factor of the QR of all datapoints, one chunk at a time (TSQR).
 
-    A covariance squares the condition number of the data. This factor keeps it, and so all directions down to rounding.
-    A leading column of ones makes the centring exact.
+    A covariance squares the condition number of the data; this factor has the condition of the data, so it keeps all
+    directions down to rounding. A leading column of ones makes the centring exact.
 
     Examples
     --------
@@ -234,11 +233,11 @@ class Triangle:
 
     @property
     def d(self) -> int:
-        """Neurons."""
+        """The number of neurons."""
         return len(self._shift_d)
 
     def update(self, part_dm: NDArray[Any], sizes: Sequence[int] = ()) -> None:
-        """Add the datapoints in the columns; `sizes` says how many neurons each layer has, if there are several."""
+        """Add the datapoints in the columns; `sizes` are the numbers of neurons of the layers, if there are several."""
         if not part_dm.shape[1]:
             return
         with np.errstate(invalid="ignore", over="ignore"):
@@ -251,12 +250,12 @@ class Triangle:
                 self._r, self.largest_d = np.zeros((0, self.d + 1)), np.zeros(self.d)
             elif len(part_dm) != self.d:
                 raise MessageError(f"a chunk of {len(part_dm)} neurons cannot be added to those of {self.d}")
-            self.largest_d = np.maximum(self.largest_d, largest_d / self.scale_d)  # NaN wins
+            self.largest_d = np.maximum(self.largest_d, largest_d / self.scale_d)  # np.maximum keeps NaN
             a_md = np.subtract(_over(part_dm, self.scale_d).T, self._shift_d, dtype=np.float64)
-            a_md[:, ~np.isfinite(largest_d)] = 0  # so that a neuron with NaN does not spoil the others
+            a_md[:, ~np.isfinite(largest_d)] = 0  # so that a neuron with NaN does not affect the others
         self.n += len(a_md)
         self._waiting.append(a_md)
-        # with fewer rows, it would be factorized again and again
+        # wait for enough rows, because each factorization repeats the work on the old factor
         if sum(map(len, self._waiting)) >= 2 * (self.d + 1):
             self._fold()
 
@@ -287,13 +286,13 @@ class Triangle:
         return self._r[1:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors and plain numbers."""
+        """The state as tensors and plain numbers."""
         arrays = {"scale": self.scale_d, "largest": self.largest_d, "shift": self._shift_d, "r": self._r}
         state: dict[str, Any] = stored({"n": self.n, **arrays, "waiting": self._waiting})
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         state = restored(state)
         self.n, self.scale_d, self.largest_d = state["n"], state["scale"], state["largest"]
         self._shift_d, self._r, self._waiting = state["shift"], state["r"], state["waiting"]

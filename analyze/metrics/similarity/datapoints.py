@@ -1,4 +1,4 @@
-"""Activations as matrices of datapoints by neurons, in chunks, so that no float64 copy of all of them is ever made.
+"""Activations as matrices of datapoints by neurons, in chunks, so that no float64 copy of all is ever made.
 
 Shapes: ``x_nd`` has n datapoints and d neurons; a chunk ``part_dm`` has all neurons of m consecutive datapoints.
 """
@@ -22,11 +22,11 @@ Positions = Literal["datapoints", "pooled", "fourier"]
 Key = TypeVar("Key", bound=Hashable)
 
 ROWS = 512
-"""The least datapoints of a chunk, if there are so many: BLAS needs them for its blocks."""
+"""The fewest datapoints of a chunk, if there are as many: BLAS needs them for its blocks."""
 _CHUNK = 1 << 19
-"""The least elements of a chunk: 4 MiB of float64."""
+"""The fewest elements of a chunk: 4 MiB of float64."""
 _IMAGE = 64
-"""With so many positions, the (c, positions) matrix of a single image is worth a call of BLAS."""
+"""From this many positions on, the (c, positions) matrix of a single image is worth a call of BLAS."""
 
 
 def check_channels(channels: object) -> None:
@@ -41,15 +41,15 @@ def check_positions(positions: object, *, fourier: bool = True) -> None:
 
 
 def channels_first(shape: tuple[int, ...], channels: Channels) -> bool:
-    """Whether the neurons are in axis 1 of an array of this shape, and not in the last."""
+    """Whether the neurons of an array of this shape are in axis 1, not in the last axis."""
     return len(shape) > 2 and (channels == "first" or (channels == "auto" and len(shape) > 3))
 
 
 def neurons_last(message: Message, channels: object) -> Message:
-    """A message with its neurons in the last axis, where `channels` is ``"auto"`` and the number of axes misleads.
+    """A message with its neurons in the last axis if `channels` is ``"auto"`` and the number of axes misleads.
 
-    Of a convolution's positions, of which some were kept in one axis, the message says that they come after the
-    channels.
+    It misleads if a recording kept only some positions of a convolution, in one axis: the three axes look like a
+    sequence. The message's sampling tells that the positions come after the channels.
     """
     kept = None if message.sampling is None else message.sampling.get("positions")
     come_last = isinstance(kept, Mapping) and kept.get("axis") == 2
@@ -64,11 +64,12 @@ def neurons(x: Array, channels: Channels = "auto") -> NDArray[Any]:
     Parameters
     ----------
     x : array
-        (n, d) stays as it is; (n,) is one neuron; of more axes one is the neurons, all but the first are positions.
+        (n, d) stays as it is; (n,) is one neuron. Of three or more axes, `channels` tells which is the neurons; the
+        first is datapoints, and the others are positions, which count as datapoints.
     channels : {"auto", "first", "last"}
-        Where the neurons are: ``"first"`` in axis 1, as the channels of convolutions (n, c, h, w) and (n, c, l);
-        ``"last"`` in the last axis, as in sequences (n, t, d); ``"auto"`` takes three axes for a sequence and four or
-        more for a convolution, so for a one-dimensional convolution say ``"first"``.
+        The axis of the neurons: ``"first"`` means axis 1, as in convolutions (n, c, h, w) and (n, c, l); ``"last"``
+        the last axis, as in sequences (n, t, d); ``"auto"`` takes three axes for a sequence and four or more for a
+        convolution, so a one-dimensional convolution needs ``"first"``.
 
     Returns
     -------
@@ -90,15 +91,15 @@ def neurons(x: Array, channels: Channels = "auto") -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sheet:
-    """Activations, and which of their axes are datapoints and which the neurons.
+    """Activations, and which of their axes are datapoints and which is the neurons.
 
     Attributes
     ----------
     array : array of any real dtype
     d : int
-        Neurons.
+        The number of neurons.
     rows : tuple of int
-        The lengths of the axes of the datapoints; two layers can be compared if they agree in them.
+        The lengths of the axes of the datapoints; two layers can be compared if these agree.
     first : bool
         Whether the neurons are in axis 1; else they are in the last axis.
     """
@@ -110,7 +111,7 @@ class Sheet:
 
     @classmethod
     def of(cls, x: Array, channels: Channels = "auto", positions: Positions = "datapoints") -> Sheet:
-        """The sheet of an array; raises `MessageError` if `channels` is another word."""
+        """The sheet of an array. Raise `MessageError` if `channels` is another word."""
         check_channels(channels)
         array = as_array(x)
         if array.ndim < 2:
@@ -130,7 +131,7 @@ class Sheet:
 
     @property
     def n(self) -> int:
-        """Datapoints, all positions counted."""
+        """The number of datapoints, where each position counts."""
         return math.prod(self.rows) if self.d else 0
 
     @property
@@ -140,23 +141,23 @@ class Sheet:
 
     @property
     def per_entry(self) -> int:
-        """Datapoints for each entry of the first axis."""
+        """The number of datapoints in each entry of the first axis."""
         return self.n // max(1, int(self.array.shape[0]))
 
     @property
     def images(self) -> bool:
-        """Whether each entry of the first axis is large enough for a product of matrices of its own, without a copy."""
+        """Whether each entry of the first axis is large enough for its own matrix product, without a copy."""
         return self.first and self.per_entry >= _IMAGE
 
     @property
     def entries(self) -> int:
-        """How many entries of the first axis a part has."""
+        """The number of entries of the first axis in a part."""
         if self.images:
             return 1
         return max(1, -(-max(ROWS, _CHUNK // max(1, self.d)) // max(1, self.per_entry)))
 
     def part(self, start: int, stop: int) -> NDArray[Any]:
-        """Some entries of the first axis as a (d, m) array of the array's own dtype."""
+        """Some entries of the first axis as an array (d, m) of the same dtype."""
         part = self.array[start:stop]
         if self.images and len(part) == 1:
             return part.reshape(self.d, -1)
@@ -165,7 +166,7 @@ class Sheet:
         return part.reshape(-1, self.d).T
 
     def parts(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        """All datapoints as (d, m) arrays, each with the number of its first."""
+        """All datapoints as arrays (d, m), each with the index of its first datapoint."""
         for start in range(0, self.array.shape[0], self.entries):
             yield start * self.per_entry, self.part(start, start + self.entries)
 
@@ -177,12 +178,12 @@ class Sheet:
         return Sheet.matrix(matrix.reshape(math.prod(self.rows), self.d))
 
     def finite_rows(self) -> NDArray[np.bool_]:
-        """Which datapoints are finite in all neurons."""
+        """For each datapoint whether all its neurons are finite."""
         finite: NDArray[np.bool_] = np.isfinite(self.flat().array).all(axis=1)
         return finite
 
     def nonfinite(self) -> NDArray[np.int64]:
-        """How many NaN and infinities each neuron has."""
+        """The number of NaN and infinities of each neuron."""
         axes = tuple(axis for axis in range(self.array.ndim) if axis != (1 if self.first else self.array.ndim - 1))
         return np.asarray(np.count_nonzero(~np.isfinite(self.array), axis=axes))
 
@@ -209,14 +210,14 @@ def pooled(array: NDArray[Any], first: bool) -> NDArray[np.float64]:
 
 
 def comparable(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether the datapoints of two sheets are the same ones, as far as their shapes tell."""
+    """Whether two sheets can be of the same datapoints, by their shapes."""
     if len(one) > 1 and len(other) > 1:
         return one == other
     return math.prod(one) == math.prod(other)
 
 
 def comparable_pairs(rows: Sequence[tuple[int, ...]]) -> NDArray[np.bool_]:
-    """Which two of many sheets are `comparable`: an array (sheets, sheets).
+    """Which pairs of sheets are `comparable`: an array (sheets, sheets).
 
     Examples
     --------
@@ -232,7 +233,7 @@ def comparable_pairs(rows: Sequence[tuple[int, ...]]) -> NDArray[np.bool_]:
 
 
 def as_many(rows: Mapping[Key, tuple[int, ...]]) -> list[list[Key]]:
-    """The keys of sheets in groups that have equally many datapoints: only in one group two may be `comparable`.
+    """The keys of sheets, grouped by their numbers of datapoints; only sheets of one group can be `comparable`.
 
     Examples
     --------
@@ -246,7 +247,7 @@ def as_many(rows: Mapping[Key, tuple[int, ...]]) -> list[list[Key]]:
 
 
 def frequencies(x: Array, channels: Channels = "auto") -> tuple[NDArray[np.complex128], tuple[int, ...]]:
-    """The discrete Fourier transform over the positions; of real data, half of the frequencies tell the other half.
+    """The discrete Fourier transform of real data over the positions; half of the frequencies determine the others.
 
     Parameters
     ----------
@@ -256,7 +257,7 @@ def frequencies(x: Array, channels: Channels = "auto") -> tuple[NDArray[np.compl
     Returns
     -------
     array (..., n, c), complex
-        With as many leading axes as there are axes of positions; the last of these has half of the frequencies.
+        The leading axes are the axes of positions; the last of these has half of the frequencies.
     sizes : tuple of int
         The lengths of the axes of positions.
     """
@@ -271,7 +272,7 @@ def frequencies(x: Array, channels: Channels = "auto") -> tuple[NDArray[np.compl
 
 
 def lowest(transformed: NDArray[np.complex128], sizes: tuple[int, ...], to: tuple[int, ...]) -> NDArray[np.complex128]:
-    """The frequencies that a transform of the sizes `to` has with both signs; all, if the sizes agree."""
+    """The frequencies that a transform of the smaller sizes `to` has with both signs; all along axes of equal size."""
     for axis, (size, target) in enumerate(zip(sizes, to, strict=True)):
         if size == target:
             continue
@@ -283,9 +284,9 @@ def lowest(transformed: NDArray[np.complex128], sizes: tuple[int, ...], to: tupl
 
 
 def multiplicity(sizes: tuple[int, ...], cut: bool) -> NDArray[np.float64]:
-    """How many frequencies each one of the kept half stands for: 2, or 1 if it is its own mirror image.
+    """How often each frequency of the kept half counts: 2, or 1 if it is its own mirror image.
 
-    ``cut`` says that the frequencies were cut by `lowest`, which leaves no Nyquist frequency in the last axis.
+    With ``cut``, `lowest` has cut the frequencies, which leaves no Nyquist frequency in the last axis.
     """
     last = (sizes[-1] - 1) // 2 + 1 if cut else sizes[-1] // 2 + 1
     weights = np.full(last, 2.0)

@@ -1,11 +1,10 @@
-"""What sketches tell of the layers that they are of: estimates without bias, and intervals around them.
+"""Unbiased estimates from sketches of layers, and intervals around them.
 
 A sketch ``z_nk = x_nd @ projection_dk`` has k independent random columns. The Frobenius product of two layers' kernels
-is a mean over pairs of different columns of both sketches (a U-statistic), which has no bias, whatever the spectra.
-How it changes when one column is left out, for each in turn, tells how far an estimate may be from the exact value (the
-jackknife).
+is estimated by a mean over pairs of different columns of both sketches (a U-statistic), which has no bias, whatever the
+spectra. The jackknife, which leaves out each column in turn, gives the standard error of an estimate.
 
-Shapes: an array ``of_1k`` has the estimate of all columns first, and then the k that leave one column out.
+Shapes: an array ``of_1k`` has the estimate from all columns first, and then the k estimates without one column.
 """
 
 from __future__ import annotations
@@ -29,29 +28,30 @@ from tracer.numbers.arrays import Array, as_array
 from tracer.observing.sketches import Sketch
 
 LEAST = 16
-"""The fewest columns of which an interval is made."""
+"""The fewest columns from which an interval can be estimated."""
 SIZE = 256
-"""The columns of a sketch, if nobody says another number."""
+"""The default number of columns of a sketch."""
 _PROJECTED = (np.float16, np.float32, np.float64)
 _BELOW, _ABOVE = 5.0, 4.0
-"""How many standard errors an interval reaches to either side, with many columns.
+"""The standard errors that an interval reaches below and above the value, with many columns.
 
-The errors of logarithms are skewed: where by chance little was seen of what differs, little of the error was, too.
+They differ because the errors of logarithms are skewed: a sketch that misses some of what differs between two layers
+makes the value too large and its standard error too small.
 """
 _BIASES = 2.0
-"""How many times the bias that is taken out an interval reaches further to either side.
+"""An interval reaches this many times the removed bias further to either side.
 
-Where the terms of first order cancel, of which the standard error tells, those of second order are the error, and of
-these the bias tells.
+The standard error measures the terms of first order. If these cancel, the terms of second order are the error, and the
+bias measures them.
 """
 _ROUNDING = 2e-6
-"""What float32 leaves of the logarithm of a ratio of kernels."""
+"""The rounding error of float32 in the logarithm of a ratio of kernels."""
 _NOTHING_IN_COMMON = 1e-10
-"""Up to so much, rounding of float32 makes an alignment of orthogonal layers, whose means are far from 0, too."""
+"""The largest alignment that float32 rounding alone gives orthogonal layers, even if their means are far from 0."""
 
 
 class Estimate(NamedTuple):
-    """A number that was estimated from sketches, and the ends of its interval."""
+    """An estimate from sketches, and the ends of its interval."""
 
     value: float
     low: float
@@ -62,20 +62,20 @@ NOTHING = Estimate(math.nan, math.nan, math.nan)
 
 
 def check_sketch(k: object, seed: object) -> None:
-    """Raise `MessageError` unless these are the columns and the seed of sketches that intervals can be made of."""
+    """Raise `MessageError` unless these are the number of columns and the seed of sketches that give intervals."""
     check(is_whole(k, LEAST), f"k is the number of columns of a sketch, an integer of {LEAST} at least", k)
     check(is_whole(seed, 0), "seed is an integer from 0", seed)
 
 
 def sketched(data: Array, k: int, seed: int, channels: Channels, positions: Positions) -> Kept:
-    """What is kept of activations: their sketch if they have k neurons or more, else they themselves; never raises."""
+    """The sketch of activations, or the activations themselves if they have fewer than k neurons; never raises."""
     return Kept.of(projected(data, k, seed, channels, positions), channels, positions)
 
 
 def projected(data: Array, k: int, seed: int, channels: Channels, positions: Positions) -> NDArray[Any]:
-    """Activations with k columns in place of their neurons; as they are if they have fewer neurons; never raises.
+    """Activations with k columns in place of their neurons; unchanged if they have fewer neurons; never raises.
 
-    A sketch is linear in each datapoint: those of several calls, joined, are the sketch of all of them.
+    Each datapoint is projected by itself, so the joined sketches of several calls are the sketch of all.
     """
     array, sketch = as_array(data), Sketch(k, seed)
     neurons = 1 if channels_first(array.shape, channels) else -1
@@ -88,7 +88,7 @@ def projected(data: Array, k: int, seed: int, channels: Channels, positions: Pos
 
 
 def taken(message: Message, k: int, seed: int, channels: Channels, positions: Positions) -> Message:
-    """A message with the sketch of its activations; where it says that it is one, with the neurons where they are read.
+    """A message with the sketch of its activations; a sketch that it holds already is kept, with its columns moved.
 
     Raises
     ------
@@ -114,12 +114,12 @@ def taken(message: Message, k: int, seed: int, channels: Channels, positions: Po
 
 
 def _axis_of_sketch(message: Message, k: int) -> int | None:
-    """In which axis the columns of a sketch are, if the message says that it is one of k columns; None if it is none.
+    """The axis of the columns in a message that holds a sketch of k columns; None if it holds no sketch.
 
     Raises
     ------
     MessageError
-        If it says that it is another one, or that cannot be.
+        If it has another number of columns, or its shape contradicts its sampling.
     """
     told = None if message.sampling is None else message.sampling.get("sketch")
     if told is None:
@@ -138,7 +138,7 @@ def _named(message: Message) -> str:
 
 
 def of_rows(what: str, sheet: Sheet, k: int, seed: int, sketches: bool) -> Kept:
-    """What is kept of the datapoints of a function's argument; `sketches` says whether they are projected already."""
+    """The sketch of a function's argument; `sketches` says whether the argument is a sketch already."""
     matrix = sheet.flat().array
     if sketches:
         return check_columns(what, Kept.of(matrix, "last", "datapoints"), k)
@@ -146,7 +146,7 @@ def of_rows(what: str, sheet: Sheet, k: int, seed: int, sketches: bool) -> Kept:
 
 
 def check_columns(what: str, kept: Kept, k: int) -> Kept:
-    """What is kept of sketches; raises `MessageError` if they have more than k columns."""
+    """The same sketch. Raise `MessageError` if it has more than k columns."""
     if kept.status == "ok" and kept.x_nd.shape[1] > k:
         raise MessageError(
             f"{what} with sketches=True takes sketches of {k} columns, or all of fewer neurons, but one of "
@@ -163,7 +163,7 @@ class Columns(NamedTuple):
     z_nk : array (n, k) of float64
         Divided by a power of two.
     drawn : bool
-        Whether they are those of a sketch; else they are all that the layer has.
+        Whether they are the random columns of a sketch; else they are the layer's neurons.
     """
 
     z_nk: NDArray[np.float64]
@@ -171,7 +171,7 @@ class Columns(NamedTuple):
 
 
 def columns_of(kept: Kept, k: int) -> Columns | Status:
-    """The columns of what is kept of a layer, or why it has none."""
+    """The centred columns of a layer, or a status that says why there are none."""
     if kept.status != "ok":
         return kept.status
     found = centred(kept.sheet)
@@ -184,15 +184,15 @@ def columns_of(kept: Kept, k: int) -> Columns | Status:
 
 
 def kernel_product(one: Columns, other: Columns, k: int) -> NDArray[np.float64]:
-    """The Frobenius product of the kernels of two layers: ``of_1k``."""
+    """Estimates of the Frobenius product of the kernels of two layers: ``of_1k``."""
     return over_columns(np.square(one.z_nk.T @ other.z_nk), one.drawn, other.drawn, k)
 
 
 def over_columns(terms_kl: NDArray[Any], one: bool, other: bool, k: int) -> NDArray[np.float64]:
-    """The sum of terms of each two columns of two layers, without bias: ``of_1k``.
+    """Unbiased estimates of the sum of terms over pairs of columns of two layers: ``of_1k``.
 
-    `one` and `other` say whose columns are drawn. Two drawn columns of the same number depend on each other, so their
-    term is left out, and the others count for it.
+    `one` and `other` tell which layers have drawn columns. Two drawn columns with the same index depend on each other,
+    so their term is left out, and the sum of the others is scaled up.
     """
     if not (one or other):
         return np.full(k + 1, float(terms_kl.sum(dtype=np.float64)))
@@ -206,7 +206,7 @@ def over_columns(terms_kl: NDArray[Any], one: bool, other: bool, k: int) -> NDAr
 
 
 def of_pairs(both_k: NDArray[np.float64], k: int) -> NDArray[np.float64]:
-    """The mean over pairs of different columns, given what each column has in its row and in its column: ``of_1k``."""
+    """Estimates from pairs of different columns, given the sums of terms in each one's row and column: ``of_1k``."""
     total = both_k.sum(axis=-1, keepdims=True) / 2
     found: NDArray[np.float64] = np.concatenate(
         [total * (k / (k - 1)), (total - both_k) * (k * k / ((k - 1) * (k - 2)))], axis=-1
@@ -215,22 +215,22 @@ def of_pairs(both_k: NDArray[np.float64], k: int) -> NDArray[np.float64]:
 
 
 def of_sums(each_k: NDArray[np.float64], p: int, k: int) -> NDArray[np.float64]:
-    """The mean over p different columns, in any order, given what each column has part in as the first: ``of_1k``."""
+    """Estimates from p different columns in any order, given the sums of the terms that begin with each: ``of_1k``."""
     total = each_k.sum(keepdims=True)
     counts = [k**p / math.perm(columns, p) for columns in (k, k - 1)]
     return np.concatenate([total * counts[0], (total - p * each_k) * counts[1]])
 
 
 def trace_product(one: Columns, other: Columns, k: int) -> NDArray[np.float64]:
-    """The product of the traces of the kernels of two layers: ``of_1k``."""
+    """Estimates of the product of the traces of the kernels of two layers: ``of_1k``."""
     squares = [np.square(columns.z_nk).sum(axis=0) for columns in (one, other)]
     return over_columns(np.outer(*squares), one.drawn, other.drawn, k)
 
 
 def of_logarithm(logs_1k: NDArray[np.float64], *, further: float = 0.0) -> Estimate:
-    """The estimate of a positive number, from the logarithms ``of_1k``; the bias of the logarithm is taken out.
+    """The estimate of a positive number, from its logarithms ``of_1k``, without the bias of the logarithm.
 
-    Its interval reaches `further` than that of `of_logarithms`.
+    `further` widens the interval of `of_logarithms`, on the logarithm, to either side.
     """
     if not np.isfinite(logs_1k).all():
         return NOTHING
@@ -241,9 +241,9 @@ def of_logarithm(logs_1k: NDArray[np.float64], *, further: float = 0.0) -> Estim
 def of_logarithms(
     logs_1k: NDArray[np.float64], most: float = math.inf
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """The values and the ends of the intervals of many numbers: arrays (...), from logarithms (..., k + 1)."""
+    """The values and the ends of the intervals of many numbers: arrays (...), from their logarithms (..., k + 1)."""
     values, errors = jackknifed(logs_1k)
-    few = float(scipy.special.stdtrit((logs_1k.shape[-1] - 1) / 4, 0.9998))  # of few columns the error is not sure
+    few = float(scipy.special.stdtrit((logs_1k.shape[-1] - 1) / 4, 0.9998))  # few columns make the error uncertain
     further = np.where(errors > 0, _BIASES * np.abs(logs_1k[..., 0] - values) + _ROUNDING, 0.0)
     below, above = (max(reach, few) * errors + further for reach in (_BELOW, _ABOVE))
     ends = (values, values - below, values + above)
@@ -255,10 +255,10 @@ def of_logarithms(
 def alignments(
     logs_1k: NDArray[np.float64],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """The values and the ends of the intervals of many CKA: arrays (...), from logarithms (..., k + 1).
+    """The values and the ends of the intervals of many CKA: arrays (...), from their logarithms (..., k + 1).
 
-    Where no column of a layer has anything in common with another of the other, and the logarithm is infinite, the
-    value is 0, and may be anything.
+    If a logarithm is infinite, because the columns of two layers have nothing in common, the value is 0 and its
+    interval from 0 to 1.
     """
     with np.errstate(invalid="ignore"):
         values, lows, highs = of_logarithms(logs_1k, 1.0)
@@ -270,7 +270,7 @@ def alignments(
 
 
 def jackknifed(of_1k: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The estimates less their bias of order 1/k, and their standard errors.
+    """The estimates without their bias of order 1/k, and their standard errors.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
-"""All canonical directions of two layers by triangular factors: at the cost of products of matrices, without an SVD.
+"""All canonical directions of two layers by triangular factors, at the cost of matrix products, without an SVD.
 
-The Cholesky factor of a layer's correlation matrix makes its neurons orthonormal, and is as good as the SVD of the
-activations while their condition is small. A second factor, of the neurons that the first one made nearly orthonormal,
-takes back what a larger condition cost (CholeskyQR2). Where that is not enough either, the caller takes the SVD.
+The Cholesky factor of a layer's correlation matrix makes its neurons orthonormal. It is as good as the SVD of the
+activations while their condition is small. For a larger condition, a second factor, of the nearly orthonormal neurons,
+corrects the first (CholeskyQR2). If that is not enough, the caller uses the SVD.
 
 Shapes: ``x_nd`` and ``y_ne`` are the layers; ``q_km`` are the k orthonormal directions of m datapoints.
 """
@@ -21,13 +21,13 @@ from analyze.metrics.similarity.datapoints import Sheet, together
 
 _EPS = float(np.finfo(np.float64).eps)
 _SMALL = 64
-"""Up to so many datapoints or neurons, an SVD takes no time."""
+"""Up to this many datapoints or neurons, an SVD takes hardly any time."""
 _ONCE = 1e-5
-"""Down to this ratio of the least variance to the largest, one factor is good to 1e-11."""
+"""Down to this ratio of the least variance to the largest, one factor is precise to 1e-11."""
 _TWICE = 1e-11
-"""Down to this ratio, a second factor is: the first one leaves a condition near 1."""
+"""Down to this ratio, two factors are: after the first, the condition is near 1."""
 _SPANNING = 1e-10
-"""Above this ratio a Gram matrix shows beyond its rounding that datapoints are independent."""
+"""Above this ratio, a Gram matrix shows despite rounding that its datapoints are independent."""
 
 
 class Directions(NamedTuple):
@@ -36,10 +36,10 @@ class Directions(NamedTuple):
     Attributes
     ----------
     one, other : Basis
-        What is known of each layer; without the columns.
+        The basis of each layer, without its columns.
     overlap_km : array (k, m), or None
-        The products of the orthonormal directions of both. None if the directions of one layer are all that the
-        datapoints have: then all correlations are 1.
+        The products of the orthonormal directions of both. None if one layer spans all n - 1 directions of the
+        centred datapoints: then all correlations are 1.
     loadings_kd : array (k, d), or None
         The directions of `one` in terms of its neurons; None without an overlap.
     """
@@ -51,7 +51,7 @@ class Directions(NamedTuple):
 
 
 class _Factor(NamedTuple):
-    """The directions of a layer: ``lower_kk @ q_km`` are its living neurons, each divided by its `spread_k`."""
+    """The triangular factor of a layer: ``lower_kk @ q_km`` are its non-constant neurons, divided by `spread_k`."""
 
     living_d: NDArray[np.bool_]
     spread_k: NDArray[np.float64]
@@ -64,18 +64,18 @@ class _Factor(NamedTuple):
         return float(self.variances[-1] / self.variances[0])
 
     def directions(self, a_dm: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The directions of some centred datapoints."""
+        """The directions ``q_km`` of m centred datapoints."""
         living = a_dm if self.living_d.all() else a_dm[self.living_d]
         return self.solved(np.asfortranarray(living / self.spread_k[:, None]))
 
     def solved(self, right_km: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The factor's inverse times a matrix, which is destroyed if it is in column order."""
+        """The factor's inverse times a matrix, which is overwritten if it is in column order."""
         found: NDArray[np.float64] = scipy.linalg.blas.dtrsm(1.0, self.lower_kk, right_km, lower=1, overwrite_b=1)
         return found
 
 
 def all_directions(x: Sheet, y: Sheet) -> Directions | None:
-    """The directions of two layers of the same datapoints; None where only an SVD finds them."""
+    """The directions of two layers of the same datapoints; None if an SVD is faster or necessary."""
     if x.n <= _SMALL or max(x.d, y.d) <= _SMALL:
         return None
     if x.n > max(x.d, y.d):
@@ -124,7 +124,7 @@ def _by_factors(x: Sheet, y: Sheet) -> Directions | None:
 
 
 def _between(one: _Factor, cross_km: NDArray[np.float64], other: _Factor) -> NDArray[np.float64]:
-    """The products of the directions of two layers, from those of their living neurons."""
+    """The products of the directions of two layers, from the products of their non-constant neurons."""
     scaled_km = np.asfortranarray(cross_km / one.spread_k[:, None] / other.spread_k)
     overlap_km: NDArray[np.float64] = scipy.linalg.blas.dtrsm(
         1.0, other.lower_kk, one.solved(scaled_km), side=1, lower=1, trans_a=1, overwrite_b=1
@@ -133,7 +133,7 @@ def _between(one: _Factor, cross_km: NDArray[np.float64], other: _Factor) -> NDA
 
 
 def _factor(moments: Moments) -> _Factor | None:
-    """The factor of a layer; None if its neurons are not finite, or too near to being dependent."""
+    """The factor of a layer; None if its neurons are not finite, all constant, or nearly dependent."""
     living = moments.living()
     if living is None:
         return None
@@ -141,7 +141,7 @@ def _factor(moments: Moments) -> _Factor | None:
     spread_k = np.sqrt(np.diagonal(scatter_dd))
     correlations_kk = scatter_dd / spread_k[:, None]
     correlations_kk /= spread_k
-    # 1 is the condition of a single neuron
+    # eigenvalues of the scatter, not of the correlations: they are the variances of the layer
     variances = scipy.linalg.eigvalsh(scatter_dd, lower=True, overwrite_a=True, check_finite=False, driver="evd")[::-1]
     if variances[-1] <= _TWICE * variances[0]:
         return None
@@ -150,7 +150,7 @@ def _factor(moments: Moments) -> _Factor | None:
 
 
 def _spanning(sheet: Sheet) -> NDArray[np.float64] | None:
-    """The n - 1 variances of a layer with as many directions as datapoints have; None of one with fewer."""
+    """The n - 1 variances of a layer that spans all directions of the centred datapoints; None if it does not."""
     prepared = centred(sheet)
     if isinstance(prepared, str):
         return None
@@ -161,7 +161,7 @@ def _spanning(sheet: Sheet) -> NDArray[np.float64] | None:
 
 
 def _without_columns(sheet: Sheet, variances: NDArray[np.float64]) -> Basis:
-    """What is known of a layer with these variances, all of which are kept."""
+    """The basis, without its columns, of a layer with these variances, all of which are kept."""
     singular_k = np.sqrt(variances)
     gap = float(singular_k[-1] / singular_k[0]) - max(sheet.n, sheet.d) * _EPS
     return without_columns(sheet, singular_k, gap, 1.0)

@@ -1,4 +1,4 @@
-"""Accumulates several layers over the same datapoints, chunk by chunk, in memory that does not grow with these."""
+"""Accumulates several layers over the same datapoints, chunk by chunk; memory does not grow with the datapoints."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ class Gathering(ABC):
 
     @abstractmethod
     def result(self, i: int, j: int) -> Any:
-        """The similarity of two layers, by their places in the lists."""
+        """The similarity of two layers, given by their indices in the lists."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors and plain values."""
+        """The state as tensors and plain values."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
 
 
 class Layers(Gathering):
-    """The base of gatherings that stack the neurons of all layers and accumulate one matrix of all."""
+    """A gathering that stacks the neurons of all layers and accumulates one matrix of all."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.scales: list[float] = []
 
     def columns(self, i: int) -> slice:
-        """Where the neurons of a layer are among those of all layers."""
+        """The columns of a layer's neurons among those of all layers."""
         start = sum(self.sizes[:i])
         return slice(start, start + self.sizes[i])
 
     def stacked(self, layers: list[NDArray[Any]]) -> NDArray[Any]:
-        """The neurons of all layers; one whose squares would leave float64 is divided by a power of two."""
+        """The neurons of all layers; a layer whose squares would leave float64 is divided by a power of two."""
         if not self.sizes:
             self.sizes = [len(one) for one in layers]
             self.scales = [_scale_of(one) for one in layers]
@@ -61,7 +61,7 @@ def _scale_of(part_dm: NDArray[Any]) -> float:
 
 
 class ByMoments(Layers):
-    """SVCCA of each two layers from the scatter matrix of all their neurons, (sum of d)² numbers.
+    """SVCCA of each two layers, from the scatter matrix of all neurons: (sum of d)² numbers.
 
     Examples
     --------
@@ -91,7 +91,7 @@ class ByMoments(Layers):
         return self.moments.block(self.columns(i), self.columns(i))
 
     def cross(self, i: int, j: int) -> NDArray[np.float64]:
-        """The sum of the products of two layers' centred neurons."""
+        """The sums of products of two layers' centred neurons."""
         if i == j:
             lower = self.own(i)
             return np.tril(lower) + np.tril(lower, -1).T
@@ -100,7 +100,7 @@ class ByMoments(Layers):
         return self.moments.block(self.columns(j), self.columns(i)).T
 
     def spectrum(self, i: int) -> Spectrum | Status:
-        """The cut spectrum of one layer, or why there is none."""
+        """The cut spectrum of one layer, or a status that says why there is none."""
         if i not in self._spectra:
             self._spectra[i] = spectrum_of_scatter(
                 self.own(i),
@@ -111,7 +111,7 @@ class ByMoments(Layers):
         return self._spectra[i]
 
     def basis(self, i: int) -> Basis:
-        """The `Basis` of one layer without its columns, which would take the datapoints."""
+        """The `Basis` of one layer, without its columns, which would need the datapoints."""
         sheet = Sheet(np.zeros((0, self.sizes[i])), self.sizes[i], (self.moments.n,), False)
         return no_basis(sheet, "mismatch") if self.moments.n < 2 else with_spectrum(sheet, self.spectrum(i))
 
@@ -124,18 +124,18 @@ class ByMoments(Layers):
         return compare(self.basis(i), self.basis(j), self.average, overlap)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors and plain values."""
+        """The state as tensors and plain values."""
         return {"sizes": list(self.sizes), "scales": list(self.scales), "moments": self.moments.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         self.sizes, self.scales = list(state["sizes"]), list(state["scales"])
         self.moments.load_state_dict(state["moments"])
         self._spectra = {}
 
 
 class ByTriangle(Layers):
-    """All canonical correlations of each two layers from the triangular factor of all their neurons."""
+    """All canonical correlations of each two layers, from the triangular factor of all neurons."""
 
     def __init__(self, threshold: float, average: Average) -> None:
         super().__init__()
@@ -160,11 +160,11 @@ class ByTriangle(Layers):
         return compare(self.basis(i), self.basis(j), self.average)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors and plain values."""
+        """The state as tensors and plain values."""
         return {"sizes": list(self.sizes), "scales": list(self.scales), "triangle": self.triangle.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         self.sizes, self.scales = list(state["sizes"]), list(state["scales"])
         self.triangle.load_state_dict(state["triangle"])
         self._bases = {}

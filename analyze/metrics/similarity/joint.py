@@ -1,6 +1,6 @@
-"""The scatter matrix of two layers side by side: one product of matrices for each chunk of datapoints.
+"""The scatter matrix of two layers side by side: one matrix product for each chunk of datapoints.
 
-Shapes: ``z_sm`` has the d neurons of x and then the e neurons of y, s in all, of m datapoints.
+Shapes: ``z_sm`` has m datapoints of s neurons: the d neurons of x, then the e neurons of y.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from analyze.metrics.similarity.covariance import add_product, largest_of, negli
 from analyze.metrics.similarity.datapoints import ROWS, Sheet, together
 
 _BESIDE = 1 << 16
-"""The numbers of a chunk that stay in the processor's cache beside the scatter matrix of narrow layers."""
+"""The largest number of elements of a chunk that fit into the cache beside the scatter matrix of narrow layers."""
 _NEAR = 1e-50
-"""Sums of squares above this, and below its inverse, need no scale."""
+"""Numbers whose sum of squares is between this and its inverse need no scaling."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joint:
-    """The scatter of two layers, whose neurons were divided by `scales`.
+    """The scatter matrix of two layers, whose neurons are divided by `scales`.
 
     Attributes
     ----------
     x, y : Sheet
     scales : (float, float)
-        Powers of two, 1 unless numbers of float64 are so far from 1 that their fourth powers are out of its range.
+        Powers of two; 1 unless float64 numbers are so far from 1 that their fourth powers leave its range.
     mean_s : array (s,)
     scatter_ss : array (s, s)
         The lower triangle, in column order; above it are zeros.
@@ -45,18 +45,18 @@ class Joint:
 
     @classmethod
     def of(cls, x: Sheet, y: Sheet) -> Joint | Status:
-        """The scatter of all datapoints; or ``"nonfinite"``, or ``"zero_variance"`` of one of the layers."""
+        """The scatter of all datapoints; or ``"nonfinite"`` or ``"zero_variance"`` if one of the layers is so."""
         first = [next(sheet.parts())[1][:, :ROWS] for sheet in (x, y)]
         found = cls._added(x, y, (_scale(first[0]), _scale(first[1])), first)
         if not np.isfinite(np.diagonal(found.scatter_ss)).all():
             largest = [_largest(sheet) for sheet in (x, y)]
             if not np.isfinite(largest).all():
                 return "nonfinite"
-            # later datapoints are far larger than those that told the scale
+            # later datapoints are far larger than those that determined the scale
             found = cls._added(x, y, (scale_near(largest[0]), scale_near(largest[1])), first)
         variances_s = np.diagonal(found.scatter_ss)
         for columns in (slice(x.d), slice(x.d, None)):
-            # at most this far are neurons from 0, but for their number of datapoints, which rounding does not mind
+            # a bound on the size of each neuron, from its mean and scatter
             largest_s = np.abs(found.mean_s[columns]) + np.sqrt(variances_s[columns].clip(0))
             if float(variances_s[columns].sum()) <= negligible(x.n, largest_s):
                 return "zero_variance"
@@ -79,13 +79,13 @@ class Joint:
         return replace(found, mean_s=shift_s + sum_s / x.n, scatter_ss=scatter_ss)
 
     def centred(self) -> Iterator[NDArray[np.float64]]:
-        """The datapoints of both layers, less the mean, a chunk at a time; each one is gone with the next."""
+        """The datapoints of both layers minus the mean, in chunks; each chunk overwrites the one before."""
         d, room = self.x.d, np.zeros(0)
         for a_dm, b_em in _parts(self.x, self.y):
             m = a_dm.shape[1]
             if room.size < m * len(self.mean_s):
                 room = np.empty(m * len(self.mean_s))
-            by_rows = a_dm.flags.c_contiguous and b_em.flags.c_contiguous  # images, whose channels follow each other
+            by_rows = a_dm.flags.c_contiguous and b_em.flags.c_contiguous  # single images (c, positions)
             z_sm = room[: m * len(self.mean_s)].reshape((len(self.mean_s), m), order="C" if by_rows else "F")
             for part, rows, scale in ((a_dm, slice(d), self.scales[0]), (b_em, slice(d, None), self.scales[1])):
                 scaled = part if scale == 1 else part / scale
@@ -102,7 +102,7 @@ class Joint:
         return _square(self.scatter_ss[d:, :d]), own[0], own[1]
 
     def traces(self) -> tuple[float, float]:
-        """The sums of the variances of both."""
+        """The traces of the scatter matrices of x and of y."""
         diagonal_s = np.diagonal(self.scatter_ss)
         return float(diagonal_s[: self.x.d].sum()), float(diagonal_s[self.x.d :].sum())
 
@@ -112,7 +112,7 @@ def _square(block: NDArray[np.float64]) -> float:
 
 
 def _parts(x: Sheet, y: Sheet) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """The same datapoints of both, in chunks that fit into a processor's cache with what is made of them."""
+    """The same datapoints of both, in chunks that fit into a processor's cache beside the scatter matrix."""
     for a_dm, b_em in together(x, y):
         if a_dm.flags.c_contiguous and b_em.flags.c_contiguous:
             yield a_dm, b_em
@@ -126,7 +126,7 @@ def _parts(x: Sheet, y: Sheet) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
 
 
 def _scale(part_dm: NDArray[Any]) -> float:
-    """A power of two near the largest of some datapoints; 1 of narrower dtypes, whose squares stay in range."""
+    """A power of two near the largest of some datapoints; 1 for dtypes up to 32 bits, whose squares stay in range."""
     if part_dm.dtype.itemsize <= 4 or not part_dm.size or _NEAR < float(np.vdot(part_dm.T, part_dm.T)) < 1 / _NEAR:
         return 1.0
     return scale_of(largest_of(part_dm))

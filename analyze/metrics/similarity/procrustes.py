@@ -1,4 +1,4 @@
-"""Distances of two layers after the best rotation of one onto the other: Procrustes and the angular shape metrics.
+"""Distances of two layers after the best rotation of one onto the other: Procrustes distance and angle.
 
 Shapes: ``x_nd`` and ``y_ne`` are centred activations of n datapoints.
 """
@@ -22,7 +22,7 @@ from analyze.metrics.similarity.similarity import Compared, Kept
 from tracer.numbers.arrays import Array
 
 _CLOSE = 0.99
-"""Cosines above which a distance is taken from the residual, because 1 - cosine would lose its digits."""
+"""For cosines above this, the distance is computed from the residual, because 1 - cosine would lose digits."""
 
 
 def procrustes(
@@ -124,7 +124,7 @@ def _check_alpha(alpha: object) -> None:
 
 
 def _normed_pair(x: Sheet, y: Sheet) -> tuple[list[NDArray[np.float64]], list[float]] | AlignmentResult:
-    """Both sets of activations, centred and divided by their norms; and these norms."""
+    """Both sets of activations, centred and divided by their norms, and these norms; or the result without a value."""
     found, sizes = [], []
     for sheet in (x, y):
         prepared = centred(sheet)
@@ -150,14 +150,14 @@ def _procrustes(x: Sheet, y: Sheet, normalised: bool) -> AlignmentResult:
 
 
 def _distance(n: int, one_minus_cosine: float, null_cosine: float, x_size: float, y_size: float) -> AlignmentResult:
-    """|X|² + |Y|² - 2 |X| |Y| cosine, given 1 - cosine, so that no digits are lost where the distance is near 0."""
+    """|X|² + |Y|² - 2 |X| |Y| cosine, from 1 - cosine, so that a distance near 0 keeps its digits."""
     value = (x_size - y_size) ** 2 + 2 * x_size * y_size * one_minus_cosine
     null = (x_size - y_size) ** 2 + 2 * x_size * y_size * (1 - null_cosine)
     return AlignmentResult(value, n, "ok", null)
 
 
 def cosines(x_nd: NDArray[np.float64], y_ne: NDArray[np.float64]) -> tuple[float, float]:
-    """1 minus the nuclear norm of x'y, for x and y of norm 1; and a baseline.
+    """1 minus the nuclear norm of x'y, for x and y of norm 1; and a baseline of that norm.
 
     The baseline is the nuclear norm of the same x and y after a fixed shuffle of y's datapoints.
     """
@@ -166,7 +166,7 @@ def cosines(x_nd: NDArray[np.float64], y_ne: NDArray[np.float64]) -> tuple[float
 
 
 def _small(x_nd: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A matrix with the products of x with itself, which has no more columns than there are datapoints."""
+    """A matrix with the same Gram matrix x x' and at most n columns."""
     n = len(x_nd)
     small: NDArray[np.float64] = x_nd if x_nd.shape[1] <= n else scipy.linalg.qr(x_nd.T, mode="r")[0][:n].T
     return small
@@ -198,7 +198,7 @@ def _angle(x: Sheet, y: Sheet, alpha: float) -> AlignmentResult:
 
 
 def angle_of_bases(one: Basis, other: Basis, alpha: float) -> AlignmentResult:
-    """The angle of two layers, given bases of all their directions."""
+    """The angle of two layers, from bases of all their directions."""
     for basis_of in (one, other):
         if basis_of.status != "ok":
             nonfinite = (one.nonfinite_d, other.nonfinite_d)
@@ -224,14 +224,14 @@ def _from_cosines(n: int, one_minus_cosine: float, null_cosine: float, status: S
 
 
 class ByNuclear(ByMoments):
-    """Procrustes distance and angle of each two layers from the scatter matrix of all their neurons."""
+    """Procrustes distance or angle of each two layers, from the scatter matrix of all neurons."""
 
     def __init__(self, normalised: bool, angle: bool) -> None:
         super().__init__(1.0)
         self.normalised, self.angle = normalised, angle
 
     def result(self, i: int, j: int) -> Any:
-        """The distance of two layers; its null baseline is that of a random overlap with the same spectra."""
+        """The distance or angle of two layers; the null baseline is that of a random overlap with the same spectra."""
         n, norms, spectra = self.moments.n, [], []
         if n < 2:
             return UNLIKE
@@ -256,7 +256,7 @@ class ByNuclear(ByMoments):
 
 
 class ByAngle(ByTriangle):
-    """The angle of each two layers, partly whitened, from the triangular factor of all their neurons."""
+    """The angle of each two layers, partly whitened, from the triangular factor of all neurons."""
 
     def __init__(self, alpha: float) -> None:
         super().__init__(1.0, "mean")
@@ -342,7 +342,7 @@ class Procrustes(Alignment):
         return _procrustes(one.sheet, other.sheet, self.normalised) if one.like(other) else UNLIKE
 
     def gathering(self) -> Gathering:
-        """The scatter matrix of all layers."""
+        """Gathers the scatter matrix of all layers."""
         return ByNuclear(self.normalised, angle=False)
 
 
@@ -421,5 +421,5 @@ class Angular(Alignment):
         return _angle(one.sheet, other.sheet, self.alpha) if one.like(other) else UNLIKE
 
     def gathering(self) -> Gathering:
-        """The scatter matrix of all layers, or their triangular factor."""
+        """Gathers the scatter matrix of all layers, or below alpha = 1 their triangular factor."""
         return ByNuclear(normalised=True, angle=True) if self.alpha == 1 else ByAngle(self.alpha)

@@ -1,7 +1,6 @@
-"""What subscribers that compare layers have in common: which two states of which layers they compare, and when.
+"""The base class of metrics that compare layers: it chooses which two layers or steps to compare, and when.
 
-A subclass says what is kept of a layer at one step, and how two such states are compared. This module chooses which
-two.
+A subclass defines the representation of a layer at one step, and how two representations are compared.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Calls = Literal["apart", "together"]
 _SCOPES: dict[str, Scope] = {"past": "stream", "final": "stream", "layers": "step"}
 
 WIDE = 16384
-"""The most neurons, of all layers together, whose products are kept: their matrix takes 2 GiB."""
+"""The most neurons of all layers whose products are accumulated: their matrix takes 2 GiB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +62,7 @@ class Kept:
 
     @classmethod
     def of(cls, data: Array, channels: Channels, positions: Positions) -> Kept:
-        """What is kept of some activations; never raises."""
+        """A copy of some activations; never raises."""
         sheet = Sheet.of(data, channels, positions)
         if sheet.n < 2 or not sheet.real:
             return cls(np.zeros((0, 0)), sheet.rows, "mismatch")
@@ -75,22 +74,22 @@ class Kept:
         return Sheet.matrix(self.x_nd)
 
     def like(self, other: Kept) -> bool:
-        """Whether both have activations, and of the same datapoints, as far as their shapes tell."""
+        """Whether both have activations that can be of the same datapoints, by their shapes."""
         return self.status == other.status == "ok" and comparable(self.rows, other.rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors and plain values."""
+        """The activations as tensors and plain values."""
         return {"x": torch.from_numpy(self.x_nd), "rows": self.rows, "status": self.status}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Kept:
-        """The `Kept` of such a state."""
+        """The inverse of `state_dict`."""
         return cls(state["x"].numpy(), tuple(state["rows"]), state["status"])
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where activations come from: all fields of their message except the data."""
+    """The origin of activations: the fields of their message that say where they are from."""
 
     module: str | None
     global_step: int
@@ -109,13 +108,13 @@ class Origin:
 
     @property
     def layer(self) -> str:
-        """The name of the layer among others of its step: ``fc``, ``lstm[1.0]``, ``relu#2`` (its third call)."""
+        """A name that is unique in the step: ``fc``, ``lstm[1.0]``, ``relu#2`` (the third call)."""
         leaf, call = f"[{self.leaf}]" if self.leaf else "", f"#{self.call}" if self.call else ""
         return f"{self.module or ''}{leaf}{call}"
 
 
 class Rows(Where, total=False):
-    """How the activations of a message become datapoints and neurons, and which messages are taken."""
+    """The parameters for the axes of datapoints and neurons, and for which messages are taken."""
 
     channels: Channels
     positions: Positions
@@ -131,7 +130,7 @@ class Compared(Rows, total=False):
 
 
 class Similarity(Metric):
-    """Compares a layer's activations with its own earlier or final ones, or with another layer's.
+    """Compares a layer's activations with its own earlier or final activations, or with another layer's.
 
     Parameters
     ----------
@@ -145,13 +144,13 @@ class Similarity(Metric):
     companions : tuple of str
         The suffixes of the further answers (``_null``, ``_status``, …), in the order of `numbers`.
     representation : type
-        The type of what is kept of a layer at one step.
+        The type of `represent`'s results.
     symmetric : bool
         Whether comparing a with b equals comparing b with a; if not, both are answered.
     fourier : bool
         Whether `positions` may be ``"fourier"``.
     is_distance : bool
-        Whether it is a distance, of which 0 is the same and more is less alike.
+        Whether the value is a distance: 0 for equal layers, and larger for less similar layers.
     """
 
     companions: ClassVar[tuple[str, ...]]
@@ -186,7 +185,7 @@ class Similarity(Metric):
         self.against, self.lag, self.calls, self.details = against, lag, calls, details
         self.channels, self.positions = channels, positions
         self.same_inputs = against != "layers"  # layers are compared with each other at one step
-        # the class attribute is the scope for the default `against`; another `against` has another
+        # the class attribute is the scope of the default `against`
         self.scope = _SCOPES[against]
         self.statuses: Counter[str] = Counter()
         self._past: dict[tuple[Any, ...], deque[Any]] = {}
@@ -196,16 +195,16 @@ class Similarity(Metric):
         self._gathered: dict[tuple[str, int], _Step] = {}
 
     def taken(self, message: Message) -> Message:
-        """A message with what `represent` is to get of its data: by default all, with the neurons where it looks."""
+        """A message with the data for `represent`: by default all, with the neurons in the axis of `channels`."""
         return neurons_last(message, self.channels)
 
     @abstractmethod
     def represent(self, data: Array) -> Any:
-        """What is kept of the activations of a layer at one step; never raises."""
+        """The representation of a layer's activations at one step; never raises."""
 
     @abstractmethod
     def compare(self, one: Any, other: Any) -> Any:
-        """The similarity of two such states: an object with a ``status``, whose value is its ``float()``."""
+        """The similarity of two representations: an object with a ``status``, whose ``float()`` is the value."""
 
     @abstractmethod
     def numbers(self, found: Any) -> tuple[float | NDArray[np.float64], ...]:
@@ -220,7 +219,7 @@ class Similarity(Metric):
         return _Whole(self)
 
     def compute(self, message: Message) -> Iterator[Message]:
-        """Keep the activations of a message, and answer the comparisons that it completes."""
+        """Keep the activations of a message; answer with the comparisons that it completes."""
         origin, data = Origin.of(message), as_array(self.taken(message).data)
         if self.against == "layers":
             yield from self._with_layers(origin, data)
@@ -235,7 +234,7 @@ class Similarity(Metric):
         parts.append(np.array(data))
 
     def conclude(self) -> Iterator[Message]:
-        """Answer the comparisons that waited for the end of a step or of the run."""
+        """Answer with the comparisons that wait for the end of a step or of the run."""
         for key in list(self._waiting):
             yield from self._whole_step(key)
         for place in list(self._gathered):
@@ -284,12 +283,12 @@ class Similarity(Metric):
     def answers(self, origin: Origin, found: Any) -> Iterator[Message]:
         """The messages of a result: the value and its companions."""
         self.statuses[found.status] += 1
-        for kind, number in zip(self.produces, self.numbers(found), strict=False):  # without details, the value only
+        for kind, number in zip(self.produces, self.numbers(found), strict=False):  # without details only the value
             data = torch.as_tensor(number, dtype=torch.float64, device="cpu").clone()
             yield message_of(kind=kind, data=data, **asdict(origin))
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept of each stream and of the current step, and how often each status occurred."""
+        """The representations of each stream and of the current step, and how often each status occurred."""
         return {
             "statuses": dict(self.statuses),
             "past": [
@@ -319,7 +318,7 @@ class Similarity(Metric):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another of the same parameters stopped."""
+        """Continue from a `state_dict` of a metric with the same parameters."""
         load = self.representation.from_state_dict
         self.statuses = Counter(state["statuses"])
         self._past = {
@@ -346,7 +345,7 @@ class Similarity(Metric):
 
 
 def _pair_of(origin: Origin, one: str, other: str) -> Origin:
-    """Where the similarity of two layers of a step is published: the module is called ``one|other``."""
+    """The origin of the similarity of two layers of a step: its module is named ``one|other``."""
     return replace(origin, module=f"{one}|{other}", call=0, leaf="")
 
 
@@ -356,7 +355,7 @@ def code(status: Status) -> float:
 
 
 def joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
-    """The datapoints of several calls in one array; an empty one, if they do not fit together."""
+    """The datapoints of several calls in one array; an empty array if their shapes do not fit."""
     if any(part.ndim == 0 or part.shape[1:] != parts[0].shape[1:] for part in parts):
         return np.zeros(0)
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -364,7 +363,7 @@ def joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
 
 @dataclass
 class _Group:
-    """Layers of a step that have equally many datapoints, the axes of these, and their accumulator."""
+    """Layers of a step with equal numbers of datapoints, the lengths of their axes, and their accumulator."""
 
     names: list[str]
     rows: list[tuple[int, ...]]
@@ -373,7 +372,10 @@ class _Group:
 
 
 class _Step:
-    """The calls of all layers in a step, accumulated. Only the activations of the latest call are kept whole."""
+    """Accumulates the calls of all layers in a step, and holds the activations of the latest call.
+
+    `late` names layers that cannot be compared: their calls differ from the others', or they have no real datapoints.
+    """
 
     def __init__(self, origin: Origin) -> None:
         self.origin, self.call = origin, origin.call
@@ -383,7 +385,7 @@ class _Step:
         self.late: set[str] = set()
 
     def add(self, metric: Similarity, origin: Origin, array: NDArray[Any]) -> None:
-        """Take the activations of one layer in one call."""
+        """Add the activations of one layer in one call."""
         name = replace(origin, call=0).layer
         if name not in self.names:
             self.names.append(name)
@@ -410,7 +412,7 @@ class _Step:
             self.groups = []
             for names in as_many(rows):
                 gathering = metric.gathering()
-                # with so many neurons, keeping all datapoints takes less memory than the matrix of neuron products
+                # with this many neurons, all datapoints take less memory than the matrix of products
                 if isinstance(gathering, Layers) and sum(sheets[name].d for name in names) > WIDE:
                     gathering = _Whole(metric)
                 self.groups.append(_Group(names, [rows[name] for name in names], gathering))
@@ -427,7 +429,7 @@ class _Step:
                                         for name, sheet in zip(group.names, there, strict=True)])  # fmt: skip
 
     def pairs(self, metric: Similarity) -> Iterator[tuple[str, str, Any]]:
-        """Each pair of layers with its similarity; in both orders, if that is not symmetric."""
+        """Each pair of layers with its similarity; in both orders if the metric is not symmetric."""
         found: dict[tuple[str, str], Any] = {}
         for group in self.groups or ():
             for (i, one), (j, other) in itertools.permutations(enumerate(group.names), 2):
@@ -442,7 +444,7 @@ class _Step:
                     yield other, one, found.get((other, one)) or metric.unlike()
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors and plain values."""
+        """The step as tensors and plain values."""
         groups = [
             {
                 "names": list(one.names),
@@ -463,7 +465,7 @@ class _Step:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], metric: Similarity) -> _Step:
-        """The step of such a state."""
+        """The inverse of `state_dict`."""
         step = cls(Origin(**state["origin"]))
         step.call, step.names, step.late = state["call"], list(state["names"]), set(state["late"])
         step.buffer = {name: tensor.numpy() for name, tensor in state["buffer"].items()}
@@ -501,9 +503,9 @@ class _Whole(Gathering):
         return self.metric.compare(self.kept[i], self.kept[j])
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors."""
+        """The data of all calls as tensors."""
         return {"parts": [[torch.from_numpy(part) for part in parts] for parts in self.parts]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
+        """Continue from a `state_dict`."""
         self.parts, self.kept = [[part.numpy() for part in parts] for parts in state["parts"]], []

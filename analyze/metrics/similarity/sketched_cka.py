@@ -1,4 +1,4 @@
-"""Linear CKA of wide layers, estimated from random projections of their neurons, each with an interval."""
+"""Linear CKA of wide layers, estimated with intervals from random projections of their neurons."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from tracer.numbers.arrays import Array
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SketchedResult:
-    """A similarity that was estimated from sketches; ``float()`` gives its value.
+    """A similarity estimated from sketches; ``float()`` gives its value.
 
     Attributes
     ----------
     value : float
         The estimate; NaN if there is none.
     low, high : float
-        The interval: of 100 projections that are drawn, 99 have the exact value in theirs.
+        The interval: over random projections, 99 of 100 intervals contain the exact value.
     n : int
-        Datapoints that were used.
+        The number of datapoints.
     status : str
         As in `analyze.SVCCA`.
     null_baseline : float
-        The value to expect of unrelated layers.
+        The expected value for unrelated layers.
     """
 
     value: float
@@ -114,7 +114,7 @@ def sketched_cka(
 
 
 def compared(one: Kept, other: Kept, k: int) -> SketchedResult:
-    """The estimate of two sketches of k columns; never raises."""
+    """The estimate from two sketches of k columns; never raises."""
     n = len(one.x_nd)
     x, y = columns_of(one, k), columns_of(other, k)
     if isinstance(x, str) or isinstance(y, str):
@@ -134,12 +134,12 @@ def compared(one: Kept, other: Kept, k: int) -> SketchedResult:
 
 
 def unlike(status: Status, n: int = 0) -> SketchedResult:
-    """The result of layers without a value."""
+    """The result for layers without a value."""
     return SketchedResult(*NOTHING, n, status, math.nan)
 
 
 class OfSketches(Similarity):
-    """A `Similarity` that is estimated from sketches of k columns."""
+    """A `Similarity` estimated from sketches of k columns."""
 
     companions = ("_low", "_high", "_null", "_status")
     representation = Kept
@@ -151,11 +151,11 @@ class OfSketches(Similarity):
         self.reduction = f"sketch:k={k}"
 
     def taken(self, message: Message) -> Message:
-        """A message with the sketch of its layer, or the layer itself if it is narrower."""
+        """A message with the sketch of its layer, or with the layer itself if it has fewer than k neurons."""
         return taken(message, self.k, self.seed, self.channels, self.positions)
 
     def represent(self, data: Array) -> Kept:
-        """What is kept of a sketch, or of a layer of fewer neurons than a sketch has columns."""
+        """A sketch, or a layer with fewer than k neurons, as it is."""
         return Kept.of(data, self.channels, self.positions)
 
     def numbers(self, found: SketchedResult) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""SVCCA of wide layers, estimated from random projections of their neurons, each with an interval."""
+"""SVCCA of wide layers, estimated with intervals from random projections of their neurons."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from analyze.metrics.similarity.sketched_cka import OfSketches, SketchedResult, 
 from tracer.numbers.arrays import Array
 
 _REACH = 3
-"""How many times the range of the values of all parts an interval reaches to either side."""
+"""An interval reaches this many times the range of the values of all parts to either side."""
 _SHARES = 4
-"""Within how many standard errors a sketch of k columns tells the share of the variance that is left out."""
+"""The left-out share of the variance, 1 - threshold, is varied by this many of its standard errors in a sketch."""
 _RESOLVED = 1 / 4
-"""The most of its columns that a sketch may need for the share of the variance, if it is to tell of the layer."""
+"""The largest share of a sketch's columns that may be kept for the estimate to be meaningful."""
 _ROUNDING = 1e-6
-"""What float32 leaves of a value."""
+"""The rounding error of float32 in a value."""
 
 
 def sketched_svcca(
@@ -80,7 +80,7 @@ def sketched_svcca(
 
 
 def compared(one: Kept, other: Kept, k: int, threshold: float) -> SketchedResult:
-    """The estimate of two sketches of k columns; never raises."""
+    """The estimate from two sketches of k columns; never raises."""
     n = len(one.x_nd)
     x, y = columns_of(one, k), columns_of(other, k)
     if isinstance(x, str) or isinstance(y, str):
@@ -105,12 +105,12 @@ def compared(one: Kept, other: Kept, k: int, threshold: float) -> SketchedResult
 
 
 def _parts(k: int, count: int) -> list[slice]:
-    """So many parts of k columns."""
+    """The slices that divide k columns into `count` equal parts."""
     return [slice(i * (k // count), (i + 1) * (k // count)) for i in range(count)]
 
 
 def _of_part(x: Columns, y: Columns, threshold: float, chosen: slice) -> CanonicalResult:
-    """SVCCA of some of the columns of those layers that are sketches."""
+    """SVCCA of two layers; of a sketch, only the chosen columns are used."""
     one, other = (Sheet.matrix(layer.z_nk[:, chosen] if layer.drawn else layer.z_nk) for layer in (x, y))
     return compare(of_sheet(one, threshold), of_sheet(other, threshold))
 

@@ -1,4 +1,4 @@
-"""SVCCA: how similar two sets of activations of the same datapoints are, whatever the basis each is written in."""
+"""SVCCA: how similar two sets of activations of the same datapoints are, whatever the basis of each."""
 
 from __future__ import annotations
 

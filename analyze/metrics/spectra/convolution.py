@@ -1,4 +1,4 @@
-"""A convolution as a linear map of one input: its matrices, its padding, its spectrum."""
+"""A convolution as a linear map of one input: its layout, its products, its norm with circular padding."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MODES: Mapping[Mode, Literal["reflect", "edge", "wrap"] | None] = {
     "replicate": "edge",
     "circular": "wrap",
 }
-"""The content of the padding: its name in torch, and in NumPy."""
+"""The content of the padding: its name in torch → its name in NumPy."""
 
 _BATCH = 1 << 22
-"""Complex numbers of a batch of frequencies: 64 MiB."""
+"""Complex numbers in a batch of frequencies: 64 MiB."""
 
 
 def per_axis(given: Any, axes: int, what: str, least: int) -> tuple[int, ...]:
-    """A whole number for each axis, from one or several; `MessageError` if there are others, or one is too small."""
+    """An integer for each axis, from one for all or one for each. Raise `MessageError` for anything else."""
     several = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * axes
     good = len(several) == axes and all(is_whole(one, least) for one in several)
     check(good, f"{what} is a whole number from {least}, or {axes} of them", given)
@@ -40,7 +40,7 @@ def per_axis(given: Any, axes: int, what: str, least: int) -> tuple[int, ...]:
 def padded(
     padding: Padding, kernel: Sequence[int], dilations: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How many elements are put before and after those of each axis."""
+    """The numbers of padding elements at the beginning and at the end of each axis."""
     if padding == "valid":
         return (0,) * len(kernel), (0,) * len(kernel)
     if padding in ("same", "circular"):
@@ -54,7 +54,7 @@ def padded(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a convolution lies on its input; each tuple has a number for each spatial axis."""
+    """The geometry of a convolution on its input; each tuple has a number for each spatial axis."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -112,10 +112,10 @@ def layout_of(
 
 
 class Convolution:
-    """A convolution of one padded input, and its transpose, as a product of matrices for each position.
+    """A convolution of one padded input, and its transpose, as a matrix product for each position of the kernel.
 
-    Of a kernel (o, c / groups, ...): `forward` takes the flat input (c, ...) to the flat output (o, ...), `adjoint`
-    back.
+    For a kernel (o, c / groups, ...), `forward` maps the flat input (c, ...) to the flat output (o, ...). `adjoint`,
+    its transpose, maps outputs to inputs.
     """
 
     def __init__(self, kernel: NDArray[Any], layout: Layout) -> None:
@@ -126,7 +126,7 @@ class Convolution:
         self.shape = (groups, channels, *sizes)
         self._wide = (groups, channels, *(n + b + a for n, b, a in zip(sizes, before, after, strict=True)))
         self._inside = (slice(None), slice(None), *(slice(b, b + n) for b, n in zip(before, sizes, strict=True)))
-        # which slice of the padded input is a copy of which other one, axis by axis
+        # (target, source): slices of the padded input, axis by axis, of which the target is a copy of the source
         self._copies: list[tuple[tuple[slice | int, ...], tuple[slice | int, ...]]] = []
         how = MODES[layout.mode]
         if how is not None:
@@ -140,7 +140,7 @@ class Convolution:
             (n - (k - 1) * d - 1) // s + 1
             for n, k, d, s in zip(self._wide[2:], places, layout.dilations, layout.strides, strict=True)
         ]
-        # the part of the padded input that each position of the kernel sees
+        # for each position of the kernel, the part of the padded input that it multiplies
         self._seen = [
             (
                 slice(None),
@@ -176,7 +176,7 @@ class Convolution:
 
 
 def circular_norm(kernel: NDArray[np.float64], layout: Layout) -> tuple[float, float]:
-    """The norm of a circular convolution at stride 1, and its residual: the largest singular value of a frequency."""
+    """The norm of a circular convolution at stride 1, the largest over all frequencies; and its residual."""
     sizes, dilations, groups = layout.sizes, layout.dilations, layout.groups
     outputs, channels = kernel.shape[:2]
     wrapped = np.zeros((outputs, channels, *sizes))
@@ -184,7 +184,7 @@ def circular_norm(kernel: NDArray[np.float64], layout: Layout) -> tuple[float, f
         where = tuple(at * d % n for at, d, n in zip(place, dilations, sizes, strict=True))
         wrapped[(slice(None), slice(None), *where)] += kernel[(slice(None), slice(None), *place)]
     axes = tuple(range(2, kernel.ndim))
-    # of a real kernel the other half of the last axis's frequencies are complex conjugates
+    # a real kernel has complex conjugates at the other half of the last axis's frequencies
     spectrum = np.fft.rfftn(wrapped, axes=axes).reshape(outputs, channels, -1)
     per_group, square, at_best = outputs // groups, -1.0, kernel[:, :, 0]
     few = max(1, _BATCH // (per_group * channels))

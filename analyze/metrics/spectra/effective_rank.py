@@ -1,4 +1,4 @@
-r"""How many directions a weight or a layer's activations really use: three soft ranks of their spectrum.
+r"""Three soft ranks of a spectrum: how many directions a weight or a layer's activations effectively use.
 
 All are functions of the shares :math:`p_i = \lambda_i / \sum_j \lambda_j`, where :math:`\lambda_i` are the squared
 singular values of a weight, or the eigenvalues of the covariance of activations.
@@ -112,16 +112,16 @@ def effective_rank(x: Array, *, centre: bool = False, channels: Channels = "auto
 
 
 class _SoftRank(OfSpectrum):
-    """Answers each message with a function of its shares, and with its status."""
+    """Answers each message with a function of its shares, and with the status of the spectrum."""
 
     def number(self, found: Spectrum) -> tuple[float, Status]:
-        """The rank, and whether there are datapoints enough for it: few make it too small."""
+        """The rank and the status; fewer than 5 datapoints for each neuron make the rank too small."""
         few = self.centre and found.status == "ok" and found.rows < 5 * found.columns
         return self.rank(found), "few_samples" if few else found.status
 
     @classmethod
     def rank(cls, found: Spectrum) -> float:
-        """The rank; NaN where the data has no variance or is not finite."""
+        """The rank; NaN if the data has no variance or is not finite."""
         if found.status != "ok":
             return math.nan
         squares = found.squares

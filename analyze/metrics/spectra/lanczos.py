@@ -1,4 +1,4 @@
-"""The largest singular value of a linear map, by Lanczos from a random vector, with a proof that no other is larger.
+"""The largest singular value of a linear map, by Lanczos from a random vector, with a bound on the chance of error.
 
 Shapes: ``q_n`` is a vector of the map's domain (n numbers), ``p_m`` a vector of its range (m numbers).
 """
@@ -20,35 +20,35 @@ from analyze.metrics.streams import stream_of
 from tracer.messaging.messages import Message
 
 Map = Callable[[NDArray[Any]], NDArray[Any]]
-"""Takes a vector q (n,) to W'W q (n,), in its dtype; W' is the (conjugate) transpose."""
+"""Maps a vector q (n,) to W'W q (n,) in the same dtype; W' is the (conjugate) transpose."""
 
 CHANCE = 1e-9
-"""With what probability, over the random vector, a larger singular value goes unseen."""
+"""The largest probability, over the random vector, that a larger singular value is missed."""
 
 _BYTES = 1 << 28
-"""So many bytes of vectors are held; beyond, new vectors are kept orthogonal to the latest only."""
+"""The most bytes of basis vectors; beyond this, new vectors are kept orthogonal to the latest ones only."""
 
 _CACHED, _PART = 1 << 21, 1 << 19
-"""The second level of a processor's cache, of which a part of a matrix takes a quarter."""
+"""Bytes of a processor's second-level cache, and of the part of a matrix that is read at a time."""
 
 _FIRST, _NEXT = 8, 1.1
-"""After so many steps it is first looked whether they are enough, and then after so many times as many."""
+"""The steps before the first test of convergence, and the factor on their number before each further test."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extreme:
-    """What `largest` found.
+    """The result of `largest`.
 
     Attributes
     ----------
     value : float
-        A lower bound of the largest singular value, but for rounding; NaN if the map gave NaN or infinity.
+        A lower bound of the largest singular value, except for rounding; NaN if the map gave NaN or infinity.
     residual : float
-        r = |W'u - value q| for the best q: some singular value is within r of `value`. Rounding is in it.
+        r = |W'u - value q| for the best q: some singular value is within r of `value`. It includes rounding.
     steps : int
         How often the map was applied.
     converged : bool
-        Whether it is shown that no singular value exceeds ``(1 + tolerance) value``.
+        Whether, except with probability `CHANCE`, no singular value exceeds ``(1 + tolerance) value``.
     """
 
     value: float
@@ -58,7 +58,7 @@ class Extreme:
 
 
 def seeded(*words: object) -> np.random.Generator:
-    """A generator of random numbers of its own, the same for the same words in every process.
+    """A generator of random numbers that depends on the words only: the same in every process.
 
     Examples
     --------
@@ -70,17 +70,17 @@ def seeded(*words: object) -> np.random.Generator:
 
 
 def generator_of(message: Message) -> np.random.Generator:
-    """The generator of a message's random vector: that of its stream and step, so live and replay draw the same."""
+    """The random generator of a message, seeded by its stream and step, so live and replay draw the same numbers."""
     return seeded(message.kind, *stream_of(message), message.global_step)
 
 
 def product(a_mn: NDArray[Any]) -> Map:
-    """The map of a matrix A: q to A'A q.
+    """The map q → A'A q of a matrix A.
 
     Notes
     -----
-    Each part of a large real matrix is read from memory once, for A and for its transpose. A matrix that the second
-    level of the cache holds, or whose rows do not lie one behind the other, is multiplied as a whole.
+    Each part of a large real matrix is read from memory once, for A and for its transpose. A matrix that fits into the
+    second-level cache, or is not in C order, is multiplied as a whole.
     """
     if a_mn.dtype.kind == "c":
         return lambda q_n: ((a_mn @ q_n).conj() @ a_mn).conj()
@@ -107,7 +107,7 @@ def largest(
     tolerance: float = 1e-6,
     steps: int = 300,
 ) -> Extreme:
-    r"""The largest singular value of a linear map that is known by what W'W does to vectors.
+    r"""The largest singular value of a linear map W that is given by its product W'W with vectors.
 
     Parameters
     ----------
@@ -118,11 +118,11 @@ def largest(
     dtype : dtype
         Of the vectors: float32, float64 or complex.
     random : numpy.random.Generator
-        What the first vector is drawn from.
+        The source of the first vector.
     tolerance : float
-        The relative error to stop at.
+        The relative error at which to stop.
     steps : int
-        How often the map is applied at most.
+        The most applications of the map.
 
     Notes
     -----
@@ -130,10 +130,10 @@ def largest(
     :math:`\pi_k` be the k-th Lanczos polynomial, :math:`\theta` its largest zero, the square of the value that is
     returned. A singular vector u with :math:`\sigma^2\ge\lambda>\theta` has the part
     :math:`u'q_k=\pi_k(\sigma^2)\,u'x/|x|` in the k-th vector :math:`q_k`. This is at most 1, and :math:`\pi_k` rises
-    beyond :math:`\theta`, so :math:`|u'x|\le|x|/\pi_k(\lambda)`. A normally distributed number is so small with a
-    probability of at most :math:`\sqrt{2/\pi}\,|x|/\pi_k(\lambda)`. The iteration stops when this is below `CHANCE` at
+    beyond :math:`\theta`, so :math:`|u'x|\le|x|/\pi_k(\lambda)`. The probability that a normally distributed number is
+    this small is at most :math:`\sqrt{2/\pi}\,|x|/\pi_k(\lambda)`. The iteration stops when it is below `CHANCE` at
     :math:`\lambda=(1+\mathrm{tolerance}/2)^2\theta`; the other half of the tolerance is for rounding.
-    Nothing of this depends on what the map was before, or on the gap between singular values.
+    None of this depends on the gap between singular values.
     *Source*: B. N. Parlett, "The Symmetric Eigenvalue Problem" (1998), chapters 7 and 13, for the polynomials;
     J. Kuczyński, H. Woźniakowski, "Estimating the largest eigenvalue by the power and Lanczos algorithms with a random
     start" (1992), for random starts.
@@ -176,7 +176,7 @@ def largest(
 
 
 def _orthogonal(rest_n: NDArray[Any], basis_kn: NDArray[Any]) -> tuple[NDArray[Any], float]:
-    """What is left of a vector beside orthonormal ones, and its length: 0 if it is nothing but rounding."""
+    """The part of a vector orthogonal to an orthonormal basis, and its length: 0 if only rounding is left."""
     length = before = math.sqrt(_square(rest_n))
     for _ in range(4):
         rest_n = rest_n - (basis_kn.conj() @ rest_n) @ basis_kn
@@ -198,7 +198,7 @@ def _top(diagonal: Sequence[float], beside: Sequence[float]) -> tuple[float, flo
 
 
 def _growth(diagonal: Sequence[float], beside: Sequence[float], at: float) -> float:
-    """The logarithm of the last Lanczos polynomial at a number above its zeros; infinity below where it has one."""
+    """The logarithm of the last Lanczos polynomial at a number above all its zeros; -inf if the number is not."""
     total, pivot, before = 0.0, 1.0, 0.0
     for here, off in zip(diagonal, beside, strict=True):
         pivot = at - here - before / pivot

@@ -1,4 +1,4 @@
-"""The operator norm of a layer: how much it stretches its input at most, a convolution at the size it really sees.
+"""The operator norm of a layer: the largest factor by which it stretches an input, for a convolution of its real size.
 
 Shapes: ``w_ock`` is a kernel with o outputs, c inputs (of each group) and one or more spatial axes k; ``x_cs`` is one
 input with spatial axes s, ``y_ot`` its output.
@@ -46,7 +46,7 @@ from tracer.numbers.arrays import Array, as_array
 
 _SIZES = ("layer_inputs", "activations")
 _STEPS = 600
-"""How often a convolution is applied at most: some hundreds are enough for what initialisations give."""
+"""The most applications of a convolution; at initialisation, some hundreds are enough."""
 
 
 def operator_norm(
@@ -258,7 +258,7 @@ class OperatorNorm(PerMessage):
         self._convolutions: dict[Any, Mapping[str, Any]] = {}
 
     def know_model(self, model: Mapping[str, Any]) -> None:
-        """Keep what a recording says of its convolutions."""
+        """Keep what the recording's header says about convolutions."""
         modules = model.get("modules")
         self._convolutions = {
             one.get("name"): one["convolution"]
@@ -267,7 +267,7 @@ class OperatorNorm(PerMessage):
         }
 
     def compute(self, message: Message) -> Iterator[Message]:
-        """Keep the size of an input or output; answer a weight."""
+        """Keep the size of an input or output; answer a weight with its norm."""
         if message.kind in _SIZES:
             if not message.leaf and message.data is not None:
                 self._sizes[message.kind, message.key] = tuple(message.data.shape)
@@ -293,7 +293,7 @@ class OperatorNorm(PerMessage):
         arguments, guessed = layer
         try:
             found = operator_norm(array, **arguments, tolerance=self.tolerance, random=random)
-        except MessageError:  # what was given does not fit this layer: an answer, not the end of a replay
+        except MessageError:  # the arguments do not fit this layer: answer with a status, so that the replay goes on
             return SpectralNormResult(math.nan, math.nan, "unknown_size")
         if guessed and found.status in ("converged", "exact"):
             return SpectralNormResult(float(found), found.residual, "guessed", found.steps)
@@ -302,7 +302,7 @@ class OperatorNorm(PerMessage):
     def _layer(self, module: str | None, shape: tuple[int, ...]) -> tuple[dict[str, Any], bool] | None:
         """The arguments of `operator_norm` for a convolution, and whether they are a guess.
 
-        None if the size of its input is unknown, or if it is of a kind that `operator_norm` does not know.
+        None if the size of its input is unknown, if `operator_norm` does not support it, or if no stride fits.
         """
         axes, kernel = len(shape) - 2, shape[2:]
         header = recorded(self._convolutions.get(module, {}), kernel)
@@ -321,7 +321,7 @@ class OperatorNorm(PerMessage):
         if groups is None:
             channels = inputs[-axes - 1] if inputs else shape[1]
             groups = channels // shape[1] if shape[1] and channels % shape[1] == 0 else 0
-        # without its outputs nothing tells the stride; with an input of the user's all is as the user says
+        # a missing stride or padding is a guess, unless the user gave the size of the input
         guessed = self.input_hw is None and (stride is None or padding is None)
         if stride is None and padding is None and dilation == 1 and inputs and len(outputs) == len(inputs):
             sizes = inputs[-axes:], outputs[-axes:], kernel
@@ -351,7 +351,7 @@ class OperatorNorm(PerMessage):
         """The size of the input of a convolution: given, recorded, or derived from its output; empty if unknown."""
         axes, (stride, padding, _) = len(kernel), layout
         size: Any = self.input_hw if self.input_hw is not None else inputs[-axes:]
-        if header.get("transposed", False):  # the norm of a map is that of its transpose, from outputs to inputs
+        if header.get("transposed", False):  # a convolution from outputs to inputs has the same norm
             if outputs and self.input_hw is None:
                 return outputs[-axes:]
             return inputs_of(size, kernel, *layout, header["output_padding"]) if size else size
@@ -360,10 +360,10 @@ class OperatorNorm(PerMessage):
         return size
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes of each layer."""
+        """The last input and output shape of each layer."""
         sizes = [{"kind": kind, "module": module, "shape": list(of)} for (kind, module), of in self._sizes.items()]
         return {"sizes": sizes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another of the same parameters stopped."""
+        """Continue from a `state_dict` of a metric with the same parameters."""
         self._sizes = {(one["kind"], one["module"]): tuple(one["shape"]) for one in state["sizes"]}

@@ -1,4 +1,4 @@
-"""The tail of a weight's spectrum: a power law fitted to it, and WeightWatcher's board of numbers.
+"""A power law fitted to the tail of a weight's spectrum, and WeightWatcher's numbers.
 
 Shapes: ``w_oc`` is a matrix of o outputs by c inputs; N and M are its longer and its shorter side; λ are the
 eigenvalues of W'W, its squared singular values.
@@ -113,7 +113,7 @@ def _no_fit(status: Status) -> PowerLawResult:
 
 
 def _fitted(logs: NDArray[np.float64]) -> PowerLawResult:
-    """The fit to numbers of which the logarithms are given, rising."""
+    """The fit to numbers, given their logarithms in ascending order."""
     count = len(logs)
     if count < 2 or logs[0] == logs[-1]:
         return _no_fit("too_few")
@@ -126,7 +126,7 @@ def _fitted(logs: NDArray[np.float64]) -> PowerLawResult:
         if not total > 0:
             continue
         law = np.exp((logs[begin:] - logs[begin]) * (-size / total))
-        law += steps[:size] / size  # 1 - the law's distribution function + the empirical one
+        law += steps[:size] / size  # now 1 - (the law's distribution function) + (the empirical one)
         law -= 1
         distance = max(float(law.max()), -float(law.min()))
         if distance < best:
@@ -142,7 +142,10 @@ def _fitted(logs: NDArray[np.float64]) -> PowerLawResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Esd:
-    """The eigenvalues of a weight's matrices, as base-10 logarithms, rising; those of rank-deficient ones left out."""
+    """The nonzero eigenvalues of a weight's matrices, together, as base-10 logarithms in ascending order.
+
+    `shares` are the eigenvalues over the largest; `rank` is the sum of the matrices' ranks.
+    """
 
     logs: NDArray[np.float64]
     shares: NDArray[np.float64]
@@ -180,12 +183,12 @@ def _collected(spectra: list[Spectrum]) -> _Esd:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightWatcherResult:
-    """WeightWatcher's numbers of a weight, under its names; ``float()`` gives alpha.
+    """WeightWatcher's numbers of a weight, under WeightWatcher's names; ``float()`` gives alpha.
 
     Attributes
     ----------
     alpha, xmin, D, sigma, num_spikes
-        Of the power law of the eigenvalues λ of W'W, see `PowerLawResult`; its ``num_pl_spikes``.
+        The power law of the eigenvalues λ of W'W, see `PowerLawResult`; WeightWatcher calls the last ``num_pl_spikes``.
     alpha_weighted : float
         alpha · log10 of the largest λ.
     log_alpha_norm : float
@@ -195,9 +198,9 @@ class WeightWatcherResult:
     stable_rank : float
         The sum of all λ over the largest.
     entropy : float
-        Of the shares λ / sum λ, over the logarithm of the rank; from 0 to 1.
+        The entropy of the shares λ / sum λ, divided by the logarithm of the rank; from 0 to 1.
     matrix_rank, rank_loss : int
-        Numerical rank, and what is missing to full rank; of a convolution the sums over its matrices.
+        The numerical rank, and full rank minus it; for a convolution, the sums over its matrices.
     mp_softrank : float
         The upper edge of the Marchenko-Pastur law over the largest λ.
     mp_spikes : int
@@ -307,21 +310,20 @@ def marchenko_pastur_edge(eigenvalues: Array, rows: int, columns: int) -> float:
     Parameters
     ----------
     eigenvalues : array (k,)
-        All of them, zeros included.
+        All eigenvalues, zeros included; those of several matrices of one shape may be given together.
     rows, columns : int
-        The sides of W; of several matrices of one shape the eigenvalues of all may be given together.
+        The sides of W.
 
     Returns
     -------
     float
-        :math:`s^2 (\sqrt N + \sqrt M)^2`, where s² is the variance of the elements that the eigenvalues up to the edge
-        give: it is lowered until no more eigenvalues are above it.
+        :math:`s^2 (\sqrt N + \sqrt M)^2`, where s² is the variance of the elements as the eigenvalues up to the edge
+        give it. The edge is lowered until no more eigenvalues leave the bulk.
 
     Notes
     -----
-    (WeightWatcher fits s to a smoothed density instead, on a grid of 1 %, and counts spikes above the edge and a margin
-    of Tracy-Widom's.) V. A. Marchenko, L. A. Pastur, "Distribution of eigenvalues for some sets of random matrices"
-    (1967).
+    V. A. Marchenko, L. A. Pastur, "Distribution of eigenvalues for some sets of random matrices" (1967). WeightWatcher
+    instead fits s to a smoothed density, on a grid of 1 %, and counts spikes above the edge plus a Tracy-Widom margin.
 
     Examples
     --------
@@ -345,17 +347,17 @@ def marchenko_pastur_edge(eigenvalues: Array, rows: int, columns: int) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Randomized:
-    """A weight beside itself with its elements shuffled.
+    """A weight compared with itself after its elements were shuffled.
 
     Attributes
     ----------
     distance : float
-        The Jensen-Shannon distance of the two spectra, each over its sum (WeightWatcher's ``rand_distance``).
+        The Jensen-Shannon distance of the two normalised spectra (WeightWatcher's ``rand_distance``).
     softrank : float
-        The largest eigenvalue of the shuffled weight over that of the weight (its ``ww_softrank``).
+        The largest eigenvalue of the shuffled weight over that of the weight (WeightWatcher's ``ww_softrank``).
     traps : int
-        How many eigenvalues of the shuffled weight are above its Marchenko-Pastur edge and Tracy-Widom's margin: they
-        come from single large elements, not from correlations (its ``rand_num_spikes``).
+        How many eigenvalues of the shuffled weight are above its Marchenko-Pastur edge plus a Tracy-Widom margin. They
+        come from single large elements, not from correlations (WeightWatcher's ``rand_num_spikes``).
     """
 
     distance: float
@@ -364,7 +366,7 @@ class Randomized:
 
 
 def randomized(w: Array | None, *, conv: Conv = "slices", random: np.random.Generator | None = None) -> Randomized:
-    """Compare a weight with itself with its elements shuffled.
+    """Compare a weight with itself after its elements are shuffled.
 
     Parameters
     ----------
@@ -372,7 +374,7 @@ def randomized(w: Array | None, *, conv: Conv = "slices", random: np.random.Gene
     conv
         As in `weightwatcher`.
     random : numpy.random.Generator, optional
-        By default a fixed one.
+        By default, one with a fixed seed.
 
     Examples
     --------
@@ -394,7 +396,7 @@ def randomized(w: Array | None, *, conv: Conv = "slices", random: np.random.Gene
     full = esd.columns * esd.matrices
     ours, theirs = (np.concatenate([np.zeros(full - len(one.shares)), one.shares]) for one in (esd, other))
     edge = marchenko_pastur_edge(theirs, esd.rows, esd.columns)
-    # the fluctuation of the largest eigenvalue of a random matrix (I. M. Johnstone, 2001), three times
+    # three times the fluctuation of the largest eigenvalue of a random matrix (I. M. Johnstone, 2001)
     long, short = math.sqrt(esd.rows), math.sqrt(esd.columns)
     margin = 3 * edge / (long + short) * (1 / long + 1 / short) ** (1 / 3)
     return Randomized(

@@ -1,4 +1,4 @@
-"""The stride, padding and sizes of a convolution, from what a trace says of it and from the shapes around it."""
+"""The stride, padding and input size of a convolution, from a trace's header or from recorded shapes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tracer.errors import MessageError
 def inferred(
     inputs: Sequence[int], outputs: Sequence[int], kernel: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Stride and padding of a convolution, from the sizes of its input, output and kernel; None if there are none.
+    """Stride and padding of a convolution, from the sizes of its input, output and kernel; None if none fit.
 
-    Of those that fit, with a padding up to half the kernel: strides that are powers of 2 before others, then the one
-    nearest to the ratio of the sizes, then the least padding. `ambiguous` says whether it is a guess.
+    The padding is at most half the kernel. If several fit: a stride that is a power of 2 before others, then the stride
+    nearest to the ratio of the sizes, then the least padding. `ambiguous` tells whether the result is a guess.
 
     Examples
     --------
@@ -37,7 +37,7 @@ def inferred(
 def ambiguous(inputs: Sequence[int], outputs: Sequence[int], kernel: Sequence[int]) -> bool:
     """Whether several convolutions have these sizes of input, output and kernel, so that `inferred` is a guess.
 
-    One that uses its whole input is taken for the right one if it is the only one that does.
+    It is no guess if the inferred convolution is the only one that uses its whole input.
 
     Examples
     --------
@@ -45,7 +45,7 @@ def ambiguous(inputs: Sequence[int], outputs: Sequence[int], kernel: Sequence[in
     (False, False, True)
     """
     for n, m, k, s, p in zip(inputs, outputs, kernel, *(inferred(inputs, outputs, kernel) or ((), ())), strict=False):
-        # where there is one output, the stride makes no difference
+        # with a single output, the stride makes no difference
         fits = {(s if m > 1 else 1, p) for s, p in _fitting(n, m, k)}
         whole = {(s, p) for s, p in fits if m > 1 and (n + 2 * p - k) % s == 0}
         if len(fits) > 1 and whole != {(s, p)}:
@@ -54,7 +54,7 @@ def ambiguous(inputs: Sequence[int], outputs: Sequence[int], kernel: Sequence[in
 
 
 def _fitting(n: int, m: int, k: int) -> Iterator[tuple[int, int]]:
-    """Every stride and padding with which a kernel of size k makes m outputs of n inputs."""
+    """Every stride and padding for which a kernel of size k makes m outputs from n inputs."""
     for s in range(1, n + 1):
         for p in range(k // 2 + 1):
             if n + 2 * p >= k and (n + 2 * p - k) // s + 1 == m:
@@ -62,9 +62,9 @@ def _fitting(n: int, m: int, k: int) -> Iterator[tuple[int, int]]:
 
 
 def recorded(said: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any] | None:
-    """What a trace's header says of a convolution, in the words of `operator_norm`.
+    """A convolution from a trace's header, as arguments of `operator_norm`.
 
-    Empty if it says nothing that fits the kernel; None if this is a padding that `operator_norm` does not have.
+    Empty if the header is missing or does not fit; None if `operator_norm` does not support the convolution's padding.
     """
     try:
         axes = len(kernel)
@@ -85,7 +85,7 @@ def recorded(said: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any] |
         "padding_mode": mode if any(before + after) else "zeros",
     }
     if transposed is True:
-        # where an output has more than a stride of its own, it is no transpose of what `operator_norm` has
+        # with output padding of a stride or more, it is not the transpose of a convolution that is supported
         fits = mode == "zeros" and all(p < s for p, s in zip(further, strides, strict=True))
         return found if fits else None
     if mode not in MODES:
@@ -105,14 +105,14 @@ def inputs_of(
     dilation: Any,
     further: Sequence[int] | None = None,
 ) -> tuple[int, ...] | None:
-    """The smallest input of which a convolution makes such an output; or one that is larger by `further`."""
+    """The smallest input size that gives an output size, plus `further`; None if the arguments do not fit."""
     try:
         strides, dilations = (
             per_axis(given, len(kernel), what, 1) for given, what in ((stride, "stride"), (dilation, "dilation"))
         )
         before, after = padded(padding, kernel, dilations)
         outputs = per_axis(outputs, len(kernel), "input_hw", 1)
-    except MessageError:  # given for another number of axes than this layer has
+    except MessageError:  # an argument has another number of axes than this layer
         return None
     more = further or (0,) * len(kernel)
     parts = zip(outputs, kernel, strides, dilations, before, after, more, strict=True)

@@ -1,4 +1,4 @@
-"""Layer saturation: the share of a layer's directions that its activations need.
+"""Layer saturation: the share of a layer's directions that hold most of the variance of its activations.
 
 Shapes: ``x_nd`` has n datapoints and d neurons.
 """
@@ -36,18 +36,18 @@ class SaturationResult:
     Attributes
     ----------
     value : float
-        k / d; NaN if there is none.
+        k / d; NaN if it is not defined.
     k : int
         The fewest directions that hold the share of the variance: the intrinsic dimension.
     d, n : int
         Neurons and datapoints.
     trace : float
-        Of the covariance: the total variance, with n - 1 in the denominator.
+        The trace of the covariance: the total variance, with n - 1 in the denominator.
     log_det : float
         Natural logarithm of the covariance's determinant; -inf if its rank is not full.
     status : str
-        ``"ok"``; ``"few_samples"`` if n - 1 < 5 k, where k is too small; or why the value is NaN: ``"zero"`` variance,
-        ``"empty"``, ``"nonfinite"``, ``"mismatch"``.
+        ``"ok"``; ``"few_samples"`` if n - 1 < 5 k, which makes k too small; or why the value is NaN: ``"zero"``
+        variance, ``"empty"``, ``"nonfinite"``, ``"mismatch"``.
     """
 
     value: float
@@ -111,7 +111,7 @@ def _check(threshold: object, channels: object, positions: object) -> None:
 
 
 def arranged(x: NDArray[Any], channels: Channels, positions: Positions) -> NDArray[Any] | None:
-    """Activations as datapoints by neurons, pooled over positions; None if they are no real activations."""
+    """Activations as datapoints by neurons, with positions pooled; None if they are complex or a single number."""
     if positions == "datapoints" or x.ndim < 3 or x.dtype.kind == "c":
         return real_neurons(x, channels)
     if positions == "flatten":
@@ -148,7 +148,7 @@ def measured(found: Spectrum, threshold: float) -> SaturationResult:
         return _nothing(found.rows, found.columns, found.status)
     squares, free = found.squares, max(found.rows - 1, 1)
     held = np.cumsum(squares)
-    # the slack is for rounding only: a share that is reached exactly is reached
+    # the slack lets a share that is reached exactly count as reached despite rounding
     k = min(int(np.searchsorted(held, threshold * held[-1] * (1 - 1e-12))) + 1, len(squares))
     log_det = -math.inf
     if found.rank == found.columns:
@@ -250,7 +250,7 @@ class Saturation(Metric):
         self._open: dict[Series, _Epoch] = {}
 
     def compute(self, message: Message) -> Iterator[Message]:
-        """Answer one message with its saturation, or take it in and answer for the epoch that it shows to be over."""
+        """Answer a message with its saturation; with epochs, add it, and answer for the epoch that it ends, if any."""
         data = neurons_last(message, self.channels).data
         if self.window == "message":
             yield from self._answers(message, _measured(data, self.threshold, self.channels, self.positions))
@@ -277,7 +277,7 @@ class Saturation(Metric):
             yield derived(message, kind, answer(number))
 
     def state_dict(self) -> dict[str, Any]:
-        """Number, mean and scatter of the datapoints of each open epoch; nothing if the window is the message."""
+        """Number, mean and scatter of the datapoints of each open epoch; empty if the window is the message."""
         if not self._open:
             return {}
         return {
@@ -294,11 +294,11 @@ class Saturation(Metric):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another of the same parameters stopped."""
+        """Continue from a `state_dict` of a metric with the same parameters."""
         self._open = dict(map(_restored, state.get("open", ())))
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Add the datapoints that another of the same parameters saw later, in the same epoch of the same stream."""
+        """Add the datapoints of another metric's state, which come later in the same epochs of the same streams."""
         for key, one in map(_restored, state.get("open", ())):
             there = self._open.get(key)
             if there is None:
@@ -313,14 +313,14 @@ class Saturation(Metric):
 
 _COUNTERS = ("global_step", "train_step", "epoch", "call")
 _NO_SCATTER = {"count": 0, "finite": True, "mean": None, "rest": None, "products": None}
-"""What a state has in place of a `Scatter` of which there is none."""
+"""The entry of a state for an epoch without a `Scatter`."""
 
 
 class _Epoch:
-    """What is known of a stream's datapoints in one epoch."""
+    """The datapoints of a series in one epoch."""
 
     def __init__(self, last: Message, scatter: Scatter | None, status: Status) -> None:
-        # the counters only: the data would stay in memory until the epoch is over
+        # keep the counters only: the data would stay in memory until the epoch is over
         self.last = derived(last, last.kind, 0.0)
         self.scatter, self.status = scatter, status
 

@@ -1,4 +1,4 @@
-"""Singular values of weights, and the condition number that the first and the last of them give."""
+"""Singular values of weights, and the condition number: the ratio of the first to the last."""
 
 from __future__ import annotations
 
@@ -188,6 +188,6 @@ class ConditionNumber(OfSpectrum):
     name = "condition_number"
 
     def number(self, found: Spectrum) -> tuple[float, Status]:
-        """The ratio, of a covariance that of its eigenvalues; infinity where the rank is not full."""
+        """The ratio of singular values, or of a covariance's eigenvalues; infinity if the rank is not full."""
         value, status = _condition(found, min_side=not self.centre)
         return value * value if self.centre else value, status

@@ -1,4 +1,4 @@
-"""How many directions wide layers use, estimated from random projections of their neurons, each with an interval.
+"""Soft ranks of wide layers, estimated with intervals from random projections of their neurons.
 
 Shapes: ``g_kk`` holds the products of the k centred columns of a sketch.
 """
@@ -38,17 +38,17 @@ from tracer.numbers.arrays import Array, as_array
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SketchedRankResult:
-    """How many directions a layer uses, estimated from a sketch; ``float()`` gives the participation ratio.
+    """The soft ranks of a layer, estimated from a sketch; ``float()`` gives the participation ratio.
 
     Attributes
     ----------
     value, low, high : float
-        The participation ratio of the covariance, and its interval: of 100 projections that are drawn, 99 have the
-        exact value in theirs.
+        The participation ratio of the covariance, and its interval: over random projections, 99 of 100 intervals
+        contain the exact value.
     stable_low, stable_high : float
         An interval of the stable rank: the total variance over the largest variance of a direction.
     n : int
-        Datapoints.
+        The number of datapoints.
     status : str
         As in `analyze.SVCCA`. ``"few_samples"``: n - 1 is less than five times the value.
     """
@@ -126,7 +126,7 @@ def sketched_rank(
 
 
 def _measured(kept: Kept, k: int) -> SketchedRankResult:
-    """The ranks of a sketch of k columns, or of a layer of fewer neurons; never raises for the values in it."""
+    """The ranks from a sketch of k columns, or from a layer of fewer neurons; never raises because of its values."""
     n = len(kept.x_nd)
     columns = columns_of(kept, k)
     if isinstance(columns, str):
@@ -152,10 +152,10 @@ def _at_least_one(found: Estimate) -> Estimate:
 
 
 def _of_second_order(g_kk: NDArray[np.float64], trace: float, square: float) -> float:
-    """The standard error of the logarithm of `trace` over `square` that is due to pairs of columns alone.
+    """The standard error of log(trace / square) that is due to pairs of columns alone.
 
-    It is of the order 1/k. Where all directions are equally strong, their ratio is at its most, and what single columns
-    tell cancels.
+    It is of the order 1/k. It matters if all directions are equally strong: then the ratio is at its maximum, and the
+    contributions of single columns cancel.
     """
     k, power_k = len(g_kk), np.diagonal(g_kk)
     terms_kk = k * k * (np.outer(power_k, power_k) / trace - np.square(g_kk) / square)
@@ -172,12 +172,12 @@ def _stable(
     """An interval of the stable rank, from moments of the spectrum.
 
     The largest variance is at least M4/M3 and at most the fourth root of M4, where Mp is the sum of the p-th powers of
-    all. Where that is not to be had, it is at least M2/M1, and at most the root of M2.
+    all variances. If an estimate of M3 or M4 is not positive, the bounds are M2/M1 and the root of M2.
     """
     low, high = math.sqrt(ratio.low), ratio.high
     third, fourth = moments(g_kk, k)
     if min(third.min(), fourth.min()) > 0:
-        # three intervals have to hold together, each as often as that of the participation ratio or more
+        # three intervals must hold together; each holds at least as often as that of the participation ratio
         below = of_logarithm(log_trace_1k - np.log(fourth) / 4)
         above = of_logarithm(log_trace_1k + np.log(third) - np.log(fourth))
         low, high = max(low, below.low), min(high, above.high)
@@ -185,10 +185,10 @@ def _stable(
 
 
 def moments(g_kk: NDArray[np.float64], k: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The sums of the third and of the fourth powers of all variances, without bias: ``of_1k``.
+    """Unbiased estimates of the sums of the third and of the fourth powers of all variances, as `of_sums` gives them.
 
-    They are means over closed walks through three and through four different columns. Those of four are all that come
-    back, less those that meet a column twice.
+    They are means over closed walks through three or four different columns. For four, walks that visit a column twice
+    are subtracted from all closed walks.
 
     Examples
     --------

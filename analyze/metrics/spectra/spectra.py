@@ -1,4 +1,4 @@
-"""The singular values of a weight, or the spread of activations: computed once, whoever asks.
+"""The singular values of a weight, or of centred activations, computed once for all metrics.
 
 Shapes: ``w_oi`` is a weight with o outputs (its first axis) and i inputs (all other axes, flattened); ``x_nd`` has n
 datapoints and d neurons.
@@ -33,15 +33,15 @@ Status = Literal[
 STATUSES: tuple[Status, ...] = (
     "ok",  # 0
     "few_samples",  # 1: fewer than five datapoints for each neuron or direction
-    "ill_posed",  # 2: of similarities only
-    "zero",  # 3: no spread at all, or a weight of zeros
+    "ill_posed",  # 2: of similarities and sketched ranks only
+    "zero",  # 3: no variance, or a weight of zeros
     "nonfinite",  # 4: NaN or infinity among the elements
-    "mismatch",  # 5: no set of activations, or another number of neurons than before
+    "mismatch",  # 5: not activations, or another number of neurons than before
     "empty",  # 6: no elements
     "rank_deficient",  # 7: the smallest singular value is 0 within rounding
     "too_few",  # 8: too few eigenvalues for a fit
 )
-"""What a status kind's number means: the place in this tuple. Up to 5 the numbers are those of the similarities."""
+"""A status is published as its index in this tuple. Up to 5, the numbers are those of the similarities."""
 
 _CHUNK = 1 << 19
 """Elements per chunk of datapoints: 4 MiB of float64."""
@@ -56,11 +56,11 @@ class Spectrum:
     Attributes
     ----------
     values : array (min(rows, columns),)
-        Falling, in the unit of the data divided by `scale`: their squares are in range whatever the data's scale.
+        In descending order, of the data divided by `scale`, so that their squares are in the range of float64.
     scale : float
         A power of two.
     rows, columns : int
-        Of the matrix; datapoints and neurons of activations.
+        The shape of the matrix; for activations, datapoints and neurons.
     status : str
         ``"ok"``, ``"zero"``; or why `values` is empty: ``"empty"``, ``"nonfinite"``, ``"mismatch"``.
     """
@@ -73,12 +73,12 @@ class Spectrum:
 
     @property
     def squares(self) -> NDArray[np.float64]:
-        """The eigenvalues of W'W, divided by `scale` squared; falling."""
+        """The eigenvalues of W'W, divided by `scale` squared, in descending order."""
         return np.square(self.values)
 
     @property
     def rank(self) -> int:
-        """How many singular values are above the largest times max(rows, columns) times float64's epsilon."""
+        """The number of singular values above the largest times max(rows, columns) times float64's epsilon."""
         if not len(self.values):
             return 0
         floor = self.values[0] * max(self.rows, self.columns) * np.finfo(np.float64).eps
@@ -89,11 +89,11 @@ _last: tuple[weakref.ref[Tensor] | None, int, dict[Any, Any]] = (None, 0, {})
 
 
 def once(x: Array | None, what: Any, compute: Callable[[], _T]) -> _T:
-    """The result of `compute`, which is called once for each tensor and `what`, as long as no other tensor comes.
+    """The result of `compute`, cached by `what` for the last tensor.
 
-    All receivers get the same tensor of a message, one after the other: so ten metrics of one weight share one SVD.
-    Only a message's data may be given as a tensor, since nobody writes into it; what a user gives may be written into
-    unseen, through an array that shares its memory, so the pure functions give an array, for which nothing is kept.
+    All receivers get the same tensor of a message, one after the other, so ten metrics of one weight share one SVD.
+    Only a message's data may be passed as a tensor, because it never changes. A user's tensor may change unnoticed,
+    through an array that shares its memory; so the pure functions pass arrays, which are not cached.
     """
     global _last  # one entry, replaced as a whole
     if not isinstance(x, Tensor) or x.is_inference():
@@ -109,9 +109,9 @@ def once(x: Array | None, what: Any, compute: Callable[[], _T]) -> _T:
 
 
 def matrix(w: Array | None) -> NDArray[Any]:
-    """A weight as a contiguous matrix of its outputs by everything else, in a dtype of NumPy's that holds it exactly.
+    """A weight as a contiguous matrix of outputs by everything else, in a NumPy dtype that holds it exactly.
 
-    A vector is one column, a number is itself.
+    A vector is one column, a number a (1, 1) matrix.
     """
     array = as_array(w)
     if array.ndim == 0:
@@ -144,7 +144,7 @@ def singular_of_matrix(w: NDArray[Any]) -> Spectrum:
 
 
 class Scatter:
-    """Number, mean and scatter matrix of datapoints that come in parts; two of them can be put together.
+    """Number, mean and scatter matrix of datapoints that come in parts; two scatters can be joined.
 
     Parameters
     ----------
@@ -154,9 +154,8 @@ class Scatter:
     Notes
     -----
     *Formula*: each part is centred on its own mean, and parts are joined as in T. F. Chan, G. H. Golub,
-    R. J. LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979). A mean has two
-    parts, `mean` and what its rounding left, `rest`, so an offset of the data, however large, takes no digits from the
-    spread.
+    R. J. LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979). The mean is the
+    sum of `mean` and its rounding error `rest`, so an offset of the data, however large, costs the scatter no digits.
 
     Examples
     --------
@@ -177,7 +176,7 @@ class Scatter:
         self.products = np.zeros((size, size))
 
     def add(self, x_nd: NDArray[Any]) -> None:
-        """Take in a part (n, d) of real numbers."""
+        """Add datapoints (n, d) of real numbers."""
         entries = max(1, _CHUNK // max(1, x_nd.shape[1]))
         for start in range(0, len(x_nd), entries):
             part = x_nd[start : start + entries].astype(np.float64)
@@ -189,7 +188,7 @@ class Scatter:
                 self._join(len(part), mean, rest, part.T @ part)
 
     def join(self, other: Scatter) -> None:
-        """Take in what another one of the same size saw."""
+        """Add the datapoints of another scatter of the same size."""
         if len(other.mean) != len(self.mean):
             raise MessageError(f"scatter of {len(self.mean)} neurons does not take one of {len(other.mean)}")
         with np.errstate(over="ignore", invalid="ignore"):
@@ -213,7 +212,7 @@ class Scatter:
         self.finite = self.finite and bool(np.isfinite(self.products.sum()))
 
     def spectrum(self) -> Spectrum:
-        """The singular values of the centred datapoints, and why there are none."""
+        """The singular values of the centred datapoints; its status says why there are none."""
         size, none = len(self.mean), np.zeros(0)
         if not self.count or not size:
             return Spectrum(none, 1.0, self.count, size, "empty")
@@ -221,18 +220,18 @@ class Scatter:
             return Spectrum(none, 1.0, self.count, size, "nonfinite")
         level = float(np.max(np.abs(self.mean), initial=0.0))
         trace = float(np.trace(self.products))
-        # what rounding the mean of constant columns leaves
+        # constant columns leave no more than the rounding of their mean
         if trace <= self.count * size * (8 * np.finfo(np.float64).eps * level) ** 2:
             return Spectrum(np.zeros(min(self.count, size)), 1.0, self.count, size, "zero")
         scale = power_of_two(math.sqrt(trace))
         squares = scipy.linalg.eigvalsh(self.products / scale**2, overwrite_a=True, check_finite=False, driver="evr")
-        # of n datapoints at most n - 1 directions have a spread; what else is there is rounding
+        # n centred datapoints span at most n - 1 directions; all further eigenvalues are rounding
         values = np.sqrt(np.clip(squares[::-1][: min(max(self.count - 1, 1), size)], 0, None))
         return Spectrum(values, scale, self.count, size)
 
 
 def real_neurons(x: NDArray[Any], channels: Channels) -> NDArray[Any] | None:
-    """Activations as datapoints by neurons (n, d); None for complex numbers and for a single number."""
+    """Activations as datapoints by neurons (n, d); None if they are complex or a single number."""
     return None if x.dtype.kind == "c" or x.ndim == 0 else neurons(x, channels)
 
 
@@ -265,23 +264,23 @@ def _magnitude(x: NDArray[Any]) -> float:
 
 
 def of_data(x: Array | None, centre: bool, channels: Channels) -> Spectrum:
-    """The spectrum of a message's data: of activations when they are to be centred, else of a weight."""
+    """The spectrum of a message's data: with `centre`, of centred activations; else of a weight."""
     return spread(x, channels) if centre else singular(x)
 
 
 def centred(kind: str, centre: bool | None) -> bool:
-    """Whether data of a kind are centred: as the user says, else if they are a batch's, as activations are."""
+    """Whether to centre data of a kind: by the user's choice, else if the kind has an axis of datapoints."""
     check(centre is None or isinstance(centre, bool), "centre is True, False or None", centre)
     return kind in KINDS and KINDS[kind].batched if centre is None else centre
 
 
 def code(status: str, statuses: tuple[str, ...] = STATUSES) -> float:
-    """The number of a status."""
+    """The number under which a status is published."""
     return float(statuses.index(status))
 
 
 def pieces(w: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """The matrices (o, c) of each position of a convolution's kernel (o, c, h, w); other weights as one matrix."""
+    """The matrix (o, c) at each position of a convolution's kernel (o, c, h, w); any other weight as one matrix."""
     if w.ndim < 3:
         yield matrix(w)
         return
@@ -312,7 +311,7 @@ class OfSpectrum(PerMessage):
 
     @abstractmethod
     def number(self, found: Spectrum) -> tuple[float, Status]:
-        """The number, and what stands against it."""
+        """The number, and its status."""
 
     def measure(self, message: Message) -> tuple[float, float]:
         """The number, and the code of its status."""

@@ -1,7 +1,7 @@
 """The spectral norm of a weight: its largest singular value.
 
-Shapes: ``w_oi`` is a weight with o outputs (its first axis) and i inputs (all other axes, flattened); ``a_mn`` is it,
-or its transpose if that has the shorter rows.
+Shapes: ``w_oi`` is a weight with o outputs (its first axis) and i inputs (all other axes, flattened); ``a_mn`` is this
+matrix or its transpose, whichever has the shorter rows.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from tracer.numbers.arrays import Array, as_array
 Status = Literal["converged", "exact", "certified", "corrected", "nonfinite", "unconverged", "unknown_size", "guessed"]
 
 STATUSES: tuple[Status, ...] = (
-    "converged",  # 0: by the iteration; that a singular value is larger has a probability below 1e-9
+    "converged",  # 0: by iteration; the probability of a larger singular value is below 1e-9
     "exact",  # 1: by the eigenvalues of the Gram matrix
-    "certified",  # 2: the iteration's, and a Cholesky factorisation proves that no singular value is larger
-    "corrected",  # 3: the factorisation refused the iteration's, so it is the exact one
+    "certified",  # 2: by iteration, and a Cholesky factorisation proves that no singular value is larger
+    "corrected",  # 3: the exact value, because the factorisation failed for the value of the iteration
     "nonfinite",  # 4: NaN or infinity among the elements, as in other metrics
     "unconverged",  # 5: the steps ran out: a lower bound, which may be too small by more than the tolerance
-    "unknown_size",  # 6: (operator norms) the size of the input is not known
-    "guessed",  # 7: (operator norms) several strides and paddings fit the recorded sizes: of the likeliest
+    "unknown_size",  # 6: (operator norms) the size of the input is unknown
+    "guessed",  # 7: (operator norms) several strides and paddings fit the recorded sizes; the likeliest was taken
 )
-"""What the number of a status kind means: the place in this tuple."""
+"""A status is published as its index in this tuple."""
 
 SMALL = 128
-"""Up to this many rows or columns the exact way is the faster one."""
+"""Up to this many rows or columns, the exact computation is faster than the iteration."""
 
 SINGLE = 5e-7
-"""Below this tolerance the rounding of float32 would be too much of it."""
+"""Below this tolerance, float32 rounds too coarsely."""
 
 
 class SpectralNormResult(float):
-    """A largest singular value: a number with its companions.
+    """The largest singular value, as a float with attributes.
 
     Attributes
     ----------
     residual : float
-        r = |W'u - value v| and what rounding may add: some singular value is within r of the value.
+        r = |W'u - value v| plus a bound on rounding: some singular value is within r of the value.
     status : str
         A word of `STATUSES`.
     steps : int
-        How often the iteration applied the map; 0 for the exact way.
+        How often the iteration applied the map; 0 if the value is exact.
     """
 
     residual: float
@@ -128,7 +128,7 @@ def spectral_norm(
         return _exact(a_mn)
     found = _iterate(a_mn, random, tolerance)
     scale = 1.0
-    # with squares out of the range of the dtype, or something that is no number: look closer
+    # squares may have left the range of the dtype, or the weight may be zero or not finite
     if not 1e-12 < found.value < 1e15:
         size = float(np.max(np.abs(a_mn)))
         if (result := trivial(size)) is not None:
@@ -146,14 +146,14 @@ def spectral_norm(
 
 
 def trivial(largest: float) -> SpectralNormResult | None:
-    """The result of a weight whose largest modulus is 0 or not finite; None of others."""
+    """The result for a weight whose largest modulus is 0 or not finite; None for other weights."""
     if largest == 0:
         return SpectralNormResult(largest, largest, "exact")
     return None if math.isfinite(largest) else SpectralNormResult(largest, largest, "nonfinite")
 
 
 def check_tolerance(tolerance: object) -> None:
-    """Raise `MessageError` unless a relative error is above 0 and below 1."""
+    """Raise `MessageError` unless `tolerance` is a number above 0 and below 1."""
     check(is_number(tolerance) and 0 < tolerance < 1, "tolerance is a relative error above 0 and below 1", tolerance)
 
 
@@ -170,7 +170,7 @@ def _gram(a_mn: NDArray[Any]) -> NDArray[Any]:
 
 
 def _exact(a_mn: NDArray[Any]) -> SpectralNormResult:
-    """The largest singular value by the largest eigenvalue of the Gram matrix in float64, good to 1e-13 of itself."""
+    """The largest singular value from the largest eigenvalue of the Gram matrix in float64; relative error 1e-13."""
     with np.errstate(invalid="ignore", over="ignore"):
         size = float(np.max(np.abs(a_mn)))
     if (result := trivial(size)) is not None:
@@ -182,8 +182,8 @@ def _exact(a_mn: NDArray[Any]) -> SpectralNormResult:
     wanted = (last, last)
     squares, vectors = scipy.linalg.eigh(_gram(a_mn), subset_by_index=wanted, overwrite_a=True, check_finite=False)
     if len(squares) != 1:
-        # LAPACK finds fewer, without a word, of some matrices whose eigenvalues are all the same but for the last bits,
-        # such as those of a scaled Hadamard matrix, on some processors
+        # on some processors LAPACK silently returns no eigenvalue if all differ in their last bits only, as those of a
+        # scaled Hadamard matrix do
         squares, vectors = scipy.linalg.eigh(_gram(a_mn), overwrite_a=True, check_finite=False, driver="evd")
     value, q_n = math.sqrt(max(float(squares[-1]), 0.0)), vectors[:, -1]
     residual = float(np.linalg.norm(a_mn.conj().T @ (a_mn @ q_n) - value**2 * q_n)) / value
@@ -191,7 +191,7 @@ def _exact(a_mn: NDArray[Any]) -> SpectralNormResult:
 
 
 def _certified(a_mn: NDArray[Any], value: float, tolerance: float) -> bool:
-    """Whether no singular value exceeds (1 + tolerance) value: whether a matrix that says so is positive definite."""
+    """Whether no singular value exceeds s = (1 + tolerance) value: whether s² I - A'A has a Cholesky factorisation."""
     gram = -_gram(a_mn)
     gram[np.diag_indices_from(gram)] += (value * (1 + tolerance)) ** 2
     try:
@@ -296,5 +296,5 @@ class SpectralNorm(PerMessage):
 
 
 def check_certify(certify: object) -> None:
-    """Raise `MessageError` unless a period of certificates is a whole number from 0."""
+    """Raise `MessageError` unless `certify`, the steps between two certificates, is an integer from 0 on."""
     check(is_whole(certify, 0), "certify is 0 or a positive number of steps", certify)
