@@ -56,9 +56,9 @@ def restarted(parts: Iterable[Begun]) -> dict[int, int]:
 def foreign_parts(path: Location, parts: Iterable[Begun]) -> dict[str, str]:
     """The parts that belong to another run, by name, each with a sentence; a reader leaves them out.
 
-    A later attempt belongs to the run if it has the run id of an earlier attempt, or was created later than one. A part
-    of the first attempt belongs to it if it has the same run id as the first part, or a rank that the first part
-    expects: ranks that know nothing of a common launch have different ids.
+    A part of a later attempt is foreign if it has another run id than all earlier attempts and was created before them.
+    A part of the first attempt is foreign if it has another run id than the first part and a rank that the first part
+    does not expect. The run id alone does not tell: ranks without a common launch have different ids.
     """
     known = [one for one in parts if isinstance(one.header.get("run_id"), str)]
     known.sort(key=lambda one: (one.attempt, one.rank))

@@ -45,7 +45,7 @@ SLOW_BLOCKS: Final = 3
 of one message). A single slow block may be due to other processes.
 """
 SMALL_BYTES: Final = 16384
-"""Messages of at most this mean size in bytes are stacked, because the overhead of a message exceeds its data's."""
+"""Messages of at most this mean size in bytes are stacked, because their overhead is comparatively large."""
 FEW: Final = 8
 """Messages are stacked only if stacks have this many messages on average; smaller stacks save nothing."""
 _KEPT: Final = 64
@@ -167,7 +167,7 @@ class Blocks:
             del data  # frees the memory for the next block
 
     def values(self, selected: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[Any] | None]]:
-        """The selected rows one by one, each with its data as numpy arrays; None for events."""
+        """The selected rows one by one, each with its data as a numpy array; None for events."""
         for rows, groups in self._blocks(selected):
             data: dict[int, NDArray[Any]] = {}
             for group in groups:
