@@ -55,7 +55,7 @@ def replay(
     rank : int, optional
         The rank of a distributed run whose messages are published. Required for a trace with several ranks, because
         subscribers remember values of a module, and each rank has its own. Values that all ranks share are published,
-        whichever rank recorded them, and distributed tensors are put together.
+        whichever rank recorded them, and distributed tensors are assembled.
     follow : bool
         Whether to follow a run that is still being recorded, until it ends or its process is found dead. What receivers
         need may then be recorded later; it is an error if it is missing when the run ends. While the run continues,

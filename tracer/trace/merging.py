@@ -178,7 +178,7 @@ class Parts:
         return [part.extent for part in (*self.shown, *self.lending)]
 
     def refresh(self) -> None:
-        """Read what was committed since the last time."""
+        """Read what was committed since the last call."""
         for part in (*self.shown, *self.lending):
             part.refresh()
         self._tell_breaks()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PACKED_BYTES: Final = 32768
 """Messages up to this many bytes are copied together before they are written."""
 _MOST_OWN_AXES: Final = 31
-"""The most axes of a message in an own pool: HDF5 allows 32, and the first axis is that of the messages."""
+"""The most axes of a message in a stream's own pool: HDF5 allows 32, and the first axis is that of the messages."""
 # the dtypes that torch.stack copies without changing bits
 _STACKED: Final = frozenset(
     {
@@ -38,7 +38,7 @@ class OpenPool:
 
     id: int
     name: str
-    # the shape of a row of an own pool; () for a shared pool
+    # the shape of a row of a stream's own pool; () for a shared pool
     row: tuple[int, ...]
 
 
@@ -67,7 +67,7 @@ class OpenStream:
     id: int
     encoding: Encoding | None
     sampling: Mapping[str, Any] | None
-    # True until the first message, whose size decides whether the stream gets an own pool
+    # True until the first message, whose size decides whether the stream gets a pool of its own
     fresh: bool = True
     own: OpenPool | None = None
     shared: OpenPool | None = None
@@ -88,7 +88,7 @@ class Pools:
     chunk_bytes : int
         Bytes of the chunks of shared pools.
     own_bytes : int
-        A stream whose first message has at least this many bytes gets an own pool.
+        A stream whose first message has at least this many bytes gets a pool of its own.
 
     Attributes
     ----------

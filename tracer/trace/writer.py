@@ -49,7 +49,7 @@ class TraceWriter:
     chunk_bytes : int
         Bytes of the chunks for small messages, the journal and the declarations.
     own_pool_bytes : int
-        A stream whose first message has at least this many bytes gets an own array, with one row a message.
+        A stream whose first message has at least this many bytes gets an array of its own, with one row a message.
     commit_bytes, commit_rows, commit_seconds : int, int, float
         Bytes, messages and seconds after which a commit is due, whichever comes first.
     commit_steps : int, optional
