@@ -29,10 +29,11 @@ class Certificate:
         What differed after that step: generators, parameters, buffers, optimizer states, modes.
     overhead : dict
         ``cpu_ratio`` and ``wall_ratio``: the time of a step with a recorder, until all is written, divided by the time
-        without; from ``steps`` steps, of which ``recorded_steps`` were recorded. ``average``: whether these are ratios
-        of medians or, if only some steps were recorded, of means. ``bare_ratio``: the CPU ratio of the two runs without
-        a recorder, a measure of the machine's noise. ``bare_cpu_seconds`` and ``recorded_cpu_seconds``: CPU time of a
-        step. The first step, which initializes everything, is left out, so this is empty for a single step.
+        without; from ``steps`` steps, of which ``recorded_steps`` were recorded. ``average``: the ratios compare
+        ``"median"`` or, if only some steps were recorded, ``"mean"`` times. ``bare_ratio``: the CPU times of the two
+        runs without a recorder, larger over smaller: the machine's noise. ``bare_cpu_seconds`` and
+        ``recorded_cpu_seconds``: CPU time of a step. The first step, which initializes everything, is left out, so this
+        is empty for a single step.
     """
 
     verdict: Verdict
