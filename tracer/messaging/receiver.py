@@ -116,7 +116,8 @@ class Receiver(ABC):
     def know_model(self, model: Mapping[str, Any]) -> None:
         """Get ``model`` of the trace's header before the first message, in live runs and replays alike.
 
-        See docs/trace-format.md, rule 6; any entry may be missing.
+        See docs/trace-format.md, rule 6; any entry may be missing. A replay that follows a run calls this again after
+        each commit, because the header may come late.
         """
 
     def know_objective(self, objective: Objective | None) -> None:
