@@ -1,1 +1,1 @@
-"""What flows: messages, the bus that carries them, and those who subscribe."""
+"""Messages, the bus that delivers them, and their subscribers."""

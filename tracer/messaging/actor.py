@@ -1,9 +1,9 @@
-"""Acting on what metrics say: the one receiver that changes a training, and only because its user asks for it.
+"""`Actor`: the only receiver that changes a training, by carrying out the answers of rules.
 
-A metric never touches the model. One that has a rule (freeze what has converged, scale the learning rate) answers with
-what it *would* do: messages of a kind such as ``activations_svcca_freeze``. On replay that is all there is, and so one
-sees what the rule would have done to a recorded run. In a live run an `Actor`, which holds the model and the optimizer,
-may listen to these kinds and do it.
+A metric never touches the model. A rule (freeze a converged layer, scale the learning rate) answers with the change
+that it *would* make: a message of a kind such as ``activations_svcca_freeze``. A replay publishes only these messages;
+they show what the rule would have done to the recorded run. In a live run, an `Actor`, which holds the model and the
+optimizer, carries them out.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from tracer.messaging.messages import DEFAULT_TAG, Message
 from tracer.messaging.receiver import Receiver, describe
 
 Action: TypeAlias = Callable[[nn.Module, Optimizer | None, Message], bool]
-"""Does what a message says, to a model and its optimizer; returns whether that changed anything."""
+"""Carries out a message on a model and its optimizer; returns whether that changed anything."""
 
 
 def freeze(model: nn.Module, optimizer: Optimizer | None, message: Message) -> bool:
-    """Stop the training of the module that a message names, if its number is not 0.
+    """Stop training the module that a message names, if the number of the message is greater than 0.
 
-    The module's own parameters (not those of modules inside it) no longer ask for gradients, and lose the one they
-    have, so that an optimizer passes over them, its momentum and weight decay included. Statistics of a batch
-    normalisation go on.
+    The module's own parameters (not those of its submodules) no longer require gradients. Their present gradients are
+    set to None, so that an optimizer skips them, including its momentum and weight decay. The running statistics of a
+    batch normalisation still change.
 
     Raises
     ------
     MessageError
-        If the message is of no module, or the model has none of that name.
+        If the message names no module, or the model has no module of that name.
 
     Examples
     --------
@@ -67,7 +67,7 @@ def freeze(model: nn.Module, optimizer: Optimizer | None, message: Message) -> b
 def scale_learning_rate(model: nn.Module, optimizer: Optimizer | None, message: Message) -> bool:
     """Multiply the learning rate of every parameter group by a message's number.
 
-    A scheduler that computes the rate from its own base rate undoes this at its next step.
+    A scheduler that computes the rate from a base rate of its own undoes this at its next step.
 
     Raises
     ------
@@ -93,7 +93,7 @@ def scale_learning_rate(model: nn.Module, optimizer: Optimizer | None, message: 
     if factor == 1:
         return False
     for group in optimizer.param_groups:
-        # a rate may be a tensor, which a compiled or capturable optimizer reads in place
+        # a compiled or capturable optimizer has its rate in a tensor and keeps reading that tensor
         if hasattr(group["lr"], "mul_"):
             group["lr"].mul_(factor)
         else:
@@ -102,15 +102,15 @@ def scale_learning_rate(model: nn.Module, optimizer: Optimizer | None, message: 
 
 
 ACTIONS: Mapping[str, Action] = {"*_freeze": freeze, "*_learning_rate_factor": scale_learning_rate}
-"""Glob over kinds → what an `Actor` does with such messages, unless it is told otherwise."""
+"""The default actions of an `Actor`: glob over kinds → action."""
 
 
 @final
 class Actor(Receiver):
-    """A receiver that does to a model and its optimizer what metrics answer; give it to a live run, never to a replay.
+    """Carries out the answers of rules on a model and its optimizer; for live runs only, never for a replay.
 
-    What an answer about training passes asks for is done when the step is over (at ``batch_finished``), because in
-    the middle of a step a gradient would be half of it; what one about probes and evaluations asks for, at once.
+    An answer about training passes is carried out when the step is over (at ``batch_finished``), because a change in
+    the middle of a step would give half a gradient. An answer about a probe or an evaluation is carried out at once.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ class Actor(Receiver):
         Glob over kinds → ``action(model, optimizer, message)``, which returns whether it changed anything; by default
         `ACTIONS`.
     modules : str, iterable of str, or None
-        Globs over modules; answers about others are not followed. None means all.
+        Globs over modules; answers about other modules are ignored. None means all.
 
     Attributes
     ----------
@@ -129,8 +129,8 @@ class Actor(Receiver):
 
     Notes
     -----
-    In a distributed run every rank needs the same metrics and its own Actor: ranks whose answers differ would train
-    different models. An action that fails takes the Actor off the bus with a warning; the training goes on.
+    In a distributed run every rank needs its own Actor and the same metrics: with different answers, ranks would train
+    different models. If an action fails, the Actor is taken off the bus with a warning, and the training continues.
 
     Examples
     --------
@@ -172,7 +172,7 @@ class Actor(Receiver):
         self._waiting: list[tuple[Action, Message]] = []
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """The ends of steps, and kinds for which it has an action."""
+        """``batch_finished``, and the kinds for which there is an action."""
         if kind == "batch_finished":
             return True
         if (
@@ -184,7 +184,7 @@ class Actor(Receiver):
         return any(fnmatchcase(kind, pattern) for pattern in self.actions)
 
     def receive(self, message: Message) -> Iterable[Message]:
-        """Act now, or when the step is over."""
+        """Carry out the message, or note it until the step is over."""
         if message.kind == "batch_finished":
             self._act()
             return ()
@@ -196,7 +196,7 @@ class Actor(Receiver):
         return ()
 
     def finish(self) -> Iterable[Message]:
-        """Nothing more is done when the run has ended."""
+        """Drop the answers that still wait: the run has ended."""
         self._waiting.clear()
         return ()
 

@@ -23,22 +23,23 @@ Topic = Literal["network", "module", "any"]
 
 
 FEW_BETWEEN: Final = 8
-"""Between messages that must be published by themselves, so many others are worth being handed out together."""
+"""Publishing in stretches pays from this many stackable messages for each message that must be published alone."""
 
 
 class MessageBus:
     """Delivers each message to every receiver that wants it, in the order of their registration.
 
-    Delivery is synchronous: when `publish` returns, every receiver has the message, and every answer to it, and
-    every answer to those. Answers wait until all have the message that caused them.
+    Delivery is synchronous: when `publish` returns, every receiver has the message, all answers to it, and all answers
+    to these. An answer is delivered after every receiver has the message that caused it.
 
     Parameters
     ----------
     name : str
-        For error messages.
+        Used in error messages.
     on_error : {"raise", "disable"}
-        What an exception in a receiver does: it reaches the publisher, or the receiver is taken off the bus with
-        a warning and noted in `failures`. A live run uses ``"disable"``, so that a faulty metric cannot end a training.
+        What happens when a receiver raises: ``"raise"``: the publisher gets the exception. ``"disable"``: the receiver
+        is taken off the bus with a warning and added to `failures`; live runs use this, so that a faulty metric cannot
+        end a training.
 
     Examples
     --------
@@ -57,7 +58,7 @@ class MessageBus:
         self.name = name
         self.on_error = on_error
         self.failures: list[tuple[Receiver, Exception]] = []
-        # never changed in place, because receivers come and go while a message is delivered to them
+        # replaced and never changed in place: receivers may come and go during a delivery
         self._receivers: tuple[Receiver, ...] = ()
         self._topics: dict[str, Topic] = {}
         for kind in NETWORK_KINDS:
@@ -67,25 +68,25 @@ class MessageBus:
         self._queue: deque[Message] = deque()
         self._publishing = False
         self._watchers: list[weakref.WeakMethod[Callable[[], None]]] = []
-        # a module may run in several threads (nn.DataParallel), and CUDA's backward has a thread of its own
+        # modules may run in several threads (nn.DataParallel), and CUDA's backward pass has its own thread
         self._lock = threading.RLock()
 
     # -- topics ---------------------------------------------------------------------------------------------
 
     @property
     def topics(self) -> dict[str, Topic]:
-        """The kinds that may be published, and as what class of message (a copy)."""
+        """The kinds that may be published, each with its class of message (a copy)."""
         return dict(self._topics)
 
     def register_topic(self, kind: str, topic: Topic = "any") -> None:
-        """Allow messages of `kind`; registering it again as the same is fine, as another raises `MessageError`."""
+        """Allow messages of `kind`; raises `MessageError` if `kind` is registered with another `topic`."""
         known = self._topics.get(kind)
         if known is not None and known != topic:
             raise MessageError(f"topic {kind!r} of bus {self.name!r} is already registered as {known}, not {topic}")
         self._topics[kind] = topic
 
     def deregister_topic(self, kind: str) -> None:
-        """No longer allow messages of `kind`."""
+        """Stop allowing messages of `kind`."""
         if kind not in self._topics:
             raise MessageError(f"bus {self.name!r} has no topic {kind!r}; it has {', '.join(sorted(self._topics))}")
         del self._topics[kind]
@@ -98,13 +99,13 @@ class MessageBus:
         return self._receivers
 
     def register(self, receiver: Receiver) -> None:
-        """Add a receiver after those that are there; once it is there, adding it again changes nothing.
+        """Add a receiver after the present receivers; adding a receiver again changes nothing.
 
         Raises
         ------
         MessageError
-            If it needs a kind that is not a topic of this bus (register its producer first), or produces one that
-            another receiver produces too.
+            If it needs a kind that is not a topic of this bus (register the producer of that kind first), or produces
+            a kind that another receiver produces too.
         """
         if any(receiver is known for known in self._receivers):
             return
@@ -129,11 +130,11 @@ class MessageBus:
         self._changed()
 
     def register_subscriber(self, sub: Receiver) -> None:
-        """The same as `register` (ikkuna's name for it)."""
+        """Alias of `register`, as ikkuna calls it."""
         self.register(sub)
 
     def unregister(self, receiver: Receiver) -> None:
-        """Take a receiver off the bus, and its topics; it is not closed."""
+        """Remove a receiver and its topics, without closing the receiver."""
         if not any(receiver is known for known in self._receivers):
             raise MessageError(f"{describe(receiver)} is not registered on bus {self.name!r}")
         self._receivers = tuple(known for known in self._receivers if known is not receiver)
@@ -142,11 +143,11 @@ class MessageBus:
         self._changed()
 
     def watch(self, callback: Callable[[], None]) -> None:
-        """Call a bound method whenever receivers come or go; it is held weakly."""
+        """Call a bound method whenever a receiver is added or removed; the bus holds it weakly."""
         self._watchers.append(weakref.WeakMethod(callback))
 
     def unwatch(self, callback: Callable[[], None]) -> None:
-        """No longer call a method given to `watch`."""
+        """Stop calling a method that was given to `watch`."""
         self._watchers = [known for known in self._watchers if known() not in (None, callback)]
 
     def _changed(self) -> None:
@@ -162,18 +163,18 @@ class MessageBus:
     # -- delivery -------------------------------------------------------------------------------------------
 
     def publish(self, message: Message) -> None:
-        """Deliver a message, and all answers to it.
+        """Deliver a message and all answers to it.
 
         Raises
         ------
         MessageError
-            If its kind is not a topic of this bus, or is one of the other class of message.
+            If its kind is not a topic of this bus, or a topic of the other class of message.
         """
         key = message.key
         if self._topics.get(message.kind) not in ("any", "network" if key is None else "module"):
             self._refuse(message)
         with self._lock:
-            if self._publishing:  # called by a receiver while it listens: its turn comes after the current message
+            if self._publishing:  # called by a receiver: delivered after the current message
                 self._queue.append(message)
                 return
             self._publishing = True
@@ -181,16 +182,16 @@ class MessageBus:
                 self._deliver(message, key)
                 self._deliver_queued()
             finally:
-                self._publishing = False  # first: what is called may be interrupted
+                self._publishing = False  # before the call of clear(), which may be interrupted
                 self._queue.clear()
 
     def can_publish_many(self, stream: Named) -> bool:
-        """Whether `publish_many` of the messages of a stream has the same effect as to `publish` each.
+        """Whether `publish_many` has the same effect for a stream's messages as `publish` for each of them.
 
-        It has if all receivers that want the messages, or answers to them, take many, and no receiver that answers
-        wants the answers of others.
+        This requires that all receivers of the messages and of the answers to them take many messages, and that no
+        receiver of the answers gives answers itself.
         """
-        if self.on_error != "raise":  # who fails at a message must not get the next one
+        if self.on_error != "raise":  # a receiver that fails at a message must not get the next message
             return False
         module, tag = stream.module, stream.tag
         hearing = [one for one in self._receivers if one.wants(stream.kind, module, tag, None)]
@@ -201,15 +202,14 @@ class MessageBus:
     def publish_many(self, stretch: Stretch, alone: Wants | None = None) -> None:
         """Deliver many messages of streams for which `can_publish_many` holds, and all answers to them.
 
-        Receivers that answer are asked first. Where one of them cannot answer, no receiver has heard anything yet, and
-        all messages are published one by one: an error that a message raises comes after the answers to those before.
+        Receivers that answer get the messages first. If one of them fails, the other receivers have received nothing
+        yet, and all messages are published one by one: so the error comes after the answers to all earlier messages.
 
         Parameters
         ----------
         stretch : Stretch
         alone : callable, optional
-            Says of a kind, a module and a tag whether such messages must be published by themselves, in their places
-            among the others.
+            Whether messages of a kind, module and tag must be published one by one, in their places among the others.
 
         Raises
         ------
@@ -268,7 +268,7 @@ class MessageBus:
         )
 
     def make_room(self, nbytes: int) -> None:
-        """Wait until every receiver that has a bound may get data of so many bytes."""
+        """Wait until every receiver with a memory bound has room for `nbytes` of data."""
         with self._lock:
             for receiver in self._receivers:
                 receiver.make_room(nbytes)
@@ -283,7 +283,7 @@ class MessageBus:
     def close(self) -> None:
         """Close every receiver, even if closing one fails; then raise the first failure, if any.
 
-        Receivers that failed before are closed too; an error of theirs is not raised again.
+        Receivers in `failures` are closed too; errors of their closing are not raised.
         """
         first: Exception | None = None
         for receiver, _ in self.failures:
@@ -298,7 +298,7 @@ class MessageBus:
             raise first
 
     def _refuse(self, message: Message) -> None:
-        """Raise a `MessageError` if this bus does not carry a message."""
+        """Raise `MessageError` if this bus does not carry the message."""
         topic = self._topics.get(message.kind)
         if topic is None:
             raise MessageError(
@@ -310,7 +310,7 @@ class MessageBus:
     def _deliver(self, message: Message, key: str | None) -> None:
         kind, tag, step, data = message.kind, message.tag, message.step, message.data
         if data is not None and data.is_inference():
-            data = None  # it has no version
+            data = None  # inference tensors have no version counter
         version = 0 if data is None else data._version
         for receiver in self._receivers:
             if not receiver.wants(kind, key, tag, step):
@@ -332,14 +332,14 @@ class MessageBus:
                     self.publish(answer)
 
     def _deliver_many(self, stretch: Stretch, alone: Wants | None) -> bool:
-        """Deliver messages and answers; False if that cannot be done together, and nobody has heard anything."""
+        """Deliver messages and answers together; False, with nothing delivered, if that is not possible."""
         many, single = (stretch, None) if alone is None else stretch.parted(alone)
         if many is None or (single is not None and len(many) < FEW_BETWEEN * len(single)):
             return False
         answers = self._answers_to(many)
         if answers is None or not all(map(self._carries, (*stretch.stacks, *answers))):
             return False
-        # an answer may be about another module or tag than its message
+        # an answer may have another module or tag than its message
         if any(one.of_sources(other.wants).any() for other in self._one_by_one for one in answers):
             return False
         whole = Stretch([*many.stacks, *answers])
@@ -356,11 +356,11 @@ class MessageBus:
 
     @property
     def _one_by_one(self) -> list[Receiver]:
-        """The receivers that do not only listen, or do not take many messages."""
+        """The receivers that give answers, or do not take many messages."""
         return [one for one in self._receivers if one.produces or not one.can_take_many()]
 
     def _answers_to(self, stretch: Stretch) -> list[Stack] | None:
-        """The answers of all receivers that answer; None if these must be asked message by message."""
+        """The answers of all receivers that answer; None if they must get the messages one by one."""
         answers: list[Stack] = []
         for receiver in self._receivers:
             if receiver.produces and (heard := stretch.wanted(receiver.wants)) is not None:
@@ -377,11 +377,11 @@ class MessageBus:
                 if not {one.kind for one in given} <= set(receiver.produces):
                     return None
                 answers += given
-        # a receiver that keeps numbers refuses complex ones
+        # a receiver that stores numbers refuses complex ones, message by message
         return None if any(one.data is not None and one.data.is_complex() for one in answers) else answers
 
     def _hand_out(self, stretch: Stretch) -> None:
-        """Deliver many messages to the receivers that only listen, and then what these published meanwhile."""
+        """Deliver many messages to the receivers without answers, then all messages that these published meanwhile."""
         for receiver in self._receivers:
             if not receiver.produces and (heard := stretch.wanted(receiver.wants)) is not None:
                 try:
@@ -396,7 +396,7 @@ class MessageBus:
             self._deliver(later, later.key)
 
     def _carries(self, stack: Stack) -> bool:
-        """Whether `_refuse` would let each message of a stack pass."""
+        """Whether `_refuse` accepts every message of a stack."""
         topic = self._topics.get(stack.kind)
         sources = stack.heads.sources
         return topic == "any" or all(
@@ -419,7 +419,7 @@ class MessageBus:
         self._refuse(answer)
 
     def _failed(self, receiver: Receiver, error: Exception, about: str) -> None:
-        """Raise the error of a receiver again, or end its listening: as this bus's policy for errors is."""
+        """Apply `on_error`: raise a receiver's error again, or take the receiver off the bus with a warning."""
         error.add_note(f"raised by {describe(receiver)} {about}")
         if self.on_error == "raise" or raised_by_signal(error):
             raise error
@@ -434,12 +434,12 @@ class MessageBus:
 
 
 def version_of(message: Message | None) -> int:
-    """A number that grows when somebody changes a message's data in place."""
+    """The version counter of a message's data, which grows with each change in place; 0 without data."""
     return 0 if message is None else _version(message.data)
 
 
 def _version(data: Tensor | None) -> int:
-    """A number that grows when somebody changes data in place; 0 for data that has none."""
+    """The version counter of a tensor, which grows with each change in place; 0 if there is none."""
     return 0 if data is None or data.is_inference() else data._version
 
 
@@ -455,5 +455,5 @@ def _detached(data: Tensor | None) -> Tensor | None:
 
 @cache
 def get_default_bus() -> MessageBus:
-    """The one default bus of the process. Nothing in this project uses it unless it is passed."""
+    """The default bus of the process; this project uses it only where it is passed."""
     return MessageBus("default")

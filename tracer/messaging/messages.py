@@ -1,7 +1,7 @@
-"""What flows on the bus: messages, bundles of them, and the table of the kinds that an exporter observes.
+"""Messages, bundles of messages, and the table of the kinds that an exporter observes.
 
-A message is values only: names, integers and a detached tensor. It holds no module, optimizer, graph or file,
-so it can be queued, written, read back in another process, and mean the same thing.
+A message consists of plain values: names, integers and a detached tensor. It holds no module, optimizer, graph or file,
+so it can be queued, written, and read back in another process without a change in meaning.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ DEFAULT_TAG = "default"
 EVAL_TAG = "eval"
 """The tag of passes in eval mode or without gradients, unless the user names another."""
 LARGEST: Final = 2**63 - 1
-"""The largest number of a step."""
+"""The largest value of a counter."""
 
 
 @cache
 def _tensor_class() -> type[Tensor]:
-    """`torch.Tensor`; torch is imported by the first message with data, so that a trace can be looked at without it."""
+    """`torch.Tensor`; the first message with data imports torch, so that inspecting a trace does not need it."""
     from torch import Tensor
 
     return Tensor
 
 
 def _counts(number: Any) -> bool:
-    """Whether something is a whole number that a trace can hold."""
+    """Whether a value is an integer that a trace can hold as a counter."""
     try:
         return 0 <= operator.index(number) <= LARGEST
     except TypeError:
@@ -57,11 +57,11 @@ class Kind:
     per_call : bool
         Whether there is one message for each forward call, or one for each step.
     batched : bool
-        Whether the first axis of the data is the datapoints of a batch.
+        Whether the first axis of the data runs over the datapoints of a batch.
     clock : str
-        The counter that `subsample` and `every` look at: ``"global_step"`` or ``"epoch"``.
+        The counter that `subsample` and `every` count: ``"global_step"`` or ``"epoch"``.
     state : bool
-        Whether it is of what a training goes on from, besides its parameters.
+        Whether it belongs to the state that a training needs to continue, besides the parameters.
     """
 
     name: str
@@ -106,20 +106,20 @@ KINDS: Mapping[str, Kind] = {
 """Every kind that an exporter observes, by name."""
 
 DATA_KINDS: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if not kind.state)
-"""The kinds of what a training's passes and steps bring: all but its state."""
+"""All kinds except `STATE_KINDS`."""
 STATE_KINDS: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.state)
 """The kinds of a training's state besides its parameters; `tracer.KEYFRAME` captures all of it."""
 
 STATISTICS_SUFFIX: Final = "_statistics"
-"""What the kind of messages of statistics ends with, after the kind of the data; see `tracer.Capture.reduce`."""
+"""Appended to a kind for messages with statistics of its data; see `tracer.Capture.reduce`."""
 HASH_SUFFIX: Final = "_hash"
-"""What the kind of messages of hashes ends with."""
+"""Appended to a kind for messages with hashes of its data."""
 
 _BY_EPOCH = frozenset(name for name, kind in KINDS.items() if kind.clock == "epoch")
 
 
 def kept_of(kind: str) -> tuple[str, str]:
-    """Of what kind messages are, and what they hold of it: ``"data"``, or in its place ``"hash"`` or ``"statistics"``.
+    """The observed kind behind `kind`, and what its messages hold: ``"data"``, ``"hash"`` or ``"statistics"``.
 
     Examples
     --------
@@ -134,7 +134,7 @@ def kept_of(kind: str) -> tuple[str, str]:
 
 
 def clock_of(kind: str) -> Literal["epoch", "global_step"]:
-    """The counter that `Message.step` is for messages of a kind."""
+    """The counter that `Message.step` returns for messages of a kind."""
     return "epoch" if kind in _BY_EPOCH else "global_step"
 
 
@@ -149,34 +149,34 @@ class Message(ABC):
     Attributes
     ----------
     kind : str
-        What it is: a name of `KINDS`, or of a derived kind such as ``"weights_spectral_norm"``.
+        A name of `KINDS`, or a derived kind such as ``"weights_spectral_norm"``.
     global_step : int
-        Optimizer steps that took place before the step this message belongs to; starts at 0.
+        The number of optimizer steps before the step that this message belongs to; starts at 0.
     train_step : int
         The same, counted from the start of the epoch.
     epoch : int
         Starts at 0.
     tag : str
-        ``"default"`` for training passes, ``"eval"`` for passes in eval mode, else a name of the user's.
+        ``"default"`` for training passes, ``"eval"`` for passes in eval mode, else a name that the user chose.
     call : int
         0 for the first time this stream occurs in this step, 1 for the second (shared modules, gradient
         accumulation, closures, the batches of an evaluation).
     leaf : str
-        The path inside a module's output (or input) when that is a structure of tensors: ``"1.0"`` for the hidden state
-        of an LSTM (`tracer.observing.pytorch.leaves.below` makes it of keys). Empty for a tensor that is no structure.
-        Gradients of a second backward through the same forward end in ``"backward.1"``.
+        The path inside a module's output (or input) if that is a structure of tensors: ``"1.0"`` for the hidden state
+        of an LSTM (made by `tracer.observing.pytorch.leaves.below`). Empty if it is a single tensor. Ends in
+        ``"backward.1"`` for the gradients of a second backward through the same forward.
     rank : int
-        Of the process of a distributed run that observed it; else 0.
+        The rank of the process that observed it; 0 if the run is not distributed.
     data : Tensor or None
         A detached tensor; None for events.
     sampling : mapping or None
-        How the data was made from what was observed, as `tracer.Capture.sampling` says it (JSON values); None if it is
-        all that was observed, as it was.
+        How the data was derived from the observed tensor, as in `tracer.Capture.sampling` (JSON values); None if the
+        data is the whole tensor, unchanged.
 
     Raises
     ------
     MessageError
-        If a field has a wrong type or is negative or too large, or if the data still has a graph.
+        If a field has a wrong type or is negative or too large, or if the data requires a gradient.
     """
 
     kind: str
@@ -213,17 +213,17 @@ class Message(ABC):
     @property
     @abstractmethod
     def key(self) -> str | None:
-        """What bundles are grouped by: the module's dotted path, or None for the network."""
+        """The module's dotted path, or None for the network; bundles are grouped by it."""
 
     @property
     def step(self) -> int:
-        """The clock that `subsample` and `every` look at: the epoch for epoch kinds, else the global step."""
+        """The counter that `subsample` and `every` count: the epoch for epoch kinds, else the global step."""
         return self.epoch if self.kind in _BY_EPOCH else self.global_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NetworkMessage(Message):
-    """A message about the whole network: an event, the loss, the labels, a mean over layers."""
+    """A message about the whole network, such as an event, the loss, the labels, or a mean over layers."""
 
     @property
     def key(self) -> None:
@@ -233,19 +233,19 @@ class NetworkMessage(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleMessage(Message):
-    """A message about one module, or about one parameter that is not called ``weight`` or ``bias``.
+    """A message about a module, or about a parameter with another name than ``weight`` and ``bias``.
 
     Attributes
     ----------
     module : str
         Dotted path as in ``named_modules()``; the empty string is the root module. For a parameter with another name
-        than ``weight`` and ``bias`` it is the path of the parameter: ``"encoder.0.self_attn.in_proj_weight"``.
+        than ``weight`` and ``bias``, the path of the parameter: ``"encoder.0.self_attn.in_proj_weight"``.
     """
 
     module: str
 
     def __post_init__(self) -> None:
-        # zero-argument super() does not work in a dataclass with slots, which is a new class object
+        # zero-argument super() fails in a dataclass with slots, because the decorator makes a new class
         Message.__post_init__(self)
         if not isinstance(self.module, str):
             raise MessageError(f"a {self.kind} message's module is its dotted path, not {self.module!r}")
@@ -280,7 +280,7 @@ def checked(
     data: Tensor | None,
     sampling: Mapping[str, Any] | None = None,
 ) -> Message:
-    """A message of fields that were checked before, such as a trace's; three times as fast as the constructors.
+    """Make a message from fields that were checked before, as in a trace; three times as fast as the constructors.
 
     Examples
     --------
@@ -295,7 +295,7 @@ def checked(
     else:
         message = _new(ModuleMessage)
         _set_module(message, module)
-    # a frozen class sets its fields through object.__setattr__, which looks up each by its name
+    # faster than the object.__setattr__ of a frozen dataclass, which looks up each field by its name
     _set_kind(message, kind)
     _set_global_step(message, global_step)
     _set_train_step(message, train_step)
@@ -316,30 +316,30 @@ _counters: Callable[[Message | MessageBundle], _Counters] = attrgetter(
 
 
 def with_data(message: Message, data: Tensor | None) -> Message:
-    """The same message about other data."""
+    """A copy of a message with other data."""
     return checked(message.kind, *_counters(message), data, message.sampling)
 
 
 def of_kind(message: Message, kind: str) -> Message:
-    """The same message as one of another kind."""
+    """A copy of a message with another kind."""
     return checked(kind, *_counters(message), message.data, message.sampling)
 
 
 def difference(now: Tensor, before: Tensor, out: Tensor | None = None) -> Tensor:
-    """What was added to a parameter: what messages of updates hold, observed or made from two weights.
+    """``now - before``, as messages of updates hold it, both observed updates and those derived from weights.
 
     Parameters
     ----------
     now, before : torch.Tensor
-        Of one shape.
+        Two values of a parameter, of the same shape.
     out : torch.Tensor, optional
-        Where the difference may be put if it is of the dtype of `now`.
+        Memory for the difference; used only if `now` and `before` have the same dtype and torch can subtract it.
 
     Returns
     -------
     torch.Tensor
-        Of the same dtype; but of numbers of 8 bits, which torch cannot subtract, or subtracts modulo 256, in float32
-        or int16. Of unsigned numbers of 16 bits in int32, of those of 32 and 64 bits in int64.
+        Of the same dtype, except where torch cannot subtract or subtracts modulo 256: float32 for 8-bit floats, int16
+        for 8-bit integers, int32 for uint16, int64 for uint32 and uint64.
 
     Examples
     --------
@@ -353,7 +353,7 @@ def difference(now: Tensor, before: Tensor, out: Tensor | None = None) -> Tensor
         if now.is_floating_point():
             return now.float() - before.float()
         return now.short() - before.short()
-    if now.dtype in (torch.uint16, torch.uint32, torch.uint64):  # which torch cannot subtract
+    if now.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch cannot subtract these
         wide = torch.int32 if now.dtype is torch.uint16 else torch.int64
         return now.to(wide) - before.to(wide)
     if out is None or now.dtype is not before.dtype:
@@ -362,12 +362,12 @@ def difference(now: Tensor, before: Tensor, out: Tensor | None = None) -> Tensor
 
 
 class MessageBundle:
-    """One message of each of several kinds, for one key, in one step.
+    """One message of each of several kinds, all of the same key and step.
 
     Parameters
     ----------
     kinds : str or iterable of str
-        The expected kinds, in the order in which a subscriber asked for them.
+        The expected kinds, in the order of the subscription.
 
     Examples
     --------
@@ -394,7 +394,7 @@ class MessageBundle:
         Raises
         ------
         MessageError
-            If its kind is not expected or already there, or if it is of another key or step than the first.
+            If its kind is not expected or already present, or if its key or a counter differs from the first message.
         """
         if message.kind not in self.kinds:
             raise MessageError(f"a bundle of {', '.join(self.kinds)} does not take a {message.kind} message")
@@ -414,24 +414,24 @@ class MessageBundle:
         self.messages[message.kind] = message
 
     def complete(self) -> bool:
-        """Whether every expected kind is there."""
+        """Whether every expected kind is present."""
         return len(self.messages) == len(self.kinds)
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The expected kinds that are not there."""
+        """The expected kinds that are not present."""
         return tuple(kind for kind in self.kinds if kind not in self.messages)
 
     @property
     def first(self) -> Message:
-        """The message that came first; its key and counters are the bundle's."""
+        """The message that was added first; the bundle has its key and counters."""
         if not self.messages:
             raise MessageError(f"a bundle of {', '.join(self.kinds)} is still empty")
         return next(iter(self.messages.values()))
 
     @property
     def data(self) -> dict[str, Tensor | None]:
-        """The data of each kind that is there."""
+        """The data of each kind that is present."""
         return {kind: message.data for kind, message in self.messages.items()}
 
     @property
@@ -441,37 +441,37 @@ class MessageBundle:
 
     @property
     def global_step(self) -> int:
-        """The global step of every message in it."""
+        """The global step of all messages."""
         return self.first.global_step
 
     @property
     def train_step(self) -> int:
-        """The train step of every message in it."""
+        """The train step of all messages."""
         return self.first.train_step
 
     @property
     def epoch(self) -> int:
-        """The epoch of every message in it."""
+        """The epoch of all messages."""
         return self.first.epoch
 
     @property
     def tag(self) -> str:
-        """The tag of every message in it."""
+        """The tag of all messages."""
         return self.first.tag
 
     @property
     def call(self) -> int:
-        """The call that its per-call messages belong to."""
+        """The call of its per-call messages."""
         return max(message.call for message in self.messages.values())
 
     @property
     def leaf(self) -> str:
-        """The leaf that its messages belong to."""
+        """The leaf of its per-call messages."""
         return max(message.leaf for message in self.messages.values())
 
     @property
     def rank(self) -> int:
-        """The rank of every message in it."""
+        """The rank of all messages."""
         return self.first.rank
 
     def __getitem__(self, kind: str) -> Tensor:
@@ -492,12 +492,12 @@ class MessageBundle:
 
 
 def message_of(module: str | None, **fields: Any) -> Message:
-    """A message about a module, or about the network (None), with these further fields."""
+    """A `ModuleMessage`, or a `NetworkMessage` if `module` is None, with the given fields."""
     return NetworkMessage(**fields) if module is None else ModuleMessage(module=module, **fields)
 
 
 def derived(source: Message | MessageBundle, kind: str, data: Tensor | float) -> Message:
-    """The answer to a message or bundle: a message of `kind` with the counters, tag and module of its `source`.
+    """The answer to a message or bundle: a message of `kind` with the counters, tag and module of `source`.
 
     A plain number becomes a float64 scalar.
 

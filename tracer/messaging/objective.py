@@ -1,4 +1,4 @@
-"""`Objective`: what a subscriber that needs the model may ask of a loss, between its message and its backward."""
+"""`Objective`: the derivatives of a loss that a subscriber can query between the loss message and the backward."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ if TYPE_CHECKING:
 
 
 class Objective(Protocol):
-    """A loss of a training as a function of the trained parameters, at their values in the step that is going on.
+    """The loss of a training as a function of the trained parameters, at their values in the current step.
 
-    All that is given and taken are numbers: vectors of P elements, which are those of the `parameters`, one behind the
-    other. To ask changes nothing of the training. Derivatives have the precision of the training's dtype.
+    Vectors have P elements: those of all `parameters`, concatenated. The methods do not change the training.
+    Derivatives have the precision of the training's dtype.
 
-    Who differentiates a loss himself, such as in a test of a subscriber, may give any object with these methods to
-    `Receiver.know_objective`.
+    Any object with these methods can be passed to `Receiver.know_objective`, for example in a test of a subscriber.
     """
 
     @property
     def parameters(self) -> Mapping[str, int]:
-        """The number of elements of each trained parameter, by its dotted path; their sum is P."""
+        """The number of elements of each trained parameter, by dotted path; the sum is P."""
 
     @property
     def rows(self) -> int:
-        """The number N of rows (datapoints) of the output of the network that the loss function got.
+        """The number N of rows (datapoints) of the network's output that was passed to the loss function.
 
         Raises
         ------
         CaptureError
-            If no loss function that was named to the recording was called, or several were.
+            If none or several of the loss functions that the recording knows were called.
         """
 
     def hessian_products(self, vectors_kp: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The products of the Hessian of the loss with k vectors (k, P), each a row.
+        """The products (k, P) of the Hessian of the loss with k vectors, the rows of `vectors_kp` (k, P).
 
         Raises
         ------
         CaptureError
-            If something that the loss is made of has no second derivative, or the backward is over.
+            If some operation in the loss has no second derivative, or the backward is over.
         """
 
     def row_gradients(self, weights_kn: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Weighted sums (k, P) of the parts that the N rows of the network's output have in the gradient of the loss.
+        """Weighted sums (k, P) of the contributions of the N rows of the network's output to the gradient of the loss.
 
-        With a row of ones it is the gradient; with a row of the unit matrix it is what one datapoint adds to it.
+        A row of ones in `weights_kn` gives the gradient; a row of the unit matrix gives the contribution of one
+        datapoint.
 
         Raises
         ------
         CaptureError
-            If the gradient is not the sum of these parts, as with a penalty on weights; as `rows`; or if the backward
-            is over.
+            If the gradient is not the sum of these contributions, as with a penalty on weights; for the reasons of
+            `rows`; or if the backward is over.
         """
 
 
 def refusal(receiver: str, trace: Any = "RUN") -> str:
-    """Why a replay does not serve a subscriber that needs the model, and what does, in a sentence.
+    """A sentence: why a replay cannot serve a subscriber that needs the model, and what can.
 
     Examples
     --------

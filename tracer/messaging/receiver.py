@@ -1,4 +1,4 @@
-"""`Receiver`: what a bus delivers messages to; `Collect`, which keeps them."""
+"""`Receiver`: the base of everything that a bus delivers messages to; `Collect`: a receiver that keeps messages."""
 
 from __future__ import annotations
 
@@ -15,42 +15,41 @@ from tracer.messaging.stacks import Stack, Stretch, gathered, has_own_methods, i
 from tracer.messaging.subscription import Subscription
 
 Scope: TypeAlias = Literal["message", "stream", "step", "pair", "everything"]
-"""What a receiver remembers across, and so where its work may be cut into parts.
+"""The unit within which a receiver keeps a memory; its work may be split between units.
 
-``"message"``: nothing, each message or bundle is answered by itself; ``"stream"``: the steps of one stream (a module,
-or the network, under one tag, with its calls and leaves); ``"step"``: the streams of one step under one tag;
+``"message"``: no memory, each message or bundle is answered independently; ``"stream"``: the steps of one stream (a
+module, or the network, under one tag, with its calls and leaves); ``"step"``: the streams of one step under one tag;
 ``"pair"``: two streams; ``"everything"``: the whole run, in its order.
 """
 
 
 class Receiver(ABC):
-    """Who listens to a bus.
+    """The base of everything that a bus delivers messages to.
 
-    A class of your own says which messages it takes (`wants`) and takes them (`receive`); the rest has defaults.
+    A subclass implements `wants` (which messages it takes) and `receive`; all other methods have defaults.
 
     Attributes
     ----------
     name : str
-        What to call it in a sentence; by default its class.
+        Its name in messages to the user; by default the name of its class.
     produces : sequence of str
-        Kinds of its own answers.
+        The kinds of its answers.
     passive : bool
-        Whether it only overhears what others ask for.
+        Whether it only gets messages that other receivers ask for.
     scope : Scope
-        What it remembers across; one that says nothing may keep all that it hears.
+        The unit of its memory. With the default, ``"everything"``, it may keep all messages that it gets.
     subscriptions : sequence of Subscription
-        What it takes, where that can be said so.
+        The messages that it takes, as far as subscriptions can express them.
     same_inputs, spoiled_by, reduction
         See `tracer.Subscriber`.
     needs_model : bool
-        Whether it works only where the model is, live and in a re-enactment: it is told what can be asked of each loss
-        (`know_objective`). A replay refuses it.
+        Whether it works only where the model exists, in a live run or a re-enactment: there, it gets an `Objective` for
+        each loss (`know_objective`). A replay refuses it.
     takes_many : bool
-        Whether a replay may hand it many small messages at once (`receive_many`). Who says so promises that nothing
-        but what it answers or keeps tells that from one by one: that what it wants does not depend on the step
-        (but through a `Subscription`), that it changes no message, and one of two things. Either it answers, and then
-        remembers nothing (its scope is ``"message"``) and may be asked again. Or it only listens, and then raises
-        nothing and hears all messages in their order.
+        Whether a replay may pass it many small messages at once (`receive_many`), with the same result as one by one.
+        It must not change messages, and its wishes may depend on the step only through a `Subscription`. If it answers,
+        it must have the scope ``"message"`` and give the same answers when it gets the same messages again. If it has
+        no answers, it must not raise; it gets all messages in their order.
     """
 
     name: ClassVar[str] = ""
@@ -66,19 +65,19 @@ class Receiver(ABC):
 
     @property
     def needs(self) -> Collection[str]:
-        """Kinds without which it cannot work; asking for one that nobody can provide is an error."""
+        """The kinds that it requires; a required kind that is not available is an error."""
         return ()
 
     @abstractmethod
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """Whether it takes such a message; a `tag` or `step` of None asks "in any". Must not depend on the past."""
+        """Whether it takes such a message; a `tag` or `step` of None means any. Must not depend on earlier messages."""
 
     @abstractmethod
     def receive(self, message: Message) -> Iterable[Message] | None:
-        """Take a message; the answers are published after everyone has the message."""
+        """Take a message; the answers are published after all receivers have the message."""
 
     def receive_many(self, stretch: Stretch) -> Iterable[Stack] | None:
-        """Take many messages, and answer as if each had come by itself; this default does just that, in a loop."""
+        """Take many messages, with the same answers as `receive` would give to each; by default, a loop over it."""
         found: list[Stack] = []
         if self.produces:
             for stack in stretch.stacks:
@@ -89,14 +88,14 @@ class Receiver(ABC):
         return found
 
     def strides(self, kind: str, module: str | None, tag: str | None) -> Collection[int] | None:
-        """Numbers: of messages that it `wants` in some step it takes those whose step is a multiple of one of them.
+        """The strides of a stream that it `wants` in any step: it takes the steps that are a multiple of some stride.
 
-        None, the default: whether it wants a message must be asked of each step.
+        None, the default: call `wants` for each step.
         """
         return None
 
     def can_take_many(self) -> bool:
-        """Whether it says that it takes many messages, and neither a subclass nor itself says anew how it takes one."""
+        """Whether `takes_many` holds, and no subclass or instance overrides how a single message is taken."""
         if not self.takes_many or (self.produces and self.scope != "message") or has_own_methods(self):
             return False
         cls = type(self)
@@ -104,41 +103,42 @@ class Receiver(ABC):
         return loops or is_newer(cls, "receive_many", "receive", "wants")
 
     def awake(self, step: int) -> bool:
-        """Whether it may want something of the training passes of this global step."""
+        """Whether it may want messages of the training passes of this global step."""
         return True
 
     def make_room(self, nbytes: int) -> None:
-        """Wait until data of so many bytes may come, if it has a bound for what it holds. Called before data is copied.
+        """Wait until `nbytes` more data fit into its memory bound, if it has a bound.
 
-        So no more than the bound is in memory, instead of the bound and the copy.
+        Called before the data is copied, so that the copy counts towards the bound.
         """
-        return  # most receivers have none
+        return  # most receivers have no bound
 
     def know_model(self, model: Mapping[str, Any]) -> None:
-        """Be told, before the first message, live and on replay alike, what a trace's header has under ``model``.
+        """Get ``model`` of the trace's header before the first message, in live runs and replays alike.
 
-        That is docs/trace-format.md, rule 6; anything may be missing there.
+        See docs/trace-format.md, rule 6; any entry may be missing. A replay that follows a run calls this again after
+        each commit, because the header may come late.
         """
 
     def know_objective(self, objective: Objective | None) -> None:
-        """Be told what can be asked of the loss whose message comes next; None when its message was delivered.
+        """Get the `Objective` of the loss whose message comes next; None once that message is delivered.
 
-        Only who has `needs_model` is told, and only of losses of the training that it wants.
+        Called only if `needs_model` holds, and only for losses of the training that the receiver wants.
         """
 
     def finish(self) -> Iterable[Message] | None:
-        """Give the last answers, when the run or the replay ends."""
+        """Return the last answers; called when the run or the replay ends."""
         return ()
 
     def close(self) -> None:
-        """Let go of files and threads."""
+        """Release files and threads."""
         return  # most receivers have none
 
 
 class Around(Receiver):
-    """A receiver that passes everything on to another one, and has its attributes; the base of those that change some.
+    """A wrapper that passes everything on to an inner receiver and has its attributes; a base for subclasses.
 
-    It takes messages one by one. A subclass that passes on many at once, too, says so in `can_take_many`.
+    It takes messages one by one. A subclass that passes on many messages at once overrides `can_take_many`.
 
     Parameters
     ----------
@@ -181,17 +181,18 @@ for _said in (
     *("needs", "produces", "passive", "scope", "subscriptions", "same_inputs", "spoiled_by", "reduction"),
     "needs_model",
 ):
-    setattr(Around, _said, property(attrgetter(f"inner.{_said}")))  # what the inner one says may change
+    # properties, because attributes of the inner receiver may change
+    setattr(Around, _said, property(attrgetter(f"inner.{_said}")))
 
 
 class Collect(Receiver):
-    """A receiver that keeps what it hears in a list.
+    """A receiver that keeps its messages in a list.
 
     Parameters
     ----------
     *kinds : str
-        Globs over kinds, such as ``"weights_spectral_norm"`` or ``"*_svcca"``. With kinds, it asks for them. Without,
-        it asks for nothing and overhears everything that others ask for; alone on a replay, it hears the whole trace.
+        Globs over kinds, such as ``"weights_spectral_norm"`` or ``"*_svcca"``, to ask for. Without kinds, it asks for
+        nothing and gets all messages that other receivers ask for; alone in a replay, it gets the whole trace.
 
     Examples
     --------
@@ -216,7 +217,7 @@ class Collect(Receiver):
         return not self.kinds or any(fnmatchcase(kind, pattern) for pattern in self.kinds)
 
     def strides(self, kind: str, module: str | None, tag: str | None) -> Collection[int] | None:
-        """1: in every step."""
+        """``(1,)``: every step."""
         return (1,) if is_newer(type(self), "strides", "wants") and not has_own_methods(self) else None
 
     def receive(self, message: Message) -> Iterable[Message]:
@@ -241,7 +242,7 @@ class Collect(Receiver):
 
 
 def tell_of_model(receivers: Iterable[Receiver], structure: Callable[[], Any]) -> None:
-    """Tell those who want to know it what is known of the model; `structure` is called if there are such.
+    """Pass the model's structure to every receiver that overrides `know_model`; `structure` is called only for them.
 
     Examples
     --------
@@ -259,12 +260,12 @@ def tell_of_model(receivers: Iterable[Receiver], structure: Callable[[], Any]) -
 
 
 def describe(receiver: Receiver) -> str:
-    """What to call a receiver in a sentence: its own ``name``, else its class."""
+    """The name of a receiver in a sentence: its ``name``, else the name of its class."""
     return receiver.name or type(receiver).__name__
 
 
 def in_order(receivers: Sequence[Receiver]) -> list[Receiver]:
-    """The receivers with producers before consumers, otherwise in the given order.
+    """The receivers with each producer before its consumers, otherwise in the given order.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""Many small messages at once: those of one kind as a `Stack`, those that follow each other in a trace as a `Stretch`.
+"""Many small messages at once: `Stack`, messages of one kind; `Stretch`, consecutive messages of a trace.
 
-A message of its own costs as much as the arithmetic of thousands of numbers. So a replay hands small messages out by
-the thousand, with their data in one tensor, to receivers that say that they take them so. NumPy is imported where there
-are such messages, because whoever names a message imports this.
+The overhead of a single message equals the arithmetic of thousands of numbers. So a replay passes small messages by the
+thousand, with their data in one tensor, to receivers with `takes_many`. NumPy is imported inside functions, because
+this module is imported wherever messages are.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 COUNTERS: Final = ("global_step", "train_step", "epoch", "call")
 """The columns of `Heads.counters`."""
 _KEPT: Final = 64
-"""A message that is kept keeps the memory of so many."""
+"""Messages that share one block of memory: a message that is kept keeps the whole block in memory."""
 
 Wants: TypeAlias = "Callable[[str, str | None, str | None, int | None], bool]"
 """The signature of `Receiver.wants`: kind, module, tag and step."""
 
 
 class Source(NamedTuple):
-    """What tells streams of one kind apart; the fields are those of a `Message`."""
+    """What distinguishes streams of one kind; the fields are those of a `Message`."""
 
     module: str | None
     tag: str
@@ -43,18 +43,18 @@ class Source(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """What many messages say besides their kind and their data; a stack shares it with the stacks of the answers.
+    """The fields of many messages except kind and data; a stack shares them with the stacks of its answers.
 
     Attributes
     ----------
     sources : sequence of Source
-        The sources that `source_ids` refer to; some of them may have no message here.
+        The sources that `source_ids` refer to; a source may have no message here.
     source_ids : ndarray of int64, (n,)
-        Of each message, the index of its source.
+        The index of each message's source in `sources`.
     counters : ndarray of int64, (n, 4)
         The columns are `COUNTERS`.
     places : ndarray of int64, (n,)
-        Where each message stands in its stretch, ascending. Answers have the places of what they answer.
+        The position of each message in its stretch, ascending. An answer has the place of the message it answers.
     """
 
     sources: Sequence[Source]
@@ -67,31 +67,31 @@ class Heads:
 
     @cached_property
     def present(self) -> list[int]:
-        """The sources that these messages are of, by their indices, ascending."""
+        """The indices of the sources that have a message here, ascending."""
         import numpy as np
 
         present: list[int] = np.flatnonzero(np.bincount(self.source_ids)).tolist()
         return present
 
     def only(self, chosen: NDArray[np.int64] | slice) -> Heads:
-        """What some of the messages say."""
+        """The heads of the `chosen` messages."""
         return Heads(self.sources, self.source_ids[chosen], self.counters[chosen], self.places[chosen])
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Many small messages of one kind, whose data has one dtype and shape, in their order.
+    """Many small messages of one kind, dtype and shape, in order.
 
     Attributes
     ----------
     kind : str
     heads : Heads
-        Of which module, tag and step each message is.
+        The module, tag and counters of each message.
     data : torch.Tensor or None, (n, ...)
         The data of each message; None for events. All receivers get the same tensor, as with a `Message`.
     samplings : sequence of mapping or None
-        Of each source, `Message.sampling` of its messages. None: no message has one, as of answers.
+        `Message.sampling` of each source's messages. None: no message has a sampling, as in answers.
 
     Examples
     --------
@@ -120,12 +120,12 @@ class Stack:
         return column
 
     def answered(self, kind: str, data: Tensor | NDArray[np.float64]) -> Stack:
-        """An answer to each message: messages of `kind` with the same counters, tags and modules; see `derived`.
+        """An answer to each message: a message of `kind` with the same counters, tag and module; see `derived`.
 
         Raises
         ------
         MessageError
-            If there is not an answer for each message.
+            If the number of answers differs from the number of messages.
         """
         import torch
 
@@ -135,7 +135,7 @@ class Stack:
         return Stack(kind, self.heads, data)
 
     def only(self, chosen: NDArray[np.bool_]) -> Stack | None:
-        """Some of the messages; the stack itself if these are all, None if there is none."""
+        """The `chosen` messages; the stack itself if all are chosen, None if none is."""
         import numpy as np
 
         if chosen.all():
@@ -147,12 +147,12 @@ class Stack:
         return Stack(self.kind, self.heads.only(rows), data, self.samplings)
 
     def sliced(self, begin: int, end: int) -> Stack:
-        """The messages from one to before another, without a copy."""
+        """The messages from `begin` up to, not including, `end`, without a copy."""
         data = None if self.data is None else self.data[begin:end]
         return Stack(self.kind, self.heads.only(slice(begin, end)), data, self.samplings)
 
     def of_sources(self, wants: Wants) -> NDArray[np.bool_]:
-        """Which messages are of a source that somebody wants, whatever the step."""
+        """The messages whose source is wanted in some step."""
         import numpy as np
 
         sources, present = self.heads.sources, self.heads.present
@@ -164,7 +164,7 @@ class Stack:
         return of_source[self.heads.source_ids]
 
     def __iter__(self) -> Iterator[Message]:
-        """The messages one by one, each with data that nobody else has."""
+        """The messages one by one, each with a copy of its data."""
         kind, sources, samplings = self.kind, self.heads.sources, self.samplings
         counters = self.heads.counters.tolist()
         for number, (global_step, train_step, epoch, call), data in zip(
@@ -179,18 +179,18 @@ class Stack:
             yield from itertools.repeat(None, len(self))
             return
         for begin in range(0, len(self), _KEPT):
-            # rows of one tensor count its changes together, what `data` gives counts its own
+            # rows of one tensor share its version counter; `.data` gives each row its own
             yield from (row.data for row in self.data[begin : begin + _KEPT].clone().unbind())
 
 
 @final
 class Stretch:
-    """Messages in the order in which they are published, as stacks.
+    """Messages as stacks, in the order in which they are published.
 
     Parameters
     ----------
     stacks : sequence of Stack
-        Of messages of one place, those in an earlier stack come first.
+        Messages with the same place are ordered by their stacks.
 
     Examples
     --------
@@ -210,7 +210,7 @@ class Stretch:
 
     @cached_property
     def order(self) -> NDArray[np.int64]:
-        """Which message of the stacks, one stack behind the other, is the first, the second, and so on."""
+        """The order of publication, as indices into the concatenated stacks."""
         import numpy as np
 
         if not self.stacks:
@@ -219,17 +219,17 @@ class Stretch:
 
     @property
     def owners(self) -> NDArray[np.int64]:
-        """The index of the stack that each message is in, in the order of the messages."""
+        """The index of each message's stack, in the order of publication."""
         import numpy as np
 
         return np.repeat(np.arange(len(self.stacks)), [len(one) for one in self.stacks])[self.order]
 
     def wanted(self, wants: Wants) -> Stretch | None:
-        """The messages that somebody wants, whatever their step; None if there is none."""
+        """The messages whose source is wanted in some step; None if there are none."""
         return self._chosen([one.of_sources(wants) for one in self.stacks])
 
     def parted(self, alone: Wants) -> tuple[Stretch | None, Stretch | None]:
-        """The messages that may be taken together, and those of which `alone` says that they may not."""
+        """The messages split into those that may be published together and those that must be published `alone`."""
         chosen = [one.of_sources(alone) for one in self.stacks]
         return self._chosen([~one for one in chosen]), self._chosen(chosen)
 
@@ -241,11 +241,14 @@ class Stretch:
         return Stretch(found) if found else None
 
     def between(self, others: Stretch) -> Iterator[tuple[Stretch | None, Message | None]]:
-        """Each message of another stretch of the same places, after what comes before it here; then the rest."""
+        """Merge by place: yield the messages of this stretch before each message of `others`, and that message.
+
+        The last pair holds the remaining messages, and None.
+        """
         import numpy as np
 
         places = np.concatenate([one.heads.places for one in others.stacks])[others.order]
-        # of each stack, where the messages after each place begin
+        # for each stack, the index of the first message at or after each place
         cuts = [[0, *np.searchsorted(one.heads.places, places).tolist(), len(one)] for one in self.stacks]
         for number, message in enumerate(itertools.chain(others, [None])):
             found = [
@@ -261,7 +264,7 @@ class Stretch:
 
 
 def _rows(data: Tensor, rows: NDArray[np.int64]) -> Tensor:
-    """Some rows of a tensor, by their bits: torch cannot choose among numbers of each of its dtypes."""
+    """Some rows of a tensor, selected as integers, because torch cannot index tensors of every dtype."""
     import torch
 
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(data.itemsize, data.dtype)
@@ -269,13 +272,13 @@ def _rows(data: Tensor, rows: NDArray[np.int64]) -> Tensor:
 
 
 def gathered(stack: Stack, answers: Iterable[Iterable[Message] | None]) -> list[Stack]:
-    """Answers that were given one by one, as stacks.
+    """Stack answers that were given one by one.
 
     Parameters
     ----------
     stack : Stack
     answers : iterable of iterable of Message
-        To each message of the stack, in their order.
+        The answers to each message of the stack, in order.
     """
     import torch
 
@@ -287,7 +290,7 @@ def gathered(stack: Stack, answers: Iterable[Iterable[Message] | None]) -> list[
             rows, messages = found.setdefault(key, ([], []))
             rows.append(row)
             messages.append(answer)
-    # the second answer to a message comes after its first one, in whichever stacks they are
+    # sorted, so that the second answer to a message is in a later stack than the first
     stacks = []
     for (_, kind, dtype, _), (rows, messages) in sorted(found.items(), key=lambda one: one[0][0]):
         data = None if dtype is None else torch.stack([one.data for one in messages if one.data is not None])
@@ -299,7 +302,7 @@ def gathered(stack: Stack, answers: Iterable[Iterable[Message] | None]) -> list[
 def _heads(
     messages: Sequence[Message], places: NDArray[np.int64]
 ) -> tuple[Heads, list[Mapping[str, Any] | None] | None]:
-    """What some messages say besides their kind and data, and the samplings of their sources, if any has one."""
+    """The heads of some messages, and the samplings of their sources; None if no source has a sampling."""
     import numpy as np
 
     ids: dict[tuple[Source, int], int] = {}
@@ -317,9 +320,9 @@ def _heads(
 
 @cache
 def is_newer(cls: type, many: str, *single: str) -> bool:
-    """Whether a class that overrides one of the methods `single` also overrides `many`, which stands for them.
+    """Whether `many` is defined no further up the class hierarchy than any of the methods `single`.
 
-    A subclass that says anew how a message is answered, and not how many are, must be asked message by message.
+    A subclass that overrides how a single message is answered, but not how many are, must get messages one by one.
 
     Examples
     --------
@@ -340,7 +343,7 @@ def is_newer(cls: type, many: str, *single: str) -> bool:
 
 
 def has_own_methods(one: object) -> bool:
-    """Whether an object, and not its class, says how one of its methods works; a profiler may put such a one there.
+    """Whether an instance overrides a method of its class, as a profiler may do.
 
     Examples
     --------

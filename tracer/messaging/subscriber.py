@@ -1,4 +1,4 @@
-"""The base of every metric: what it takes, what it answers."""
+"""`Subscriber`: the base of every metric; and what a subscriber needs that a trace or run does not have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tracer.messaging.stacks import Stack, Stretch, gathered, has_own_methods, i
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription, matches_tag
 
 Offered: TypeAlias = Sequence[tuple[str, str | None, str | None]]
-"""Streams that can be had, each by its kind, module and tag; a tag of None means that any tag may still come."""
+"""The available streams, each as kind, module and tag; a tag of None means that messages of any tag may come."""
 _PROBES = "a probe records them: run.probe(name, inputs, every=N), or trace record --probe N"
 
 
@@ -24,39 +24,40 @@ class Subscriber(Receiver):
     """Turns messages into answers: messages of derived kinds.
 
     A subclass passes its subscriptions and the kinds of its answers to this constructor and implements `compute`, which
-    yields the answers; the bus publishes them. So a metric is tested by ``list(metric.compute(message))``, and it is
-    the same object, doing the same work, in a live run and on replay.
+    yields the answers; the bus publishes them. So ``list(metric.compute(message))`` tests a metric, and a live run and
+    a replay use the same code.
 
     Parameters
     ----------
     subscriptions : Subscription or iterable of Subscription
     produces : str or iterable of str
-        The kinds of its answers; by custom ``f"{kind}_{metric}"``.
+        The kinds of its answers; by convention ``f"{kind}_{metric}"``.
 
     Attributes
     ----------
     scope : Scope
-        What it remembers across. A class that says nothing is taken to need the whole run in its order; an object may
-        say less than its class where its parameters allow it.
+        The unit of its memory; the default is the whole run, in its order. An instance may have a smaller scope than
+        its class if its parameters allow that.
     mergeable : bool
-        Whether the memories of two that heard different messages can be put together, by `merge`.
+        Whether `merge` can combine the states of two instances that got different messages.
     version : int
-        Raised whenever the same messages would give other answers than before, so that stored results are renewed.
+        Increased whenever the same messages would give other answers than before, so that stored results are renewed.
     invariances : tuple of str
-        What can be done to the data of its messages without changing an answer beyond rounding; each word is a
-        function in ``tests/analyze/metrics/invariances.py``, which holds the class to it.
+        Transformations of the data that change no answer beyond rounding; each word is a function in
+        ``tests/analyze/metrics/invariances.py``, which tests the class for it.
     same_inputs : bool
-        Whether answers compare what is said of the same inputs at several steps, as of a probe. An object may need
-        less than its class.
+        Whether answers compare the same inputs, such as a probe, at several steps. An instance may not need this even
+        if its class does.
     spoiled_by : tuple of str
-        What a recorder may keep of a tensor (``"elements"``, ``"reduce"``; see `tracer.Capture`) that makes an answer
-        one about something else. A plan tells where a trace holds that, and a replay warns.
+        Options of `tracer.Capture` (``"elements"``, ``"reduce"``) that keep only a part of a tensor and so change the
+        meaning of the answers. A plan reports streams recorded with them, and a replay warns.
     takes_many : bool
-        Whether a replay may hand it many small messages at once, which saves what a message costs by itself. It may be
-        said by a class that remembers nothing (``scope = "message"``), takes messages singly (by a `Subscription`), and
-        does not mind to be asked the same again. `compute_many` then answers them; its default loops over `compute`.
+        Whether a replay may pass it many small messages at once, which saves the overhead of each message. Allowed for
+        a class without memory (``scope = "message"``) that takes single messages (by a `Subscription`) and gives the
+        same answers when it gets the same messages again. `compute_many` answers them; by default, it loops over
+        `compute`.
     reduction : str
-        The one ``reduce`` of `tracer.Capture` that does not spoil its answers, because it is made for it.
+        The ``reduce`` of `tracer.Capture` that is made for this subscriber and does not spoil its answers.
 
     Examples
     --------
@@ -88,9 +89,9 @@ class Subscriber(Receiver):
         self._labels: dict[str, str] = {}
 
     def labelled(self, label: str) -> Self:
-        """Append ``_{label}`` to the kinds of all its answers, so that two of one class can be asked at once.
+        """Append ``_{label}`` to the kinds of all answers, so that two instances of a class can be used together.
 
-        On a command line, ``name:as=LABEL``.
+        On a command line: ``name:as=LABEL``.
 
         Parameters
         ----------
@@ -105,7 +106,7 @@ class Subscriber(Receiver):
         Raises
         ------
         MessageError
-            If the label is no such word, makes a kind that it has already, or if there is a label already.
+            If the label has other characters, would give a kind that exists already, or if there is a label already.
 
         Examples
         --------
@@ -130,50 +131,50 @@ class Subscriber(Receiver):
         """Yield the answers to one message (of a `Subscription`) or bundle (of a `SynchronizedSubscription`)."""
 
     def compute_many(self, stack: Stack) -> Iterable[Stack]:
-        """Yield the answers to many messages: for each answer that `compute` yields, a stack of them.
+        """Yield the answers to many messages: a stack for each answer that `compute` yields.
 
-        What a class says here must be what `compute` says of each message by itself, to the bit; a live run gets only
-        that. This default loops.
+        The answers must equal those of `compute` to the bit, because a live run calls only `compute`. By default, a
+        loop over `compute`.
         """
         return gathered(stack, map(self.compute, stack))
 
     def conclude(self) -> Iterable[Message]:
-        """Yield the last answers, when the run or the replay ends; for metrics that wait for a step to be over."""
+        """Yield the last answers when the run or the replay ends; for metrics that wait until a step is over."""
         return ()
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers, so that a replay can go on where another stopped; empty for those without memory."""
+        """Its memory, so that a replay can continue where another stopped; empty if it has none."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remember what another one of the same class and parameters remembered.
+        """Restore the `state_dict` of an instance with the same class and parameters.
 
         Raises
         ------
         MessageError
-            If there is something to remember, but this class has no memory.
+            If the state is not empty, but this class has no memory.
         """
         if state:
             raise MessageError(f"{type(self).__name__} has no memory, but got a state with {', '.join(state)}")
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Add what another one of the same class and parameters remembers of other messages (see `mergeable`).
+        """Add the state of an instance with the same class and parameters that got other messages (see `mergeable`).
 
         Parameters
         ----------
         state : mapping
-            The other's `state_dict`. Where order matters, the other heard what came later.
+            The other's `state_dict`. If order matters, the other got the later messages.
 
         Raises
         ------
         MessageError
-            If memories of this class cannot be put together.
+            If states of this class cannot be merged.
         """
         raise MessageError(f"what two {type(self).__name__} remember cannot be put together")
 
     @property
     def needs(self) -> frozenset[str]:
-        """The kinds without which it cannot work."""
+        """The kinds of all its subscriptions."""
         return frozenset(kind for subscription in self.subscriptions for kind in subscription.kinds)
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
@@ -181,14 +182,14 @@ class Subscriber(Receiver):
         return any(subscription.wants(kind, module, tag, step) for subscription in self.subscriptions)
 
     def strides(self, kind: str, module: str | None, tag: str | None) -> Collection[int] | None:
-        """Those of its subscriptions; None if one of them, or a subclass, has a `wants` of its own."""
+        """The strides of its subscriptions; None if `wants` is overridden in a subclass or a subscription."""
         if not is_newer(type(self), "strides", "wants") or has_own_methods(self):
             return None
         wanting = [one for one in self.subscriptions if one.wants(kind, module, tag, None)]
         return {one.subsample for one in wanting} if all(one.is_plain for one in wanting) else None
 
     def awake(self, step: int) -> bool:
-        """Whether it may want something of the training passes of this global step."""
+        """Whether some subscription may take messages of the training passes of this global step."""
         return any(
             step % subscription.subsample == 0 and matches_tag(subscription.tag, DEFAULT_TAG)
             for subscription in self.subscriptions
@@ -216,7 +217,7 @@ class Subscriber(Receiver):
                         yield answers if kind == answers.kind else replace(answers, kind=kind)
 
     def can_take_many(self) -> bool:
-        """Whether it says that it takes many messages, and takes them singly and answers them without a memory."""
+        """Whether `takes_many` holds, and it takes single messages and answers them without a memory."""
         return (
             bool(self.produces)
             and all(type(one) is Subscription for one in self.subscriptions)
@@ -224,14 +225,14 @@ class Subscriber(Receiver):
         )
 
     def finish(self) -> Iterator[Message]:
-        """Answer what the subscriptions still held back, then conclude."""
+        """Answer the bundles that subscriptions still hold, then conclude."""
         for subscription in self.subscriptions:
             for taken in subscription.finish():
                 yield from self._as_labelled(self.compute(taken))
         yield from self._as_labelled(self.conclude())
 
     def _as_labelled(self, answers: Iterable[Message] | None) -> Iterable[Message]:
-        """The same answers; of a class that does not take the kinds from `produces`, under those that it is to have."""
+        """The answers under their labelled kinds; for classes that do not take the kinds from `produces`."""
         if not answers or not self._labels:
             return answers or ()
         return (
@@ -252,7 +253,7 @@ class CallbackSubscriber(Subscriber):
     tag, subsample, modules
         As in `Subscription`.
     incomplete : {"drop", "strict"}
-        What happens to incomplete bundles.
+        What happens to an incomplete bundle: it is ignored, or a `MessageError` is raised.
 
     Examples
     --------
@@ -285,17 +286,17 @@ class CallbackSubscriber(Subscriber):
 
 
 def unmet(receivers: Iterable[Receiver], offered: Offered, source: str) -> list[str]:
-    """What the subscribers among `receivers` need and cannot get: one sentence for each of them, or nothing.
+    """A sentence for each of the receivers that needs something that is not available.
 
-    A `SynchronizedSubscription` needs all of its kinds, of one module at least; a plain `Subscription` one of them.
+    A `SynchronizedSubscription` needs all of its kinds from at least one module; a plain `Subscription` needs one kind.
 
     Parameters
     ----------
     receivers : iterable of Receiver
     offered : Offered
-        The streams that can be had.
+        The available streams.
     source : str
-        What offers them, for the sentence.
+        The name of the trace or run that offers them, for the sentences.
     """
     receivers = tuple(receivers)
     answers = {kind for receiver in receivers for kind in receiver.produces}
@@ -342,14 +343,14 @@ def unmet(receivers: Iterable[Receiver], offered: Offered, source: str) -> list[
             else:
                 told += f"but {source} has {_summary(offered)}"
             remedies = list(_remedies(receiver, lost, offered))
-            # a name of which a remedy speaks was meant as it is
+            # a kind that a remedy mentions is not misspelled
             meant = [hint for hint, kind in hints.items() if not kind or not any(kind in one for one in remedies)]
             sentences.append(told + "".join(dict.fromkeys([*meant, *remedies])))
     return sentences
 
 
 def run_again(kinds: Iterable[str], steps: str = "A:B") -> str:
-    """How kinds that a run with keyframes has not kept can be had, in words.
+    """A hint how to get kinds that a run with keyframes did not record.
 
     Examples
     --------
@@ -368,7 +369,7 @@ def _places(kind: str, subscription: Subscription, offered: Offered) -> Iterator
 
 
 def _stand_ins(kind: str, subscription: Subscription, offered: Offered) -> set[str]:
-    """What is there in place of the data that a subscription lacks: hashes or statistics."""
+    """What is available in place of the data that a subscription lacks: hashes or statistics."""
     found = set()
     for known, module, tag in offered:
         base, held = kept_of(known)
@@ -378,7 +379,7 @@ def _stand_ins(kind: str, subscription: Subscription, offered: Offered) -> set[s
 
 
 def _remedies(receiver: Receiver, lost: Sequence[tuple[str, Subscription]], offered: Offered) -> Iterator[str]:
-    """How what a subscriber lacks can be had, of a run or by another one."""
+    """Hints how to get what a subscriber lacks: from the run, or from another subscriber."""
     again = any(known == "keyframe" for known, _, _ in offered)
     observed = [(kind, subscription) for kind, subscription in lost if kind in KINDS]
     if again and any(matches_tag(subscription.tag, DEFAULT_TAG) for _, subscription in observed):
@@ -393,7 +394,7 @@ def _remedies(receiver: Receiver, lost: Sequence[tuple[str, Subscription]], offe
 
 
 def _other_modules(patterns: Iterable[str], modules: Iterable[str | None]) -> Iterator[str]:
-    """For each pattern that matches no module, those that may be meant."""
+    """For each pattern that matches no module, a hint with similar module names."""
     there = [module for module in modules if module is not None]
     for pattern in patterns:
         if not any(fnmatchcase(module, pattern) for module in there):
@@ -401,7 +402,7 @@ def _other_modules(patterns: Iterable[str], modules: Iterable[str | None]) -> It
 
 
 def _other_tags(receiver: Receiver, wanted: str | None, tags: Sequence[str]) -> str:
-    """How a subscriber takes messages of another tag than it asks for, and what that means."""
+    """A hint how to make a subscriber take messages of another tag, and what the answers then mean."""
     hint = did_you_mean(wanted or "", tags)
     if hint and not set("!*?[").intersection(wanted or ""):
         return hint
@@ -416,7 +417,7 @@ def _other_tags(receiver: Receiver, wanted: str | None, tags: Sequence[str]) -> 
 
 
 def _summary(offered: Offered) -> str:
-    """The kinds that are there, each with its tags unless that is just the training's; then what stands in for data."""
+    """The offered kinds with their tags (unless only the training's), then the hashes and statistics without data."""
     tags: dict[str, dict[str, None]] = {}
     held: dict[str, dict[str, None]] = {}
     for kind, _, tag in offered:

@@ -1,4 +1,4 @@
-"""Which messages a subscriber takes: singly (`Subscription`) or bundled (`SynchronizedSubscription`)."""
+"""Which messages a subscriber takes: single messages (`Subscription`) or bundles (`SynchronizedSubscription`)."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ Incomplete = Literal["strict", "drop", "partial"]
 class Subscription:
     """Takes messages one by one.
 
-    Whether it takes a message is a function of that message alone, never of how many came before; so a replay of
-    some steps, or of one module, gives exactly what the full replay gives there.
+    Whether it takes a message depends on that message alone, never on earlier messages. So a replay of some steps, or
+    of one module, gives the same messages as a full replay does for these.
 
     Parameters
     ----------
     kinds : str or iterable of str
     tag : str or None
-        A glob over tags; ``"!default"`` means every tag but that; None means every tag.
+        A glob over tags; ``"!default"`` means every tag except ``"default"``; None means every tag.
     subsample : int
-        Take only messages whose clock is a multiple of this; the clock of epoch kinds is the epoch, of all others
-        the global step.
+        Take only messages whose clock is a multiple of this number; the clock is the epoch for epoch kinds, and the
+        global step for all others.
     modules : str, iterable of str, or None
         Globs over dotted module paths; None means all. Network messages have no module and always pass.
     statistics : bool or "too"
-        Whether statistics (``weights_statistics``) are taken in place of the data, where a capture has kept them. Of a
-        tensor of which both are there the statistics are taken, or with ``"too"`` both; see `is_doubled`. They come as
-        messages of the kind of the data.
+        Whether recorded statistics (``weights_statistics``) are taken in place of the data. They come as messages of
+        the data's kind. If a tensor has both, True takes the statistics, and ``"too"`` takes both; see `is_doubled`.
 
     Raises
     ------
@@ -76,14 +75,14 @@ class Subscription:
         self._module_matches: dict[str, bool] = {}
 
     def stands_for(self, kind: str) -> str | None:
-        """The one of `kinds` as which messages of a kind are taken; None if they are not taken."""
+        """The kind under which messages of `kind` are taken; None if they are not taken."""
         if kind in self.kinds:
             return kind
         data = kind.removesuffix(STATISTICS_SUFFIX)
         return data if self.statistics and data != kind and data in self.kinds else None
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """Whether it takes such a message; a `tag` or `step` of None asks "in any"."""
+        """Whether it takes such a message; a `tag` or `step` of None means any."""
         return (
             self.stands_for(kind) is not None
             and (step is None or step % self.subsample == 0)
@@ -93,11 +92,11 @@ class Subscription:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it wants what the parameters say, and not what a subclass says."""
+        """Whether `wants` is not overridden, so that the parameters alone decide."""
         return type(self).wants is Subscription.wants and not has_own_methods(self)
 
     def takes(self, stack: Stack) -> NDArray[np.bool_]:
-        """Which of many messages it takes: those of which `wants` says so."""
+        """Which messages of a stack it takes."""
         taken = stack.of_sources(self.wants)
         import numpy as np
 
@@ -107,23 +106,23 @@ class Subscription:
         return taken if self.subsample == 1 else taken & (stack.steps % self.subsample == 0)
 
     def take(self, message: Message) -> Iterator[Message | MessageBundle]:
-        """What the subscriber gets now that this message, which is wanted, is there.
+        """What to pass to the subscriber for a wanted message.
 
-        Statistics come as messages of the kind of the data that they stand for.
+        Statistics are passed as messages of the data's kind.
         """
         found = self._as_data(message) if self.statistics else message
         if found is not None:
             yield found
 
     def _as_data(self, message: Message) -> Message | None:
-        """A message as one of `kinds`; None if its statistics come, too."""
+        """The message under a kind of `kinds`; None for data whose statistics are taken in its place."""
         if message.kind in self.kinds:
             return None if self.statistics is True and is_doubled(message.sampling) else message
         kind = self.stands_for(message.kind)
         return None if kind is None else of_kind(message, kind)
 
     def finish(self) -> Iterator[Message | MessageBundle]:
-        """What the subscriber still gets at the end."""
+        """What to pass to the subscriber at the end."""
         return iter(())
 
     def _matches_module(self, module: str) -> bool:
@@ -139,7 +138,7 @@ class Subscription:
 
 @dataclass
 class _Round:
-    """The messages of one key and tag in one step: those of the whole step, and those of each call."""
+    """The messages of one key and tag in one step: once-a-step messages, and the messages of each call."""
 
     of_step: dict[str, Message] = field(default_factory=dict)
     of_call: dict[tuple[int, str], dict[str, Message]] = field(default_factory=dict)
@@ -147,19 +146,19 @@ class _Round:
 
 
 class SynchronizedSubscription(Subscription):
-    """Takes complete bundles: one message of each kind, of one key (module or network), in one step.
+    """Takes complete bundles: one message of each kind, all of the same key (module or network) and step.
 
     A bundle is delivered as soon as it is complete. A module that is called several times in a step gives a bundle for
-    each call (and for each leaf of a structured output); kinds that exist once a step, such as ``weights``, join the
-    bundle of every call.
+    each call (and for each leaf of a structured output). Kinds with one message a step, such as ``weights``, are part
+    of every call's bundle.
 
     Parameters
     ----------
     kinds, tag, subsample, modules, statistics
         As in `Subscription`.
     incomplete : {"strict", "drop", "partial"}
-        What happens to a bundle that is incomplete when its step is over: `MessageError`, nothing, or it is delivered
-        as it is (see `MessageBundle.missing`).
+        What happens to a bundle that is incomplete when its step is over: ``"strict"`` raises `MessageError`,
+        ``"drop"`` ignores it, ``"partial"`` delivers it (see `MessageBundle.missing`).
     """
 
     def __init__(
@@ -177,19 +176,19 @@ class SynchronizedSubscription(Subscription):
             raise MessageError(f"incomplete is 'strict', 'drop' or 'partial', not {incomplete!r}")
         self.incomplete = incomplete
         once = {kind for kind in self.kinds if kind in KINDS and not KINDS[kind].per_call}
-        # if all kinds are of the step, the step has one bundle and there is nothing to share between calls
+        # if all kinds come once a step, there is one bundle a step and nothing to share between calls
         self._shared = frozenset(once) if len(once) < len(self.kinds) else frozenset[str]()
         self._step: int | None = None
         self._rounds: dict[tuple[str | None, str], _Round] = {}
 
     def take(self, message: Message) -> Iterator[Message | MessageBundle]:
-        """The bundles that this message completes (and, in a new step, what the policy makes of the old ones).
+        """The bundles that a message completes; at the first message of a new step, first the result of `finish`.
 
         Raises
         ------
         MessageError
-            If the same kind comes twice for one key, call and step; or, in a new step, under the policy "strict", if
-            bundles of the last one are incomplete.
+            If a kind comes twice for the same key, call and step; or if `incomplete` is ``"strict"`` and the previous
+            step leaves a bundle incomplete.
         """
         if self._step is not None and message.global_step != self._step:
             yield from self.finish()
@@ -213,7 +212,7 @@ class SynchronizedSubscription(Subscription):
                 del group.of_call[ready]
 
     def finish(self) -> Iterator[Message | MessageBundle]:
-        """What the policy makes of the bundles that are still incomplete."""
+        """Apply `incomplete` to the bundles that are still incomplete."""
         rounds, self._rounds = self._rounds, {}
         for (key, _), group in rounds.items():
             alone = [(0, "")] if group.of_step and not group.of_call and not group.delivered else []
@@ -237,13 +236,13 @@ class SynchronizedSubscription(Subscription):
 
 
 def is_doubled(sampling: Mapping[str, Any] | None) -> bool:
-    """Whether the sampling of a message with data says that its statistics come as a message, too."""
+    """Whether the sampling of a message with data says that its statistics come as another message."""
     beside = None if sampling is None else sampling.get("beside")
     return isinstance(beside, list) and "statistics" in beside
 
 
 def matches_tag(pattern: str | None, tag: str) -> bool:
-    """Whether a tag matches a glob, a negated glob (``"!eval"``), or None, which every tag matches.
+    """Whether a tag matches a glob or a negated glob (``"!eval"``); a `pattern` of None matches every tag.
 
     Examples
     --------
@@ -271,14 +270,14 @@ class Named(Protocol):
 def passes(
     stream: Named, kinds: Collection[str] | None, modules: Collection[str] | None, tags: Collection[str] | None
 ) -> bool:
-    """Whether a stream passes the filters of whoever reads a trace: one of each, where they are not None.
+    """Whether a stream passes all filters that are not None; it passes a filter if it matches one entry.
 
     Parameters
     ----------
     stream : Named
     kinds : collection of str, optional
     modules : collection of str, optional
-        Globs over dotted paths. What belongs to the network has no module, and passes only without this filter.
+        Globs over dotted paths. A stream of the network has no module and passes only without this filter.
     tags : collection of str, optional
         As in `matches_tag`.
     """

@@ -30,7 +30,7 @@ class Audience:
     produced, needed : set of str
         The kinds that the receivers answer with, and the kinds that they cannot work without.
     may_keep : bool
-        Whether one of them may keep the messages that it receives.
+        Whether some receiver may keep the messages that it gets.
     """
 
     def __init__(self, receivers: Sequence[Receiver]) -> None:
@@ -47,7 +47,7 @@ class Audience:
         Raises
         ------
         CaptureError
-            If it holds one.
+            If the trace holds such a kind.
         """
         present = {stream.kind for stream in streams}
         for one in self.receivers:
@@ -57,13 +57,13 @@ class Audience:
                 )
 
     def refusals(self, trace: object) -> list[str]:
-        """A sentence for each receiver that needs the model, which no replay has; `trace` is named in it."""
+        """A sentence, with the name of the trace, for each receiver that needs the model, which no replay has."""
         return [refusal(describe(one), trace) for one in self.receivers if one.needs_model]
 
     def memories(self) -> dict[str, Scope]:
-        """The scope of each subscriber that remembers something, by its name.
+        """The scope of each subscriber that has a memory, by name.
 
-        Where subscribers of the same name differ in scope, the name is followed by the kind of the answers.
+        If subscribers of the same name differ in scope, the kind of the answers is appended to the name.
         """
         memory: dict[str, Scope] = {}
         for one in self.receivers:
@@ -74,7 +74,7 @@ class Audience:
         return memory
 
     def spoiled(self, streams: Sequence[StreamInfo]) -> list[str]:
-        """A sentence for each subscriber that is made for whole tensors, but gets parts of them."""
+        """A sentence for each subscriber that is made for whole tensors, but gets only parts of them."""
         sentences: list[str] = []
         for receiver in self.receivers:
             kept: dict[str, list[str]] = {}
@@ -87,7 +87,7 @@ class Audience:
                         reduction = (stream.sampling or {})[how] if how == "reduce" else None
                         if reduction is None:
                             kept.setdefault(f"only some elements of {stream.kind}", []).append(where)
-                        elif reduction not in (describe(receiver), receiver.reduction):  # its own is right as it is
+                        elif reduction not in (describe(receiver), receiver.reduction):  # not a reduction made for it
                             kept.setdefault(f"only the {reduction} of {stream.kind}", []).append(where)
             sentences += [
                 f"{describe(receiver)} is about whole tensors, but the trace holds {what} "
@@ -98,11 +98,11 @@ class Audience:
 
 
 def _for_data(receiver: Receiver, kind: str) -> bool:
-    """Whether a receiver takes messages of a kind, of statistics, in place of the data."""
+    """Whether a receiver takes messages of `kind`, a kind of statistics, in place of the data."""
     return any(one.stands_for(kind) not in (None, kind) for one in receiver.subscriptions)
 
 
 def _several(modules: list[str]) -> str:
-    """The first three modules by name, and the number of the others."""
+    """The names of the first three modules, and the number of the others."""
     names = ", ".join(modules[:3])
     return names if len(modules) <= 3 else f"{names} and {len(modules) - 3} more"

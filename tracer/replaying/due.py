@@ -1,4 +1,4 @@
-"""`Walk`: goes through a trace window by window, and says what is due of it."""
+"""`Walk`: goes through a trace window by window and finds the messages to publish."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Due:
-    """What is due of the messages in a window.
+    """The messages of a window that are to be published.
 
     Attributes
     ----------
     window : TraceReader
-        As `TraceReader.window` gives it.
+        A result of `TraceReader.window`.
     done : int
-        So many rows of its journal need not wait for others; those that follow are for the next window.
+        The number of leading rows that are dealt with in this window; the next window begins after them.
     where : ndarray of bool, shape (rows of the window,)
         The rows whose messages are published.
     pairs : ndarray of int, shape (n, 2)
-        The rows that derived messages are made of: a weight, and the same weight a step later.
+        The rows that derived updates are made of: a weight, and the same weight a step later.
     paired : ndarray of int
-        The rows from this window's first on that derived messages of the windows before are made of, too.
+        Rows that updates of earlier windows are made of, numbered from the first row of this window.
     """
 
     window: TraceReader
@@ -46,17 +46,17 @@ class Due:
 
     @property
     def bytes(self) -> int:
-        """The bytes that are read of the rows that are done."""
+        """The bytes to read for the first `done` rows."""
         return int(self.window.sizes(np.flatnonzero(self._needed[: self.done])).sum())
 
     @property
     def paired_later(self) -> NDArray[np.int64]:
-        """`paired` of the next window."""
+        """`paired` for the next window."""
         return np.flatnonzero(self._needed[self.done :])
 
     @cached_property
     def _needed(self) -> NDArray[np.bool_]:
-        """The rows that are read; more than the window has, if messages of an earlier one need them."""
+        """Which rows are read; longer than the window if updates of earlier windows need rows after it."""
         needed = np.zeros(max(len(self.where), int(self.paired.max(initial=-1)) + 1), np.bool_)
         needed[: len(self.where)] = self.where
         needed[self.pairs] = True
@@ -71,7 +71,7 @@ class Walk:
     Parameters
     ----------
     starts : tuple of int
-        Where it begins, as `TraceReader.begin` says.
+        Where it begins, such as `TraceReader.begin`.
     """
 
     def __init__(self, starts: Position) -> None:
@@ -79,11 +79,11 @@ class Walk:
         self._paired = _NO_ROWS
         # the largest step so far
         self._clock = 0
-        # how many times longer than usual the next window is
+        # the length of the next window, in units of the usual length
         self._longer = 1
 
     def next(self, reader: TraceReader, wanted: Wanted, filters: Filters, *, last: bool = True) -> Due:
-        """What is due of the next window, up to where a reader ends; after the `last` one nothing comes."""
+        """What is due in the next window of a reader; `last`: whether no later call will have more messages."""
         window = reader.window(self._starts, self._longer * WINDOW_ROWS)
         journal = window.journal
         rows = window.select(streams=[one.id for one in wanted.streams], steps=filters.steps)
@@ -98,12 +98,12 @@ class Walk:
         found = Due(window, done, where, pairs, self._paired)
         self._starts, self._paired = window.after(done), found.paired_later
         self._clock = int(journal[:done, Column.GLOBAL_STEP].max(initial=self._clock))
-        # a window whose messages all wait for the next step has to be longer
+        # if all messages of a window wait for the next step, the window is too short
         self._longer = 1 if done or window.is_last else 2 * self._longer
         return found
 
     def _pairs(self, window: TraceReader, wanted: Wanted, filters: Filters) -> NDArray[np.int64]:
-        """The pairs of rows for those updates that are due, in the order of their first rows."""
+        """The pairs of rows of the updates that are due, in the order of their first rows."""
         if not wanted.derived:
             return np.zeros((0, 2), np.int64)
         ids = [one.id for one in wanted.derived]
@@ -114,7 +114,7 @@ class Walk:
 
 
 def due_windows(reader: TraceReader, wanted: Wanted, filters: Filters) -> Iterator[Due]:
-    """All that is due of a trace that nothing is added to, window by window."""
+    """All that is due of a trace that no longer grows, window by window."""
     asked = filters.part_of(reader)
     walk = Walk(asked.begin)
     while True:

@@ -16,7 +16,7 @@ from tracer.trace.streams import StreamInfo
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Which messages of a trace are replayed, as in `tracer.replay`; a filter that is None lets all pass.
+    """The filters of `tracer.replay`; a filter that is None lets all messages pass.
 
     Examples
     --------
@@ -37,11 +37,11 @@ class Filters:
         steps: Steps | None = None,
         tags: str | Iterable[str] | None = None,
     ) -> Filters:
-        """The filters, each given as one name or several names."""
+        """Make filters from single names or several names."""
         return cls(_tuple(kinds), _tuple(modules), _tuple(tags), steps)
 
     def part_of(self, reader: TraceReader) -> TraceReader:
-        """A reader of the part with the steps that pass, and the one after them: a derived update needs that.
+        """A reader of the steps that pass and of the step after them, which a derived update needs.
 
         Raises
         ------
@@ -53,7 +53,7 @@ class Filters:
 
     @property
     def narrow(self) -> bool:
-        """Whether some streams may not pass."""
+        """Whether there is a filter on streams."""
         return (self.kinds, self.modules, self.tags) != (None, None, None)
 
     def let_through(self, stream: StreamInfo) -> bool:
@@ -61,7 +61,7 @@ class Filters:
         return passes(stream, self.kinds, self.modules, self.tags)
 
     def let_through_as(self, kind: str, stream: StreamInfo) -> bool:
-        """Whether messages of a kind pass that are derived from a stream of another kind."""
+        """Whether messages of `kind` pass if they are derived from a stream of another kind."""
         return (self.kinds is None or kind in self.kinds) and passes(stream, None, self.modules, self.tags)
 
     def check(self, reader: TraceReader) -> None:
@@ -87,7 +87,7 @@ class Filters:
                     raise UnknownNameError.of("tag", tag, known)
 
     def meant_modules(self, streams: Iterable[StreamInfo]) -> str:
-        """The end of a sentence about filters that leave nothing: suggestions for module patterns that match none."""
+        """Suggestions for module patterns that match no module, as the end of a sentence."""
         known = {stream.module for stream in streams if stream.module is not None} if self.modules else set()
         return "".join(
             did_you_mean(pattern, known).replace("did you mean", f"for module {pattern!r}, did you mean")

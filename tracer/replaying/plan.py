@@ -1,4 +1,4 @@
-"""`Plan`: what a replay will read, worked out before it reads."""
+"""`Plan`: what a replay would read, computed without reading data."""
 
 from __future__ import annotations
 
@@ -33,25 +33,26 @@ class Plan:
     ----------
     trace : str
     streams : list of StreamInfo
-        The streams that some receiver asks for; as they are in the trace, before steps are chosen.
+        The streams that some receiver asks for, with the counts of the whole trace, regardless of `steps`.
     derived : list of StreamInfo
-        Streams that some receiver asks for and the trace lacks, but that follow from what it holds: the update of a
-        weight from its values in two consecutive steps. They have the messages that will be published.
+        Streams that some receiver asks for and that the trace lacks, but that follow from its data: the update of a
+        weight, from its values in two consecutive steps. Their counts are those of the messages to be published.
     messages, bytes : int
-        How many messages will be published, and how many bytes will be read.
+        The number of messages that would be published, and the number of bytes that would be read.
     read, skipped : int
-        How many messages of the trace are among these, and how many are not; what is derived is in neither.
+        The number of recorded messages that would be published, and the number of those that would not; derived
+        messages are in neither.
     missing : list of str
         A sentence for each thing that a receiver needs and the trace lacks; a replay starts only if this is empty.
     memory : dict of str to Scope
-        The scope of each receiver that remembers something: if only some steps are replayed (or only some modules, for
-        a scope of ``"step"``), its values differ from those of the whole trace.
+        The scope of each receiver that has a memory. Its answers differ from those for the whole trace if only some
+        steps are replayed, or, for a scope of ``"step"``, only some modules.
     partial : list of str
-        A sentence for each receiver that is made for whole tensors, where the trace holds only some elements of each,
-        or one number (see `tracer.Subscriber.spoiled_by`): its answers are about what the trace holds.
+        A sentence for each receiver that is made for whole tensors, where the trace holds only some elements of each
+        tensor, or one number (see `tracer.Subscriber.spoiled_by`): its answers are about what the trace holds.
     scarce : list of str
-        A sentence for each kind that is wanted and whose data the trace holds at a few steps, and hashes or statistics,
-        which nobody takes in place of it, at others.
+        A sentence for each wanted kind whose data the trace holds only at some steps, with hashes or statistics, which
+        no receiver takes in place of the data, at more.
     """
 
     trace: str
@@ -83,7 +84,7 @@ def plan(
 ) -> Plan:
     """Work out which streams the receivers need, what that costs to read, and what is missing; reads no data.
 
-    Parameters and errors are those of `replay`, but what is missing is in `Plan.missing` and not raised.
+    Parameters and errors are those of `replay`, except that `Plan.missing` lists what is missing.
     """
     with opened(trace, rank) as reader:
         chosen = rank_of(reader, rank)
@@ -124,7 +125,7 @@ def plan_of(reader: TraceReader, audience: Audience, filters: Filters, rank: int
 
 
 def _is_scarce(stream: StreamInfo, reader: TraceReader, audience: Audience) -> bool:
-    """Whether a stream has data at some steps only, and hashes or statistics, which nobody takes for it, at others."""
+    """Whether a stream has data at fewer steps than hashes or statistics, which no receiver takes in its place."""
     taken = {one.stands_for(stream.kind + STATISTICS_SUFFIX) for each in audience.asking for one in each.subscriptions}
     if kept_of(stream.kind)[1] != "data" or stream.kind in taken:
         return False
@@ -141,7 +142,7 @@ _SHOWN = 8
 
 
 def _told(kind: str, steps: list[int]) -> str:
-    """At which steps there is data of a kind."""
+    """A sentence: at which steps the trace holds data of `kind`."""
     shown = ", ".join(map(str, steps[:_SHOWN]))
     what = "step" if len(steps) == 1 else f"{len(steps):,} steps"
     rest = f", … {steps[-1]}" if len(steps) > _SHOWN else ""
@@ -150,7 +151,7 @@ def _told(kind: str, steps: list[int]) -> str:
 
 
 def _more(stream: StreamInfo, window: TraceReader, rows: NDArray[np.int64]) -> StreamInfo:
-    """A derived stream with further messages, which begin with the weights in some rows."""
+    """A derived stream with one more message for each of some rows of weights."""
     steps = window.journal[rows, Column.GLOBAL_STEP]
     begin = int(steps[0]) if stream.steps is None else stream.steps[0]
     return replace(
@@ -163,7 +164,7 @@ def _more(stream: StreamInfo, window: TraceReader, rows: NDArray[np.int64]) -> S
 
 @contextlib.contextmanager
 def opened(trace: Anywhere | TraceReader, rank: int | None) -> Iterator[TraceReader]:
-    """A reader of the trace, which is closed afterwards if it was opened here."""
+    """A reader of the trace; closed on exit if it was opened here."""
     if isinstance(trace, TraceReader):
         yield trace
         return
@@ -172,7 +173,7 @@ def opened(trace: Anywhere | TraceReader, rank: int | None) -> Iterator[TraceRea
 
 
 def rank_of(reader: TraceReader, rank: int | None) -> int:
-    """The rank that is replayed: the one that is asked for, or the only one."""
+    """The rank to replay: `rank`, or the only rank of the trace."""
     ranks = reader.ranks
     if rank is None and len(ranks) > 1:
         raise CaptureError(

@@ -42,7 +42,8 @@ def replay(
     trace : path, URL or TraceReader
         A recording, or a results trace that holds the answers of an earlier replay.
     *receivers : Receiver
-        Subscribers and collectors, in any order; they get each message in this order, and each other's answers.
+        Subscribers and collectors. Each message is delivered in this order, except that a producer of answers comes
+        before the receivers that need them.
     kinds : str or iterable of str, optional
         Only these kinds.
     modules : str or iterable of str, optional
@@ -52,27 +53,27 @@ def replay(
     tags : str or iterable of str, optional
         Only tags that match one of these globs (``"!eval"``: all but that).
     rank : int, optional
-        The rank of a distributed run whose messages are published. A trace with several ranks needs it: subscribers
-        remember what they received of a module, and each rank has its own values. Values that all ranks share are
-        published, whichever rank recorded them, and distributed tensors are put together.
+        The rank of a distributed run whose messages are published. Required for a trace with several ranks, because
+        subscribers remember values of a module, and each rank has its own. Values that all ranks share are published,
+        whichever rank recorded them, and distributed tensors are assembled.
     follow : bool
-        Whether to continue with what a run that is still being recorded commits, until it ends or its process is found
-        dead. What receivers need may then be recorded later; it is an error if it is missing when the run ends. While
-        the run goes on, only what the rank itself recorded is published, as it was recorded.
+        Whether to follow a run that is still being recorded, until it ends or its process is found dead. What receivers
+        need may then be recorded later; it is an error if it is missing when the run ends. While the run continues,
+        only messages of the rank itself are published, as they were recorded.
     guard : context manager, optional
-        It is entered and left around each message: a lock, so that another thread never sees half of what a message
-        changes. What it raises ends the replay.
+        Entered and left around each message: a lock, so that another thread never sees half of a message's effects. An
+        exception that it raises ends the replay.
 
     Raises
     ------
     CaptureError
-        Before any data is read: if the trace has several ranks and none is chosen, if there is nobody to receive, if a
-        receiver needs a stream that the trace (under these filters) lacks, or the model, if the steps are no range, or
-        if receivers need each other in a circle.
+        Before any data is read: if the trace has several ranks and none is chosen, if there are no receivers, if a
+        receiver needs the model or a stream that the trace (under these filters) lacks, if the steps are no range, or
+        if receivers need each other's answers in a circle.
     UnknownNameError
         If one of `kinds` or a plain name in `tags` is neither in the trace nor known.
     TraceCorruptError
-        If what is read is damaged. All messages that were published before are right.
+        If data that is read is damaged. All messages that were published before are correct.
 
     Warns
     -----
@@ -106,7 +107,7 @@ def replay(
         following = follow and reader.status == "recording"
         if follow and not following:
             reader.refresh()  # the run may have committed more before it ended
-        # other ranks may commit their share of a step later than this rank commits the steps that follow
+        # not assembled: other ranks may commit a step later than this rank commits the steps after it
         reader = reader.of_rank(chosen, assemble=False if following else None)
         wanted = wanted_of(reader, audience, filters, chosen, growing=following)
         if wanted.missing and not following:
@@ -114,7 +115,7 @@ def replay(
         for sentence in wanted.partial:
             warnings.warn(sentence, RuntimeWarning, stacklevel=2)
         bus = _prepared(reader, audience, following=following)
-        # a message that a receiver keeps should not depend on the file; any other needs no copy
+        # data is copied only if a receiver may keep it, because mapped data depends on the file
         mapped = not audience.may_keep
         asked = filters.part_of(reader)
         walk = Walk(asked.begin)
@@ -127,7 +128,7 @@ def replay(
                         break
                     following = wait(reader)
                     _register_topics(bus, reader)
-                    # the header may have come later
+                    # the header may be new
                     tell_of_model(audience.receivers, lambda: reader.header.get("model"))
                     wanted = wanted_of(reader, audience, filters, chosen, growing=following)
                     asked = asked if following else filters.part_of(reader)
@@ -136,14 +137,14 @@ def replay(
             with guard if guard is not None else contextlib.nullcontext():
                 bus.finish()
         except BaseException:
-            with contextlib.suppress(Exception):  # the first error is raised
+            with contextlib.suppress(Exception):  # the first error is raised, not this one
                 bus.close()
             raise
         bus.close()
 
 
 def _prepared(reader: TraceReader, audience: Audience, *, following: bool) -> MessageBus:
-    """A bus with the receivers on it; they know the model already."""
+    """A bus with all topics and receivers; the receivers have got the model's structure."""
     bus = MessageBus(f"replay of {reader.path}")
     _register_topics(bus, reader)
     if following:
@@ -164,7 +165,7 @@ def _register_topics(bus: MessageBus, reader: TraceReader) -> None:
 def _publish(
     bus: MessageBus, due: Due, wanted: Wanted, mapped: bool, guard: AbstractContextManager[object] | None
 ) -> None:
-    """Publish the messages of a window that are due; small ones together, where nobody can tell."""
+    """Publish the due messages of a window; small messages together if the effect is the same."""
     alone = _Alone(bus, wanted.streams)
     if guard is None and not wanted.derived and alone.are_few:
         for part in due.window.stretches(due.where, mapped):
@@ -182,11 +183,11 @@ def _publish(
         else:
             with guard:
                 bus.publish(message)
-        del message  # before the next is read, so that it can reuse the memory, which is still in the cache
+        del message  # before the next is read, so that it can reuse this memory, which is still in the cache
 
 
 class _Alone:
-    """Says of which streams the messages must be published by themselves, and whether these are few among the others.
+    """Says which streams' messages must be published one by one, and whether these are few.
 
     Parameters
     ----------
@@ -206,19 +207,19 @@ class _Alone:
 
 POLL_SECONDS = 0.1
 LONGEST_POLL_SECONDS = 2.0
-"""The first and the longest pause of a replay that follows a run, between looks for new commits."""
+"""The shortest and the longest pause between two checks for new commits, in a replay that follows a run."""
 
 
 def wait(reader: TraceReader) -> bool:
-    """Wait until more is committed or the run has ended; returns whether it still goes on."""
+    """Wait until more is committed or the run has ended; returns whether the run still continues."""
     pause = POLL_SECONDS
     while True:
-        # asked before the refresh, which then reads all that a run that has ended committed
+        # read before the refresh, so that the refresh after the end of the run reads everything
         going_on = reader.status == "recording"
         began = time.monotonic()
         changed = reader.refresh()
         if changed or not going_on:
             return going_on
-        # look less often where looking is slow, as in a distant store
+        # check less often where checking is slow, as on a remote store
         pause = min(max(pause * 1.2, 5 * (time.monotonic() - began)), LONGEST_POLL_SECONDS)
         time.sleep(pause)

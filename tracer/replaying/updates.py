@@ -1,4 +1,4 @@
-"""The updates that a trace lacks, made of weights in consecutive steps."""
+"""Updates that a trace lacks, derived from weights in consecutive steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tracer.trace.streams import StreamInfo
 
 
 def by_stream(streams: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
-    """The places of each number in an array of numbers of streams."""
+    """The indices at which each stream number occurs in an array of stream numbers."""
     places = np.argsort(streams, kind="stable")
     numbers, begins = np.unique(streams[places], return_index=True)
     return dict(zip(numbers.tolist(), np.split(places, begins[1:]), strict=False))
@@ -30,10 +30,10 @@ _GRADIENTS = {"weight_updates": "weight_gradients", "bias_updates": "bias_gradie
 
 
 def derivable(streams: Sequence[StreamInfo], receivers: Sequence[Receiver], filters: Filters) -> list[StreamInfo]:
-    """The updates that receivers ask for and the trace lacks, but that may follow from weights in consecutive steps.
+    """The updates that receivers ask for and the trace lacks, but that weights in consecutive steps may provide.
 
-    Weights that were cast or reduced give no updates: a difference of rounded numbers is not the rounded difference.
-    Nor do others where the trace has statistics of updates, which would be told twice.
+    Weights that were cast or reduced give no updates, because the difference of rounded numbers is not the rounded
+    difference. If the trace has statistics of updates, none are derived, because they would be published twice.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ def derivable(streams: Sequence[StreamInfo], receivers: Sequence[Receiver], filt
 
 
 def with_pairs(reader: TraceReader, updates: Sequence[StreamInfo]) -> list[StreamInfo]:
-    """Those updates whose weights are there in two consecutive steps; rows are read until that is known of all."""
+    """The updates whose weights exist in two consecutive steps; reads rows until all of them are found."""
     ids = {one.id for one in updates}
     found: set[int] = set()
     last: dict[int, NDArray[np.int64]] = {}
@@ -86,7 +86,7 @@ def with_pairs(reader: TraceReader, updates: Sequence[StreamInfo]) -> list[Strea
 
 
 def settled(window: TraceReader, derived: Sequence[StreamInfo], clock: int) -> int:
-    """The row before which everything can be published: an update waits for the weight of the next step.
+    """The row before which everything can be published; an update waits for the weight of the next step.
 
     Parameters
     ----------
@@ -99,24 +99,24 @@ def settled(window: TraceReader, derived: Sequence[StreamInfo], clock: int) -> i
     if not derived or not len(steps):
         return len(steps)
     clocks = np.maximum.accumulate(steps).clip(min=clock)
-    # a stream's next weight comes a step of the clock later, and that step is over once the one after it begins
+    # the weight after that of step s comes in step s + 1, which is over once step s + 2 begins
     over = int(clocks[-1]) - 1
     ids = np.array([stream.id for stream in derived])
     last = np.full(max(int(streams.max()), int(ids.max())) + 1, -1)
-    last[streams] = np.arange(len(streams))  # with repeated indices, the last assignment stays
+    last[streams] = np.arange(len(streams))  # for repeated indices, the last assignment wins
     last = last[ids]
-    last = last[last >= 0]  # a stream is declared before it has messages
+    last = last[last >= 0]  # a declared stream may have no messages yet
     waiting = last[clocks[last] >= over]
     return int(waiting.min(initial=len(streams)))
 
 
 def _without_statistics(sampling: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The sampling of updates that are made of weights with a sampling: the weights' statistics are not theirs."""
+    """The sampling of updates derived from weights: that of the weights, without their statistics."""
     return {name: value for name, value in (sampling or {}).items() if name != "beside"} or None
 
 
 def _dtype_of_difference(dtype: str | None) -> str:
-    """The dtype of an update that is derived from weights of a dtype."""
+    """The dtype of an update that is derived from weights of `dtype`."""
     import torch
 
     assert dtype is not None  # weights are never events
@@ -125,7 +125,7 @@ def _dtype_of_difference(dtype: str | None) -> str:
 
 
 def pairs_of(journal: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of some rows of a journal, each two of one stream and shape that follow each other a step apart, (n, 2)."""
+    """The pairs, (n, 2), of `rows` of the same stream and shape in consecutive steps."""
     rows = rows[np.argsort(journal[rows, Column.STREAM], kind="stable")]
     facts = journal[rows][:, [Column.STREAM, Column.GLOBAL_STEP, Column.SHAPE]]
     follows = (np.diff(facts, axis=0) == (0, 1, 0)).all(axis=1)
@@ -135,7 +135,7 @@ def pairs_of(journal: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.
 def messages(
     reader: TraceReader, where: NDArray[np.bool_], pairs: NDArray[np.int64], mapped: bool
 ) -> Iterator[Message]:
-    """The planned messages in their recorded order; each derived update comes where an observed one would."""
+    """The planned messages in recorded order; each derived update comes where an observed update would."""
     if not len(pairs):
         yield from reader.messages(where=where, mapped=mapped)
         return
@@ -144,7 +144,7 @@ def messages(
     followers = np.zeros_like(wanted)
     followers[pairs[:, 1]] = True
     follower_of = dict(pairs.tolist())
-    # weights are read once, a step ahead: `met` keeps those of one step until it is their turn
+    # weights are read once, a step ahead: `met` keeps them until they are published
     ahead = zip(np.flatnonzero(followers).tolist(), reader.messages(where=followers, mapped=mapped), strict=True)
     others = reader.messages(where=wanted & ~followers, mapped=mapped)
     met: dict[int, Message] = {}

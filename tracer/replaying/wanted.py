@@ -1,4 +1,4 @@
-"""`Wanted`: what receivers get of one rank of a trace, stream by stream, and in which steps."""
+"""`Wanted`: what receivers want of one rank of a trace: the streams, and their steps."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _CLOCKS = {"global_step": Column.GLOBAL_STEP, "epoch": Column.EPOCH}
 
 @final
 class Rhythms:
-    """In which steps, or epochs, some receiver wants each of some streams.
+    """The steps or epochs in which some receiver wants each of some streams.
 
-    Most receivers want the multiples of a number; streams with the same numbers are looked at together. Other receivers
-    are asked about each step.
+    Most receivers want the multiples of a number; streams with the same numbers are processed together. For other
+    receivers, `Receiver.wants` is called for each step.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class Rhythms:
             self._together.append((clock, numbers, mine))
 
     def due(self, journal: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of some rows of a journal, all of them of these streams, some receiver wants."""
+        """Which of the `rows` some receiver wants; all of them belong to the streams of this object."""
         streams = journal[rows, Column.STREAM]
         found = np.zeros(len(rows), np.bool_)
         for clock, strides, of_stream in self._together:
@@ -83,26 +83,26 @@ def _clock(stream: StreamInfo) -> Column:
 
 
 def asking(stream: StreamInfo, receivers: Sequence[Receiver]) -> list[Receiver]:
-    """The receivers that ask for a stream, in some step or other."""
+    """The receivers that want a stream in some step."""
     return [one for one in receivers if one.wants(stream.kind, stream.module, stream.tag, None)]
 
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """What receivers get of one rank of a trace, stream by stream.
+    """What receivers want of one rank of a trace.
 
     Attributes
     ----------
     streams : list of StreamInfo
         The streams that some receiver asks for.
     derived : list of StreamInfo
-        Updates that some receiver asks for and that follow from weights; each has the id of the stream of its weights.
+        Updates that some receiver asks for and that are derived from weights; each has the id of its weights' stream.
     missing : list of str
         A sentence for each thing that a receiver needs and the trace lacks, and for each receiver that needs the model.
     partial : list of str
-        A sentence for each receiver that is made for whole tensors, and does not get them.
+        A sentence for each receiver that is made for whole tensors, but gets only parts of them.
     rhythms, derived_rhythms : Rhythms
-        In which steps `streams`, and `derived`, are wanted.
+        The steps in which `streams` and `derived` are wanted.
     """
 
     streams: list[StreamInfo]
@@ -114,13 +114,13 @@ class Wanted:
 
 
 def _stands_for_another(stream: StreamInfo, audience: Audience, filters: Filters) -> bool:
-    """Whether a stream holds statistics that a receiver takes in place of data of a kind that passes."""
+    """Whether a stream holds statistics that a receiver takes in place of data whose kind passes the filters."""
     kinds = {one.stands_for(stream.kind) for receiver in audience.asking for one in receiver.subscriptions}
     return any(kind not in (None, stream.kind) and filters.let_through_as(kind, stream) for kind in kinds)
 
 
 def wanted_of(reader: TraceReader, audience: Audience, filters: Filters, rank: int, *, growing: bool = False) -> Wanted:
-    """What receivers get of one rank; few rows of the journal are read for it.
+    """What receivers want of one rank; reads few rows of the journal.
 
     Parameters
     ----------
@@ -140,12 +140,12 @@ def wanted_of(reader: TraceReader, audience: Audience, filters: Filters, rank: i
         there = [(one.kind, one.module, one.tag) for one in (*offered, *updates)]
         return unmet(audience.asking, there, f"{reader.path}{' (after the filters)' if filters.narrow else ''}")
 
-    # passive receivers alone get what was recorded, and not all that could be derived from it
+    # updates are derived for active receivers only: passive ones alone get what was recorded
     possible = derivable(streams, audience.active, filters)
     derived = possible if growing else with_pairs(filters.part_of(reader), possible)
     missing = lacking(derived)
     if missing and len(derived) < len(possible):
-        missing = lacking(with_pairs(reader, possible))  # nothing is missing that there is at other steps
+        missing = lacking(with_pairs(reader, possible))  # what exists at other steps is not missing
     if missing:
         missing[-1] += filters.meant_modules(streams)
     missing = audience.refusals(reader.path) + missing

@@ -1,1 +1,1 @@
-"""Traces as a whole: written, read, selected, their parts put together."""
+"""Traces as a whole: writing, reading, selecting, and merging the parts of ranks and attempts."""

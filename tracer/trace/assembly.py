@@ -1,6 +1,7 @@
-"""`Merged`: one journal with its tables; and how what several ranks recorded of one tensor becomes one message of it.
+"""`Merged`: one journal with its tables; and `assembled`, which combines what several ranks recorded of one tensor.
 
-The parts of a distributed tensor are put together. What one of several replicas recorded is there for the others.
+The shards of a distributed tensor become one message. A replica that one rank recorded also counts for the other ranks
+that hold it.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from tracer.stores.protocols import ReadStore
 from tracer.trace.selection import holders
 
 WHOLE = -2
-"""The pool of a row that stands for a tensor of several parts: its offset says which of `Merged.wholes` it belongs
-to, and its checksum is the place there."""
+"""The pool number of a row that stands for a tensor of several parts. The offset column of the row holds the index of
+its `Block` in `Merged.wholes`, and the checksum column its index in that block."""
 TABLE = 1 << 20
-"""Entries of the table of steps and ranks that is looked at in one go."""
+"""The most entries of a table of steps and parts; more steps are processed in slices."""
 _LATE = frozenset({"batch_finished", "epoch_finished"})
-"""Events that follow the weights of a step."""
+"""Events that are recorded after the weights of a step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Tensors that are put together in the same way.
+    """Tensors that are assembled in the same way.
 
     Attributes
     ----------
     rows : numpy.ndarray of int64, (tensors, parts)
-        The rows of the recorded journal with the parts of each.
+        For each tensor, the rows of its parts in the recorded journal.
     offsets, sizes : list of tuple of int
-        Where each part belongs in the whole, and how large it is.
+        The offset and the size of each part in the whole tensor.
     """
 
     rows: NDArray[np.int64]
@@ -47,7 +48,7 @@ class Block:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Merged:
-    """One journal, and the tables that it refers to.
+    """A journal and the tables that it refers to.
 
     Attributes
     ----------
@@ -56,16 +57,16 @@ class Merged:
     shapes : list of tuple of int
     pools : list of Pool
     stores : list of ReadStore
-        Of each pool.
+        The store of each pool.
     recorded : numpy.ndarray of int64, (rows, columns)
-        The journal before distributed tensors were put together; `wholes` refer to it.
+        The journal before distributed tensors were assembled; `wholes` refer to its rows.
     wholes : list of Block
-        How they are put together.
+        How distributed tensors are assembled.
     problems : list of str
-        A sentence for each kind of which some tensors could not be put together.
+        A sentence for each kind with tensors that could not be assembled.
     origin : (numpy.ndarray of int64, numpy.ndarray of int64) or None
-        For each row of `journal`, the number of its part and its row there; None where there is one part, whose rows
-        follow each other, and where tensors were put together.
+        For each row of `journal`, the number of its part and its row in that part. None if there is a single part,
+        whose rows are consecutive, or if tensors were assembled.
     """
 
     journal: NDArray[np.int64]
@@ -80,21 +81,21 @@ class Merged:
 
     @property
     def rank(self) -> NDArray[np.int64]:
-        """The rank that each row of `journal` is of."""
+        """The rank of each row of `journal`."""
         ranks = np.array([stream.rank for stream in self.streams] or [0], np.int64)
         found: NDArray[np.int64] = ranks[self.journal[:, Column.STREAM]]
         return found
 
 
 def assembled(recorded: Merged, only: Collection[int] | None) -> Merged:
-    """Put the parts of distributed tensors together, as far as they are there.
+    """Assemble distributed tensors, where enough of their parts were recorded.
 
     Parameters
     ----------
     recorded : Merged
         The journal of all ranks, in order.
     only : collection of int, optional
-        The ranks that are looked at. What they hold as others do is theirs, too, whoever recorded it.
+        The ranks to read; None: all. Replicas that these ranks hold are included, whichever rank recorded them.
     """
     work = _Work(recorded, only)
     for family in work.families():
@@ -104,15 +105,15 @@ def assembled(recorded: Merged, only: Collection[int] | None) -> Merged:
 
 
 def _rest(stream: Stream) -> dict[str, Any]:
-    """The sampling of a stream, but its placement."""
+    """The sampling of a stream without its placement."""
     return {name: value for name, value in (stream.sampling or {}).items() if name != "placement"}
 
 
 class _Work:
-    """A journal while the parts of distributed tensors in it are put together.
+    """The state while a journal is assembled.
 
-    `there` are the rows that stay, `own` those that ranks recorded that are looked at, and `borrowed` those that other
-    ranks recorded for them.
+    Masks over the rows: `there`: rows that are kept; `own`: rows that the ranks in `only` recorded; `borrowed`: rows
+    that other ranks recorded for them.
     """
 
     def __init__(self, merged: Merged, only: Collection[int] | None) -> None:
@@ -128,7 +129,7 @@ class _Work:
         self.wholes: list[tuple[NDArray[np.int64], int]] = []
         self.broken: dict[str, int] = {}
         self.shape_ids = {shape: number for number, shape in enumerate(self.shapes)}
-        # the rows of each stream, in order
+        # the rows sorted by stream, and where each stream begins in them
         self.by_stream = np.argsort(journal[:, Column.STREAM], kind="stable")
         self.begins = np.searchsorted(journal[self.by_stream, Column.STREAM], np.arange(len(streams) + 1)).tolist()
 
@@ -136,11 +137,11 @@ class _Work:
         return self.by_stream[self.begins[stream] : self.begins[stream + 1]]
 
     def families(self) -> list[list[int]]:
-        """Streams with the parts of one tensor."""
+        """Groups of streams that hold the parts of one tensor."""
         found: dict[str, list[int]] = {}
         for number, one in enumerate(self.streams):
             place = one.placement
-            # a sample or a reduction of each shard is no part of the whole tensor
+            # a sample or a reduction of a shard is not a part of the whole tensor
             if place is None or place.sizes is None or place.offsets is None or set(_rest(one)) - {"dtype"}:
                 continue
             if not len(self.rows_of(number)):
@@ -150,7 +151,7 @@ class _Work:
         return list(found.values())
 
     def put_together(self, family: list[int]) -> None:
-        """Let one row stand for all parts of a tensor, in each step in which they are all there."""
+        """Replace the parts of a tensor by a single row in each step and call whose parts cover the tensor."""
         boxes = []
         for number in family:
             place = self.streams[number].placement
@@ -162,14 +163,14 @@ class _Work:
         member = np.searchsorted(np.array(family), found[:, Column.STREAM])
         steps, group = np.unique(found[:, [Column.GLOBAL_STEP, Column.CALL]], axis=0, return_inverse=True)
         group = group.reshape(-1)
-        # a row of another shape than its stream declares is left out
+        # ignore rows whose shape differs from the placement of their stream
         expected = np.array([self.shape_ids.get(sizes, -1) for _, sizes in boxes], np.int64)
         usable = np.flatnonzero(found[:, Column.SHAPE] == expected[member])
         usable = usable[np.argsort(group[usable], kind="stable")]
         complete = np.zeros(len(steps), bool)
         chosen: list[tuple[NDArray[np.int64], list[int], list[int]]] = []
         height = max(1, TABLE // len(family))
-        # some steps at a time, because a table of all steps would be large and mostly empty
+        # in slices, because a table of all steps would be large and mostly empty
         for begin in range(0, len(steps), height):
             low, high = np.searchsorted(group[usable], [begin, begin + height]).tolist()
             mine = usable[low:high]
@@ -201,7 +202,7 @@ class _Work:
         boxes: list[tuple[tuple[int, ...], tuple[int, ...]]],
         shape: tuple[int, ...],
     ) -> None:
-        """Let a row of each line, if possible of a rank that is looked at, stand for the tensor of all its parts."""
+        """For each line of `table`, turn a row, preferably of a rank in `only`, into the row of the whole tensor."""
         never = len(self.recorded)
         mine = np.where(self.own[table], table, never).min(axis=1)
         borrowed = mine == never
@@ -230,20 +231,20 @@ class _Work:
         self.journal[first, Column.CRC32C] = np.arange(len(first))
         self.journal[first, Column.SHAPE] = self.shape_ids[shape]
         parts = table[:, needed]
-        # The parts are read with the stream of the whole, because their own streams are dropped.
+        # parts are read with the stream of the whole tensor, because their own streams are dropped
         self.wholes.append((parts, next(iter(numbers.values()))))
         self.journal[first, Column.COUNT] = self.recorded[parts, Column.COUNT].sum(axis=1)
         self.blocks.append(Block(parts, [boxes[one][0] for one in needed], [boxes[one][1] for one in needed]))
 
     @staticmethod
     def _whole(stream: Stream, rank: int, ranks: Collection[int]) -> Stream:
-        """The stream of a whole tensor that some ranks hold, or of a replica of it, as one rank has it."""
+        """The stream, for one rank, of a whole tensor that all of `ranks` hold."""
         replicas = sorted(ranks)
         sampling = {"placement": {"replicas": replicas}, **_rest(stream)}
         return stream._replace(rank=rank, sampling=sampling, placement=Placement(tuple(replicas)))
 
     def borrow(self) -> None:
-        """Give the ranks that are looked at what another recorded for them."""
+        """Add the replicas that other ranks recorded for the ranks in `only`."""
         if self.only is None:
             return
         known = {(one.kind, one.module, one.tag, one.leaf) for one in self.streams if one.rank in self.only}
@@ -260,7 +261,7 @@ class _Work:
                 self.streams.append(self._whole(one, min(theirs), holders(one)))
 
     def result(self, merged: Merged) -> Merged:
-        """The same as it is read, with borrowed rows where a rank would have recorded them."""
+        """The assembled journal; a borrowed row stands where the rank itself would have recorded it."""
         rows = np.flatnonzero(self.there)
         if self.borrowed.any():
             clock = self.recorded[rows, Column.GLOBAL_STEP].copy()
@@ -279,7 +280,7 @@ class _Work:
             for kind, count in self.broken.items()
         ]
         journal = self.journal[rows]
-        # drop the streams whose rows others stand for
+        # drop the streams whose rows were all replaced
         kept = np.array([self.only is None or one.rank in self.only for one in self.streams], bool)
         kept[np.unique(self.recorded[:, Column.STREAM])] = False
         kept[np.unique(journal[:, Column.STREAM])] = True

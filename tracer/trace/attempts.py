@@ -1,4 +1,4 @@
-"""How the parts of ranks and attempts belong together: which there should be, and which of their messages count."""
+"""How the parts of ranks and attempts fit together: which parts are missing, and which messages count."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tracer.stores.locations import Location
 
 
 def first_step(header: Mapping[str, Any], attempt: int) -> int:
-    """The global step that an attempt began with, as its header says; the first one began with 0."""
+    """The global step at which an attempt began, according to its header; 0 for attempt 0."""
     step = header.get("first_step", 0)
     return step if type(step) is int and attempt else 0
 
 
 class Numbered(Protocol):
-    """Which part of a trace something is of, and where that began."""
+    """Something with the rank and attempt of a part and the step at which the part began."""
 
     @property
     def rank(self) -> int: ...
@@ -36,7 +36,7 @@ class Numbered(Protocol):
 
 
 class Begun(Numbered, Protocol):
-    """What is known of the beginning of a part."""
+    """A part whose header is known."""
 
     name: str
 
@@ -45,7 +45,7 @@ class Begun(Numbered, Protocol):
 
 
 def restarted(parts: Iterable[Begun]) -> dict[int, int]:
-    """Of each rank the last attempt that began with the first step: nothing that an earlier one recorded counts."""
+    """For each rank, the last attempt that began at step 0; no message of an earlier attempt counts."""
     found: dict[int, int] = {}
     for one in parts:
         if one.header and one.first_step == 0:
@@ -54,10 +54,11 @@ def restarted(parts: Iterable[Begun]) -> dict[int, int]:
 
 
 def foreign_parts(path: Location, parts: Iterable[Begun]) -> dict[str, str]:
-    """The parts that are left out, by name, each with a sentence: another run left them beside the first one.
+    """The parts that belong to another run, by name, each with a sentence; a reader leaves them out.
 
-    An attempt goes on with the run of one before it, has its id, and began later. Ranks of the first may have ids of
-    their own, if nothing told them of their launch; then the first one says which of them there are.
+    A part of a later attempt is foreign if it has another run id than all earlier attempts and was created before them.
+    A part of the first attempt is foreign if it has another run id than the first part and a rank that the first part
+    does not expect. The run id alone does not tell: ranks without a common launch have different ids.
     """
     known = [one for one in parts if isinstance(one.header.get("run_id"), str)]
     known.sort(key=lambda one: (one.attempt, one.rank))
@@ -79,7 +80,7 @@ def foreign_parts(path: Location, parts: Iterable[Begun]) -> dict[str, str]:
 
 
 def expected_ranks(header: Mapping[str, Any]) -> list[int]:
-    """The ranks that were to be recorded, as a header says; none if it does not say."""
+    """The ranks that were to be recorded, according to a header; empty if it does not say."""
     ranks = header.get("ranks")
     if not isinstance(ranks, list) or not all(type(one) is int and one >= 0 for one in ranks):
         return []
@@ -87,34 +88,34 @@ def expected_ranks(header: Mapping[str, Any]) -> list[int]:
 
 
 def listed(ranks: Iterable[int]) -> str:
-    """Ranks or attempts in a sentence."""
+    """Numbers of ranks or attempts as a comma-separated list."""
     return ", ".join(map(str, sorted(ranks)))
 
 
 def unreadable_part(path: Location, name: str, error: TraceError) -> TraceError:
-    """Why a part that is there cannot be read, as an error that says whose it is."""
+    """An error that says of which rank and attempt an unreadable part is, and why it cannot be read."""
     rank, attempt = rank_and_attempt(name)
     of = f" of attempt {attempt}" if attempt else ""
     return type(error)(f"{path}: rank {rank}{of} cannot be read: {str(error).removeprefix(f'{path}: ')}")
 
 
 def missing(path: Location, names: Collection[str], headers: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A sentence for what was recorded and is not there: ranks, attempts, and attempts of single ranks.
+    """Sentences about recorded parts that are missing: ranks, attempts, and attempts of single ranks.
 
-    `names` are those of all parts that are there, also of those that cannot be read, and `headers` what the others say.
+    `names` are the names of all parts that exist, including unreadable ones; `headers` are those of the readable parts.
     """
     headers = list(headers)
     expected = {rank for header in headers for rank in expected_ranks(header)}
     there = {where for name in names if (where := part_of(name)) is not None}
     ranks, attempts = {rank for rank, _ in there}, {attempt for _, attempt in there}
-    # a file of one part may be opened by its own name; then the other parts are not looked for
+    # if the file of a single part was opened by its name, the other parts are not missing
     if any(path.stem.endswith(f".{name}") for name in names):
         return []
     told = []
     if expected - ranks:
         gone = listed(expected - ranks)
         told.append(f"{path} has nothing of rank {gone}, of the {len(expected)} ranks that were recorded")
-    # attempts are numbered one after the other, so a number that is missing is an attempt that is gone
+    # attempts are numbered consecutively, so each gap is a missing attempt
     gone = listed(set(range(max(attempts, default=0))) - attempts)
     if gone:
         told.append(f"{path} has nothing of attempt {gone}, and goes on with later ones")
@@ -130,7 +131,7 @@ def missing(path: Location, names: Collection[str], headers: Iterable[Mapping[st
 
 
 def worst(statuses: Sequence[str]) -> str:
-    """The status of a run whose ranks have these."""
+    """The status of a run whose ranks have these statuses."""
     for status in ("recording", "interrupted", "unknown"):
         if status in statuses:
             return status
@@ -138,20 +139,20 @@ def worst(statuses: Sequence[str]) -> str:
 
 
 class Written(Numbered, Protocol):
-    """What the order of messages depends on: of a part, or of one that is surveyed for damage."""
+    """What the order of messages depends on; also implemented for a part that is surveyed for damage."""
 
     @property
     def messages(self) -> int:
-        """How many messages it has."""
+        """The number of messages."""
         ...
 
     def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
-        """The rows of evaluations with the number of a step before that is trained, and their tags."""
+        """The rows, and their tags, of evaluations in a step that were recorded before the step was trained."""
         ...
 
 
 class Span(Protocol):
-    """Rows of a part that follow each other."""
+    """Consecutive rows of a part."""
 
     @property
     def rank(self) -> int: ...
@@ -159,7 +160,7 @@ class Span(Protocol):
     def start(self) -> int: ...
     @property
     def clock(self) -> int:
-        """The largest step of the rows before them."""
+        """The largest step of the rows before the span."""
         ...
 
     @property
@@ -167,7 +168,7 @@ class Span(Protocol):
 
 
 def tags_of(ids: NDArray[np.int64], streams: Mapping[int, Stream]) -> NDArray[np.str_]:
-    """The tags of streams by their ids; that of training where nothing is known of a stream."""
+    """The tag of each stream id; ``"default"`` for unknown streams."""
     numbers, places = np.unique(ids, return_inverse=True)
     names = [streams[number].tag if number in streams else DEFAULT_TAG for number in numbers.tolist()]
     return np.array(names or [DEFAULT_TAG], np.str_)[places]
@@ -176,9 +177,9 @@ def tags_of(ids: NDArray[np.int64], streams: Mapping[int, Stream]) -> NDArray[np
 def evaluated(
     pieces: Iterable[tuple[int, NDArray[np.int64], NDArray[np.str_]]], step: int
 ) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
-    """As `Written.evaluated`, of pieces of a journal in their order: the first row, and the steps and tags of all.
+    """Implement `Written.evaluated` with pieces of a journal, in order: first row, steps and tags.
 
-    Pieces whose steps are all lower need not be among them, and those after the training of the step are not asked for.
+    Pieces whose steps are all lower may be left out. No piece is read after the step's training was found.
     """
     rows, found = [np.zeros(0, np.int64)], [np.zeros(0, np.str_)]
     for start, steps, tags in pieces:
@@ -194,21 +195,21 @@ def evaluated(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Counting:
-    """Which rows of a part count: all, or those before the step that a later attempt began with, and some others.
+    """Which rows of a part count: all, or those before the first step of a later attempt, and some evaluations.
 
     Attributes
     ----------
     limit : int or None
-        Rows of this step and later ones do not count; None: all rows do.
+        Rows of this step and later steps do not count; None: all rows count.
     besides : numpy.ndarray of int64
-        But these rows of this step, ascending, do: evaluations of the state that the later attempt began with.
+        Rows of the step `limit` that count, ascending: evaluations of the state at which the later attempt began.
     """
 
     limit: int | None = None
     besides: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def mask(self, steps: NDArray[np.int64], start: int) -> NDArray[np.bool_]:
-        """Which of some rows count, by their steps and the number of the first."""
+        """Which of some consecutive rows count, given their steps and the number of the first row."""
         if self.limit is None:
             return np.ones(len(steps), np.bool_)
         counts: NDArray[np.bool_] = steps < self.limit
@@ -218,14 +219,14 @@ class Counting:
 
 
 def counting(parts: Sequence[Written], others: Sequence[Written] = ()) -> list[Counting]:
-    """Which rows of each part count: a later attempt takes the place of all steps from its first on.
+    """Which rows of each part count: a later attempt replaces all steps from its first step on.
 
-    It does so once it has a message, and may be one of the `others`. Evaluations of the state that it began with, made
-    before that step was trained, still count, unless it made them (those of their tag) again.
+    An attempt without messages replaces nothing. The parts of later attempts may be in `parts` or `others`. Evaluations
+    before the training of that first step still count, unless a later attempt has evaluations with the same tag.
     """
     known = [*parts, *others]
     firsts = [(one.attempt, one.first_step) for one in known if one.messages]
-    # of each part, by the step that is asked for
+    # results of `evaluated`, by part and step
     asked: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.str_]]] = {}
 
     def evaluated_before(number: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
@@ -247,14 +248,16 @@ def counting(parts: Sequence[Written], others: Sequence[Written] = ()) -> list[C
 
 
 def in_order(spans: Sequence[Span], counts: Sequence[Counting]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rows of all spans that count, in one order: their spans, and their rows in the journals of those.
+    """The counting rows of all spans in a common order: by step, then by rank; each span keeps its own order.
 
-    Parts are ordered by the step, then by the rank; each keeps its own order. `counts` are those of their parts.
+    `counts` holds the `Counting` of each span's part.
 
     Returns
     -------
     span : numpy.ndarray of int64, (messages,)
+        The index of each message's span.
     row : numpy.ndarray of int64, (messages,)
+        Its row in the journal of that span.
     """
     numbers, rows, clocks, ranks = ([np.zeros(0, np.int64)] for _ in range(4))
     for number, (span, of_part) in enumerate(zip(spans, counts, strict=True)):
@@ -262,7 +265,7 @@ def in_order(spans: Sequence[Span], counts: Sequence[Counting]) -> tuple[NDArray
         mine = np.flatnonzero(of_part.mask(steps, span.start))
         numbers.append(np.full(len(mine), number))
         rows.append(mine)
-        # an evaluation of an earlier step stays where it was recorded, so the clock never runs back
+        # the running maximum: an evaluation of an earlier step stays where it was recorded
         clocks.append(np.maximum.accumulate(steps[mine]).clip(min=span.clock))
         ranks.append(np.full(len(mine), span.rank))
     order = np.lexsort((np.concatenate(ranks), np.concatenate(clocks)))
@@ -270,7 +273,7 @@ def in_order(spans: Sequence[Span], counts: Sequence[Counting]) -> tuple[NDArray
 
 
 def seconds(created: object) -> float:
-    """A time as a header says it, in seconds since 1970; 0 where that is none."""
+    """A header's time in seconds since 1970; 0 if it is no valid time."""
     try:
         return dt.datetime.fromisoformat(str(created)).timestamp()
     except (ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""`Blocks`: messages of a trace, read some megabytes at a time, and ahead where the store is slow."""
+"""`Blocks`: reads messages of a trace some megabytes at a time, and ahead of use if the store is slow."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK_BYTES: Final = 8 << 20
-"""Bytes of data that are read at a time."""
+"""Bytes of data in a block, at most (a single message may be larger)."""
 BLOCK_ROWS: Final = 16384
-"""Messages that are read at a time, at most."""
+"""Messages in a block, at most."""
 LARGE_ROWS: Final = 64
-"""Where no more messages than these are in `BLOCK_BYTES`, each is read into memory of its own, which is used again."""
+"""If at most this many messages fill a block, each is read into its own memory, which is reused."""
 TOGETHER_BYTES: Final = 4 << 20
-"""Bytes of large messages that are read one right after the other, at most: more would have left the processor's cache
-before they are delivered.
+"""Bytes of large messages that are read in direct succession, at most: more would leave the processor's cache before
+they are delivered.
 """
 AHEAD: Final = 3
-"""Blocks that a thread reads ahead where the store is slow."""
+"""Blocks that are read ahead if the store is slow."""
 SLOW_SECONDS: Final = 0.002
 SLOW_BLOCKS: Final = 3
-"""It is slow if so many blocks in a row had to be waited for so long (half as long for one message by itself); one may
-be because others had the processor.
+"""A store counts as slow if `SLOW_BLOCKS` blocks in a row took this many seconds of waiting (half as many for a block
+of one message). A single slow block may be due to other processes.
 """
 SMALL_BYTES: Final = 16384
-"""Messages of at most so many bytes in the mean are stacked: what one costs by itself is much against its data."""
+"""Messages of at most this mean size in bytes are stacked, because their overhead is comparatively large."""
 FEW: Final = 8
-"""Stacks of fewer messages in the mean cost as much as the messages one by one."""
+"""Messages are stacked only if stacks have this many messages on average; smaller stacks save nothing."""
 _KEPT: Final = 64
-"""A message that is kept keeps at most so many times its size."""
+"""A message that is kept keeps a block in memory of at most this many times its size."""
 _FIELDS: Final = [Column.STREAM, *COUNTERS]
 _fields_of = operator.itemgetter(*_FIELDS)
 
@@ -69,12 +69,12 @@ class Blocks:
         self._samplings = [one.sampling for one in data.merged.streams]
 
     def messages(self, selected: NDArray[np.int64], mapped: bool) -> Iterator[Message]:
-        """The messages of rows; `mapped` as in `TraceReader.messages`."""
+        """The messages of the selected rows; `mapped` as in `TraceReader.messages`."""
         for rows, groups in self._blocks(selected, mapped):
             yield from self._messages(rows, groups)
 
     def stretches(self, selected: NDArray[np.int64], mapped: bool) -> Iterator[Stretch | Iterator[Message]]:
-        """The messages of rows, block by block: stacked where they are small and many alike, else one by one."""
+        """The messages of the selected rows, block by block: stacked if they are small and similar, else one by one."""
         for rows, groups in self._blocks(selected, mapped):
             part: Stretch | Iterator[Message] | None = self._stretch(rows, groups)
             if part is None:
@@ -86,12 +86,12 @@ class Blocks:
         """The messages of a block, one by one; empties the groups."""
         if groups and groups[0].row is not None:
             groups.reverse()
-            while groups:  # one by one, so that the memory of a message is used again as soon as nobody holds it
+            while groups:  # one by one, so that a message's memory is reused as soon as nothing refers to it
                 yield self._single(groups.pop())
             return
         names, samplings = self._names, self._samplings
         owners, tensors = _in_order(groups, len(rows))
-        groups.clear()  # else the groups would hold the memory of the block
+        groups.clear()  # otherwise the groups would keep the block in memory
         fields = self._data.merged.journal[rows][:, _FIELDS].tolist()
         for owner, (number, global_step, train_step, epoch, call) in zip(owners, fields, strict=True):
             kind, module, tag, leaf, rank = names[number]
@@ -100,13 +100,13 @@ class Blocks:
         tensors.clear()
 
     def _stretch(self, rows: NDArray[np.int64], groups: list[Group]) -> Stretch | None:
-        """The messages of a block as stacks; None where they are too large or too different for that."""
+        """The messages of a block as stacks; None if they are too large or too different."""
         nbytes = sum(group.data.nbytes for group in groups)
         if any(group.row is not None for group in groups) or nbytes > SMALL_BYTES * len(rows):
             return None
         fields = self._data.merged.journal[rows][:, _FIELDS]
         kinds = self._kinds[fields[:, 0]]
-        # the places and the data of the messages of each kind, dtype and shape; of events, just the places
+        # for each kind, dtype and shape, the places and the data of the messages; for events, only the places
         parts: dict[tuple[int, str, tuple[int, ...]], list[tuple[NDArray[np.int64], NDArray[Any] | None]]] = {}
         events = np.ones(len(rows), np.bool_)
         for group in groups:
@@ -130,7 +130,7 @@ class Blocks:
 
     @cached_property
     def _sources(self) -> list[Source]:
-        """What tells the streams of a kind apart, by the numbers of the streams."""
+        """The source of each stream, by stream number."""
         return [Source(module, tag, leaf, rank) for _, module, tag, leaf, rank in self._names]
 
     @cached_property
@@ -139,12 +139,12 @@ class Blocks:
 
     @cached_property
     def _kinds(self) -> NDArray[np.int64]:
-        """The index in `_kind_names` of the kind of each stream."""
+        """For each stream, the index of its kind in `_kind_names`."""
         numbers = {kind: number for number, kind in enumerate(self._kind_names)}
         return np.array([numbers[kind] for kind, *_ in self._names], np.int64)
 
     def _single(self, group: Group) -> Message:
-        """A message that was read by itself."""
+        """The message of a group that was read alone."""
         assert group.row is not None
         number, global_step, train_step, epoch, call = _fields_of(group.row)
         kind, module, tag, leaf, rank = self._names[number]
@@ -152,13 +152,13 @@ class Blocks:
         return checked(kind, module, global_step, train_step, epoch, tag, call, leaf, rank, data, sampling)
 
     def arrays(self, selected: NDArray[np.int64]) -> Iterator[Batch]:
-        """The data of rows, in batches of one shape."""
+        """The data of the selected rows, in batches of one shape."""
         for rows, groups in self._blocks(selected):
             for group in groups:
                 yield Batch(rows[group.places], readable(group.data, group.dtype))
 
     def columns(self, selected: NDArray[np.int64]) -> Iterator[Columns]:
-        """The messages of rows in columns."""
+        """The messages of the selected rows as columns."""
         merged = self._data.merged
         for rows, groups in self._blocks(selected):
             journal = merged.journal[rows]
@@ -167,7 +167,7 @@ class Blocks:
             del data  # frees the memory for the next block
 
     def values(self, selected: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[Any] | None]]:
-        """The data of rows one by one, without torch; None for events."""
+        """The selected rows one by one, each with its data as a numpy array; None for events."""
         for rows, groups in self._blocks(selected):
             data: dict[int, NDArray[Any]] = {}
             for group in groups:
@@ -176,7 +176,7 @@ class Blocks:
                 yield row, data.pop(place, None)
 
     def together(self, selected: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any] | list[NDArray[Any]]]:
-        """The rows among these that carry data, and all of it: an array, or a list where shapes or dtypes differ."""
+        """The selected rows that carry data, and their data: an array, or a list if shapes or dtypes differ."""
         merged = self._data.merged
         shapes = set(merged.journal[selected, Column.SHAPE].tolist())
         chosen = [
@@ -198,21 +198,21 @@ class Blocks:
     def _blocks(
         self, selected: NDArray[np.int64], mapped: bool = False
     ) -> Iterator[tuple[NDArray[np.int64], list[Group]]]:
-        """Rows of the journal, cut into blocks, with their data; a thread reads ahead where the store is slow.
+        """Blocks of rows with their data; threads read ahead if the store is slow.
 
-        The list of groups is emptied when the next block is asked for.
+        The list of groups is cleared before the next block is read.
         """
         readers = max((store.readers for store in self._data.stores), default=1)
-        # threads that fetch several blocks at once need memory for each
+        # with several readers, blocks are read at the same time, and each needs memory of its own
         memory = Memory() if readers == 1 else None
         files = MappedFiles() if mapped else None
         blocks = self._cut(selected, alone=memory is not None)
         left = iter(blocks)
         slow = 0
-        # Without a thread as long as the data is there at once: two threads would only get into each other's way, and
-        # one block of memory, used again and again, stays in the processor's cache.
+        # No thread while the store is fast: a second thread would compete for the processor, and a single block of
+        # memory that is reused stays in the processor's cache.
         for rows, large in left if readers == 1 or len(blocks) == 1 else ():
-            # the time of the processor costs a system call, so it is measured only after a block that took long
+            # thread_time() costs a system call, so it is called only after a slow block
             worked = time.thread_time() if slow else None
             began = time.perf_counter()
             groups = self._data.read(rows, memory, large, files)
@@ -227,7 +227,7 @@ class Blocks:
         yield from self._ahead(left, readers, memory, files)
 
     def _cut(self, selected: NDArray[np.int64], *, alone: bool) -> list[tuple[NDArray[np.int64], bool]]:
-        """Rows cut into blocks, and whether the messages of each are large, and read `alone` if they may be."""
+        """Cut rows into blocks; the bool says whether each message of a block is read alone, which `alone` allows."""
         nbytes = self._data.sizes(selected)
         ends = np.cumsum(nbytes)
         blocks = []
@@ -251,7 +251,7 @@ class Blocks:
         memory: Memory | None,
         files: MappedFiles | None,
     ) -> Iterator[tuple[NDArray[np.int64], list[Group]]]:
-        """Blocks with their data, which threads read while the ones before them are used."""
+        """Blocks with their data, which threads read while earlier blocks are in use."""
         with ThreadPoolExecutor(readers, "trace-reader") as thread:
             waiting: deque[tuple[NDArray[np.int64], Future[list[Group]]]] = deque()
             try:
@@ -273,7 +273,7 @@ class Blocks:
 def _together(
     found: list[tuple[NDArray[np.int64], NDArray[Any] | None]],
 ) -> tuple[NDArray[np.int64], NDArray[Any] | None]:
-    """Messages that were read in several parts, in their order."""
+    """Messages from several groups, sorted by place."""
     places, data = found[0]
     if len(found) > 1:
         places = np.concatenate([one for one, _ in found])
@@ -283,15 +283,15 @@ def _together(
 
 
 def _order(places: NDArray[np.int64]) -> NDArray[np.int64] | slice:
-    """Which of some places is the first, the second, and so on; all as they are if they ascend."""
+    """The indices that sort `places`; a full slice if they already ascend."""
     return np.argsort(places) if (places[1:] < places[:-1]).any() else slice(None)
 
 
 def _in_order(groups: list[Group], count: int) -> tuple[list[int], list[Iterator[Tensor | None]]]:
-    """To which group each message of a block belongs, and the data of each group, in the order of the messages.
+    """The group of each message of a block, and an iterator over the data of each group in the order of the messages.
 
-    Tensors are made one by one, as the messages are: thousands at once would leave the processor's cache before they
-    are used. The last of the iterators is for messages without data.
+    Tensors are made one by one, because thousands at once would leave the processor's cache before they are used. The
+    last iterator is for messages without data.
     """
     owners = np.full(count, len(groups), np.int64)
     tensors: list[Iterator[Tensor | None]] = []
@@ -304,13 +304,13 @@ def _in_order(groups: list[Group], count: int) -> tuple[list[int], list[Iterator
 
 
 def _ascending(group: Group) -> Together:
-    """The data of a group, in the order of its messages."""
+    """The data of a group, sorted by place."""
     order = _order(group.places)
     return Together(group.places[order], group.data[order], group.dtype)
 
 
 def _only_tensor(group: Group) -> Tensor:
-    """The only message of a group that was read for it alone."""
+    """The tensor of a group with a single message."""
     import torch
 
     if group.whole_nbytes > _KEPT * group.data.nbytes:
@@ -321,7 +321,7 @@ def _only_tensor(group: Group) -> Tensor:
 
 
 def _tensors(group: Group) -> Iterator[Tensor]:
-    """The messages of a group, each in memory of its own or in a part of a block that is not many times its size."""
+    """The tensors of a group, each in its own memory or in a block of at most `_KEPT` times its size."""
     import torch
 
     data, encoding = group.data, ENCODINGS[group.dtype]
@@ -332,9 +332,9 @@ def _tensors(group: Group) -> Iterator[Tensor]:
     few = group.whole_nbytes * len(data) <= _KEPT * data.nbytes
     from_numpy = torch.from_numpy
     for begin in range(0, len(data), _KEPT):
-        # a copy, if the block is many times larger: whoever keeps the message would keep the block
+        # copied if the block is much larger, because a message that is kept keeps its block in memory
         part = data[begin : begin + _KEPT] if few else data[begin : begin + _KEPT].copy()
-        # with an ellipsis, because a plain index would give numpy scalars in place of arrays without axes
+        # the ellipsis gives arrays without axes; a plain index would give numpy scalars
         rows = part if part.ndim > 1 else [part[number, ...] for number in range(len(part))]
         if encoding.bits is None:
             yield from map(from_numpy, rows)

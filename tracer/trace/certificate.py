@@ -1,4 +1,4 @@
-"""`Certificate`: whether recording a training changed it, as `tracer.certify` found and a trace's header says."""
+"""`Certificate`: the result of `tracer.certify`, whether recording changed a training; part of a trace's header."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ Verdict = Literal["identical", "different", "nondeterministic", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What came of comparing a training with and without a recorder.
+    """The result of comparing a training with and without a recorder.
 
     Attributes
     ----------
     verdict : str
-        ``"identical"``: after every step all bits were the same. ``"different"``: the recorder changed something.
-        ``"nondeterministic"``: two runs without a recorder differ, so nothing can be said. ``"failed"``: the training
-        or the recording did not take place.
+        ``"identical"``: all bits were equal after every step. ``"different"``: the recorder changed something.
+        ``"nondeterministic"``: two runs without a recorder differ, so the comparison has no result. ``"failed"``: the
+        training or the recording did not take place.
     reason : str
         The verdict as a sentence.
     steps : int
-        How many steps were compared.
+        The number of compared steps.
     step : int or None
-        After which step (from 0) something differed first.
+        The first step (from 0) after which something differed.
     differing : tuple of str
         What differed after that step: generators, parameters, buffers, optimizer states, modes.
     overhead : dict
-        ``cpu_ratio`` and ``wall_ratio``: time of a step with a recorder over that without; of ``steps`` steps, of which
-        ``recorded_steps`` were recorded, until all was written. ``average``: whether of the medians, or, if only some
-        steps were recorded, of the means. ``bare_ratio``: the same of the two runs without a recorder, which says how
-        noisy the machine is. ``bare_cpu_seconds`` and ``recorded_cpu_seconds``: of a step. The first step, in which
-        everything is made, is left out, so with one step all this is empty.
+        ``cpu_ratio`` and ``wall_ratio``: the time of a step with a recorder, until all is written, divided by the time
+        without; from ``steps`` steps, of which ``recorded_steps`` were recorded. ``average``: the ratios compare
+        ``"median"`` or, if only some steps were recorded, ``"mean"`` times. ``bare_ratio``: the CPU times of the two
+        runs without a recorder, larger over smaller: the machine's noise. ``bare_cpu_seconds`` and
+        ``recorded_cpu_seconds``: CPU time of a step. The first step, which initializes everything, is left out, so this
+        is empty for a single step.
     """
 
     verdict: Verdict
@@ -48,7 +49,7 @@ class Certificate:
         return self.verdict == "identical"
 
     def describe(self) -> dict[str, Any]:
-        """The same as JSON values, as they stand in the header of a trace."""
+        """The certificate as JSON values, as in the header of a trace."""
         return asdict(self) | {"differing": list(self.differing)}
 
     def __str__(self) -> str:
@@ -63,11 +64,11 @@ class Certificate:
 
 
 VERDICTS = ("identical", "nondeterministic", "different", "failed")
-"""Of certificates, from the best to the worst."""
+"""The verdicts, from the best to the worst."""
 
 
 def worst_certificate(told: Iterable[object]) -> dict[str, Any] | None:
-    """Of what headers say of certificates, the first with the worst verdict; what is no certificate does not count.
+    """The first of the headers' certificates with the worst verdict; values that are no certificates are ignored.
 
     Examples
     --------

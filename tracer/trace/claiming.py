@@ -1,4 +1,4 @@
-"""Which part of a trace a process may write: what is there already, and who is still writing it."""
+"""`claim`: whether a process may write its part of a trace, given the existing parts and their writers."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from tracer.trace.attempts import seconds
 from tracer.trace.part import lines_to_the_break, lives
 
 BEGINNING_SECONDS = 10.0
-"""How long a rank waits for others to begin their parts of a new trace."""
+"""Seconds that a rank waits for other ranks to begin their parts of a new trace."""
 MADE_SECONDS = 1.0
-"""How long any process waits for another that has made a part and not yet written its header."""
+"""Seconds that a process waits for the header of a part that another process has just created."""
 FRESH_SECONDS = 600.0
-"""How long after a rank has ended its part counts as one of the launch that another rank belongs to."""
+"""Seconds after its last change during which an ended part still counts as part of another rank's launch."""
 _LOADED = time.time()
-"""When this module was imported: later than the process began, where that cannot be told."""
+"""When this module was imported; used if the start of the process is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The place of a process in a distributed run.
+    """The rank of a process in a distributed run.
 
     Attributes
     ----------
     rank, size : int
-        0 and 1 where the run is not distributed.
+        0 and 1 if the run is not distributed.
     launch : str or None
-        What tells this launch from others, as far as its environment says; the same in all its processes.
+        An id of the launch from its environment variables; the same in all its processes.
     """
 
     rank: int
@@ -54,12 +54,12 @@ class Process:
 
     @property
     def related(self) -> bool:
-        """Whether one recorded script started this process, or is it: no other launch has the same name."""
+        """Whether this process belongs to a recorded script, whose `launch` no other launch has."""
         return self.launch is not None and self.launch.startswith(OF_SCRIPT)
 
 
 OF_SCRIPT = "script "
-"""How the `launch` of a recorded script begins, and of the processes that it starts; see `tracer.recording.family`."""
+"""Prefix of `launch` in a recorded script and the processes that it starts; see `tracer.recording.family`."""
 _LAUNCH = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
@@ -67,7 +67,7 @@ _LAUNCH = (
 
 
 def this_process(environment: Mapping[str, str] = os.environ) -> Process:
-    """The rank of this process: as torch.distributed says if it is in use, else torchrun's variables, else SLURM's.
+    """The rank of this process: from torch.distributed if initialized, else torchrun's variables, else SLURM's.
 
     Examples
     --------
@@ -77,7 +77,7 @@ def this_process(environment: Mapping[str, str] = os.environ) -> Process:
     Process(rank=0, size=1, launch=None)
     """
     rank, size = 0, 1
-    distributed = sys.modules.get("torch.distributed")  # not imported here: a program that uses it has imported it
+    distributed = sys.modules.get("torch.distributed")  # a program that uses it has imported it
     if (
         distributed is not None
         and environment is os.environ
@@ -97,7 +97,7 @@ def this_process(environment: Mapping[str, str] = os.environ) -> Process:
 
 
 def run_id_of(path: Location | str, process: Process) -> str | None:
-    """What the ranks of a launch call a run, if they can know without asking each other; None if they cannot.
+    """The run id that all ranks of a launch can compute without communication; None if they cannot.
 
     Examples
     --------
@@ -107,7 +107,7 @@ def run_id_of(path: Location | str, process: Process) -> str | None:
     >>> run_id_of("run.zarr", Process(0, 2, "TORCHELASTIC_RUN_ID=none/MASTER_PORT=29500"))
     """
     launch = process.launch or ""
-    # torchrun calls every run "none", unless it is told a name or is --standalone
+    # torchrun uses the run id "none" unless it is given a name or --standalone
     named = re.search(r"TORCHELASTIC_RUN_ID=(?!none(/|$))[^/]|SLURM_JOB_ID=\d", launch)
     if named is None and not process.related:
         return None
@@ -117,7 +117,7 @@ def run_id_of(path: Location | str, process: Process) -> str | None:
 def claim(
     path: Location, process: Process, ranks: Sequence[int], *, overwrite: bool = False, resume: bool = False
 ) -> tuple[int, str | None]:
-    """Make sure that this process may write its part of the trace at `path`.
+    """Check that this process may write its part of the trace at `path`; with `overwrite`, remove old parts.
 
     Parameters
     ----------
@@ -126,29 +126,29 @@ def claim(
     ranks : sequence of int
         The ranks that are recorded.
     overwrite : bool
-        Whether to remove what this rank recorded before.
+        Whether to remove earlier parts of this rank.
     resume : bool
-        Whether to go on where an earlier attempt ended.
+        Whether to continue where an earlier attempt ended.
 
     Returns
     -------
     attempt : int
     run_id : str or None
-        Of the run that goes on, or that other ranks began or are beginning; None if it is new.
+        The id of the run that is continued or that other ranks have begun or will begin; None for a new run.
 
     Raises
     ------
     TraceExistsError
-        If a trace is there that may not be overwritten, that is still being recorded, or that is of another run.
+        If there is a trace that may not be overwritten, that is still being recorded, or that is of another run.
     TraceError
-        If what is there is not a trace.
+        If there is something that is not a trace.
     """
     parts = there(path, process)
     mine = [one for one in parts if one.rank == process.rank]
     of_this_launch = [one for one in parts if process.launch is not None and one.launch == process.launch]
     refuse_living(path, [one for one in parts if one in mine or one not in of_this_launch])
     if resume:
-        # an earlier launch may have had the same environment; its parts were begun before this process
+        # an earlier launch may have had the same environment; its parts are older than this process
         began = _began()
         former = [one for one in of_this_launch if not one.lives and one.created < began]
         before = [one.attempt for one in parts if one in mine or one in former or one not in of_this_launch]
@@ -156,7 +156,7 @@ def claim(
     if process.related:
         if any(one in mine for one in of_this_launch):
             raise TraceExistsError(f"{path} has a rank {process.rank} of this run already, from an earlier process")
-        if of_this_launch:  # the first process of the run has removed what was there
+        if of_this_launch:  # the first process of the run has removed old parts
             return 0, run_id_of(path, process)
     if overwrite:
         refuse_link(path)
@@ -164,15 +164,15 @@ def claim(
             mine_to_remove = process.rank == min(ranks) and one.rank not in ranks
             if one.rank == process.rank or process.related or mine_to_remove:
                 remove_part(path, one.name)
-    # Parts of this launch are no reason to refuse: one rank may be done before another begins. But a part that ended
-    # long ago is of an earlier launch that had the same environment.
+    # Parts of this launch may exist, because one rank may end before another begins. But a part that ended long ago
+    # belongs to an earlier launch with the same environment.
     elif mine or any((one.ended and not one.fresh) or one not in of_this_launch for one in parts):
         raise TraceExistsError.at(path)
     return 0, next((one.run_id for one in of_this_launch if one not in mine), run_id_of(path, process))
 
 
 def of_launch(path: Location, process: Process) -> list[Head]:
-    """The parts that are there of the launch that a process is of; none if what is there is no trace."""
+    """The existing parts of a process's launch; empty if there is no trace."""
     try:
         return [one for one in heads(path) if process.launch is not None and one.launch == process.launch]
     except TraceError:
@@ -181,7 +181,7 @@ def of_launch(path: Location, process: Process) -> list[Head]:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the first and the last line of a part's declarations say of it.
+    """A part, as described by its name and its declarations.
 
     Attributes
     ----------
@@ -189,17 +189,17 @@ class Head:
     rank, attempt : int
     run_id : str or None
     here : bool
-        Whether this process wrote it.
+        Whether this process writes or wrote it.
     pid : object
-        Of the process that wrote it.
+        The id of the process that writes or wrote it.
     launch : str or None
-        As `Process.launch`.
+        The `Process.launch` of that process.
     began, ended, lives : bool
-        Whether it has a header; whether it says how the run ended; if not, whether its process still runs.
+        Whether it has a header; whether it says how the run ended; if it does not, whether its process still runs.
     fresh : bool
-        Whether it was written in the last minutes.
+        Whether it was changed in the last `FRESH_SECONDS`.
     created : float
-        When it was begun, in seconds since 1970; 0 where it does not say.
+        When it was begun, in seconds since 1970; 0 if unknown.
     """
 
     name: str
@@ -217,12 +217,12 @@ class Head:
 
 
 def heads(path: Location) -> list[Head]:
-    """The parts of the trace at `path`, without its messages; none if there is nothing.
+    """The parts of the trace at `path`, read without messages; empty if there is nothing.
 
     Raises
     ------
     TraceError
-        If what is there is not a trace, or not one that can be read.
+        If there is something that is not a trace or cannot be read.
     """
     if blank(path) or (not exists(path) and not any(one != path for one in store_files(path))):
         return []
@@ -237,14 +237,14 @@ def heads(path: Location) -> list[Head]:
 
 
 def _head(name: str, store: ReadStore) -> Head:
-    """What the declarations of a part say of it."""
+    """Read the declarations of a part."""
     array = declarations_name(name)
     try:
         lines = declarations(store.read(array, 0, store.length(array)).tobytes())[0]
     except TraceUnreadableError:
         raise
     except TraceCorruptError as error:
-        # a process that was killed as it began left no line; a machine that lost power may have kept some of the lines
+        # no lines: its process was killed as it began; some lines: its machine may have lost power
         lines = lines_to_the_break(store, name, 0, 0, error)[0] if store.names(array) else []
         if store.names(array) and not lines:
             raise
@@ -273,7 +273,7 @@ def _head(name: str, store: ReadStore) -> Head:
 
 
 def _began() -> float:
-    """When this process began, in seconds since 1970; as far as that can be told."""
+    """When this process began, in seconds since 1970; `_LOADED` if that is unknown."""
     start = process_start(os.getpid())
     if start is None or not start.isdecimal():
         return _LOADED
@@ -281,7 +281,7 @@ def _began() -> float:
 
 
 def refuse_link(path: Location) -> None:
-    """Raise `TraceExistsError` if what is to be overwritten is a link, which may lead to what somebody else made."""
+    """Raise `TraceExistsError` if `path` is a link: its target may belong to somebody else."""
     if not isinstance(path, Url) and os.path.islink(path):
         raise TraceExistsError(f"{path} is a link to {os.path.realpath(path)}, and is not overwritten; give that path")
 
@@ -294,7 +294,7 @@ def refuse_living(path: Location, parts: Sequence[Head]) -> None:
 
 
 def there(path: Location, process: Process) -> list[Head]:
-    """The parts of the trace at `path`, as `heads` has them. Waits for the headers of parts that are just begun."""
+    """Wait until every part that was started has a header, up to a time limit; return `heads(path)`."""
     begun = time.monotonic()
     while True:
         waited = time.monotonic() - begun
@@ -305,7 +305,7 @@ def there(path: Location, process: Process) -> list[Head]:
             if not waiting:
                 raise
         else:
-            # a part without a header is waited for only while it is fresh: its process may have been killed as it began
+            # an old part without a header is not waited for: its process was killed as it began
             waiting = waiting or (waited < MADE_SECONDS and any(one.fresh for one in found))
             if not waiting or all(one.began for one in found):
                 return found
@@ -320,7 +320,7 @@ class Writing(Protocol):
 
     @property
     def writes(self) -> bool:
-        """Whether it may still write."""
+        """Whether the writer may still write."""
 
 
 WRITERS: weakref.WeakSet[Writing] = weakref.WeakSet()
@@ -328,7 +328,7 @@ WRITERS: weakref.WeakSet[Writing] = weakref.WeakSet()
 
 
 def refuse_here(path: Location, rank: int | None) -> None:
-    """Raise `TraceExistsError` if this process is recording the trace at `path`, or the part of one rank of it."""
+    """Raise `TraceExistsError` if this process is recording the trace at `path`; with a rank, that rank's part."""
     for one in WRITERS:
         where = part_of(one.part)
         same_rank = rank is None or where is None or where[0] == rank
@@ -337,7 +337,7 @@ def refuse_here(path: Location, rank: int | None) -> None:
 
 
 def _absolute(path: Location) -> str:
-    """The same name for all paths that lead to the same trace."""
+    """A name that is equal for all paths to the same trace."""
     return str(path) if isinstance(path, Url) else os.path.realpath(path)
 
 
@@ -347,7 +347,7 @@ def check_ours(path: Location) -> list[Head]:
     Raises
     ------
     TraceExistsError
-        If something else is there, a link to one, or if another process is recording it.
+        If there is something else, or a link, or if another process is recording the trace.
     """
     refuse_link(path)
     try:
@@ -363,14 +363,14 @@ def check_ours(path: Location) -> list[Head]:
 
 
 def check_target(path: Anywhere, *, overwrite: bool = False) -> None:
-    """Make sure, without creating anything, that a trace could be written at `path`.
+    """Check, without creating anything, that a trace could be written at `path`.
 
     Raises
     ------
     TraceExistsError
-        If something is there and may not be overwritten, or is not a trace.
+        If there is something that may not be overwritten, or that is not a trace.
     TraceFormatError
-        If the suffix is not one of a store that can be written there.
+        If the suffix is not that of a store that can be written there.
     """
     path = location(path)
     check_writable(path)

@@ -1,4 +1,4 @@
-"""`Columns`: many messages as arrays, from a reader to a writer, without an object for each of them."""
+"""`Columns`: many messages as arrays, passed from a reader to a writer without an object for each message."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FEW_ELEMENTS: Final = 64
-"""Messages of so few elements are put into their order by numpy at once, larger ones one by one."""
+"""Messages with up to this many elements are ordered by a single numpy operation, larger ones one by one."""
 FEW: Final = 16
-"""So few messages are written one by one; numpy pays for more."""
+"""Up to this many messages are written one by one; numpy is faster only for more."""
 _TARGET: Final = [Column.STREAM, Column.POOL, Column.COUNT, Column.SHAPE, Column.FLAGS]
 _EVENT: Final = np.zeros(len(Column), np.int64)
 _EVENT[[Column.POOL, Column.SHAPE, Column.CRC32C]] = NONE
@@ -37,9 +37,9 @@ class Together:
     Attributes
     ----------
     places : numpy.ndarray of int64, (n,)
-        Which messages they are, ascending.
+        The indices of the messages, ascending.
     data : numpy.ndarray, (n, ...)
-        Contiguous, of the dtype in which it is stored.
+        Contiguous, of the storage dtype.
     dtype : str
         The logical dtype.
     """
@@ -52,18 +52,18 @@ class Together:
 @final
 @dataclass(slots=True, eq=False)
 class Columns:
-    """Messages in their order.
+    """Messages in their order, as arrays.
 
     Attributes
     ----------
     streams : sequence of Stream
-        What messages can be of; the same object from one block of a trace to the next.
+        The streams that `numbers` refer to; the same object for all blocks of a trace.
     numbers : numpy.ndarray of int64, (messages,)
-        The stream of each message.
+        The index of each message's stream.
     counters : numpy.ndarray of int64, (messages, 4)
-        Global step, train step, epoch and call of each.
+        Global step, train step, epoch and call of each message.
     data : list of Together
-        That of each message whose stream carries some.
+        The data of each message whose stream carries data.
     """
 
     streams: Sequence[Stream]
@@ -75,7 +75,7 @@ class Columns:
         return len(self.numbers)
 
     def part(self, begin: int, end: int) -> Columns:
-        """The messages from one on, up to, not including, another."""
+        """The messages from `begin` up to, not including, `end`."""
         if begin == 0 and end == len(self):
             return self
         data = []
@@ -99,7 +99,7 @@ class Columns:
             yield checked(*names, found, one.sampling)
 
     def sizes(self) -> NDArray[np.int64]:
-        """Bytes of the data of each message."""
+        """The bytes of each message's data."""
         found = np.zeros(len(self), np.int64)
         for one in self.data:
             found[one.places] = one.data[:1].nbytes
@@ -108,7 +108,7 @@ class Columns:
 
 @final
 class ColumnPacking:
-    """Writes messages in columns, as `tracer.trace.packing.Packing` writes them one by one: they lie in their order.
+    """Writes columns; the data in each pool is in the same order as after writing the messages one by one.
 
     Parameters
     ----------
@@ -122,13 +122,13 @@ class ColumnPacking:
         self._store = commits.store
         self._pools = pools
         self._due = due
-        # of the streams of the last block: what the journal says of messages of each of them and of each shape
+        # for the streams of the last block: the journal entries of `_TARGET`, by stream and shape
         self._streams: Sequence[Stream] = ()
         self._targets: dict[tuple[int, tuple[int, ...] | None], tuple[int, int, int, int, int]] = {}
         self._open: dict[int, OpenPool] = {}
 
     def write(self, columns: Columns, begin: int) -> int:
-        """Write messages from one on, until a commit is due; the number of the first that is not written."""
+        """Write messages from `begin` on, until a commit is due; return the index of the first unwritten message."""
         sizes = columns.sizes()[begin:]
         steps = columns.counters[begin:, 0]
         count = self._due.until(self._commits, sizes, steps)
@@ -139,15 +139,15 @@ class ColumnPacking:
         return begin + count
 
     def _write(self, columns: Columns) -> None:
-        """Write messages: their data to the pools, and what the journal says of them."""
+        """Write messages: their data to the pools, and their rows to the journal."""
         if columns.streams is not self._streams:
             self._streams = columns.streams
             self._targets.clear()
         rows = np.empty((len(columns), len(Column)), np.int64)
-        # as of messages without data
+        # the values for messages without data
         rows[:] = _EVENT
         rows[:, Column.GLOBAL_STEP : Column.CALL + 1] = columns.counters
-        # of each message: which of the data it is, and its place in that
+        # for each message: which of `columns.data` has its data, and the index there; -1 for events
         which, at = np.full(len(columns), -1), np.zeros(len(columns), np.int64)
         for number, one in enumerate(columns.data):
             which[one.places], at[one.places] = number, np.arange(len(one.places))
@@ -158,7 +158,7 @@ class ColumnPacking:
         self._commits.new_rows(len(rows))[:] = rows
 
     def _enter_targets(self, columns: Columns, events: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-        """Enter into rows of the journal the streams of messages, and which pools they go to."""
+        """Fill the columns `_TARGET` of journal rows: the stream, pool, count, shape and flags of each message."""
         parts: list[tuple[Together | None, NDArray[np.int64]]] = [(one, one.places) for one in columns.data]
         if len(events):
             parts.append((None, events))
@@ -172,7 +172,7 @@ class ColumnPacking:
             for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True)
             if (number, _shape_of(one)) not in self._targets
         ]
-        # they are declared in the order in which they come
+        # declared in the order of their first messages
         for _, key, of, first in sorted(new, key=lambda one: one[0]):
             self._targets[key] = self._declare(self._streams[key[0]], of, first)
         for one, places, numbers, _, inverse in found:
@@ -181,7 +181,7 @@ class ColumnPacking:
             rows[places[:, None], _TARGET] = targets[inverse]
 
     def _declare(self, stream: Stream, of: Together | None, first: int) -> tuple[int, int, int, int, int]:
-        """What the journal says of messages of a stream and shape, which are declared if they are new."""
+        """The journal entries of `_TARGET` for a stream and shape; both are declared if they are new."""
         data = None if of is None else decode(of.data[first : first + 1], of.dtype, of.data.shape[1:])
         names = stream.kind, stream.module, 0, 0, 0, stream.tag, 0, stream.leaf, stream.rank
         message = checked(*names, data, stream.sampling)
@@ -201,7 +201,7 @@ class ColumnPacking:
         at: NDArray[np.int64],
         data: Sequence[Together],
     ) -> None:
-        """Append the data of messages of a pool to it, in their order, and enter where it lies, and its checksums."""
+        """Append the data of a pool's messages, in order, and enter its offsets and checksums into `rows`."""
         counts = rows[places, Column.COUNT]
         parts = [(data[number], places[mine], at[places[mine]]) for number, mine in grouped(which[places])]
         found: list[int] = []
@@ -223,7 +223,7 @@ def _shape_of(one: Together | None) -> tuple[int, ...] | None:
 
 
 def _rows_of(one: Together, chosen: NDArray[np.int64]) -> NDArray[Any]:
-    """The data of some of the messages, ascending."""
+    """The data of the `chosen` messages, ascending indices; a view if they are consecutive."""
     first = int(chosen[0])
     if int(chosen[-1]) - first + 1 == len(chosen):
         return one.data[first : first + len(chosen)]
@@ -235,14 +235,14 @@ def _in_order(
     places: NDArray[np.int64],
     counts: NDArray[np.int64],
 ) -> NDArray[Any]:
-    """The elements of messages, one message after the other.
+    """The elements of all messages, concatenated in order.
 
     Parameters
     ----------
     parts : sequence
-        Data, the places of messages, and which of the data theirs is.
+        Each with data, the places of its messages, and their indices in that data.
     places, counts : numpy.ndarray of int64
-        The places of all messages, ascending, and how many elements each has.
+        The places of all messages, ascending, and the number of elements of each message.
     """
     if len(parts) == 1:
         one, _, chosen = parts[0]

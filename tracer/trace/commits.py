@@ -1,4 +1,4 @@
-"""`Commits`: declarations and rows of the journal, which make messages exist; and `Due`: when that is to happen."""
+"""`Commits`: writes declarations and journal rows, which make messages exist; `Due`: when the next commit is due."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from tracer.stores.protocols import WriteStore
 from tracer.trace.header import ending, now, public
 
 FIRST_BYTES: Final = 1 << 20
-"""The first commit comes after so many bytes, so that a disk that is nearly full has a trace of the run's beginning."""
+"""Bytes until the first commit: early, so that even a nearly full disk has a trace of the run's beginning."""
 _ROW: Final = struct.Struct(f"<{COLUMNS}q")
 
 
 @final
 class Commits:
-    """What waits for the next commit of a part: declarations, and rows of the journal.
+    """The declarations and journal rows of a part that wait for its next commit.
 
-    Used as a context manager, it remembers an error: nothing is written after it.
+    As a context manager, it catches no error but remembers it: nothing is written afterwards.
 
     Parameters
     ----------
     store : WriteStore
     part : str
     capacity : int
-        Rows that can wait.
+        The most rows that can wait.
 
     Attributes
     ----------
     lines : list of bytes
-        The declarations that wait.
+        The waiting declarations.
     rows, committed : int
-        Rows of the journal that wait, and that are safe.
+        The numbers of journal rows that wait and that are committed.
     bytes : int
-        Bytes of the data of all messages that were written.
+        Bytes of the data of all written messages.
     failed : BaseException or None
-        Why nothing more is written.
+        The error after which nothing more is written.
     last_notes : callable
-        Asked for notes that should stand in the trace also where nothing else can be written any more.
+        Called for notes to add to the trace when nothing else can be written any more.
     """
 
     def __init__(self, store: WriteStore[Any], part: str, capacity: int) -> None:
@@ -66,11 +66,11 @@ class Commits:
         self._summaries = Summarizing()
         # the checksum of the last line
         self._sealed = 0
-        # whether the declarations are as the last commit left them
+        # whether the declarations are as they were after the last commit
         self._at_rest = False
 
     def begin(self, header: Mapping[str, Any], chunk_bytes: int) -> None:
-        """Make the tables of a new part, and commit what waits."""
+        """Create the tables of a new part, and commit what waits."""
         store = self.store
         store.create(self._declarations, dtype="uint8", shape=(), chunk_bytes=chunk_bytes, gapless=True)
         name = journal_name(self.part)
@@ -78,7 +78,7 @@ class Commits:
         known = {"format": FORMAT, "format_version": VERSION}
         store.set_attrs("", {**known, "run_id": header["run_id"], "created": header["created"]})
         if not store.seals:
-            # attributes have no checksum there: those of the part tell a damaged root from another version's
+            # such a store has no checksums of attributes; a copy tells a damaged root from another version
             store.set_attrs(self.part, known)
         self.publish()
 
@@ -88,7 +88,7 @@ class Commits:
         Raises
         ------
         TraceError
-            If the value is no JSON.
+            If the value is not JSON.
         """
         self.lines.append(declaration(what, value))
 
@@ -98,13 +98,13 @@ class Commits:
         self.rows += 1
 
     def new_rows(self, count: int) -> NDArray[np.int64]:
-        """Add rows of the journal, which are to be filled at once."""
+        """Add rows to the journal, and return them for the caller to fill before the next commit."""
         flat = np.frombuffer(self._journal, np.int64, count * COLUMNS, self.rows * _ROW.size)
         self.rows += count
         return flat.reshape(count, COLUMNS)
 
     def publish(self) -> None:
-        """Commit what there is: numbers, then declarations, then the journal, which makes the messages exist."""
+        """Commit what waits: first data, then declarations, then journal rows, which make the messages exist."""
         self.store.commit()
         self._at_rest = False
         summary = self._summaries.due()
@@ -126,11 +126,11 @@ class Commits:
         self._at_rest = True
 
     def conclude(self, status: str, ended: str | None) -> None:
-        """Commit how the run ended, alone, and close: a trace that says "finished" is complete."""
+        """Commit the status last and by itself, so that a trace with a status is complete; then close the store."""
         told = ending(status, ended, self.committed)
         self.declare("status", told)
         self.publish()
-        # the status is the last line: after it, a failure must write nothing more
+        # nothing may follow the status, so a failure from here on writes nothing
         self._at_rest = False
         if self.store.can_create:
             self.store.set_attrs(self.part, {"status": told["status"]})
@@ -144,18 +144,18 @@ class Commits:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Write nothing more; what was committed is safe."""
+        """Write nothing more, except why; what was committed is safe."""
         if self.failed is not None:
             return
         self.failed = error
         if self._at_rest:
-            # if this fails, too, the trace reads as one that is being recorded until this process ends
+            # if this fails too, the trace reads as being recorded until this process ends
             with contextlib.suppress(Exception):
                 self._say_why(error)
         self.store.abandon()
 
     def _say_why(self, error: BaseException) -> None:
-        """Write the status of a run that can no longer be recorded; the messages are those of the last commit."""
+        """Write the status of a failed recording; its messages are those of the last commit."""
         reason = " ".join(str(error).split()) or type(error).__name__
         told = ending(f"failed: {reason}", now(), self.committed)
         notes = [line for line in self.lines if is_note(line)]
@@ -166,15 +166,16 @@ class Commits:
 
 @final
 class Due:
-    """When the next commit is due: after so many bytes, rows, seconds or steps, whichever comes first.
+    """Whether a commit is due: after a number of bytes, rows, seconds or steps, whichever comes first.
 
     Attributes
     ----------
     bytes : int
         Bytes of data that wait for a commit.
     steps : (int, int) or None
-        The first and the last step of what waits.
+        The first and the last step of the waiting messages.
     most_bytes, most_rows, most_seconds, most_steps : int, int, float, int or None
+        The limits; without `most_steps`, steps do not matter.
     """
 
     def __init__(self, most_bytes: int, most_rows: int, most_seconds: float, most_steps: int | None) -> None:
@@ -185,7 +186,7 @@ class Due:
         self.reset()
 
     def reset(self) -> None:
-        """Note that all was committed just now."""
+        """Note that everything is committed now."""
         self.bytes = 0
         self.steps: tuple[int, int] | None = None
         self.since = time.monotonic()
@@ -196,22 +197,22 @@ class Due:
         return time.monotonic() - self.since
 
     def left(self, waits: object) -> float:
-        """In how many seconds a commit is due; infinite where nothing `waits`."""
+        """Seconds until a commit is due; infinite if nothing `waits`."""
         return self.since + self.most_seconds - time.monotonic() if waits else math.inf
 
     def add(self, nbytes: int, first: int, last: int) -> None:
-        """Note messages that wait: the bytes of their data, and the steps of the first and the last."""
+        """Note waiting messages: the bytes of their data, and the first and the last step."""
         self.steps = (first if self.steps is None else self.steps[0], last)
         self.bytes += nbytes
 
     def until(self, commits: Commits, nbytes: NDArray[np.int64], steps: NDArray[np.int64]) -> int:
-        """How many of some messages are written before a commit is due, the one included that makes it due.
+        """The number of messages to write before a commit is due, including the message that makes it due.
 
         Parameters
         ----------
         commits : Commits
         nbytes, steps : numpy.ndarray of int64, (messages,)
-            The bytes of their data, and their steps; at least one message.
+            The bytes and steps of the messages, of which there is at least one.
         """
         together = self.bytes + np.cumsum(nbytes)
         first = int(steps[0]) if self.steps is None else self.steps[0]
@@ -226,10 +227,10 @@ class Due:
         return due or commits.rows >= self.most_rows or self.passed >= self.most_seconds
 
     def _suffices(self, commits: Commits, nbytes: Any, apart: Any) -> Any:
-        """Whether so many bytes, of steps so far apart, suffice for a commit; of numbers, or element by element.
+        """Whether bytes and the distance of steps suffice for a commit; for numbers, or elementwise for arrays.
 
-        While nothing is safe, `FIRST_BYTES` suffice; but a store that seals waits for the first step to be over,
-        because most streams are seen in it for the first time.
+        Until the first commit, `FIRST_BYTES` suffice; but a store that seals waits until the first step is over,
+        because most streams begin in that step.
         """
         due = nbytes >= self.most_bytes
         if self.most_steps is not None:

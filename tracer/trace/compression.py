@@ -1,7 +1,7 @@
 """`Compression`: which streams of a trace are compressed, and with which codec.
 
-What the codecs are is `tracer.stores.codecs`' matter; what ``"auto"`` chooses, and why, stands in
-`docs/trace-format.md`, with the measurements of `benchmarks/compression.py`.
+The codecs are in `tracer.stores.codecs`. `docs/trace-format.md` says what ``"auto"`` chooses and why;
+`benchmarks/compression.py` measures it.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from tracer.stores.codecs import CODECS, load
 AUTO: Final = "auto"
 NONE: Final = "none"
 NAMES: Final = (AUTO, NONE, *CODECS)
-"""What can be chosen."""
+"""The names that can be chosen."""
 OTHERS: Final = "*"
-"""Stands for every kind that is not named."""
+"""Stands for all kinds that are not named."""
 _INTEGERS: Final = frozenset({"bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"})
 
 
 @final
 class Compression:
-    """A choice of codecs, by kind of message.
+    """A choice of codecs by kind of message.
 
     Parameters
     ----------
     choice : str or mapping
-        A name of `NAMES` for everything, or one for each kind; ``"*"`` stands for the kinds that are not named, which
-        are ``"auto"`` without it.
+        A name of `NAMES` for everything, or a mapping from kinds to names; ``"*"`` stands for the kinds that are not
+        named, by default ``"auto"``.
 
-        - ``"auto"``: what pays without being noticed. Integers and bools ``"lz4"``, inputs of other dtypes
-          ``"lz4hc"``, other floats not; in HDF5 nothing, so that every HDF5 library reads the file without a
-          plugin.
-        - ``"none"``: the numbers as they are.
-        - ``"lz4"``: LZ4 after a bit shuffle; quick, and good for integers.
-        - ``"lz4hc"``: LZ4 that looks longer, of the bytes as they are; good for numbers that come again and again, such
-          as those of images, and quick to give up where they do not.
-        - ``"zstd"``: Zstandard at its first level after a byte shuffle; smaller, and dearer than writing.
+        - ``"auto"``: saves space at little cost. Integers and bools ``"lz4"``, inputs of other dtypes ``"lz4hc"``,
+          other floats ``"none"``. In HDF5 ``"none"`` for everything, so that every HDF5 library reads the file without
+          a plugin.
+        - ``"none"``: no compression.
+        - ``"lz4"``: LZ4 after a bit shuffle; fast, and good for integers.
+        - ``"lz4hc"``: LZ4 with a longer search, without a shuffle; good for repeated numbers, such as those of images,
+          and fast where nothing repeats.
+        - ``"zstd"``: Zstandard level 1 after a byte shuffle; smaller, but takes longer than writing does.
 
     Raises
     ------
@@ -71,11 +71,11 @@ class Compression:
             if name not in NAMES:
                 raise UnknownNameError.of("compression", name, NAMES)
         self.choice: Mapping[str, str] = MappingProxyType({OTHERS: AUTO, **given})
-        """The name that was chosen for each kind, and for the others."""
+        """The chosen name for each kind, and for all others."""
 
     @classmethod
     def parse(cls, words: Iterable[str]) -> Compression:
-        """The choice that the words of a command line make: a name for everything, or ``KIND=NAME``.
+        """Parse words of a command line: a name for everything, or ``KIND=NAME``.
 
         Raises
         ------
@@ -104,23 +104,23 @@ class Compression:
         return [kind for kind in self.choice if kind != OTHERS]
 
     def check(self, recorded: Iterable[str]) -> None:
-        """Make sure that every kind that is named was recorded; `UnknownNameError` if one was not."""
+        """Raise `UnknownNameError` if a named kind was not recorded."""
         known = set(recorded)
         for kind in self.kinds:
             if kind not in known:
                 raise UnknownNameError.of("recorded kind", kind, known)
 
     def of(self, kind: str | None, dtype: str, *, plainly: bool = True) -> str | None:
-        """The name of the codec of a new pool; None if it is not compressed.
+        """The codec of a new pool; None for no compression.
 
         Parameters
         ----------
         kind : str or None
-            None for a pool of any kind.
+            None for a pool that any kind may use.
         dtype : str
-            The logical dtype: the bits of a bfloat16 are stored as an integer, and are none.
+            The logical dtype; bfloat16 is stored as integers, but does not count as an integer here.
         plainly : bool
-            Whether the store is one that the libraries of its format read without a plugin where it is compressed.
+            Whether libraries for the store's format read compressed data without a plugin.
         """
         name = self.choice.get(OTHERS if kind is None else kind, self.choice[OTHERS])
         if name == AUTO:
@@ -129,7 +129,7 @@ class Compression:
         return None if name == NONE else name
 
     def load(self, *, plainly: bool = True) -> None:
-        """Import what compresses, if something may have to be; `plainly` as in `of`."""
+        """Import the codecs if something may be compressed; `plainly` as in `of`."""
         if any(name != NONE and (name != AUTO or plainly) for name in self.choice.values()):
             load()
 

@@ -1,4 +1,4 @@
-"""`Data`: the data of rows of a journal, read from the pools and compared with its checksums."""
+"""`Data`: reads the data of journal rows from the pools and verifies its checksums."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tracer.trace.assembly import WHOLE, Merged
 from tracer.trace.streams import stream_name
 
 TOGETHER: Final = 4
-"""Large messages that are read together, at most; see `Data.read`."""
+"""Large messages that are read in direct succession, at most; see `Data.read`."""
 RANGE_BYTES: Final = 8 << 20
-"""Bytes of a pool that are read at once, at most."""
+"""Bytes of a pool that a single read covers, at most."""
 GAP_BYTES: Final = 65536
-"""Parts of a pool that are closer than this are read at once, with what lies between: a chunk is read as a whole."""
+"""Ranges of a pool with a gap of at most this many bytes are read together: whole chunks are read anyway."""
 _place_of = operator.itemgetter(Column.STREAM, Column.POOL, Column.OFFSET, Column.COUNT, Column.SHAPE, Column.CRC32C)
 _PLACES: Final = np.arange(TOGETHER)[:, None]
 
@@ -43,15 +43,15 @@ class Group:
     Attributes
     ----------
     places : numpy.ndarray of int64, (n,)
-        Of the messages, among the rows that were asked for.
+        The indices of the messages among the requested rows.
     data : numpy.ndarray, (n, ...)
-        As it is stored.
+        In the storage dtype.
     dtype : str
         The logical dtype.
     whole_nbytes : int
-        Bytes of the memory that `data` is a part of.
+        Bytes of the memory block that `data` is a part of.
     row : list of int or None
-        Of the journal, where one message was read by itself.
+        The journal row, if the group is a single message that was read alone.
     """
 
     places: NDArray[np.int64]
@@ -62,7 +62,7 @@ class Group:
 
 
 class _Range(NamedTuple):
-    """Rows of a pool that are read at once, and the messages in them."""
+    """A range of a pool's rows that is read at once, and the messages in it."""
 
     store: ReadStore
     name: str
@@ -75,19 +75,19 @@ class _Range(NamedTuple):
 
 
 def itemsizes(streams: Sequence[Stream]) -> NDArray[np.int64]:
-    """Bytes of an element of each stream, as it is stored; 1 for events."""
+    """Bytes of a stored element of each stream; 1 for events."""
     sizes = {name: np.dtype(encoding.storage).itemsize for name, encoding in ENCODINGS.items()}
     return np.array([sizes[one.dtype] if one.dtype else 1 for one in streams], np.int64)
 
 
 @final
 class Data:
-    """Reads the data of rows of a journal.
+    """Reads the data of journal rows.
 
     Parameters
     ----------
     path : path
-        Of the trace, for messages.
+        The path of the trace, used in error messages.
     merged : Merged
     stores : sequence of ReadStore
     verify : bool
@@ -100,7 +100,7 @@ class Data:
         self.stores = stores
         self._verify = verify
         streams = merged.streams
-        # by stream: the dtype of torch, the name of the dtype in which it is stored, and that dtype
+        # for each stream: the logical dtype, the name of the storage dtype, and the storage dtype
         self._kept_as: list[tuple[str, str, np.dtype[Any]]] = []
         for stream in streams:
             storage = ENCODINGS[stream.dtype].storage if stream.dtype else ""
@@ -109,23 +109,23 @@ class Data:
         self._storages = np.array([storage for _, storage, _ in self._kept_as])
         numbers = {name: number for number, name in enumerate(ENCODINGS)}
         self._dtype_ids = np.array([numbers.get(stream.dtype or "", 0) for stream in streams], np.int64)
-        # for each pool that was read from: how many elements a row has, and how many rows there are
+        # for each pool that was read from: the elements of a row, and the number of rows
         self._sizes_of: dict[int, tuple[int, int]] = {}
 
     def sizes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Bytes of the data of each of some rows of `journal`."""
+        """Bytes of the data of each given row of `journal`."""
         nbytes: NDArray[np.int64] = (
             self.merged.journal[rows, Column.COUNT] * self._itemsizes[self.merged.journal[rows, Column.STREAM]]
         )
         return nbytes
 
     def begins_chunk(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Of some rows of `journal`, those in whose data a chunk of the store begins: good places to cut a reading.
+        """Which of the given rows of `journal` have a chunk that begins in their data: good places to split reading.
 
         Raises
         ------
         TraceCorruptError
-            If the arrays that hold the data are not as they were declared.
+            If the arrays that hold the data differ from their declarations.
         """
         begins = np.zeros(len(rows), np.bool_)
         pools = self.merged.journal[rows, Column.POOL]
@@ -142,18 +142,18 @@ class Data:
     def read(
         self, selected: NDArray[np.int64], memory: Memory | None, large: bool, files: MappedFiles | None
     ) -> list[Group]:
-        """The data of rows of the journal, verified, in groups of one pool, dtype and shape.
+        """The verified data of rows of the journal, in groups of one pool, dtype and shape.
 
         Parameters
         ----------
         selected : numpy.ndarray of int64
         memory : Memory, optional
-            Where blocks to read into come from; None: each has memory of its own.
+            Provides reusable memory to read into; None: new memory for each read.
         large : bool
-            Whether each message, of `TOGETHER` at most, is a group of its own. They are then read one right after the
-            other: what is done between two readings of a megabyte finds nothing of itself in the processor's cache.
+            Whether each message, of `TOGETHER` at most, is a group of its own. These are read in direct succession,
+            because anything done between two large reads starts with a cold processor cache.
         files : MappedFiles, optional
-            Where large messages may lie instead of in a copy.
+            Provides mapped memory for large messages, in place of a copy.
         """
         rows = self.merged.journal[selected]
         if memory is not None and (large or len(rows) == 1):
@@ -170,7 +170,7 @@ class Data:
         return self._read_rows(rows, memory)
 
     def _put_together(self, row: NDArray[np.int64], place: int) -> Group:
-        """A tensor of which several ranks recorded parts."""
+        """Assemble a tensor from the parts that several ranks recorded."""
         block = self.merged.wholes[int(row[Column.OFFSET])]
         shape = self.merged.shapes[int(row[Column.SHAPE])]
         dtype = self.merged.streams[int(row[Column.STREAM])].dtype
@@ -186,7 +186,7 @@ class Data:
         found: dict[int, NDArray[Any]] = {}
         for group in self._read_rows(parts, None):
             found |= zip(group.places.tolist(), group.data, strict=True)
-        # memory for the whole comes after the parts are read: a damaged trace may claim any size
+        # allocated after the parts are read, because a damaged trace may claim any size
         data = np.empty((1, *shape), ENCODINGS[dtype].storage)
         for number, (offsets, sizes) in enumerate(zip(block.offsets, block.sizes, strict=True)):
             at = [slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
@@ -194,7 +194,7 @@ class Data:
         return Group(np.array([place]), data, dtype, data.nbytes)
 
     def _read_rows(self, rows: NDArray[np.int64], memory: Memory | None) -> list[Group]:
-        """The data of rows of a journal, none of which stands for a tensor of several parts."""
+        """The data of rows of a journal, none of which needs assembly."""
         pools = rows[:, Column.POOL]
         used = [pool for pool in np.unique(pools).tolist() if pool != NONE]
         for store in self.stores:
@@ -209,7 +209,7 @@ class Data:
         return groups
 
     def _ranges(self, rows: NDArray[np.int64], pool: int, places: NDArray[np.int64]) -> Iterator[_Range]:
-        """What is to be read of a pool for the messages at these places."""
+        """The ranges of a pool to read for the messages at `places`."""
         offsets, counts = rows[places, Column.OFFSET], rows[places, Column.COUNT]
         if len(places) > 1:
             order = np.argsort(offsets, kind="stable")
@@ -221,7 +221,7 @@ class Data:
         spans: Iterable[tuple[int, int]] = ((0, 1),)
         if len(places) > 1:
             before = np.maximum.accumulate(ends)[:-1]
-            # a chunk between two messages may be missing, so a range never spans a chunk in which no message lies
+            # a range never spans a chunk without messages, because that chunk may be missing
             height = store.chunk_rows(name) * row_size
             apart = offsets[1:] // height > (before - 1) // height + 1
             cuts = np.flatnonzero(apart | (offsets[1:] > before + GAP_BYTES // item)) + 1
@@ -235,10 +235,10 @@ class Data:
             yield _Range(store, name, low, high, nbytes, places[part], starts, counts[part])
 
     def _read_range(self, rows: NDArray[np.int64], one: _Range, memory: Memory | None) -> list[Group]:
-        """The messages in a part of a pool."""
+        """Read a range of a pool, and group its messages."""
         out = None if memory is None else memory.take(one.nbytes)
-        # Where each message has a checksum, those of the chunks are not looked at. If one of them is wrong, the store
-        # reads again, and its error says which chunk is damaged.
+        # If each message has a checksum, those of the chunks are not verified. If a message's checksum is wrong, the
+        # store reads again with verification, so that its error names the damaged chunk.
         own = bool((rows[one.places, Column.CRC32C] != NONE).all())
         whole = one.store.read(one.name, one.low, one.high, out, verify=not own).reshape(-1)
         try:
@@ -250,10 +250,10 @@ class Data:
         return list(self._group(rows, one, whole))
 
     def _read_apart(self, rows: list[list[int]], memory: Memory, files: MappedFiles | None) -> list[Group]:
-        """The data of a few messages, each mapped or in memory of its own, with as few steps as possible between two.
+        """The data of a few messages, each mapped or in its own memory, read in direct succession.
 
-        Where all of them lie is found out first. What cannot be read as it lies there, or is not what it should be, is
-        read by `_read_one`, which knows what is wrong.
+        All places are looked up before the first read. `_read_one` reads the messages that cannot be read directly or
+        that fail verification; it raises the error.
         """
         groups: list[Group | None] = []
         reads: list[tuple[int, Place | None, NDArray[np.uint8], int]] = []
@@ -296,7 +296,7 @@ class Data:
         return [group or self._read_one(row, memory, at) for group, row, at in zip(groups, rows, _PLACES, strict=False)]
 
     def _read_one(self, row: list[int], memory: Memory, at: NDArray[np.int64]) -> Group:
-        """The data of one message, which is the one `at` this place in its block."""
+        """The data of a single message; `at`: its place in its block."""
         number, pool, offset, count, shape, checksum = _place_of(row)
         dtype, storage, kept_as = self._kept_as[number]
         name, stored, _ = self.merged.pools[pool]
@@ -306,8 +306,8 @@ class Data:
         low, high = offset // size, -(-(offset + count) // size)
         nbytes = (high - low) * size * kept_as.itemsize
         begin = offset - low * size
-        # The checksum of a message that is a whole row follows from those of its chunks. Any other is read without
-        # those first, and compared with its own.
+        # The checksum of a message that fills a row follows from those of its chunks. Any other message is first read
+        # without verification of the chunks, and compared with its own checksum.
         own_row = begin == 0 and count == size
         for verify in (True,) if own_row or checksum == NONE else (False, True):
             found: list[int] = []
@@ -319,7 +319,7 @@ class Data:
         raise self._damaged(row)
 
     def _group(self, rows: NDArray[np.int64], one: _Range, whole: NDArray[Any]) -> Iterator[Group]:
-        """Group the messages in a part of a pool by dtype and shape, and verify their checksums."""
+        """Group the messages in a range of a pool by dtype and shape, and verify their checksums."""
         places, starts, counts = one.places, one.starts, one.counts
         if len(places) == 1:
             first = int(starts[0])
@@ -342,7 +342,7 @@ class Data:
     def _verified(
         self, rows: NDArray[np.int64], places: NDArray[np.int64], data: NDArray[Any], whole_nbytes: int
     ) -> Group:
-        """Messages of one dtype and shape, if all of them have the checksum that the journal says."""
+        """The group of messages of one dtype and shape; raises `TraceCorruptError` if a checksum is wrong."""
         dtype = self.merged.streams[int(rows[places[0], Column.STREAM])].dtype
         assert dtype is not None
         checksums = rows[places, Column.CRC32C]
@@ -357,7 +357,7 @@ class Data:
     def _check_pool(
         self, pool: int, places: NDArray[np.int64], ends: NDArray[np.int64], rows: NDArray[np.int64]
     ) -> int:
-        """Elements in a row of a pool; raises `TraceCorruptError` if some messages lie beyond its end."""
+        """Elements in a row of a pool; raises `TraceCorruptError` if a message does not fit into the pool."""
         size, length = self._size_of(pool)
         wrong: NDArray[np.bool_] = np.asarray(ends > length * size)
         wrong |= self._storages[rows[places, Column.STREAM]] != self.merged.pools[pool].dtype
@@ -366,12 +366,13 @@ class Data:
         return size
 
     def _size_of(self, pool: int) -> tuple[int, int]:
-        """Elements in a row of a pool, and its rows."""
+        """The elements in a row of a pool, and the number of its rows."""
         size, length = self._sizes_of.get(pool, (0, 0))
         if not size:
             name, dtype, _ = self.merged.pools[pool]
             store = self.merged.stores[pool]
-            length, size = store.length(name), math.prod(store.row_shape(name))  # asks the store for the present length
+            # looks up the current length
+            length, size = store.length(name), math.prod(store.row_shape(name))
             if store.dtype(name) != dtype or size < 1:
                 raise TraceCorruptError(f"{self._path}: pool {name!r} is not of the dtype {dtype} that was declared")
             self._sizes_of[pool] = size, length
@@ -396,7 +397,7 @@ class Data:
 
 
 def _read_at(place: Place, target: memoryview, trailer: bytearray, checksum: int, verify: bool) -> bool:
-    """Fill `target` with what lies at a place; whether it is there, and is what was written."""
+    """Fill `target` with the bytes at a place; returns whether all could be read and verified."""
     try:
         if place.checksummed and checksum == NONE:
             whole = os.preadv(place.file, (target, trailer), place.offset) == len(target) + 4
@@ -409,7 +410,7 @@ def _read_at(place: Place, target: memoryview, trailer: bytearray, checksum: int
 
 
 def _shorter(ranges: Iterable[tuple[int, int]], offsets: NDArray[np.int64], longest: int) -> Iterator[tuple[int, int]]:
-    """Cut ranges of ascending offsets where they span more than `longest`: gaps that are read add up, too."""
+    """Split ranges of ascending offsets so that each spans at most `longest`, gaps included."""
     for begin, end in ranges:
         while begin < end:
             cut = int(np.searchsorted(offsets[begin:end], offsets[begin] + longest, side="right"))

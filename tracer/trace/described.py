@@ -1,4 +1,4 @@
-"""`Described`: what a trace says of itself: its run, its parts and its streams, and the rows of its journal."""
+"""`Described`: describes an open trace: its run, its parts, its streams and its journal."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from tracer.trace.spans import PartSpan
 from tracer.trace.streams import StreamInfo, described
 
 Position = Sequence[PartSpan]
-"""Where messages of a trace begin or end: for each part no rows, and where they would be."""
+"""A position between messages of a trace: an empty span of each part."""
 
 
 @final
 class Reading:
-    """A journal that was read, and what reads the data of its rows.
+    """A journal in memory, and the objects that read the data of its rows.
 
     Parameters
     ----------
     data : Data
     spans : sequence of PartSpan
-        What was read of each part.
+        The rows that were read of each part.
     counts : sequence of Counting or None
-        Which rows of each part count; None where nobody has to know.
+        Which rows of each part count; None if that does not matter.
     """
 
     def __init__(self, data: Data, spans: Sequence[PartSpan], counts: Sequence[Counting] | None) -> None:
@@ -52,11 +52,11 @@ class Reading:
 
     @cached_property
     def rank(self) -> NDArray[np.int64]:
-        """The rank that each row is of."""
+        """The rank of each row."""
         return self.data.merged.rank
 
     def after(self, count: int) -> Position:
-        """As `TraceReader.after`."""
+        """See `TraceReader.after`."""
         read = self.data.merged
         if count == len(read.journal):
             ends = [span.stop for span in self._spans]
@@ -70,7 +70,7 @@ class Reading:
 
 
 class Described:
-    """A trace that is open: what it says of itself.
+    """The base of `TraceReader`: describes an open trace.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ class Described:
     _verify: bool
 
     def _merge(self) -> None:
-        """Make one table of those of the parts, as far as these were read."""
+        """Merge the tables of the parts, as far as these were read."""
         self._extent = self._parts.extent
         self._tables = joint(self._parts)
         self._spans: list[PartSpan] | None = None
@@ -92,7 +92,7 @@ class Described:
         self._ends: list[int] | None = None
 
     def _rows(self) -> Reading:
-        """The journal, which is read when somebody asks for it."""
+        """The journal, read on first use."""
         if self._read is None:
             spans = self._spans
             if spans is None:
@@ -105,12 +105,12 @@ class Described:
 
     @property
     def journal(self) -> NDArray[np.int64]:
-        """The committed journal, (messages, columns); see `tracer.format.journal.Column`. Not to be changed."""
+        """The committed journal, (messages, columns); see `tracer.format.journal.Column`. Read-only."""
         return self._rows().data.merged.journal
 
     @property
     def rank(self) -> NDArray[np.int64]:
-        """The rank that each row of `journal` is of, (messages,)."""
+        """The rank of each row of `journal`, (messages,)."""
         return self._rows().rank
 
     @property
@@ -125,58 +125,58 @@ class Described:
 
     @property
     def unreadable(self) -> dict[int, TraceError]:
-        """Why not, for each rank that has a part that is there and cannot be read."""
+        """For each rank with an unreadable part, the error."""
         return self._parts.unreadable
 
     @property
     def names(self) -> tuple[set[str], set[str]]:
-        """The kinds and the tags of all messages, also of ranks that this reader was not asked for."""
+        """The kinds and the tags of all messages, including those of ranks that this reader does not read."""
         streams = [stream for part in self._parts.all for stream in part.streams]
         return {stream.kind for stream in streams}, {stream.tag for stream in streams}
 
     @property
     def header(self) -> dict[str, Any]:
-        """What was known of the run before it started; of several attempts, before the last."""
+        """What was known of the run when it started; of several attempts, the header of the last."""
         return self._parts.last_attempt[0].header
 
     @property
     def notes(self) -> list[dict[str, Any]]:
-        """Remarks that were made during the run; not that an attempt ended before a step that a later one recorded."""
+        """Remarks from the run, except that an attempt stopped at a step that a later attempt recorded."""
         return self._parts.notes
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that there are messages of, ascending."""
+        """The ranks that have messages, ascending."""
         of_streams = {stream.rank for stream in self._streams}
         found = of_streams | {part.rank for part in self._parts.shown if not part.streams}
         return sorted(found if self._parts.only is None else found & self._parts.only)
 
     @property
     def status(self) -> str:
-        """``"finished"``, ``"failed: …"``, ``"recording"``, or ``"interrupted"``: the writer is gone without a word.
+        """``"finished"``, ``"failed: …"``, ``"recording"``, or ``"interrupted"`` if the writer died without a status.
 
-        Of several attempts it is that of the last, and of several ranks the worst. A trace that another machine writes
-        counts as interrupted when it did not change for a minute.
+        Of several attempts, that of the last; of several ranks, the worst. A trace that another machine writes counts
+        as interrupted when it has not changed for a minute.
         """
         return self._parts.status
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """Each attempt of the run, as JSON values: its first step, status and ranks, its messages and how many count.
+        """Each attempt of the run, as JSON values, with its first step, status, ranks and messages.
 
-        Messages of steps that a later attempt trained again do not count, and are read by nothing. ``certificate`` is
-        what `tracer.certify` said of the attempt, of several ranks the worst; None where it was not asked.
+        Messages of steps that a later attempt trained again are superseded: they are counted in ``superseded``, and are
+        not read. ``certificate`` is the result of `tracer.certify`, of several ranks the worst; None without a result.
         """
         return self._parts.attempts
 
     @property
     def dropped(self) -> dict[str, int]:
-        """How many messages of which kind were not recorded because the queue was full, as far as was noted."""
+        """By kind, how many messages were not recorded because the queue was full, as far as was noted."""
         return self._parts.dropped
 
     @property
     def streams(self) -> list[StreamInfo]:
-        """Every stream, in the order in which they first occurred."""
+        """All streams, in the order of their first messages."""
         if self._whole is not None:
             return self._whole.streams
         if self._infos is None:
@@ -189,7 +189,7 @@ class Described:
         return described(self._streams, shapes, self._total(), itemsizes(self._streams))
 
     def _total(self, without: Collection[int] = ()) -> Summary:
-        """The summary of all messages, or of those `without` training in some steps."""
+        """The summary of all messages except those of training in the steps `without`."""
         if not self._tables.assembles:
             return self._tables.total(self._parts.only, without)
         journal = self.journal
@@ -202,7 +202,7 @@ class Described:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The trace in a few JSON values: what it is, of what run, how far it got, how much it holds."""
+        """A summary of the trace as JSON values: format, run, progress and size."""
         steps, epochs = self._trained()
         streams = self.streams
         first = self._parts.shown[0]
@@ -230,7 +230,7 @@ class Described:
         }
 
     def _trained(self) -> tuple[list[int] | None, list[int] | None]:
-        """The first and the last global step and epoch, but for training that no step of an optimizer followed."""
+        """The first and the last global step and epoch, without training that no optimizer step followed."""
         steps = [note["unended"].get("global_step") for note in self.notes if isinstance(note.get("unended"), Mapping)]
         facts = self._total(without=[one for one in steps if type(one) is int]).facts
         if not len(facts):
@@ -246,7 +246,7 @@ class Described:
         return len(self.journal)
 
     def _repr_html_(self) -> str:
-        """What the trace holds of each kind, for notebooks."""
+        """A table of the kinds, for notebooks."""
         found: dict[str, list[int]] = {}
         for stream in self.streams:
             row = found.setdefault(stream.kind, [0, 0, 0])

@@ -1,4 +1,4 @@
-"""`Fingerprint`: a digest of what some messages of a trace say."""
+"""`Fingerprint`: a digest of some messages of a trace."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tracer.trace.assembly import WHOLE
 class Fingerprint:
     """A digest that changes whenever a replay of some rows of a journal may give other messages.
 
-    It knows the runs that were recorded, the streams and shapes, and each row with the checksum of its data where there
-    is one. Rows that are not added do not change it.
+    It covers the recorded runs, the streams and shapes, and each added row, which includes the checksum of its data if
+    there is one. Rows that are not added do not change it.
 
     Parameters
     ----------
     runs : sequence
-        What tells the recorded runs from others, as JSON values.
+        JSON values that identify the recorded runs.
     streams : sequence of Stream
     shapes : sequence of tuple of int
     recorded : ndarray of int64, (rows, columns)
-        The journals before distributed tensors were put together.
+        The journal before distributed tensors were assembled.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Fingerprint:
     ) -> None:
         self._runs, self._streams, self._shapes, self._recorded = runs, streams, shapes, recorded
         self._digest = hashlib.sha256()
-        # which streams and shapes the rows are of, and whether some were put together of recorded ones
+        # the streams and shapes of the added rows, and whether some rows stand for assembled tensors
         self._met: tuple[set[int], set[int]] = set(), set()
         self._whole = False
 

@@ -1,4 +1,4 @@
-"""Places in an array: in runs, and in groups of equal values."""
+"""Indices of an array, as ranges and grouped by value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def runs(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """The ranges in which a mask is true, start inclusive and stop exclusive.
+    """The ranges in which a mask is true; start inclusive, stop exclusive.
 
     Examples
     --------
@@ -21,13 +21,13 @@ def runs(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
 
 
 def grouped(keys: NDArray[np.int64], *, ascending: bool = True) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """The values of an array, each with the places at which it is, ascending.
+    """The distinct values of an array, each with its indices, ascending.
 
     Parameters
     ----------
     keys : numpy.ndarray of int64, (n,)
     ascending : bool
-        Whether the values ascend; otherwise they come in the order in which they first occur.
+        Whether the values ascend; otherwise they come in the order of their first occurrence.
 
     Examples
     --------

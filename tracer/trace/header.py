@@ -1,4 +1,4 @@
-"""What is written of a run in words: its header and its notes, without secrets."""
+"""The header, notes and ending of a run as they are written: without secrets."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tracer.format.process import process_start
 from tracer.secrets import masked, masked_text
 
 _NAMES: Final = ("run_id", "launch", "process", "versions", "model", "kinds", "indices")
-"""What holds names of the program and numbers, and is compared with what other processes wrote."""
+"""Entries that are not masked: they hold only names and numbers of the program, and processes compare them."""
 
 
 def now() -> str:
-    """The time as a trace has it: ISO 8601, UTC."""
+    """The current time, ISO 8601, UTC."""
     return dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
 
 
 def complete(header: Mapping[str, Any]) -> dict[str, Any]:
-    """A header as it is written, with what each has."""
+    """A header as it is written: `public`, with the standard entries added where they are missing."""
     import torch
 
     added = {
@@ -40,11 +40,11 @@ def complete(header: Mapping[str, Any]) -> dict[str, Any]:
 
 def public(told: Mapping[str, Any]) -> dict[str, Any]:
     """A header or a note as it is written: without secrets (see `tracer.secrets`)."""
-    with contextlib.suppress(RecursionError):  # it is nested too deeply for JSON, which is refused when it is written
+    with contextlib.suppress(RecursionError):  # nested too deeply; refused when it is written as JSON
         return {name: value if name in _NAMES else masked({name: value})[name] for name, value in told.items()}
     return dict(told)
 
 
 def ending(status: str, ended: str | None, messages: int) -> dict[str, Any]:
-    """What the declaration ``status`` says."""
+    """The value of the declaration ``status``."""
     return {"status": masked_text(plain(status)), "ended": ended, "messages": messages}

@@ -1,7 +1,7 @@
-"""The parts of a trace as one: one journal, and one table of streams, shapes and pools.
+"""Merge the parts of a trace: one journal, and one table of streams, shapes and pools.
 
-`Parts` opens what ranks and attempts wrote, and tells what of it is missing. `merged` makes one journal of theirs:
-attempts follow each other, and the steps that a later one trained again are those of the later one.
+`Parts` opens the parts that ranks and attempts wrote, and reports missing parts. `merged` makes one journal of them:
+attempts follow each other, and steps that a later attempt trained again are taken from the later attempt.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ class Parts:
     ----------
     path : path
     only : set of int or None
-        The ranks that are looked at; None: all.
+        The ranks to read; None: all.
     assemble : bool
-        Whether parts of distributed tensors are put together.
+        Whether distributed tensors are assembled.
     stores : list of ReadStore
-        Each open store once.
+        The open stores, without repetition.
     shown : list of Part
-        Those whose messages are read, by attempt and rank.
+        The parts whose messages are read, by attempt and rank.
     lending : list of Part
-        Those of other ranks, whose messages may be of the ranks that are looked at, too.
+        Parts of other ranks, which may hold shards or replicas of tensors of the ranks in `only`.
     superseding : list of Part
-        Those that are not read: they only say which rows of earlier attempts no longer count.
+        Parts that are not read; they only determine which rows of earlier attempts no longer count.
     problems : list of str
-        A sentence for each part that is missing, is of another run, or cannot be read.
+        A sentence for each part that is missing, belongs to another run, or cannot be read.
     unreadable : dict of int to TraceError
-        Why not, for each rank that has a part that is there and cannot be read.
+        For each rank with an unreadable part, the error.
     """
 
     path: Location
@@ -79,7 +79,7 @@ class Parts:
 
     @classmethod
     def open(cls, path: Location, only: set[int] | None, assemble: bool) -> Parts:
-        """Open the parts of the trace at a path; raises what `TraceReader` does."""
+        """Open the parts of the trace at a path; raises the same errors as `TraceReader`."""
         parts = cls(path, only, assemble)
         opened, broken = open_parts(path)
         parts.stores = list({id(store): store for _, store in opened}.values())
@@ -117,7 +117,7 @@ class Parts:
             self._refuse_nothing()
         self.problems += foreign.values()
         again = restarted(found)
-        # an attempt that was killed before its first message, and that a later one took the place of, is not told of
+        # an attempt that was killed before it wrote anything is no problem if a later one began at step 0
         empty = [one.name for one in self.shown if not one.header and _in_vain(one.name, one.store, again)]
         self.shown = [one for one in self.shown if one.name not in empty]
         self._tell_breaks()
@@ -129,7 +129,7 @@ class Parts:
             self.problems += missing(self.path, names, [part.header for part in self.shown])
 
     def _tell_apart(self, found: Iterable[Part]) -> None:
-        """Put each part where it belongs for the ranks that are looked at."""
+        """Sort the parts into `shown`, `lending` and `superseding`."""
         for part in sorted(found, key=_by_attempt):
             if self.only is None or self.only & {part.rank, *(stream.rank for stream in part.streams)}:
                 self.shown.append(part)
@@ -139,12 +139,12 @@ class Parts:
                 self.superseding.append(part)
 
     def _tell_breaks(self) -> None:
-        """Add to the problems what breaks off, and was not told of yet."""
+        """Add to `problems` the parts whose end is missing, each once."""
         found = [part.broken_off for part in self.shown if part.broken_off]
         self.problems += [one for one in found if one not in self.problems]
 
     def _refuse_nothing(self) -> None:
-        """Raise why there is nothing of the ranks that are looked at."""
+        """Raise an error that says why no part of the ranks in `only` can be read."""
         asked = self.unreadable.keys() if self.only is None else self.unreadable.keys() & self.only
         if asked:
             raise self.unreadable[min(asked)]
@@ -154,31 +154,31 @@ class Parts:
         )
 
     def of_rank(self, rank: int, assemble: bool) -> Parts:
-        """The same parts as a reader of one rank sees them, with the same open files."""
+        """The parts for a reader of one rank; shares the open files."""
         return self._seen({rank}, assemble, self.all)
 
     def until(self, attempt: int) -> Parts:
-        """The same parts, with the same open files, without those of later attempts."""
+        """The parts without those of later attempts; shares the open files."""
         return self._seen(self.only, self.assemble, [part for part in self.all if part.attempt <= attempt])
 
     def _seen(self, only: set[int] | None, assemble: bool, parts: list[Part]) -> Parts:
-        """Some of the parts, with the same open files, as another reader sees them."""
+        """The given parts, sorted for another reader; shares the open files."""
         seen = Parts(self.path, only, assemble, self.stores, problems=self.problems, unreadable=self.unreadable)
         seen._tell_apart(parts)
         return seen
 
     @property
     def all(self) -> list[Part]:
-        """All of them."""
+        """All parts."""
         return [*self.shown, *self.lending, *self.superseding]
 
     @property
     def extent(self) -> list[tuple[int, ...]]:
-        """How far each part was read: another reader of the same parts may have read on."""
+        """How far each part was read; changes if another reader of the same parts reads further."""
         return [part.extent for part in (*self.shown, *self.lending)]
 
     def refresh(self) -> None:
-        """Read what was committed since the last time."""
+        """Read what was committed since the last call."""
         for part in (*self.shown, *self.lending):
             part.refresh()
         self._tell_breaks()
@@ -191,17 +191,17 @@ class Parts:
 
     @property
     def status(self) -> str:
-        """As `TraceReader.status`."""
+        """See `TraceReader.status`."""
         return worst([part.status for part in self.last_attempt])
 
     @property
     def notes(self) -> list[dict[str, Any]]:
-        """As `TraceReader.notes`."""
+        """See `TraceReader.notes`."""
         return [note for part in self.shown for note in part.tables.notes if not self._overtaken(part, note)]
 
     @property
     def dropped(self) -> dict[str, int]:
-        """As `TraceReader.dropped`."""
+        """See `TraceReader.dropped`."""
         found: dict[str, int] = {}
         for note in self.notes:
             counts = note.get("dropped")
@@ -212,7 +212,7 @@ class Parts:
         return found
 
     def _overtaken(self, part: Part, note: Mapping[str, Any]) -> bool:
-        """Whether a note says how an attempt ended, before a step that a later one recorded."""
+        """Whether a note says that an attempt stopped at a step that a later attempt recorded."""
         about = note.get("stopped", note.get("unended"))
         step = about.get("global_step") if isinstance(about, Mapping) else None
         later = [one.first_step for one in self.shown if one.attempt > part.attempt and one.messages]
@@ -220,7 +220,7 @@ class Parts:
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """As `TraceReader.attempts`."""
+        """See `TraceReader.attempts`."""
         found: dict[int, dict[str, Any]] = {}
         read = [PartSpan.of(part) for part in self.shown]
         for part, span, counts in zip(self.shown, read, counting(read), strict=True):
@@ -249,23 +249,23 @@ class Parts:
 @final
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """The tables of the parts that are read, as one.
+    """The merged tables of the parts that are read.
 
     Attributes
     ----------
     parts : list of PartSpan
-        As far as they were read then.
+        The parts that are read, with the rows that they had when the tables were merged.
     others : list of PartSpan
-        Those that are not read: they only say which rows of earlier attempts no longer count.
+        The parts that are not read; they only determine which rows of earlier attempts no longer count.
     streams : list of Stream
     shapes : list of tuple of int
     pools : list of Pool
     stores : list of ReadStore
-        Of each pool.
+        The store of each pool.
     numbers : list of (numpy.ndarray, numpy.ndarray, numpy.ndarray)
-        For each part, the numbers that its streams, shapes and pools have here.
+        For each part, the numbers of its streams, shapes and pools in the merged tables.
     assembles : bool
-        Whether tensors of these streams may be distributed over ranks, and are put together.
+        Whether distributed tensors are assembled, and some of these streams may hold parts of them.
     """
 
     parts: list[PartSpan]
@@ -279,7 +279,7 @@ class Joint:
 
     @property
     def alone(self) -> bool:
-        """Whether there is one part, whose rows all count."""
+        """Whether there is a single part, all of whose rows count."""
         return len(self.parts) == 1 and all(part.attempt <= self.parts[0].attempt for part in self.others)
 
     @cached_property
@@ -289,13 +289,13 @@ class Joint:
 
     @cached_property
     def ends(self) -> list[int]:
-        """For each part the row after the last that counts."""
+        """For each part, the row after the last counting row."""
         return [end_of_counted(read, counts) for read, counts in zip(self.parts, self.counting, strict=True)]
 
     def total(self, only: Collection[int] | None, without: Collection[int] = ()) -> Summary:
-        """The summary of all messages, or of those of some ranks, or `without` training in some steps.
+        """The summary of all messages of the ranks in `only`, except those of training in the steps `without`.
 
-        Few rows are read for it.
+        Reads few rows.
         """
         found = [
             one.numbered(*numbers[:2])
@@ -309,11 +309,11 @@ class Joint:
 
 
 def joint(parts: Parts) -> Joint:
-    """Make one table of streams, shapes and pools of those of the parts."""
-    # other ranks' parts are read only if they may hold shards or replicas of tensors of these ranks
+    """Merge the tables of streams, shapes and pools of the parts."""
+    # other ranks' parts are read only if they may hold shards or replicas of these ranks' tensors
     lent = any(stream.placement is not None for part in parts.lending for stream in part.streams)
     read = sorted([*parts.shown, *parts.lending], key=_by_attempt) if lent else parts.shown
-    # a stream that several attempts declare is one stream
+    # a stream that several parts declare becomes one stream
     streams, stream_ids = _united([part.tables.streams.values() for part in read])
     shapes, shape_ids = _united([part.tables.shapes.values() for part in read])
     pools = [np.arange(len(part.tables.pools)) for part in read]
@@ -332,7 +332,7 @@ def joint(parts: Parts) -> Joint:
 
 
 def merged(parts: Parts, tables: Joint, spans: Sequence[PartSpan]) -> Merged:
-    """Make one journal of some rows of the parts."""
+    """Merge rows of the parts into one journal."""
     journal, origin = _joined(tables, spans)
     whole = Merged(journal, tables.streams, tables.shapes, tables.pools, tables.stores, journal, origin=origin)
     if tables.assembles:
@@ -349,7 +349,7 @@ def merged(parts: Parts, tables: Joint, spans: Sequence[PartSpan]) -> Merged:
 def _joined(
     tables: Joint, spans: Sequence[PartSpan]
 ) -> tuple[NDArray[np.int64], tuple[NDArray[np.int64], NDArray[np.int64]] | None]:
-    """The journals of some parts as one, and where its rows come from."""
+    """The merged journal of some spans, and the origin of its rows (see `Merged.origin`)."""
     if tables.alone:
         return spans[0].journal.view(), None
     number, row = in_order(spans, tables.counting)
@@ -365,7 +365,7 @@ def _joined(
 
 
 def _united(tables: list[Collection[_T]]) -> tuple[list[_T], list[NDArray[np.int64]]]:
-    """Several tables as one, and for each of them the numbers that its entries have in the one."""
+    """Merge tables; returns the merged table, and for each table the numbers of its entries there."""
     if len(tables) == 1:
         return list(tables[0]), [np.arange(len(tables[0]))]
     numbers: dict[str, int] = {}
@@ -374,7 +374,7 @@ def _united(tables: list[Collection[_T]]) -> tuple[list[_T], list[NDArray[np.int
     for one in tables:
         mine = np.zeros(len(one), np.int64)
         for place, entry in enumerate(one):
-            # by repr: the sampling of a stream is a dictionary, so the stream is no key
+            # keyed by repr, because a stream with a sampling dictionary is not hashable
             mine[place] = numbers.setdefault(repr(entry), len(table))
             if mine[place] == len(table):
                 table.append(entry)
@@ -387,6 +387,6 @@ def _by_attempt(part: Part) -> tuple[int, int]:
 
 
 def _in_vain(name: str, store: ReadStore, again: Mapping[int, int]) -> bool:
-    """Whether nothing is in a part, and nothing that could be would count; `again` is what `restarted` says."""
+    """Whether a part is empty and, given the result `again` of `restarted`, would not count anyway."""
     where = part_of(name)
     return where is not None and where[1] < again.get(where[0], 0) and is_empty(store, name)

@@ -1,4 +1,4 @@
-"""`Packing`: messages into pools and rows of the journal, small ones of one shape together."""
+"""`Packing`: writes messages to pools and to the journal, small messages of one shape together."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from tracer.trace.commits import FIRST_BYTES, Commits, Due
 from tracer.trace.pools import Place, Pools
 
 _PACK_BYTES: Final = 1 << 20
-"""Bytes of one shape that are copied together: they should still be in the processor's cache when they are written."""
+"""Bytes of one shape that are copied together, at most: they should still be in the cache when they are written."""
 _BATCH_BYTES: Final = 8 << 20
 _BATCH_ROWS: Final = 4096
-"""Bytes and messages that wait to be copied together, at most."""
+"""Bytes and messages of a batch, at most."""
 _FEW: Final = 24
-"""So few messages are entered into the journal one by one; numpy pays for more."""
+"""Up to this many messages are entered into the journal one by one; numpy is faster only for more."""
 _FIELDS: Final = 7
-"""Numbers that are noted of each message of a batch: its stream, its run and its place in that, and its counters."""
+"""Numbers noted of each message of a batch: stream, run, index in the run, and four counters."""
 
 
 @final
 class Packing:
     """Writes messages in batches.
 
-    Messages of a batch that stand together in a pool are a run. The first run is that of messages without data.
+    A run is the messages of a batch that are adjacent in a pool. Run 0 is for messages without data.
 
     Parameters
     ----------
@@ -46,24 +46,24 @@ class Packing:
         self._store = commits.store
         self._pools = pools
         self._due = due
-        # For each run of a batch, which is messages that are written together: what the journal says of all of them,
-        # where the first one begins, and the checksum of each.
+        # for each run of a batch: the journal entries that all its messages share, the offset of its first message, and
+        # the checksum of each message
         self._entries = [(NONE, 0, NONE, 0)]
         self._offsets = [0]
         self._checksums: list[NDArray[np.int64] | list[int]] = [[NONE]]
         self._waiting: list[Place] = []
-        # bytes of data of the batch
+        # bytes of data in the batch
         self._nbytes = 0
 
     def write(self, messages: Iterator[Message]) -> bool:
-        """Write messages until so many wait that they should be committed or copied; whether there may be more.
+        """Write a batch, until the batch is full or a commit is due; returns whether there may be more messages.
 
         After an error, the messages before it are written.
         """
         commits, due = self._commits, self._due
         limit = min(_BATCH_BYTES if commits.committed else FIRST_BYTES, due.most_bytes - due.bytes)
         most = min(_BATCH_ROWS, due.most_rows - commits.rows)
-        # `_FIELDS` numbers for each message
+        # `_FIELDS` numbers of each message
         flat: list[int] = []
         self._nbytes = 0
         try:
@@ -82,7 +82,7 @@ class Packing:
         return len(flat) == _FIELDS * most or self._nbytes >= limit
 
     def _take(self, messages: Iterator[Message], limit: int, flat: list[int]) -> None:
-        """Write the data of messages, or let it wait for others of its place; note each in `flat`."""
+        """Write the data of messages, or let it wait for more of the same place; note each message in `flat`."""
         import torch
 
         streams, waiting = self._pools.streams, self._waiting
@@ -91,7 +91,7 @@ class Packing:
         for message in messages:
             data, sampling = message.data, message.sampling
             try:
-                # the two classes of messages differ in the key alone
+                # the two classes of messages differ only in the key
                 name = (
                     message.key, message.kind, message.tag, message.leaf, message.rank,
                     None if data is None else data.dtype,
@@ -122,7 +122,7 @@ class Packing:
             except (TracerError, MemoryError):
                 raise
             except Exception as error:
-                if self._commits.failed is not None:  # the store has failed, whatever the message
+                if self._commits.failed is not None:  # the store failed; the message is not the cause
                     raise
                 raise MessageError(f"a trace cannot hold this message: {summary(error)}") from error
             flat += (
@@ -133,20 +133,20 @@ class Packing:
                 break
 
     def _open(self, entry: tuple[int, int, int, int]) -> int:
-        """Begin a run; its number in this batch."""
+        """Begin a run; returns its number in this batch."""
         self._entries.append(entry)
         self._offsets.append(0)
         self._checksums.append([])
         return len(self._entries) - 1
 
     def _write_alone(self, place: Place, data: NDArray[Any]) -> int:
-        """Write a message as a run of its own; the number of that."""
+        """Write a message as a run of its own; returns the number of the run."""
         number = self._open(place.entry)
         self._append(place, number, data[None] if place.own else data.reshape(1, -1), 1)
         return number
 
     def _pack(self, place: Place) -> None:
-        """Write the messages that wait at a place."""
+        """Write the waiting messages of a place."""
         tensors = place.tensors
         if len(tensors) == 1:
             rows = encode(tensors[0])[None]
@@ -168,7 +168,7 @@ class Packing:
         self._nbytes += place.nbytes * count
 
     def _enter(self, flat: list[int]) -> None:
-        """Enter messages into the journal, from what was noted of them."""
+        """Enter messages into the journal, from the noted numbers."""
         count = len(flat) // _FIELDS
         if count <= _FEW:
             for begin in range(0, len(flat), _FIELDS):
@@ -177,7 +177,7 @@ class Packing:
                 offset, checksum = self._offsets[number] + at * size, int(self._checksums[number][at])
                 self._commits.enter((stream, pool, offset, size, shape, *counters, flags, checksum, 0))
             return
-        # by way of an `array`: numpy converts a list five times slower
+        # via an `array`, because numpy converts a list five times slower
         noted = np.frombuffer(array("q", flat), np.int64).reshape(count, _FIELDS)
         numbers, places = noted[:, 1], noted[:, 2]
         entries = np.array(self._entries, np.int64)[numbers]

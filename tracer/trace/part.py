@@ -1,7 +1,7 @@
-"""`Part`: what one process wrote of a trace, read again and again while it grows.
+"""`Part`: reads the part of a trace that one process wrote, and follows it while it grows.
 
 Each rank of a distributed run, and each attempt after a restart, writes a part of its own, which no other process
-touches. A part has a journal and declarations. `tracer.trace.merging` makes one journal of those of all parts.
+changes. A part has a journal and declarations. `tracer.trace.merging` merges all parts.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from tracer.trace.attempts import evaluated, first_step, tags_of
 from tracer.trace.rows import Rows
 
 LATE, LATE_SECONDS = 20, 0.01
-"""How often, and after how long, declarations are read again that the journal refers to."""
+"""How many times, and after how many seconds, declarations are read again if the journal refers to missing ones."""
 SILENT_SECONDS = 60.0
-"""A trace from another machine that was not written for so long counts as interrupted."""
+"""A trace from another machine that has not changed for this long counts as interrupted."""
 SKEWED_SECONDS = 86_400.0
-"""So does one that was written so far in the future: clocks differ, but by less."""
+"""A change time this far in the future counts as interrupted, too: clocks differ, but by less."""
 
 
 @final
 class Part:
-    """What one process wrote of a trace, as far as it was committed at the last `refresh`.
+    """The part of a trace that one process wrote, as committed at the last `refresh`.
 
     Parameters
     ----------
     path : path
-        Of the trace, for messages.
+        The path of the trace, used in error messages.
     name : str
-        As `tracer.format.names.part_name` makes it.
+        A result of `tracer.format.names.part_name`.
     store : ReadStore
 
     Raises
     ------
     TraceFormatError
-        If it is of a version that this release does not read.
+        If this release does not read the version of the trace.
     TraceCorruptError
         If its journal or its declarations are damaged.
 
@@ -57,13 +57,13 @@ class Part:
     ----------
     rank, attempt : int
     attributes : dict
-        Of the root of its store.
+        The attributes of the root of its store.
     tables : Tables
-        What its declarations say.
+        The contents of its declarations.
     rows : Rows
         Its journal.
     broken_off : str
-        A sentence, where the end is missing or damaged: a machine that loses power may have had it in memory alone.
+        A sentence if the end is missing or damaged because the machine lost power; else empty.
     """
 
     def __init__(self, path: Location, name: str, store: ReadStore) -> None:
@@ -86,27 +86,27 @@ class Part:
 
     @property
     def header(self) -> dict[str, Any]:
-        """What was known of the run before it started."""
+        """What was known of the run when it started."""
         return self.tables.header
 
     @property
     def streams(self) -> Collection[Stream]:
-        """The streams that are declared, in the order of their numbers."""
+        """The declared streams, in the order of their numbers."""
         return self.tables.streams.values()
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """How far it was read: other numbers where `refresh` has read more."""
+        """How far the part was read; changes when `refresh` reads more."""
         tables = self.tables
         return self.rows.length, len(tables.streams), len(tables.notes), len(tables.ending)
 
     @property
     def messages(self) -> int:
-        """How many messages it has."""
+        """The number of messages."""
         return self.rows.length
 
     def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
-        """As `tracer.trace.attempts.Written.evaluated`; few rows are read for it."""
+        """See `tracer.trace.attempts.Written.evaluated`; reads few rows."""
 
         def pieces() -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.str_]]]:
             for piece in self.rows.pieces():
@@ -118,7 +118,7 @@ class Part:
         return evaluated(pieces(), step)
 
     def refresh(self) -> None:
-        """Read what was committed since the last time.
+        """Read what was committed since the last call.
 
         Raises
         ------
@@ -139,9 +139,9 @@ class Part:
             self._read_to_the_break(error)
 
     def _read_to_the_break(self, error: TraceCorruptError) -> None:
-        """Read what is whole of a part whose end the disk never had, because its machine lost power.
+        """Read the intact beginning of a part whose end never reached the disk, because its machine lost power.
 
-        Raises `error` while its writer lives, and for a part that says how its run ended.
+        Raises `error` if the writer still runs, or if the part has a status: then the part is damaged in another way.
         """
         lines, nbytes, checksum = lines_to_the_break(self.store, self.name, self._declared, self._checksum, error)
         if any(what == "status" for what, _ in lines) or self.tables.ending:
@@ -163,7 +163,7 @@ class Part:
         )
 
     def _read_all(self) -> None:
-        # the journal's length first: what its rows refer to was committed before them
+        # the journal's length is read first, because declarations are committed before the rows that refer to them
         length = self.rows.committed()
         lines = self._new_lines()
         if any(what == "status" for what, _ in lines):
@@ -173,7 +173,7 @@ class Part:
         if self.store.checksums_chunks is False:
             rows = self._without_late_rows(start, rows)
         if start > self.rows.length and not self.tables.ending and not self._lives:
-            # what a machine that lost power had in memory alone may be missing anywhere
+            # a power failure may have lost rows anywhere, so the summarized rows are verified
             self.rows.prove(start)
         self.rows.add(start, rows)
         ended_with = self.tables.ending.get("messages", self.rows.length)
@@ -183,9 +183,9 @@ class Part:
             )
 
     def _without_late_rows(self, start: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows of a library that may write the end of the journal before the rows, and those before declarations.
+        """The usable rows if a library may write the journal's length before its rows, or rows before declarations.
 
-        Declarations that rows refer to are waited for. Rows that are not there yet are left out.
+        Waits for declarations that the rows refer to, and leaves out rows that are not written yet.
         """
         rows = _without_torn_rows(rows)
         for _ in range(LATE):
@@ -220,12 +220,12 @@ class Part:
 
     @property
     def first_step(self) -> int:
-        """The global step that this attempt began with: earlier attempts count up to it only."""
+        """The global step at which this attempt began; messages of earlier attempts count only before it."""
         return first_step(self.header, self.attempt)
 
     @property
     def status(self) -> str:
-        """As `tracer.TraceReader.status`, of this part."""
+        """See `tracer.TraceReader.status`; of this part alone."""
         if self.tables.ending:
             return str(self.tables.ending.get("status", "finished"))
         return "recording" if self._lives else "interrupted"
@@ -236,7 +236,7 @@ class Part:
 
 
 def _pieces(store: ReadStore, name: str, start: int) -> Iterator[tuple[int, int, NDArray[Any] | None]]:
-    """The rows of a table from one on, chunk by chunk, and not compared with the chunks' checksums; None if lost."""
+    """Unverified rows of a table from `start` on, as (begin, end, rows) for each chunk; None if a chunk is lost."""
     height = store.chunk_rows(name)
     stop = min(store.length(name), store.stored_rows(name))
     for begin in range(start - start % height, stop, height):
@@ -250,14 +250,15 @@ def _pieces(store: ReadStore, name: str, start: int) -> Iterator[tuple[int, int,
 
 
 def rows_to_the_break(store: ReadStore, part: str, start: int, error: TraceCorruptError) -> NDArray[np.int64]:
-    """The rows of a journal from one on, up to the first that is not there; `error` where others follow damage.
+    """The rows of a journal from `start` on, up to the first missing or damaged row.
 
-    Where a store's length may reach the disk before its rows, others may follow rows that are not there.
+    Raises `error` if intact rows follow a damaged row. In a store whose length may reach the disk before its rows,
+    intact rows may follow missing rows.
     """
     found = [np.zeros((0, COLUMNS), np.int64)]
     broken = damaged = False
     for low, high, read in _pieces(store, journal_name(part), start):
-        # zeros stand for rows that are lost: no row consists of zeros
+        # zeros mark lost rows: no real row consists of zeros
         rows = np.zeros((high - low, COLUMNS), np.int64) if read is None else read
         written: NDArray[np.bool_] = np.asarray(rows.any(axis=1))
         right: NDArray[np.bool_] = written & (row_checksums(rows, low) == rows[:, Column.CHECK])
@@ -275,14 +276,14 @@ def rows_to_the_break(store: ReadStore, part: str, start: int, error: TraceCorru
 def lines_to_the_break(
     store: ReadStore, part: str, start: int, checksum: int, error: TraceCorruptError
 ) -> tuple[list[tuple[str, Any]], int, int]:
-    """What the declarations say from a byte on, up to the first line that is not there.
+    """The declarations from byte `start` on, up to the first missing or damaged line.
 
     Returns the same as `tracer.format.declarations.declarations`.
 
     Raises
     ------
     TraceCorruptError
-        `error`, where others follow a damaged line.
+        `error`, if intact lines follow a damaged line.
     """
     data = bytearray()
     lost = False
@@ -310,7 +311,7 @@ def lines_to_the_break(
 
 
 def is_empty(store: ReadStore, part: str) -> bool:
-    """Whether nothing was ever committed to a part, not even its header: its process was killed as it began."""
+    """Whether a part has no committed data, not even a header, because its process was killed as it began."""
     try:
         names = store.names(f"{part}/")
         tables = {journal_name(part), declarations_name(part)}
@@ -320,14 +321,14 @@ def is_empty(store: ReadStore, part: str) -> bool:
 
 
 def lives(process: object, store: ReadStore) -> bool:
-    """Whether the process that writes a part still runs; of another machine's, whether it wrote in the last minute."""
+    """Whether a part's process still runs; on another machine, whether the store changed in the last minute."""
     found = process_lives(process)
     return -SKEWED_SECONDS < time.time() - store.modified < SILENT_SECONDS if found is None else found
 
 
 def _without_torn_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    # The length of an HDF5 journal may have reached the disk before its last rows; those are zeros, which no row is:
-    # without data its pool is -1, and with data its flags are not 0.
+    # The length of an HDF5 journal may reach the disk before its last rows, which then read as zeros. No real row is
+    # all zeros: without data its pool is -1, and with data its flags are not 0.
     torn: NDArray[np.bool_] = np.logical_not(rows.any(axis=1))
     length = len(rows)
     while length and torn[length - 1]:

@@ -1,4 +1,4 @@
-"""`Pools`: where the data of each message goes, and what is declared of it."""
+"""`Pools`: chooses the array for the data of each message, and declares streams, shapes and pools."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PACKED_BYTES: Final = 32768
-"""Messages up to this size are copied together before they are written."""
+"""Messages up to this many bytes are copied together before they are written."""
 _MOST_OWN_AXES: Final = 31
-"""Axes of a message that may have an array of its own: in HDF5 it has 32 at most, one of them that of the messages."""
-# the dtypes that torch.stack copies bit by bit
+"""The most axes of a message in a stream's own pool: HDF5 allows 32, and the first axis is that of the messages."""
+# the dtypes that torch.stack copies without changing bits
 _STACKED: Final = frozenset(
     {
         *("bool", "uint8", "int8", "int16", "int32", "int64"),
@@ -34,17 +34,17 @@ _STACKED: Final = frozenset(
 @final
 @dataclass(slots=True, eq=False)
 class OpenPool:
-    """An array that messages go to."""
+    """An array that takes the data of messages."""
 
     id: int
     name: str
-    # shape of one row of an own pool, () for a shared one
+    # the shape of a row of a stream's own pool; () for a shared pool
     row: tuple[int, ...]
 
 
 @final
 class Place:
-    """Where messages of one shape go, and those of them that wait to be written together."""
+    """The pool for messages of one shape, and the messages that wait to be written to it together."""
 
     __slots__ = ("count", "entry", "nbytes", "number", "own", "pool", "tensors")
 
@@ -53,7 +53,7 @@ class Place:
         self.own = pool.row == shape and bool(shape)
         self.count = math.prod(shape)
         self.nbytes = self.count * encoding.dtype.itemsize
-        # what the journal says of each message: pool, count, shape and flags
+        # the journal entries of each message: pool, count, shape and flags
         self.entry = (pool.id, self.count, shape_id, HAS_DATA)
         self.number = -1
         self.tensors: list[Tensor] = []
@@ -62,16 +62,16 @@ class Place:
 @final
 @dataclass(slots=True, eq=False)
 class OpenStream:
-    """What is known of a stream after its first message."""
+    """A declared stream and its pools."""
 
     id: int
     encoding: Encoding | None
     sampling: Mapping[str, Any] | None
-    # True until the first message, which decides whether the stream has a pool of its own
+    # True until the first message, whose size decides whether the stream gets a pool of its own
     fresh: bool = True
     own: OpenPool | None = None
     shared: OpenPool | None = None
-    # those of the last message, kept because most streams have one shape only
+    # of the last message; cached, because most streams have a single shape
     shape: tuple[int, ...] | None = None
     place: Place | None = None
     packs: bool = False
@@ -86,14 +86,14 @@ class Pools:
     commits : Commits
     compression : Compression
     chunk_bytes : int
-        Of the pools that streams share.
+        Bytes of the chunks of shared pools.
     own_bytes : int
-        A stream whose first message has at least so many bytes gets a pool of its own.
+        A stream whose first message has at least this many bytes gets a pool of its own.
 
     Attributes
     ----------
     streams : dict
-        By names and dtype, each with the id that its last message had.
+        The declared stream of each name and dtype; if the sampling changed, that of the last message.
     """
 
     def __init__(self, commits: Commits, compression: Compression, chunk_bytes: int, own_bytes: int) -> None:
@@ -111,10 +111,10 @@ class Pools:
         self._taken: set[str] = set()
 
     def stream(self, name: tuple[Any, ...], message: Message) -> OpenStream:
-        """The stream of a message, which is declared if it is new."""
+        """The stream of a message; declared if it or its sampling is new."""
         encoding = None if message.data is None else encoding_of(message.data)
         sampling = None if message.sampling is None else dict(message.sampling)
-        # a stream that goes back and forth between two samplings has two ids, not one for each change
+        # a stream that alternates between two samplings has two ids, not a new id for each change
         variant = (name, declaration("sampling", sampling))
         stream = self._variants.get(variant)
         if stream is None:
@@ -137,7 +137,7 @@ class Pools:
         return stream
 
     def stream_of(self, message: Message) -> OpenStream:
-        """The stream of a message, whether it is new or not."""
+        """Look up the stream of a message; declared if it is new."""
         dtype = None if message.data is None else message.data.dtype
         name = message.key, message.kind, message.tag, message.leaf, message.rank, dtype
         stream = self.streams.get(name)
@@ -146,7 +146,7 @@ class Pools:
         return stream
 
     def place_of(self, stream: OpenStream, message: Message, data: Tensor) -> Place:
-        """Where a message of a stream goes."""
+        """The place of a message of a stream."""
         shape = tuple(data.shape)
         if shape != stream.shape:
             self.find_place(stream, message, data, shape)
@@ -154,7 +154,7 @@ class Pools:
         return stream.place
 
     def find_place(self, stream: OpenStream, message: Message, data: Tensor, shape: tuple[int, ...]) -> None:
-        """Decide where messages of this shape go, which are not those of the stream's last shape."""
+        """Set the place of a stream for messages of a shape that differs from the last message's."""
         encoding = encoding_of(data)
         few_axes = len(shape) <= _MOST_OWN_AXES
         if stream.fresh and few_axes and data.nbytes >= self._own_bytes and self._store.can_create:
@@ -176,7 +176,7 @@ class Pools:
         stream.packs = place.nbytes <= PACKED_BYTES and few_axes and encoding.name in _STACKED
 
     def make_late(self) -> None:
-        """Make the pools of streams that come when the store can make no more arrays."""
+        """Create pools for streams that begin after the store can create no more arrays."""
         if not self._store.seals:
             return
         for storage in STORAGE_DTYPES:
@@ -203,12 +203,11 @@ class Pools:
     def _own_pool(self, stream: OpenStream, message: Message, row: tuple[int, ...]) -> OpenPool:
         assert stream.encoding is not None
         name = own_pool(self._part, message.kind, message.key, message.tag, message.leaf)
-        # The name may be taken: by an earlier id of this stream, or, on a file system that ignores case, by another
-        # stream.
+        # the name may be taken by an earlier id of this stream or, if the file system ignores case, by another stream
         if name.casefold() in self._taken:
             name = f"{name}%~{stream.id}"
         self._taken.add(name.casefold())
-        # one row a chunk: rows of own pools are at least as large as the chunks of shared pools
+        # chunk_bytes=1 gives one row a chunk; rows of own pools are large enough for that
         codec = self._codec(message.kind, stream.encoding.name)
         return self._declare_pool(name, stream.encoding.storage, row, 1, codec)
 
@@ -220,7 +219,7 @@ class Pools:
         if pool is not None:
             return pool
         if self._store.can_create:
-            # a shared pool has one codec, but "auto" depends on the dtype: that of the first message decides
+            # a shared pool has one codec; with "auto", the dtype of the first message decides
             codec = self._codec(message.kind, stream.encoding.name)
             return self._declare_pool(name, storage, (), self._chunk_bytes, codec)
         return self._pools[late_pool(self._part, storage)]

@@ -1,4 +1,4 @@
-"""`TraceReader`: the messages of a trace, in their order, filtered, and read in blocks."""
+"""`TraceReader`: reads the messages of a trace in order, filtered, in blocks."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ from tracer.trace.spans import PartSpan, ahead, clock_before
 from tracer.trace.streams import Batch, called
 
 WINDOW_ROWS: Final = 1 << 18
-"""Messages of a window, if nobody says otherwise."""
+"""The default number of messages of a window."""
 
 
 @final
 class TraceReader(Described):
-    """A trace, as it was when it was opened; a trace that is being written can be opened too, and followed.
+    """A trace as of its opening, or of the last `refresh` if it is still being written.
 
-    Of a distributed run the messages of all ranks are there, ordered by the global step, then by the rank. What cannot
-    be read of such a trace, or of one of several attempts, is told in `problems`, and the rest is read.
+    A distributed run has the messages of all ranks, ordered by global step, then by rank. If a trace has several ranks
+    or attempts, `problems` lists the parts that cannot be read; all other parts are read.
 
     Parameters
     ----------
     path : path or URL
     ranks : iterable of int, optional
-        Read the messages of these ranks only. What they hold as other ranks do (weights of DistributedDataParallel) is
-        theirs, whichever of them recorded it.
+        Read only the messages of these ranks. Replicated values (weights of DistributedDataParallel) belong to every
+        rank that holds them, whichever rank recorded them.
     assemble : bool
-        Whether tensors that are distributed over ranks (FSDP) are put together from their parts. False: every message
-        as its rank recorded it, and nothing else.
+        Whether distributed tensors (FSDP) are assembled from their shards. False: only the messages that each rank
+        recorded, unchanged.
     verify : bool
-        Whether data is compared with its checksums as it is read. False is for a trace that was just verified and is
-        read again and again: large messages are read a third faster, and what has been damaged since is not noticed.
-        The journal is verified all the same, and so is what is compressed, on an object store or not finished.
+        Whether data is compared with its checksums when it is read. False is for repeated reading of a trace that was
+        just verified: large messages are read a third faster, but later damage goes unnoticed. The journal, compressed
+        data, object stores and unfinished traces are always verified.
 
     Attributes
     ----------
     unreadable : dict of int to TraceError
-        Why not, for each rank that has a part that is there and cannot be read.
+        For each rank with an unreadable part, the error.
 
     Raises
     ------
     TraceNotFoundError
         If nothing is at `path`.
     TraceFormatError
-        If it is not a trace, of a version that this release does not read, or has parts that are not safe to read.
+        If it is not a trace, has a version that this release does not read, or has parts that are not safe to read.
     TraceCorruptError
-        If it is damaged where every message needs it.
+        If data that all messages need is damaged.
     CaptureError
-        If it has nothing of these ranks.
+        If it has no messages of these ranks.
     TraceUnreadableError
-        If a file may not be opened, or an object store does not answer.
+        If a file may not be opened, or an object store does not respond.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TraceReader(Described):
         """Where the trace is."""
         self._parts = Parts.open(self.path, None if ranks is None else {int(rank) for rank in ranks}, assemble)
         try:
-            # a chunk may be rewritten while it is read, and only a checksum tells
+            # a running writer may rewrite a chunk while it is read; only a checksum shows that
             self._verify = verify or not self.status.startswith(("finished", "failed"))
             for store in self._parts.stores:
                 store.verifies = self._verify
@@ -86,16 +86,16 @@ class TraceReader(Described):
             raise
 
     def within(self, start: int, stop: int | None) -> TraceReader:
-        """A reader of that part of this trace which has all messages of some global steps, and few others.
+        """A reader of a section of this trace that has all messages of a range of global steps, and few others.
 
-        Its `journal`, and so all that it selects and reads, is of this part; what it says of the trace and its streams
-        is of the whole. It shares the open files and ends when this reader is closed. It is not refreshed, not pickled,
-        and not asked for an attempt: only the reader of the whole trace is.
+        Its `journal`, and so everything that it selects and reads, covers the section; its description of the trace and
+        the streams covers the whole trace. It shares the open files, and is closed together with this reader. It cannot
+        be refreshed or pickled, and has no `until_attempt`.
 
         Parameters
         ----------
         start, stop : int, int or None
-            The first step, and the one after the last; None for an open end.
+            The first step, and the step after the last; None for an open end.
         """
         if self._read is not None or self._spans is not None or self._tables.assembles:
             return self
@@ -109,45 +109,45 @@ class TraceReader(Described):
     def window(
         self, starts: Position | None = None, rows: int | None = None, ends: Position | None = None
     ) -> TraceReader:
-        """A reader of the next messages, as `within`: about so many, up to the end of a step, or all that are left.
+        """A reader, as from `within`, of about `rows` messages from `starts` on, up to the end of a step.
 
         Parameters
         ----------
         starts, ends : sequence of PartSpan or None
-            Where they begin and end, as `after` and `end` say; None: with the first and the last message.
+            The positions between which the messages are, from `after` or `end`; None: the whole trace.
         rows : int, optional
-            How many messages there should be; where tensors are put together of their parts, all are taken.
+            The approximate number of messages. If tensors are assembled, the window is always the whole trace.
         """
         tables = self._tables
         if tables.assembles:
             return self
-        # rows that do not count, at the end of a part, are not read
+        # rows after the last counting row of a part are not read
         last = [min(one.start, end) for one, end in zip(ends or self.end, tables.ends, strict=True)]
         found = ahead(starts or self.begin, tables.counting, last, rows or WINDOW_ROWS, alone=tables.alone)
         return self._part_of(found, last)
 
     def windows(self, rows: int | None = None) -> Iterator[TraceReader]:
-        """Readers of all messages, one window after the other: what is read of a long trace never fills the memory."""
-        # a refresh in the meantime gives this reader other tables, and streams other numbers
+        """Readers of consecutive windows of all messages, so that a long trace does not fill the memory."""
+        # a copy, because a refresh in the meantime would change tables and stream numbers
         return _windows(copy(self), rows)
 
     @property
     def begin(self) -> Position:
-        """Where the messages begin."""
+        """The position before the first message."""
         return [span.until(span.start) for span in self._spans or self._tables.parts]
 
     @property
     def end(self) -> Position:
-        """Where the messages end."""
+        """The position after the last message."""
         return [PartSpan(span.part, span.stop, span.stop) for span in self._spans or self._tables.parts]
 
     def after(self, count: int) -> Position:
-        """Where the messages begin that follow the first so many of this reader."""
+        """The position after the first `count` messages of this reader."""
         return self._rows().after(count)
 
     @property
     def is_last(self) -> bool:
-        """Whether this window ends where the messages do that it was made of, or begins after that."""
+        """Whether no messages follow this window, up to the `ends` that it was made with."""
         return self._ends is None or all(end.start >= last for end, last in zip(self.end, self._ends, strict=True))
 
     def _part_of(self, spans: list[PartSpan], ends: list[int] | None = None) -> TraceReader:
@@ -156,17 +156,17 @@ class TraceReader(Described):
         return view
 
     def refresh(self) -> bool:
-        """Read what was committed since the trace was opened, or since the last time; whether there was anything.
+        """Read what was committed since the trace was opened or last refreshed; returns whether there was anything.
 
-        `journal` and `streams` are then longer. Of a single rank, rows keep their places; those of several ranks are
-        put together anew.
+        `journal` and `streams` grow. With a single rank, rows keep their numbers; with several ranks, all rows are
+        merged again.
 
         Raises
         ------
         TraceCorruptError
-            If it is damaged.
+            If the trace is damaged.
         CaptureError
-            If this is a reader of a part of a trace, as of `within`.
+            If this is a reader of a section of a trace, as from `within`.
         """
         self._refuse_part("is not refreshed")
         self._parts.refresh()
@@ -176,17 +176,17 @@ class TraceReader(Described):
         return True
 
     def of_rank(self, rank: int, *, assemble: bool | None = None) -> TraceReader:
-        """A reader of one rank of this trace, which shares the open files and ends when this one is closed.
+        """A reader of one rank of this trace, which shares the open files and is closed together with this reader.
 
-        It is this one itself if that has no other ranks, and assembles as this one does if that is not said. Of a part
-        of a trace, as of `within`, it is the same part.
+        Returns this reader itself if it has no other ranks. `assemble` is by default that of this reader. The reader of
+        a section of a trace, as from `within`, gives a reader of the same section.
 
         Raises
         ------
         CaptureError
-            If there is nothing of this rank, or if this is a part of a trace and tensors were to be put together.
+            If there is nothing of this rank, or if tensors were to be assembled in a section of a trace.
         TraceError
-            If what there is of it cannot be read.
+            If the rank's part cannot be read.
         """
         if rank not in self.ranks:
             has = f"it has {listed(self.ranks)}"
@@ -206,14 +206,14 @@ class TraceReader(Described):
         return found._part_of([spans[part] for part in there], [ends[part] for part in there])
 
     def until_attempt(self, attempt: int) -> TraceReader:
-        """A reader of this trace as one of its attempts left it, which shares the open files.
+        """A reader of this trace as an attempt left it, without later attempts.
 
-        What later attempts trained again is as it was before them. It ends when this reader is closed.
+        It shares the open files, and is closed together with this reader.
 
         Raises
         ------
         CaptureError
-            If there is no such attempt, or if this is a reader of a part of a trace, as of `within`.
+            If there is no such attempt, or if this is a reader of a section of a trace, as from `within`.
         """
         self._refuse_part("does not go back to an attempt")
         there = [one["attempt"] for one in self.attempts]
@@ -222,12 +222,12 @@ class TraceReader(Described):
         return self._view(self._parts.until(attempt))
 
     def _refuse_part(self, why: str) -> None:
-        """Refuse what only a reader of the whole trace can do."""
+        """Raise `CaptureError` if this is a reader of a section: the operation needs the whole trace."""
         if self._spans is not None:
             raise CaptureError(f"{self.path}: a reader of a part of the trace {why}; take the reader of the whole")
 
     def _view(self, parts: Parts) -> TraceReader:
-        """Another reader of the same open files."""
+        """Another reader, of these parts, that shares the open files."""
         view = copy(self)
         view._parts = parts
         view._merge()
@@ -263,7 +263,7 @@ class TraceReader(Described):
         return np.flatnonzero(mask)
 
     def _known(self, streams: Iterable[int] | None) -> set[int] | None:
-        """The ids of streams, if they are known; None for all."""
+        """Stream ids as a set, None for all; raises `CaptureError` if an id is unknown."""
         wanted = None if streams is None else set(streams)
         if wanted is not None and not wanted <= set(range(len(self._streams))):
             raise CaptureError(
@@ -284,37 +284,37 @@ class TraceReader(Described):
     ) -> Iterator[Message]:
         """The messages that pass all filters, in the order in which they were recorded.
 
-        Only what is wanted is read, in blocks of some 8 MiB. The memory of a message's data is nobody else's, or is
-        a part of a block that is never used again: it may be kept and changed.
+        Reads only these messages, in blocks of about 8 MiB. The data of a message may be kept and changed: its memory
+        is not used for anything else.
 
         Parameters
         ----------
         kinds : str or iterable of str, optional
         modules : str or iterable of str, optional
-            Glob patterns of dotted paths (``"layer1.*"``; a dot is a character like others). Messages of the network
-            have no module, and pass only without this filter.
+            Glob patterns of dotted paths (``"layer1.*"``; the dot has no special meaning). Messages of the network have
+            no module, and pass only without this filter.
         steps : tuple, optional
             ``(start, stop)`` or ``(start, stop, stride)`` of the global step, start inclusive and stop exclusive; None
             for an open end.
         tags : str or iterable of str, optional
-            Glob patterns; ``"!eval"`` means every tag but that.
+            Glob patterns; ``"!eval"`` means every tag except ``"eval"``.
         streams : iterable of int, optional
-            Ids of `streams`.
+            Ids of entries of `streams`.
         where : numpy.ndarray of bool, optional
             A mask over the rows of `journal`.
         ranks : int or iterable of int, optional
-            With what others of their replicas recorded for them; each message says who did.
+            Includes what other ranks recorded for these ranks; `Message.rank` is the rank that recorded it.
         mapped : bool
-            Whether data may lie where the system has it in memory already, instead of in a copy, which for large
-            messages takes a third of the time, and with ``verify=False`` nearly all of it. While such a message is in
-            use, its file must not be cut or written over: the system ends a process that looks at what is gone.
+            Whether data may be memory-mapped from its file instead of copied. For large messages, the copy takes a
+            third of the time, with ``verify=False`` nearly all of it. While such a message is in use, its file must not
+            be truncated or overwritten: the system kills a process that accesses a truncated mapping.
 
         Raises
         ------
         CaptureError
             If the steps are no range, a stream id is unknown, or the mask has another length than the journal.
         TraceCorruptError
-            If what is read is damaged. What came before is right.
+            If data that is read is damaged. All messages before it are correct.
         """
         if where is not None or self._read is not None:
             chosen = self.select(kinds, modules, steps, tags, streams, where, ranks)
@@ -330,14 +330,14 @@ class TraceReader(Described):
         )
 
     def _holding(self, steps: Steps | None) -> TraceReader:
-        """A reader of the part that has the messages of some steps."""
+        """A reader of a section that has all messages of `steps`."""
         selection = Selection.of(steps=steps)
         return self if steps is None else self.within(selection.start, selection.stop)
 
     def stretches(self, where: NDArray[np.bool_], mapped: bool = False) -> Iterator[Stretch | Iterator[Message]]:
-        """The messages of some rows of `journal` in their order, as a replay takes them: small ones as a `Stretch`.
+        """The messages of some rows of `journal`, in order, as a replay takes them: small messages as a `Stretch`.
 
-        Parameters and errors are those of `messages`; each part must be used up before the next one is asked for.
+        Parameters and errors are those of `messages`. Each yielded iterator must be used up before the next.
         """
         return self._rows().blocks.stretches(self.select(where=where), mapped)
 
@@ -351,10 +351,10 @@ class TraceReader(Described):
         where: NDArray[np.bool_] | None = None,
         ranks: int | Iterable[int] | None = None,
     ) -> Iterator[Batch]:
-        """The data of the messages that pass all filters, in batches of one shape; for much data in small messages.
+        """The data of the messages that pass all filters, in batches of one shape; fast for many small messages.
 
-        Batches come in the order of the recording, some 8 MiB at a time; within that, messages are grouped by how they
-        are stored. `Batch.rows` says which messages they are. Parameters and errors are those of `messages`.
+        Blocks of about 8 MiB come in recorded order; within a block, messages are grouped by how they are stored.
+        `Batch.rows` identifies the messages. Parameters and errors are those of `messages`.
 
         Examples
         --------
@@ -382,9 +382,9 @@ class TraceReader(Described):
         where: NDArray[np.bool_] | None = None,
         ranks: int | Iterable[int] | None = None,
     ) -> Iterator[Columns]:
-        """The messages that pass all filters in their order, in columns, for `TraceWriter.write_columns`.
+        """The messages that pass all filters, in order, as columns for `TraceWriter.write_columns`.
 
-        Data is as it is stored. Parameters and errors are those of `messages`.
+        Data is in its storage dtype. Parameters and errors are those of `messages`.
         """
         return self._rows().blocks.columns(self.select(kinds, modules, steps, tags, streams, where, ranks))
 
@@ -398,30 +398,30 @@ class TraceReader(Described):
         where: NDArray[np.bool_] | None = None,
         ranks: int | Iterable[int] | None = None,
     ) -> Iterator[tuple[int, NDArray[Any] | None]]:
-        """The messages that pass all filters in their order, without torch: a row of the journal, and its data.
+        """The messages that pass all filters, in order, without torch: the number of the journal row, and the data.
 
-        Data is as in `Batch`, and None for events. Parameters and errors are those of `messages`.
+        Data is as in `Batch`; None for events. Parameters and errors are those of `messages`.
         """
         return self._rows().blocks.values(self.select(kinds, modules, steps, tags, streams, where, ranks))
 
     def sizes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Bytes of the data of each of some rows of `journal`."""
+        """Bytes of the data of each given row of `journal`."""
         return self._rows().data.sizes(rows)
 
     def begins_chunk(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Of some rows of `journal`, those in whose data a chunk of the store begins: good places to cut a reading.
+        """Which of the given rows of `journal` have a chunk that begins in their data: good places to split reading.
 
         Raises
         ------
         TraceCorruptError
-            If the arrays that hold the data are not as they were declared.
+            If the arrays that hold the data differ from their declarations.
         """
         return self._rows().data.begins_chunk(rows)
 
     def fingerprint(self) -> Fingerprint:
-        """A digest of messages of this trace, to which rows of `journal` are added: of this reader or of its windows.
+        """An empty digest, to which rows of the `journal` of this reader or of its windows can be added.
 
-        No data is read for it. Rows that are appended later do not change it.
+        Reads no data. Rows that are appended to the trace later do not change it.
 
         Examples
         --------
@@ -454,37 +454,37 @@ class TraceReader(Described):
         rank: int | None = None,
         call: int | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[Any] | list[NDArray[Any]]]:
-        """All data of one stream, as numpy arrays, in the order of the recording.
+        """All data of one stream, as numpy arrays, in recorded order.
 
-        A step has several messages where several ranks recorded it, and where a module was called several times.
+        A step has several messages if several ranks recorded it, or if a module was called several times.
 
         Parameters
         ----------
         kind : str
         module : str, optional
-            Dotted path. None is the network; where there is no such stream of the network, the root module.
+            Dotted path. None is the network or, if the network has no such stream, the root module.
         tag : str
         steps : tuple, optional
             As in `messages`.
         leaf : str
         rank : int, optional
-            Only what this rank recorded, or another for it; else what any did, ranks in their order in each step.
+            Only what this rank recorded, or another rank for it. None: all ranks, in order within each step.
         call : int, optional
-            Only the calls of this number, from 0, in each step.
+            Only this call, counted from 0, in each step.
 
         Returns
         -------
         global_steps : numpy.ndarray of int64, (n,)
         data : numpy.ndarray (n, ...), or list of n numpy.ndarray
-            A list where messages differ in shape or dtype. Numbers that numpy lacks (bfloat16, 8 bit floats) come as
-            float32, which holds each of them exactly.
+            A list if messages differ in shape or dtype. Types that numpy lacks (bfloat16, 8-bit floats) come as
+            float32, which represents them exactly.
 
         Raises
         ------
         CaptureError
             If there is no such stream, if it carries no data, or if the steps are no range.
         TraceCorruptError
-            If what is read is damaged.
+            If data that is read is damaged.
         """
         streams = self._streams
         found = called(self.path, streams, kind, module, tag, leaf, rank)
@@ -504,14 +504,14 @@ class TraceReader(Described):
 
     def __reduce__(self) -> Any:
         self._refuse_part("is not pickled")
-        # a copy opens the files again, so that it can be used in another process, too
+        # the unpickled reader opens the files again, so that it works in another process
         again = functools.partial(
             TraceReader, ranks=self._parts.only, assemble=self._parts.assemble, verify=self._verify
         )
         return again, (self.path,)
 
     def close(self) -> None:
-        """Close the files. Closing again does nothing."""
+        """Close the files. A second call does nothing."""
         self._parts.close()
 
     def __enter__(self) -> TraceReader:
@@ -527,7 +527,7 @@ class TraceReader(Described):
 
 
 def _windows(reader: TraceReader, rows: int | None) -> Iterator[TraceReader]:
-    """As `TraceReader.windows`, of a reader that nobody refreshes."""
+    """Implement `TraceReader.windows` for a reader that is never refreshed."""
     ends = reader.end
     window = reader.window(rows=rows, ends=ends)
     yield window

@@ -1,4 +1,4 @@
-"""`Rows`: the journal of a part, of which rows are read and checked when they are asked for."""
+"""`Rows`: the journal of a part, whose rows are read and verified on demand."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ WRONG: Final[Mapping[str, str]] = {
     "offset": "begins before its pool",
     "counter": "has a negative counter",
 }
-"""What is wrong with a row of the journal, for each reason of `tracer.format.tables.Tables.contradictions`."""
+"""The end of an error message for each reason of `tracer.format.tables.Tables.contradictions`."""
 KEPT_ROWS: Final = 4 * SUMMARY_ROWS
-"""Of more rows than these that are kept, those before the last summary are dropped."""
+"""If more rows than this are kept, those before the last summary are dropped."""
 PIECE_ROWS: Final = 1 << 18
-"""Rows that are read, summarized or checked at once, at most."""
+"""Rows that are read, summarized or verified at once, at most."""
 
 
 @final
 class Rows:
     """The journal of a part, as far as it was committed when the part was last read.
 
-    What a summary speaks of is read when it is asked for. The rows after the last summary are read as they come, and
-    are kept. All of them are kept once the whole journal was asked for, and where there is no summary.
+    Rows that a summary covers are read on demand. Rows after the last summary are read when they are committed, and
+    kept. All rows are kept after a call of `all`, or if there is no summary.
 
     Parameters
     ----------
     path : path
-        Of the trace, for messages.
+        The path of the trace, used in error messages.
     part : str
     store : ReadStore
     tables : Tables
-        What the declarations of the part say, which grows as the part is read.
+        The contents of the declarations of the part; they grow as the part is read.
 
     Attributes
     ----------
     length : int
-        How many rows there are.
+        The number of rows.
     """
 
     def __init__(self, path: Location, part: str, store: ReadStore, tables: Tables) -> None:
@@ -61,11 +61,11 @@ class Rows:
         self._store = store
         self._tables = tables
         self.length = 0
-        # memory for the rows from number `_first` on, which is doubled when it is full
+        # memory for the rows from `_first` on; doubled when it is full
         self._memory = np.empty((0, COLUMNS), np.int64)
         self._first = 0
         self._keeps_all = False
-        # the summary of so many rows
+        # the summary of the first `_totalled` rows
         self._total = NOTHING
         self._totalled = 0
 
@@ -74,12 +74,12 @@ class Rows:
         return self._memory[: self.length - self._first]
 
     def committed(self) -> int:
-        """How many rows the store has now.
+        """The number of rows in the store now.
 
         Raises
         ------
         TraceCorruptError
-            If they are no rows of a journal, or fewer than there were.
+            If the array is no journal, or shorter than before.
         """
         name = journal_name(self._part)
         length = self._store.length(name)
@@ -90,14 +90,14 @@ class Rows:
         return length
 
     def new(self, length: int) -> tuple[int, NDArray[np.int64]]:
-        """Of the rows up to `length`, those that are neither known nor summarized: the first's number, and the rows."""
+        """The rows before `length` that are neither known nor summarized: the number of the first row, and the rows."""
         start = self.length
         if not self._keeps_all:
             start = max([start, *(one.stop for one in self._tables.summaries if one.stop <= length)])
         return start, self._store.read(journal_name(self._part), start, max(length, start))
 
     def add(self, start: int, rows: NDArray[np.int64]) -> None:
-        """Check rows, the first of which has this number, and keep them; those before it that are not known are not.
+        """Verify and keep rows from number `start` on; unknown rows before `start` are not kept.
 
         Raises
         ------
@@ -122,7 +122,7 @@ class Rows:
         self._drop()
 
     def _drop(self) -> None:
-        """Keep no more than the rows of the last summary, and those after it, where many are kept."""
+        """If many rows are kept, drop those before the last summary's."""
         summaries = self._blocks
         if self._keeps_all or len(self._kept) <= KEPT_ROWS or not summaries or summaries[-1].start <= self._first:
             return
@@ -132,7 +132,7 @@ class Rows:
 
     @property
     def _blocks(self) -> list[Summary]:
-        """The summaries of rows that are there."""
+        """The summaries of the rows before `length`."""
         summaries = self._tables.summaries
         last = len(summaries)
         while last and summaries[last - 1].stop > self.length:
@@ -141,7 +141,7 @@ class Rows:
 
     @property
     def all(self) -> NDArray[np.int64]:
-        """All rows, (messages, columns); they are kept from now on."""
+        """All rows, (messages, columns); kept in memory from now on."""
         if self._first:
             self._memory = np.concatenate([self._read(0, self._first), self._kept])
             self._first = 0
@@ -149,12 +149,12 @@ class Rows:
         return self._kept
 
     def between(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Some rows, start inclusive and stop exclusive.
+        """The rows from `start` to `stop`; start inclusive, stop exclusive.
 
         Raises
         ------
         TraceCorruptError
-            If they are damaged.
+            If the rows are damaged.
         """
         if start >= self._first:
             return self._kept[start - self._first : max(stop, start) - self._first]
@@ -162,14 +162,14 @@ class Rows:
         return before if stop <= self._first else np.concatenate([before, self._kept[: stop - self._first]])
 
     def windows(self) -> Iterator[NDArray[np.int64]]:
-        """All rows, so many at a time that they never fill the memory."""
+        """All rows, `PIECE_ROWS` at a time, so that memory suffices."""
         for begin in range(0, self.length, PIECE_ROWS):
             yield self.between(begin, min(begin + PIECE_ROWS, self.length))
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[Summary]:
-        """Summaries of rows, start inclusive and stop exclusive, in their order; few rows are read for them.
+        """Summaries, in order, that cover the rows from `start` to `stop`; reads few rows.
 
-        The first row begins one of the part's summaries; None as `stop`: up to the last one.
+        `start` must be the first row of one of the part's summaries. A `stop` of None: all rows from `start` on.
         """
         stop = self.length if stop is None else stop
         for one in self._blocks:
@@ -180,7 +180,7 @@ class Rows:
             yield summarized(self.between(begin, min(begin + PIECE_ROWS, stop)), begin, checksum=False)
 
     def holding(self, first: int, stop: int | None) -> tuple[int, int]:
-        """The rows that may be of some global steps, first inclusive and stop exclusive; of none, an empty range."""
+        """The range of rows that may have global steps from `first` to `stop`; empty if there are none."""
         end = np.iinfo(np.int64).max if stop is None else stop
         blocks = [one for one in self._blocks if one.stop <= self._first]
         found = [(one.start, one.stop) for one in blocks if one.steps[0] < end and one.steps[1] >= first]
@@ -201,19 +201,19 @@ class Rows:
         return self._total
 
     def prove(self, length: int) -> None:
-        """Compare the rows before `length` that are not known, and that summaries speak of, with their checksums.
+        """Verify the unknown rows before `length` that summaries cover.
 
         Raises
         ------
         TraceCorruptError
-            If some of them are not there, or damaged.
+            If some of them are missing or damaged.
         """
         for one in self._tables.summaries:
             if self.length < one.stop <= length:
                 self._prove(one)
 
     def proven(self) -> int:
-        """The row up to which the rows that are not known are right, as far as summaries show; none of them is kept."""
+        """The row up to which unknown rows agree with the checksums of their summaries; keeps no rows."""
         done = self.length
         there = done if self._keeps_all else self._store.length(journal_name(self._part))
         for one in self._tables.summaries:
@@ -228,7 +228,7 @@ class Rows:
         return done
 
     def _prove(self, summary: Summary) -> None:
-        """Compare the rows of a summary with its checksum, some at a time."""
+        """Verify the rows of a summary, `PIECE_ROWS` at a time."""
         checksum = RowsChecksum()
         begins = range(summary.start, summary.stop, PIECE_ROWS)
         for begin in begins:
@@ -246,11 +246,11 @@ class Rows:
         return rows
 
     def _check(self, start: int, rows: NDArray[np.int64]) -> None:
-        """Check what can be checked of rows without reading data, some at a time."""
+        """Verify rows, as far as that needs no data."""
         stop = start + len(rows)
         done = start
         for one in self._tables.summaries:
-            # a whole block is right if its one checksum is
+            # the rows of a summary are verified by its single checksum
             if done <= one.start and one.stop <= stop:
                 self._check_rows(done, rows[done - start : one.start - start])
                 block = rows[one.start - start : one.stop - start]

@@ -1,4 +1,4 @@
-"""`Selection`: which messages of a trace are meant, by kind, module, step, tag and rank."""
+"""`Selection`: selects messages of a trace by kind, module, step, tag and rank."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from tracer.format.tables import Stream
 from tracer.messaging.subscription import passes
 
 Steps = tuple[int | None, int | None] | tuple[int | None, int | None, int | None]
-"""``(start, stop)`` or ``(start, stop, stride)`` of the global step; start is inclusive, stop exclusive."""
+"""``(start, stop)`` or ``(start, stop, stride)`` of the global step; start inclusive, stop exclusive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Filters that a message passes if it passes each of them; None lets everything pass.
+    """Filters that a message must all pass; None lets every message pass.
 
     Attributes
     ----------
     kinds : tuple of str or None
     modules, tags : tuple of str or None
-        Glob patterns, as `TraceReader.messages` has them.
+        Glob patterns, as in `TraceReader.messages`.
     start, stop, stride : int, int or None, int
-        Of the global step; a stop of None is an open end.
+        The range of the global step; a stop of None is an open end.
     ranks : frozenset of int or None
-        Of those that recorded a stream, or that another rank recorded it for.
+        Streams pass that one of these ranks recorded, or that another rank recorded for it.
 
     Examples
     --------
@@ -54,7 +54,7 @@ class Selection:
         tags: str | Iterable[str] | None = None,
         ranks: int | Iterable[int] | None = None,
     ) -> Selection:
-        """The selection that the parameters of `TraceReader.messages` make.
+        """Make a selection from the parameters of `TraceReader.messages`.
 
         Raises
         ------
@@ -66,7 +66,7 @@ class Selection:
         return cls(_names(kinds), _names(modules), _names(tags), start, stop, stride, of_ranks)
 
     def streams(self, streams: Sequence[Stream]) -> list[int]:
-        """The numbers of those streams whose messages pass in some step."""
+        """The numbers of the streams whose messages pass in some step."""
         return [
             number
             for number, stream in enumerate(streams)
@@ -76,7 +76,7 @@ class Selection:
     def rows(
         self, journal: NDArray[np.int64], streams: Sequence[Stream], among: Collection[int] | None = None
     ) -> NDArray[np.bool_]:
-        """Which rows of a journal pass, if their streams are `among` these numbers; None: all of them."""
+        """Which rows of a journal pass and have a stream number in `among`; None: any stream."""
         chosen = np.zeros(max(1, len(streams)), np.bool_)
         chosen[[number for number in self.streams(streams) if among is None or number in among]] = True
         mask: NDArray[np.bool_] = chosen[journal[:, Column.STREAM]]
@@ -91,24 +91,24 @@ class Selection:
 
 
 def holders(stream: Stream) -> tuple[int, ...]:
-    """The rank that recorded a stream, and those that it recorded it for."""
+    """The rank that recorded a stream, and the ranks that it recorded the stream for."""
     return (stream.rank, *(() if stream.placement is None else stream.placement.replicas))
 
 
 def is_of(stream: Stream, ranks: Collection[int]) -> bool:
-    """Whether one of some ranks recorded a stream, or another rank did so for it."""
+    """Whether one of `ranks` recorded a stream, or another rank recorded it for one of them."""
     return any(rank in ranks for rank in holders(stream))
 
 
 def _names(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """Names or patterns that may be given as one."""
+    """Names or patterns as a tuple; a string is a single name."""
     if value is None:
         return None
     return (value,) if isinstance(value, str) else tuple(value)
 
 
 def _range(steps: Steps | None) -> tuple[int, int | None, int]:
-    """Start, stop and stride; `CaptureError` if they are none."""
+    """Start, stop and stride; `CaptureError` if `steps` is no range."""
     if steps is None:
         return 0, None, 1
     parts = tuple(steps)

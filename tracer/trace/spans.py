@@ -1,4 +1,4 @@
-"""`PartSpan`: rows of a part that follow each other, and which rows of the parts of a trace go together."""
+"""`PartSpan`: consecutive rows of a part; and `ahead`, which cuts the parts of a trace into windows."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tracer.trace.part import Part
 @final
 @dataclass(eq=False)
 class PartSpan:
-    """Rows of a part that follow each other: some, or all that a reader has read of it; others may have read on.
+    """Consecutive rows of a part: some, or all that a reader knows; other readers may have read further.
 
     Attributes
     ----------
     part : Part
     start, stop : int
-        The rows: start inclusive, stop exclusive.
+        The range of rows; start inclusive, stop exclusive.
     clock : int
-        The largest step of the rows before them that count.
+        The largest step of the counting rows before the span.
     counts : Counting or None
-        Which do, as `clock` was found; None: it was not.
+        The rows that count towards `clock`; None if `clock` was not computed.
     known : numpy.ndarray of int64, (rows, columns)
-        Rows from the first on that are in memory already: fewer than these, or more.
+        Rows from `start` on that are in memory already; may end before or after `stop`.
     """
 
     part: Part
@@ -43,7 +43,7 @@ class PartSpan:
 
     @classmethod
     def of(cls, part: Part) -> PartSpan:
-        """All rows that a part has now."""
+        """All present rows of a part."""
         return cls(part, 0, part.messages)
 
     @property
@@ -58,22 +58,22 @@ class PartSpan:
 
     @property
     def first_step(self) -> int:
-        """The step that the attempt of the part began with."""
+        """The step at which the attempt of the part began."""
         return self.part.first_step
 
     @property
     def messages(self) -> int:
-        """How many rows they are."""
+        """The number of rows."""
         return self.stop - self.start
 
     def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
-        """As `tracer.trace.attempts.Written.evaluated`, of all rows of the part up to the last of these."""
+        """See `tracer.trace.attempts.Written.evaluated`; of the rows of the part before `stop`."""
         rows, tags = self.part.evaluated(step)
         known = rows < self.stop
         return rows[known], tags[known]
 
     def kept(self) -> PartSpan:
-        """The same, with rows that the part keeps from now on."""
+        """The same span, with all rows in memory; the part keeps them from now on."""
         return replace(self, known=self.part.rows.all[self.start : self.stop])
 
     @property
@@ -86,17 +86,17 @@ class PartSpan:
         return self.known[: self.stop - self.start]
 
     def until(self, stop: int) -> PartSpan:
-        """Rows from the same one on, before another."""
+        """The same span with another `stop`."""
         return replace(self, stop=stop)
 
     def after(self, row: int, counts: Counting | None) -> PartSpan:
-        """No rows, where those begin that follow the ones before `row`."""
+        """An empty span at `row`, with the clock after the rows before it."""
         steps = self.known[: row - self.start, Column.GLOBAL_STEP]
         clock = 0 if counts is None else int(steps[counts.mask(steps, self.start)].max(initial=self.clock))
         return PartSpan(self.part, row, row, clock, counts, self.known[row - self.start :])
 
     def clocks(self, counts: Counting) -> NDArray[np.int64]:
-        """The largest step so far, for each row: of this row, and of those before it, that count."""
+        """For each row, the largest step among the counting rows up to and including this row."""
         steps = self.journal[:, Column.GLOBAL_STEP]
         steps = np.where(counts.mask(steps, self.start), steps, 0)
         found: NDArray[np.int64] = np.maximum.accumulate(steps).clip(min=self.clock)
@@ -104,7 +104,7 @@ class PartSpan:
 
 
 def counted(read: PartSpan, counts: Counting, without: Collection[int] = ()) -> Iterator[Summary]:
-    """Summaries of what was read of a part and counts, `without` training in some steps; few rows are read for them."""
+    """Summaries of the counting rows of a span, except training in the steps `without`; reads few rows."""
     rows = read.part.rows
     if counts.limit is None and not without:
         yield rows.total if read.stop == rows.length else united([*rows.pieces(0, read.stop)])
@@ -116,7 +116,7 @@ def counted(read: PartSpan, counts: Counting, without: Collection[int] = ()) -> 
 
 
 def _counted(part: Part, piece: Summary, counts: Counting, without: Collection[int] = ()) -> Summary | None:
-    """The summary of the rows that count, among those that one is of; None if none does."""
+    """The summary of the counting rows among those of `piece`; None if all are past the limit."""
     first, last = piece.steps
     if counts.limit is not None and first > counts.limit:
         return None
@@ -130,7 +130,7 @@ def _counted(part: Part, piece: Summary, counts: Counting, without: Collection[i
 
 
 def clock_before(part: Part, start: int, counts: Counting) -> int:
-    """The largest step of the rows before one that count."""
+    """The largest step of the counting rows before `start`."""
     clock = 0
     for piece in part.rows.pieces(0, start):
         found = _counted(part, piece, counts)
@@ -139,7 +139,7 @@ def clock_before(part: Part, start: int, counts: Counting) -> int:
 
 
 def end_of_counted(read: PartSpan, counts: Counting) -> int:
-    """The row after the last of a part that counts; few rows are read for it."""
+    """The row after the last counting row of a span; reads few rows."""
     if counts.limit is None:
         return read.stop
     for piece in reversed([*read.part.rows.pieces(0, read.stop)]):
@@ -157,10 +157,10 @@ def end_of_counted(read: PartSpan, counts: Counting) -> int:
 def ahead(
     starts: Sequence[PartSpan], counts: Sequence[Counting], ends: Sequence[int], rows: int, *, alone: bool
 ) -> list[PartSpan]:
-    """Rows of parts from some on, about so many, so that all of them come before the rows that are left to their ends.
+    """The next window: spans from `starts` on with about `rows` rows, all of which precede the remaining rows.
 
-    They end where a step does, in the order of the clock. They are more where a step has more, and all where few are
-    left. Where a part is `alone`, nobody needs its clock.
+    The window ends at the end of a step, by the clocks of the parts. It is longer if a single step has more rows, and
+    takes everything up to `ends` if little is left. The clock of a part that is `alone` is not needed.
     """
     spans = [
         one if alone or one.counts is of_part else replace(one, clock=clock_before(one.part, one.start, of_part))

@@ -1,4 +1,4 @@
-"""What a trace says of each of its streams, and the data of many of their messages at once."""
+"""`StreamInfo`: what a trace holds of a stream; `Batch`: the data of many messages at once."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ class StreamInfo:
     Attributes
     ----------
     id : int
-        Its number in the journal.
+        The number of the stream in the journal.
     rank : int
-        Of the process that recorded it.
+        The rank of the process that recorded it.
     kind : str
     network : bool
-        Whether its messages are of the network, and not of a module.
+        Whether its messages are about the network, not a module.
     module : str or None
         Dotted path; None for the network.
     tag, leaf : str
     dtype : str or None
-        The logical dtype, torch's name without ``torch.``; None for events.
+        The logical dtype: torch's name without ``torch.``; None for events.
     sampling : dict or None
-        How the data was made from what was observed, as the recorder said.
+        How the data was derived from the observed tensor; see `Message.sampling`.
     count : int
-        Messages.
+        The number of messages.
     bytes : int
-        Bytes of their data.
+        The bytes of their data.
     calls : int
-        Calls in a step, at most.
+        The largest number of calls in a step.
     shapes : list of tuple of int
-        In the order in which the trace first had them.
+        The shapes of the data, in the order of their first messages.
     steps : tuple of int or None
-        First and last global step; None without messages.
+        The first and the last global step; None without messages.
     """
 
     id: int
@@ -75,9 +75,9 @@ class Batch:
     Attributes
     ----------
     rows : numpy.ndarray of int64, (n,)
-        Their rows in the journal (`TraceReader.journal`), which says their stream, step and so on.
+        The rows of the messages in `TraceReader.journal`, which holds their streams, steps and so on.
     data : numpy.ndarray (n, ...)
-        Numbers that numpy lacks (bfloat16, 8 bit floats) come as float32, which holds each of them exactly.
+        Types that numpy lacks (bfloat16, 8-bit floats) come as float32, which represents them exactly.
     """
 
     rows: NDArray[np.int64]
@@ -87,14 +87,14 @@ class Batch:
 def described(
     streams: Sequence[Stream], shapes: Sequence[tuple[int, ...]], total: Summary, itemsizes: NDArray[np.int64]
 ) -> list[StreamInfo]:
-    """Every stream of a trace, in the order of their numbers.
+    """Describe all streams of a trace, in the order of their numbers.
 
     Parameters
     ----------
     streams : sequence of Stream
     shapes : sequence of tuple of int
     total : Summary
-        Of all messages.
+        The summary of all messages.
     itemsizes : numpy.ndarray of int64, (streams,)
         The bytes of an element of each stream.
     """
@@ -127,12 +127,12 @@ def described(
 def called(
     path: Location, streams: Sequence[Stream], kind: str, module: str | None, tag: str, leaf: str, rank: int | None
 ) -> list[int]:
-    """The numbers of the streams of these names; of several ranks, or of one of them.
+    """The numbers of the streams with these names, of all ranks or of one rank.
 
     Raises
     ------
     CaptureError
-        If there is none, with the streams that may be meant.
+        If there is no such stream; the message suggests similar streams.
     """
     for key in (module,) if module else (None, "") if module is None else ("", None):
         found = [
@@ -151,7 +151,7 @@ def called(
 
 
 def _meant(streams: Iterable[Stream], kind: str, module: str | None, tag: str, leaf: str) -> str:
-    """A hint for the first of these names that no stream has together with the names before it; else nothing."""
+    """A hint for the first of these names that no stream has together with the names before it; else empty."""
     known = [(one.kind, one.module or "", one.tag, one.leaf) for one in streams]
     for place, wanted in enumerate((kind, module or "", tag, leaf)):
         there = {names[place] for names in known}
@@ -162,7 +162,7 @@ def _meant(streams: Iterable[Stream], kind: str, module: str | None, tag: str, l
 
 
 def stream_name(kind: str, module: str | None, tag: str, leaf: str) -> str:
-    """A stream in words."""
+    """The name of a stream in a sentence."""
     name = kind if module is None else f"{kind} of {module or 'the root module'}"
     name += f", leaf {leaf}" if leaf else ""
     return name if tag == DEFAULT_TAG else f"{name}, tag {tag}"

@@ -1,4 +1,4 @@
-"""`TraceWriter`: messages into a store, committed every now and then, so that a killed run loses moments only."""
+"""`TraceWriter`: writes messages to a store with frequent commits, so that a killed run loses only moments."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ from tracer.trace.packing import Packing
 from tracer.trace.pools import Pools
 
 REMOTE_COMMIT_BYTES: Final = 64 << 20
-"""Bytes after which a commit to an object store is due at the latest."""
+"""Upper bound of `commit_bytes` for an object store."""
 SIGN_OF_LIFE: Final = 15.0
-"""Seconds after which a writer that has nothing to write shows that it still runs."""
+"""Seconds after which a writer without new messages shows that it still runs."""
 
 
 @final
 class TraceWriter:
-    """Writes messages to a new trace, in their order. For one thread.
+    """Writes messages to a new trace, in order; use it from a single thread.
 
-    A message is safe when a commit has acknowledged it: it then survives ``kill -9``. Commits come by themselves after
-    so many bytes, messages or seconds (at the next `write`), by `commit`, and at the end.
+    A committed message survives ``kill -9``. Commits happen automatically after a number of bytes, messages or seconds
+    (at the next `write`), on `commit`, and at the end.
 
     Parameters
     ----------
     path : path or URL
-        Of a directory that ends in ``.zarr``, or of a file that ends in ``.h5`` or ``.hdf5``; or a URL that ends in
-        ``.zarr`` (``s3://bucket/run.zarr``).
+        A directory that ends in ``.zarr``, a file that ends in ``.h5`` or ``.hdf5``, or a URL that ends in ``.zarr``
+        (``s3://bucket/run.zarr``).
     header : mapping
         What is known of the run before it starts (JSON values). ``run_id``, ``created`` (ISO 8601, UTC), ``versions``
-        and ``process`` (``pid``, ``hostname``, ``start``: what tells later if the writer lives) are added if missing.
+        and ``process`` (``pid``, ``hostname``, ``start``, to find out later if the writer lives) are added if missing.
     overwrite : bool
-        Whether a trace that is already at `path` is removed. Anything else than a trace never is.
+        Whether to remove an existing trace at `path`. Anything other than a trace is never removed.
     part : str, optional
-        Write only this part of a trace (see `tracer.format.names.part_name`) that other processes write other parts of;
-        `tracer.trace.claiming.claim` tells which. `overwrite` does not go with it.
+        Write only this part (see `tracer.format.names.part_name`) of a trace whose other parts other processes write;
+        `tracer.trace.claiming.claim` gives the attempt for its name. Not to be combined with `overwrite`.
     chunk_bytes : int
-        Bytes of the chunks that small messages, the journal and the declarations are stored in.
+        Bytes of the chunks for small messages, the journal and the declarations.
     own_pool_bytes : int
-        A stream whose first message has at least so many bytes gets an array of its own, one row a message.
+        A stream whose first message has at least this many bytes gets an array of its own, with one row a message.
     commit_bytes, commit_rows, commit_seconds : int, int, float
         Bytes, messages and seconds after which a commit is due, whichever comes first.
     commit_steps : int, optional
-        And steps: one is due with the first message of a step so many after the first that is not committed.
+        Steps after which a commit is due: at the first message this many steps after the first uncommitted message.
     durable : bool
-        Whether a commit waits until the disk has it (``fsync``): what it acknowledged then survives a power failure,
-        too, also one in the midst of the next commit. Otherwise that takes the operating system some seconds.
+        Whether a commit waits until the data is on disk (``fsync``). Committed messages then survive a power failure,
+        even one during the next commit. Otherwise, the operating system takes some seconds to write them to the disk.
     compression : str or mapping
-        How the data is compressed: ``"auto"``, ``"none"``, ``"lz4"`` or ``"zstd"``, or one of them for each kind; see
-        `tracer.trace.compression.Compression`. The journal and the declarations never are.
+        How the data is compressed, such as ``"auto"``, ``"none"``, ``"lz4"`` or ``"zstd"``, or a mapping from kinds to
+        these; see `tracer.trace.compression.Compression`. The journal and the declarations are never compressed.
 
     Raises
     ------
@@ -68,9 +68,9 @@ class TraceWriter:
     TraceFormatError
         If the suffix of `path` is unknown.
     UnknownNameError, CaptureError
-        If the compression is none.
+        If `compression` is invalid.
     TraceError
-        If it cannot be written, or if the header is no JSON.
+        If the trace cannot be written, or if the header is not JSON.
 
     Examples
     --------
@@ -128,8 +128,8 @@ class TraceWriter:
                 if one.name != part_name(0):
                     remove_part(self.path, one.name)
         self.part = part_name(0) if part is None else part
-        """The part of the trace that it writes."""
-        if isinstance(self.path, Url):  # an object store keeps in memory what is not committed yet
+        """The part of the trace that this writer writes."""
+        if isinstance(self.path, Url):  # an object store keeps uncommitted data in memory
             commit_bytes = min(commit_bytes, REMOTE_COMMIT_BYTES)
         self._finished = False
         self._store = create_store(self.path, part=part, overwrite=overwrite, durable=durable)
@@ -151,17 +151,17 @@ class TraceWriter:
 
     @property
     def messages(self) -> int:
-        """Messages written so far, with those not yet committed."""
+        """The number of messages written so far, including uncommitted ones."""
         return self._commits.committed + self._commits.rows
 
     @property
     def bytes(self) -> int:
-        """Bytes of their data."""
+        """The bytes of data of these messages."""
         return self._commits.bytes
 
     @property
     def commit_seconds(self) -> float:
-        """Seconds after which a commit is due, at the latest; settable at any time."""
+        """Seconds after which a commit is due; settable at any time."""
         return self._due.most_seconds
 
     @commit_seconds.setter
@@ -175,7 +175,7 @@ class TraceWriter:
 
     @property
     def last_notes(self) -> Callable[[], Iterable[Mapping[str, Any]]]:
-        """Asked for notes that should stand in the trace also where nothing else can be written any more; settable."""
+        """Called for notes to add to the trace when nothing else can be written any more; settable."""
         return self._commits.last_notes
 
     @last_notes.setter
@@ -185,33 +185,33 @@ class TraceWriter:
     def write(self, message: Message) -> None:
         """Append one message.
 
-        Its data is copied or written before this returns, so the caller may then change it.
+        The data is copied or written when this returns, so the caller may change it.
 
         Parameters
         ----------
         message : Message
-            Its sampling is declared with the stream. A stream whose sampling or dtype changes goes on under a new id.
+            Its sampling is declared with the stream. A stream gets a new id if its sampling or dtype changes.
 
         Raises
         ------
         MessageError
-            If a trace cannot hold such tensors; the trace is as it was before.
+            If a trace cannot hold such a tensor; the trace is unchanged.
         TraceError
-            If it cannot be written (disk full) or the writer is finished. Once writing failed, nothing more is written.
+            If writing fails (disk full) or the writer is finished. After a failure, nothing more is written.
         """
         self.write_many((message,))
 
     def write_many(self, batch: Iterable[Message]) -> None:
-        """Append messages, as `write` does; much faster than one by one.
+        """Append messages; much faster than `write` for each.
 
         Small messages of one shape are copied together. When this returns, all data is copied or written.
 
         Raises
         ------
         MessageError
-            If a trace cannot hold a message; those before it are written, so `messages` tells which it is.
+            If a trace cannot hold a message; the messages before it are written, and counted in `messages`.
         TraceError
-            As `write`.
+            For the reasons of `write`.
         """
         self._refuse()
         messages = iter(batch)
@@ -222,20 +222,19 @@ class TraceWriter:
                 self.commit()
 
     def write_columns(self, columns: Columns) -> None:
-        """Append messages that are given in columns; for many small ones, much faster than `write_many`.
+        """Append messages that are given as columns; for many small messages, much faster than `write_many`.
 
-        What is written is what `write` would write of the same messages, one by one. When this returns, all data is
-        copied or written.
+        Writes the same as `write` for each message. When this returns, all data is copied or written.
 
         Parameters
         ----------
         columns : Columns
-            As `TraceReader.columns` gives them: they were in a trace before, and are not checked again.
+            A result of `TraceReader.columns`; not checked, because the messages come from a trace.
 
         Raises
         ------
         TraceError
-            As `write`.
+            For the reasons of `write`.
         """
         self._refuse()
         if len(columns) <= FEW:
@@ -249,10 +248,10 @@ class TraceWriter:
 
     @property
     def unhurried(self) -> bool:
-        """Whether nobody waits for `write`; settable at any time, false at first.
+        """Whether nothing waits for `write`; settable at any time, initially False.
 
-        On a block device, large messages then go past the page cache: that takes a fraction of the processor's
-        time, and drives nothing out of memory, but takes as long as the disk does.
+        If True, large messages on a block device bypass the page cache. That takes a fraction of the CPU time and
+        evicts nothing from the cache, but `write` takes as long as the disk.
         """
         return self._store.unhurried
 
@@ -261,23 +260,23 @@ class TraceWriter:
         self._store.unhurried = value
 
     def note(self, note: Mapping[str, Any]) -> None:
-        """Add a remark on the run (JSON values), such as why a stream was given up.
+        """Add a remark on the run (JSON values), such as why recording a stream was stopped.
 
         Raises
         ------
         TraceError
-            If it is no JSON, or the writer is finished.
+            If the note is not JSON, or the writer is finished.
         """
         self._refuse()
         self._commits.declare("note", public(note))
 
     def commit(self) -> None:
-        """Make every message written so far safe.
+        """Commit all messages written so far.
 
         Raises
         ------
         TraceError
-            If it cannot be written, or the writer is finished.
+            If writing fails, or the writer is finished.
         """
         self._refuse()
         with self._commits:
@@ -294,19 +293,19 @@ class TraceWriter:
 
     @property
     def first_step(self) -> int | None:
-        """The global step of the first message that is not committed; None where there is none."""
+        """The global step of the first uncommitted message; None if there is none."""
         return None if self._due.steps is None else self._due.steps[0]
 
     @property
     def commit_due_in(self) -> float:
-        """In how many seconds a commit is due; infinite where nothing waits for one."""
+        """Seconds until a commit is due; infinite if nothing waits for a commit."""
         return self._due.left(self._waits)
 
     def commit_if_due(self) -> None:
         """Commit if something was written and `commit_seconds` have passed since the last commit.
 
-        For a writer that waits: `write` does this by itself. If there was nothing to commit for a while, a sign of life
-        tells readers on other machines, who cannot look for this process, that it still runs.
+        To be called while no messages come; `write` does this by itself. If there was nothing to commit for a while, it
+        touches the store, to show readers on other machines, which cannot see this process, that it still runs.
         """
         passed = self._due.passed
         if self._waits:
@@ -318,19 +317,19 @@ class TraceWriter:
             self._due.reset()
 
     def finish(self, status: str = "finished", *, ended: str | None = None) -> None:
-        """Commit, write down how the run ended, and close. Finishing again does nothing.
+        """Commit, write how the run ended, and close. A second call does nothing.
 
         Parameters
         ----------
         status : str
             ``"finished"``, or ``"failed: "`` and why; ``"interrupted"`` for the copy of a trace that has no status.
         ended : str, optional
-            When the run ended (ISO 8601, UTC), if not now. Of an interrupted one that is not known.
+            When the run ended (ISO 8601, UTC); by default now, or unknown for ``"interrupted"``.
 
         Raises
         ------
         TraceError
-            If the rest cannot be written; what was committed before is safe, and the trace reads as interrupted.
+            If the rest cannot be written; earlier commits are safe, and the trace reads as interrupted.
         """
         if self._finished:
             return
@@ -358,7 +357,7 @@ class TraceWriter:
 
     @property
     def writes(self) -> bool:
-        """Whether it may still write."""
+        """Whether the writer may still write."""
         return not self._finished and self._commits.failed is None
 
     def _refuse(self) -> None:
@@ -368,6 +367,6 @@ class TraceWriter:
             raise TraceError(f"{self.path} takes no more, because writing failed before: {self._commits.failed}")
 
     def give_up(self, error: BaseException) -> None:
-        """Write nothing more, because something failed outside of this; what was committed is safe."""
+        """Write nothing more, because of an error outside the writer; what was committed is safe."""
         if not self._finished:
             self._commits.fail(error)
