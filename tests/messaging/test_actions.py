@@ -158,6 +158,11 @@ def test_actions_on_training_passes_wait_for_the_end_of_the_step() -> None:
     at_once = ModuleMessage(kind="activations_svcca_freeze", module="3", data=torch.tensor(1.0), tag="probe", **where)
     assert not list(actor.receive(at_once))
     assert not model[3].weight.requires_grad
+    model = network()
+    both = Actor(model)
+    for answer in (wish, at_once):  # the probe's answer takes no answer of the training along
+        assert not list(both.receive(answer))
+    assert (model[0].weight.requires_grad, model[3].weight.requires_grad) == (True, False)
     other = Actor(network())
     assert not list(other.receive(wish))
     assert not list(other.finish())

@@ -186,13 +186,17 @@ class Actor(Receiver):
     def receive(self, message: Message) -> Iterable[Message]:
         """Carry out the message, or note it until the step is over."""
         if message.kind == "batch_finished":
-            self._act()
+            waiting, self._waiting = self._waiting, []
+            for action, answer in waiting:
+                self._act(action, answer)
             return ()
         for pattern, action in self.actions.items():
-            if fnmatchcase(message.kind, pattern):
+            if not fnmatchcase(message.kind, pattern):
+                continue
+            if message.tag == DEFAULT_TAG:
                 self._waiting.append((action, message))
-        if message.tag != DEFAULT_TAG:
-            self._act()
+            else:
+                self._act(action, message)
         return ()
 
     def finish(self) -> Iterable[Message]:
@@ -200,8 +204,6 @@ class Actor(Receiver):
         self._waiting.clear()
         return ()
 
-    def _act(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for action, message in waiting:
-            if action(self.model, self.optimizer, message):
-                self.done.append(message)
+    def _act(self, action: Action, message: Message) -> None:
+        if action(self.model, self.optimizer, message):
+            self.done.append(message)
