@@ -143,9 +143,7 @@ class PartAnswers:
         damaged = f"parts/{self._unit.id}{DAMAGED}"
         if complete:
             folder.write(f"parts/{self._unit.id}{COMPLETE}", data, replace=replace)
-            if (
-                folder.on_disk
-            ):  # on an object store this is a request, left to `remove_outdated` at the end of the batch
+            if folder.on_disk:  # on an object store this is a request, left to `remove_outdated` at the end
                 folder.remove([damaged])
         else:
             folder.write(damaged, data)
