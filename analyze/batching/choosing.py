@@ -103,7 +103,7 @@ def is_as_workers_are() -> bool:
 
 
 def _modules(planned: BatchPlan) -> list[str]:
-    """The modules that are imported once for all workers: those of this project that they need.
+    """The modules of this project that workers need, to be imported once for all workers.
 
     Without pyarrow, which starts a thread when it is imported; each worker imports it itself in less than 0.1 s.
     """

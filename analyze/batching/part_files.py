@@ -178,7 +178,7 @@ class PartAnswers:
         return (*stream.words, *(getattr(message, name) for name in COUNTERS), "", None)
 
     def _details(self, rows: int, seconds: float, *, complete: bool) -> dict[str, Any]:
-        """What the rows lack to restore the answers, and what is known of the unit, as JSON values."""
+        """The unit, and what the rows lack to restore the answers, as JSON values."""
         unit = self._unit
         return {
             "unit": unit.id,

@@ -78,7 +78,7 @@ def unplanned(trace: str, spec: str, rank: int | None, why: object) -> Failure:
 def _settled(reader: TraceReader, steps: Steps | None) -> Steps:
     """The complete steps, within `steps`, of a run that is still being recorded.
 
-    A step is complete when all its messages are recorded, and those that derived messages need of the next step.
+    A step is complete when its messages are recorded, and those of the next step that derived messages need.
     """
     last = max((stream.steps[1] for stream in reader.streams if stream.steps is not None), default=0) - 1
     start, stop, stride = (*(steps or (None, None)), 1)[:3]
