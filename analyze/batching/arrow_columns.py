@@ -1,7 +1,7 @@
-"""Columns of answers as Arrow tables, without pandas: importing it takes a worker longer than most parts do.
+"""Turns columns of answers into Arrow tables without importing pandas, which takes longer than most parts of a batch.
 
-`pyarrow.array` imports pandas, if it is installed, to see whether it is given one of its objects. Here arrays are made
-of the memory that they consist of.
+`pyarrow.array` imports pandas, if installed, to recognise its objects. This module builds Arrow arrays from buffers
+instead.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from analyze.tables.writing import arrow_schema, in_utf8
 
 ROWS: Final = 1 << 20
-"""So many rows become an array of their own, because no array holds more than 2 GiB of texts."""
+"""The most rows of one Arrow array, because an array of texts holds at most 2 GiB."""
 
 
 def table_of(columns: Mapping[str, Any], *texts: str) -> Any:
-    """A table by columns as a `pyarrow.Table`: `analyze.tables.columns.COLUMNS`, and further columns of texts."""
+    """A `pyarrow.Table` of the columns `analyze.tables.columns.COLUMNS` and of further columns of `texts`."""
     import pyarrow as pa
 
     schema = arrow_schema(*texts)
@@ -34,7 +34,7 @@ def table_of(columns: Mapping[str, Any], *texts: str) -> Any:
 
 
 def _array(column: Sequence[Any] | NDArray[Any], kind: Any) -> Any:
-    """A column as an array of Arrow: of texts, of whole numbers, or of numbers, which may be None."""
+    """An Arrow array of a column of texts, integers or floats; None becomes a null."""
     import pyarrow as pa
 
     if kind == pa.string():
@@ -51,7 +51,7 @@ def _array(column: Sequence[Any] | NDArray[Any], kind: Any) -> Any:
 
 
 def _texts(column: Sequence[str]) -> Any:
-    """Texts, of which few are different, as an array of Arrow."""
+    """An Arrow array of texts; each distinct text, of which there are few, is encoded once."""
     import pyarrow as pa
 
     number_of = {word: number for number, word in enumerate(dict.fromkeys(column))}

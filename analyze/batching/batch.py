@@ -1,12 +1,12 @@
-"""Many traces, many subscribers: planned, computed where there are processors, kept, and never computed twice.
+"""Runs many subscribers on many traces in parallel, and stores the answers, so that none is computed twice.
 
 The folder of results::
 
-    out/parts/ID.parquet           the answers of one unit of the plan; there when it is done
-    out/parts/ID.damaged.parquet   of a damaged trace, the answers to what can be read
+    out/parts/ID.parquet           the answers of one unit of the plan; exists once the unit is done
+    out/parts/ID.damaged.parquet   the answers to the readable part of a damaged trace
     out/arrays/ID.zarr             answers of more than 4096 numbers each, as a results trace
-    out/failures.jsonl             what could not be answered by the last batch, and why
-    out/manifest.json              what was computed from what, with versions
+    out/failures.jsonl             what the last batch could not answer, and why
+    out/manifest.json              the traces, subscribers, units and versions of the batch
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def batch(
     replacement: Replacement | None = None,
     progress: Progress | None = None,
 ) -> BatchResults:
-    """Ask many traces, in parallel; answers of earlier batches that still hold are not computed again.
+    """Run subscribers on many traces in parallel; answers of earlier batches that are still valid are reused.
 
     Parameters
     ----------
@@ -64,49 +64,49 @@ def batch(
         Traces, globs, folders, or lists in files, as `analyze.batching.traces.find_traces` reads them.
     subscribers : str or iterable of str
         As `analyze.parse` reads them: ``"svcca:threshold=0.9"``, ``"path/to/file.py:ClassName"``. A subscriber that
-        takes the answers of another gets them, as in a replay, if the other is given, too.
+        takes the answers of another subscriber gets them, as in a replay, if both are given.
     out : path or URL
-        The folder of the results. Other batches may use it, too: for each trace and subscriber it keeps the answers of
+        The folder of the results. Several batches may share it: for each trace and subscriber it keeps the answers of
         the latest batch.
     kinds, modules, steps, tags
         What is replayed, as in `tracer.replay`.
     pairs : {"all", "first"}, optional
-        Compare runs instead: each layer of each trace with the same layer of each other one, or of the first, at the
-        steps that both have, as `analyze.compare` does. The column ``trace`` is then ``one|other``.
+        Compare runs instead: each layer of each trace with the same layer of every other trace (or of the first
+        trace), at the steps that both have, as `analyze.compare` does. The column ``trace`` is then ``one|other``.
     workers : int, optional
         Processes of this machine (or jobs of SLURM). 0 computes in this process, where a subscriber that crashes ends
-        the batch. By default there are as many processes as processors, and none for what this process computes sooner
-        than they start: small work by metrics of this project, which then gives the same answers, bit for bit.
+        the batch. The default is one process per processor. Small work by metrics of this project, which takes less
+        time than starting processes, is then computed in this process, with bitwise the same answers.
     scheduler : str or cluster, optional
         Compute on Dask instead: the address of a scheduler (``tcp://host:8786``), a cluster object, or ``"local"``.
     slurm : mapping, optional
         Compute on workers that SLURM starts, with these options of `analyze.batching.clusters.slurm`.
     part : (int, int) or str, optional
-        Compute one share of several only: ``(0, 3)`` or ``"0/3"`` is the first of three. Shares may run at the same
+        Compute only one of several shares: ``(0, 3)`` or ``"0/3"`` is the first of three. Shares may run at the same
         time on any machines that reach the traces and `out`. Afterwards the same batch without `part` finds all units
         done, and writes the manifest and the table.
     force : bool
         Compute everything anew.
     memory : int, optional
-        The most bytes of memory of a worker: a worker that has more is killed, and its part becomes a failure.
+        The most bytes of memory of a worker: a worker that exceeds it is killed, and its part becomes a failure.
     part_bytes : int
-        The most bytes that a part reads, where the work can be cut. Another number makes other parts.
+        The most bytes that a part reads, where the work can be cut. A different number makes different parts, so that
+        stored answers may not be reused.
     table : path, optional
         A Parquet file to which all answers are written, too; an existing file is replaced.
     replacement : callable, optional
-        Is called in this process with the name of each trace, one after the other, and gives the name of the one that
-        is asked in its place, which may be itself. What it raises becomes the failure of that trace.
+        Is called in this process with the name of each trace in turn, and returns the name of the trace that is read
+        instead, which may be the same. An exception becomes the failure of that trace.
     progress : callable, optional
-        Is called with a mapping for each thing that happens: ``event`` is ``"planning"``, ``"planned"`` (with
+        Is called with a mapping for each event: ``event`` is ``"planning"``, ``"planned"`` (with
         ``parts``, ``cached``, ``bytes``, ``traces``), ``"part"`` (with ``id``, ``trace``, ``subscriber``, ``rank``,
-        ``status``, ``rows``, ``seconds``, ``bytes``, ``reason``, and ``done``, ``failed`` and ``parts``, so far and in
-        all) or ``"retry"``.
+        ``status``, ``rows``, ``seconds``, ``bytes``, ``reason``, the numbers of parts that are ``done`` and ``failed``
+        so far, and of all ``parts``) or ``"retry"``.
 
     Returns
     -------
     BatchResults
-        What could not be answered is in `BatchResults.failures`: a damaged trace or a subscriber that fails raises
-        nothing.
+        `BatchResults.failures` has what could not be answered: a damaged trace or a failing subscriber raises no error.
 
     Raises
     ------
@@ -115,9 +115,9 @@ def batch(
     TraceError
         If `out` cannot be written.
     TracerError
-        If pyarrow, or the engine that is asked for, is not installed or cannot work.
+        If pyarrow or the chosen engine is not installed or cannot work.
     KeyboardInterrupt
-        The units that are done are kept.
+        If it is interrupted; the units that are done are kept.
     """
     began = time.monotonic()
     _check(scheduler, slurm, memory, part, table)
@@ -146,7 +146,7 @@ def _check(
     part: str | tuple[int, int] | None,
     table: PathLike | None,
 ) -> None:
-    """Raise an error for those arguments of `batch` that planning does not check."""
+    """Check the arguments of `batch` that planning does not check."""
     if find_spec("pyarrow") is None:
         raise not_installed("a batch", "pyarrow", "tables")
     if scheduler is not None and slurm is not None:

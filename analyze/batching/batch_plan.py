@@ -1,4 +1,4 @@
-"""The plan of a batch: which units are to be computed, which are done already, and what cannot be answered."""
+"""The plan of a batch: which units to compute, which are done already, and what cannot be answered."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ PLANNERS: Final = 8
 Progress: TypeAlias = Callable[[Mapping[str, Any]], None]
 """A function that is called with each event, as JSON values: see `analyze.batch`."""
 Replacement: TypeAlias = Callable[[str], str | None]
-"""Gives of each trace the one that is asked in its place; None if there will be one, when more than a plan is made."""
+"""Maps a trace to the trace that is read instead.
+
+None: the other trace does not exist yet, and is made only when the batch itself runs.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,11 +44,11 @@ class BatchPlan:
     filters : Filters
     traces : list of TracePlan
     tasks : list of Task
-        The tasks to compute, the largest first; units whose answers are there already are left out.
+        The tasks to compute, the largest first, without the cached units.
     cached : list of Unit
-        Units whose answers are there already.
+        Units whose answers are already stored.
     share : (int, int) or None
-        The number of this share, and how many shares there are; the plan has the units of this share only.
+        The number of this share, and the number of all shares; the plan has the units of this share only.
     """
 
     asked: list[Question]
@@ -57,17 +60,17 @@ class BatchPlan:
 
     @property
     def units(self) -> list[Unit]:
-        """All units of all traces, in their order."""
+        """All units, in the order of the traces."""
         return [unit for one in self.traces for unit in one.units]
 
     @property
     def failures(self) -> list[Failure]:
-        """What cannot be answered, as far as planning finds out."""
+        """The failures that planning found."""
         return [failure for one in self.traces for failure in one.failures]
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about the traces, each once: runs that did not finish, and missing parts."""
+        """Distinct sentences about incomplete traces: runs that did not finish, and missing parts."""
         notes: dict[str, None] = {}
         for run in (one.run for one in self.traces if one.run is not None):
             notes |= dict.fromkeys(run.problems)
@@ -77,7 +80,7 @@ class BatchPlan:
 
     @property
     def bytes(self) -> int:
-        """How many bytes are to be read."""
+        """The number of bytes to read."""
         return sum(task.bytes for task in self.tasks)
 
     @property
@@ -127,7 +130,7 @@ def plan_batch(
     replacement: Replacement | None = None,
     progress: Progress | None = None,
 ) -> BatchPlan:
-    """Work out what a batch would compute; no data is read, and nothing is written.
+    """Plan what a batch would compute, without reading data or writing anything.
 
     Parameters are those of `batch`.
     """
@@ -150,7 +153,7 @@ def plan_batch(
     planned = [*refused, *planned]
     hands = share[1] if share is not None else cores() if workers is None else max(workers, 1)
     if share is not None:
-        # all shares must deal the same tasks, so the parts that are there already are left out only afterwards
+        # deal before removing the cached units, so that all shares deal the same tasks
         _keep(dealt(fused(planned, filters, hands), *share), planned, is_first=share[0] == 0)
     with folder_at(out) as folder:
         there = set() if force else done(folder)
@@ -166,13 +169,13 @@ def plan_batch(
 
 
 def _replaced(named: Sequence[str], replacement: Replacement) -> tuple[list[str], list[TracePlan]]:
-    """The traces that are asked in the place of others, and the plans of those that have none: their failures."""
+    """The traces to read after replacement, and a plan with a failure for each trace whose replacement raised."""
     found: list[str] = []
     refused: list[TracePlan] = []
     for trace in named:
         try:
             other = replacement(trace)
-        except Exception as error:  # noqa: BLE001 - as for a trace that cannot be opened, the batch goes on
+        except Exception as error:  # noqa: BLE001 - the batch continues, as it does for a trace that cannot be opened
             refused.append(TracePlan(run=None, failures=[unplanned(where(trace), "", None, sentence_of(error))]))
         else:
             found += [] if other is None else [other]
@@ -180,7 +183,7 @@ def _replaced(named: Sequence[str], replacement: Replacement) -> tuple[list[str]
 
 
 def _keep(tasks: Iterable[Task], planned: Iterable[TracePlan], *, is_first: bool) -> None:
-    """Keep in the plans only the units of some tasks.
+    """Keep in the plans only the units of the given tasks.
 
     Only the first share keeps the failures that planning found, so that each is reported once.
     """
@@ -193,15 +196,15 @@ def _keep(tasks: Iterable[Task], planned: Iterable[TracePlan], *, is_first: bool
 def _plans(
     found: Sequence[str], asked: Sequence[Question], filters: Filters, part_bytes: int, say: Progress
 ) -> list[TracePlan]:
-    """The plan of each trace; if any trace is on an object store, several are planned at the same time."""
+    """The plan of each trace; if any trace is on an object store, several traces are planned at the same time."""
     planned: list[TracePlan] = []
     planner = partial(plan_trace, asked=asked, filters=filters, part_bytes=part_bytes)
-    with ThreadPoolExecutor(PLANNERS, "batch-planner") as threads:  # none is started before it is given a trace
+    with ThreadPoolExecutor(PLANNERS, "batch-planner") as threads:  # starts threads only when traces are submitted
         on_stores = any(isinstance(location(trace), Url) for trace in found)
         made = threads.map(planner, found) if on_stores else map(planner, found)
         seen: set[str] = set()
         for number, one in enumerate(made, 1):
-            # the same trace may be named in two ways
+            # two names may stand for the same trace
             if one.run is None or one.run.trace not in seen:
                 planned.append(one)
             if one.run is not None:
@@ -211,12 +214,12 @@ def _plans(
 
 
 def _plain(steps: Steps | None) -> Any:
-    """Steps in Python's own integers, not NumPy's, so that they can be written as JSON."""
+    """Steps as Python integers, because JSON cannot hold those of NumPy."""
     return None if steps is None else tuple(None if bound is None else int(bound) for bound in steps)
 
 
 def _share(part: str | tuple[int, int] | None) -> tuple[int, int] | None:
-    """The number of a share and how many shares there are, from ``"0/3"`` or ``(0, 3)``."""
+    """The number of a share and the number of all shares, from ``"0/3"`` or ``(0, 3)``."""
     if part is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The answers of a batch, which are in its folder."""
+"""The answers of a batch, read from its folder."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from analyze.tables.writing import PathLike, arrow_schema, new_file, pandas
 
 @final
 class BatchResults(Results):
-    """The answers of a batch: `Results` that are in a folder, and are read when they are asked for.
+    """The answers of a batch: `Results` that are read from its folder on demand.
 
-    Rows, columns and messages are those of the replays of all traces, one after the other. Iterating, `messages`,
-    `to_csv`, `to_jsonl` and `to_parquet` have the answers of one unit in memory at a time; all other methods of
-    `Results` read all answers, and keep them. `tables`, `to_arrow`, `to_pandas` and `to_parquet` give the tables of the
-    folder, which have more columns.
+    Rows, columns and messages are those of the replays of all traces, in their order. Iteration, `messages`,
+    `to_csv`, `to_jsonl` and `to_parquet` hold the answers of one unit in memory at a time; all other methods of
+    `Results` read all answers and keep them in memory. `tables`, `to_arrow`, `to_pandas` and `to_parquet` have more
+    columns than `Results`.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ class BatchResults(Results):
         The folder.
     planned : BatchPlan
     work : Work
-        What became of the plan.
+        The work on the plan, once it is done.
     seconds : float
         How long the batch took.
 
@@ -38,10 +38,10 @@ class BatchResults(Results):
     failures : list of Failure
         What could not be answered, and why.
     computed, cached : int
-        How many units were computed, and how many were done already.
+        How many units were computed now, and how many by earlier batches.
     notes : list of str
-        Sentences about incomplete traces: a run that did not finish, parts of a trace that are missing. What is there
-        of such a trace is answered.
+        Sentences about incomplete traces: a run that did not finish, or missing parts of a trace. The answers are about
+        the part of the trace that exists.
     """
 
     def __init__(self, out: str, planned: BatchPlan, work: Work, seconds: float) -> None:
@@ -61,16 +61,16 @@ class BatchResults(Results):
 
     @property
     def traces(self) -> tuple[str, ...]:
-        """The traces, in their order; ``one|other`` for two runs that were compared."""
+        """The traces, in their order; ``one|other`` for a pair of compared runs."""
         return tuple(dict.fromkeys(unit.title for unit in self.units))
 
     def tables(self) -> Iterator[Any]:
         """The answers of each unit as a `pyarrow.Table`; units without answers are left out.
 
         Columns are those of `analyze.Results` and ``spec`` (the subscriber with its parameters), ``run_id``,
-        ``created``, ``status`` (of the run, when it was planned), and ``array``. An answer of more than 4096 numbers is
-        one row: its value is null, and ``array`` names its place, ``arrays/ID.zarr#NUMBER``. In all other rows
-        ``array`` is empty.
+        ``created``, ``status`` (of the run, at the time of planning), and ``array``. An answer of more than 4096
+        numbers is one row: its value is null, and ``array`` names its place, ``arrays/ID.zarr#NUMBER``. In all other
+        rows ``array`` is empty.
         """
         return self._parts.tables()
 
@@ -89,7 +89,7 @@ class BatchResults(Results):
         TracerError
             If pandas is not installed.
         """
-        pandas()  # which says how it is installed, where it is not
+        pandas()  # if pandas is missing, the error says how to install it
         return self.to_arrow().to_pandas()
 
     def to_parquet(self, path: PathLike, *, overwrite: bool = False) -> None:
@@ -98,9 +98,9 @@ class BatchResults(Results):
         Raises
         ------
         TraceExistsError
-            If something is there already, unless `overwrite`.
+            If `path` exists and `overwrite` is false.
         TraceError
-            If it cannot be written.
+            If the file cannot be written.
         """
         import pyarrow.parquet as pq
 

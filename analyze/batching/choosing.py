@@ -1,8 +1,8 @@
-"""Which engine computes the tasks of a batch: workers, or this process if it is done before they would have started.
+"""Chooses the engine of a batch: workers, or this process if it finishes before workers would have started.
 
-In this process only what is small is computed, of traces on disks, by the metrics and rules of this project, and only
-where it gives the same bits as in a worker. Subscribers of others get workers: they may print, crash, or change what is
-global.
+This process computes only small work on local traces, by the metrics and rules of this project, and only where the
+answers are bitwise those of a worker. Third-party subscribers always get workers, because they may print, crash or
+change global state.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from analyze.batching.engines import Death, Document, Engine, Inline, cores
 from tracer.stores.locations import Url, location
 
 START_SECONDS: Final = 2.0
-"""How long workers take to start, all together, where torch has to be imported for them."""
+"""How long it takes to start all workers if torch has to be imported for them."""
 FORK_SECONDS: Final = 0.1
-"""How long they take to start where they are forked off this process."""
+"""How long it takes to start all workers if they are forked off this process."""
 UNIT_SECONDS: Final = 0.01
-"""What a unit costs, however little it reads."""
+"""The fixed cost of a unit."""
 MESSAGE_SECONDS: Final = 0.0002
-"""What a message costs a unit, however small it is."""
+"""The fixed cost of each message that a unit reads."""
 BYTE_SECONDS: Final = 1 / 50e6
-"""What a byte costs a unit: more than its norm takes, and less than the eigenvalues of a large matrix."""
+"""The cost of each byte that a unit reads: more than a norm takes, less than eigenvalues of a large matrix."""
 
 
 def engine(
     planned: BatchPlan, workers: int | None, scheduler: Any, slurm: Mapping[str, Any] | None, memory: int | None
 ) -> Engine:
-    """The engine that the arguments of `analyze.batch` ask for; if they ask for none, the one that ends first."""
+    """The engine that the arguments of `analyze.batch` choose; by default the engine that is likely to finish first."""
     if scheduler is not None:
         from analyze.batching.clusters import Dask
 
@@ -61,17 +61,17 @@ def engine(
 
 
 def worth_starting(hands: int, seconds: float = START_SECONDS) -> float:
-    """The seconds of work from which on it is done earlier by so many workers, though they need seconds to start."""
+    """The seconds of work above which `hands` workers finish first, although they take `seconds` to start."""
     return seconds * (hands / (hands - 1) if hands > 1 else 2.0)
 
 
 def likely_seconds(reads: Iterable[tuple[int, int]]) -> float:
-    """How long units are likely to take, of which each reads so many messages and bytes."""
+    """How long units are likely to take; `reads` has the messages and the bytes that each unit reads."""
     return sum(UNIT_SECONDS + MESSAGE_SECONDS * messages + BYTE_SECONDS * nbytes for messages, nbytes in reads)
 
 
 def is_for_here(planned: BatchPlan) -> bool:
-    """Whether this process may compute a plan: it is safe, and gives what workers give, bit for bit."""
+    """Whether this process may compute a plan: safely, and with bitwise the answers of workers."""
     return (
         is_ours(planned)
         and not any(isinstance(location(task.run.trace), Url) for task in planned.tasks)
@@ -81,12 +81,12 @@ def is_for_here(planned: BatchPlan) -> bool:
 
 
 def is_ours(planned: BatchPlan) -> bool:
-    """Whether all that a plan asks are metrics and rules of this project."""
+    """Whether all subscribers of a plan are metrics and rules of this project."""
     return all(registry.is_ours(spec) for question in planned.asked for spec in question.chain)
 
 
 def is_as_workers_are() -> bool:
-    """Whether nothing of what is global in this process, and may change an answer, is other than in a fresh one."""
+    """Whether all global settings that may change an answer have the values of a fresh process."""
     import numpy as np
     import torch
 
@@ -103,9 +103,9 @@ def is_as_workers_are() -> bool:
 
 
 def _modules(planned: BatchPlan) -> list[str]:
-    """What is imported once for all workers: all that they need of this project, and nothing of others.
+    """The modules of this project that workers need, to be imported once for all workers.
 
-    Not pyarrow, which starts a thread when it is imported, and is so in less than 0.1 s.
+    Without pyarrow, which starts a thread when it is imported; each worker imports it itself in less than 0.1 s.
     """
     classes = {type(one).__module__ for question in planned.asked for one in question.receivers}
     stores = ("tracer.stores.zarr.store", "tracer.stores.hdf5.store")
@@ -115,16 +115,16 @@ def _modules(planned: BatchPlan) -> list[str]:
 
 @final
 class HereFirst:
-    """Computes in this process; if that takes longer than was likely, workers compute the rest.
+    """Computes in this process; if that takes longer than expected, starts workers for the remaining tasks.
 
     Parameters
     ----------
     start : callable
         Starts the workers.
     likely : float
-        How many seconds all tasks are likely to take.
+        The seconds that all tasks are likely to take.
     most : float
-        For so many seconds of work that is left, workers are started.
+        Workers are started if more seconds of work than this remain.
     """
 
     def __init__(self, start: Callable[[], Engine], likely: float, most: float) -> None:
@@ -157,7 +157,7 @@ class HereFirst:
         return done
 
     def _takes_long(self) -> bool:
-        """Whether what is left, at the speed so far, is enough for workers; that is not asked before it matters."""
+        """Whether the remaining tasks, at the speed so far, take long enough to start workers for them."""
         left = max(self._likely - self._likely_done, 0.0)
         return self._spent > START_SECONDS and self._spent / self._likely_done * left > self._most
 

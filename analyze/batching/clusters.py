@@ -1,4 +1,4 @@
-"""The engine that computes on workers of Dask, which SLURM may start."""
+"""The engine that computes on Dask workers, which SLURM may start."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from tracer.errors import MessageError, TracerError
 CONNECT_SECONDS: Final = 30.0
 """How long a Dask scheduler may take to answer."""
 WORKERS_SECONDS: Final = 300.0
-"""How long Dask may be without a worker."""
+"""How long Dask may have no worker."""
 LOOK_SECONDS: Final = 10.0
-"""How often this process looks whether there is a worker, while it waits for a task."""
+"""The interval at which this process checks, while it waits for a task, that there is a worker."""
 PAUSE_SECONDS: Final = 0.005
-"""How often it looks whether a task is done."""
+"""The interval at which this process checks whether a task is done."""
 RECEIPT_SECONDS: Final = 60.0
-"""How long the receipt of a finished task may take before this process looks whether the scheduler is still there."""
+"""How long to wait for the receipt of a finished task before checking that the scheduler still runs."""
 
 
 @final
 class Dask:
-    """Workers of Dask: of a scheduler by its address, of this machine, or started by a batch system.
+    """Dask workers: of a running scheduler, of this machine, or started by a batch system.
 
     Parameters
     ----------
     scheduler : str or object
         An address (``tcp://host:8786``), ``"local"`` for a cluster of processes of this machine, or a cluster object
-        of dask, dask-jobqueue and the like. `close` ends the cluster, but no scheduler that was given by its address.
+        of dask, dask-jobqueue and the like. `close` ends the cluster, but not a scheduler given by its address.
     workers : int, optional
         Processes of a local cluster, or jobs of a batch system.
     memory : int, optional
@@ -49,7 +49,7 @@ class Dask:
 
     def __init__(self, scheduler: Any, workers: int | None = None, memory: int | None = None) -> None:
         try:
-            # by import_module, because mypy would check against its incomplete annotations
+            # import_module, because mypy would check against the incomplete annotations of distributed
             distributed: Any = import_module("distributed")
         except ImportError as error:
             raise TracerError("Dask is not installed: pip install 'tracereel[cluster]'") from error
@@ -83,7 +83,7 @@ class Dask:
             raise
 
     def _check_workers(self) -> None:
-        """Raise `TracerError` if there is no worker, or one of another version of this package."""
+        """Raise `TracerError` if there is no worker, or if a worker has another version of this package."""
         try:
             self._client.wait_for_workers(1, timeout=WORKERS_SECONDS)
         except Exception as error:
@@ -110,7 +110,7 @@ class Dask:
 
         self._tries[key] = self._tries.get(key, 0) + 1
         name = f"tracereel-{self._batch}-{self._tries[key]}-{key}"
-        # the key is new in each batch, so that the scheduler never answers with a result of an earlier one
+        # the key is unique to the batch, so that the scheduler never returns the result of an earlier batch
         self._results.add(self._client.submit(run, dict(document), key=name, pure=False, retries=0))
         self._left += 1
 
@@ -128,7 +128,7 @@ class Dask:
         except (OSError, TimeoutError, StopIteration) as lost:
             raise self._gone(f" ({type(lost).__name__})") from lost
         if isinstance(error, self._distributed.KilledWorker):
-            # Dask blames all tasks that a worker had when it died, even those that only waited
+            # Dask blames every task that the dead worker held, even tasks that it had not begun
             why = "the Dask workers that computed it died one after the other (KilledWorker)"
             return key, Death(why, alone=True)
         if error is None:
@@ -143,7 +143,7 @@ class Dask:
         Raises
         ------
         TracerError
-            If Dask is without a worker for `WORKERS_SECONDS`: then its tasks wait for ever.
+            If Dask has no worker for `WORKERS_SECONDS`, because its tasks would then wait for ever.
         """
         looked = worked = time.monotonic()
         while not (self._results.has_ready() or self._results.is_empty()):
@@ -167,7 +167,7 @@ class Dask:
         )
 
     def _receipt(self, future: Any) -> Document | None:
-        """The receipt of a task, if there is one. If the worker that held it died, Dask computes the task again."""
+        """The receipt of a task, or None. If the worker that held the receipt died, Dask computes the task again."""
         while future.status in ("finished", "pending"):
             try:
                 found: Document = future.result(timeout=RECEIPT_SECONDS)
@@ -194,14 +194,14 @@ class Dask:
 
 
 def version() -> str:
-    """The version of this package in the process that calls this: this one, or a worker."""
+    """The version of this package in the calling process; `Dask` also calls this on a worker."""
     from tracer.version import __version__
 
     return __version__
 
 
 def slurm(options: Mapping[str, Any]) -> Any:
-    """A cluster of Dask workers that SLURM starts.
+    """Start a cluster of Dask workers on SLURM.
 
     Parameters
     ----------
@@ -222,7 +222,7 @@ def slurm(options: Mapping[str, Any]) -> Any:
     jobs = given.pop("jobs", 1)
     if not is_whole(jobs, 1):
         raise MessageError(f"jobs is how many jobs of SLURM to start, a positive integer, not {jobs!r}")
-    # one thread a worker, because torch's random generators and gradient mode belong to the process
+    # one thread per worker, because threads would share torch's random generators
     given.setdefault("cores", 1)
     given.setdefault("processes", given["cores"])
     given.setdefault("memory", f"{4 * int(given['cores'])}GB")
@@ -230,13 +230,13 @@ def slurm(options: Mapping[str, Any]) -> Any:
     try:
         cluster = dask_jobqueue.SLURMCluster(**given)
         cluster.scale(jobs=jobs)
-    except Exception as error:  # a wrong option is a TypeError deep inside, no sbatch is a FileNotFoundError
+    except Exception as error:  # e.g. TypeError for a wrong option, FileNotFoundError without sbatch
         raise TracerError(f"SLURM workers cannot be started with {given}: {type(error).__name__}: {error}") from error
     return cluster
 
 
 def options_of(text: str) -> dict[str, Any]:
-    """Options of a cluster, from a file (``.toml``, ``.json``) or written as ``key=value,key=value``.
+    """Options of a cluster, read from a file (``.toml``, ``.json``) or from ``key=value,key=value``.
 
     A value that is JSON is read as JSON; any other is a string.
 

@@ -1,10 +1,11 @@
-"""Where the work on a trace is cut.
+"""Cuts the work on a trace into shares.
 
-How finely it can be cut depends on what the subscriber and the producers of its input remember: the widest of their
-scopes (`tracer.messaging.receiver.Scope`) decides. Cuts depend on the trace and the subscriber alone, never on the
-number of workers or on other subscribers: another batch cuts in the same places, and so finds the units that are done.
+How finely the work can be cut depends on what the subscriber and the producers of its input remember: the widest of
+their scopes (`tracer.messaging.receiver.Scope`) decides. Cuts depend on the trace and the subscriber alone, never on
+the number of workers or on other subscribers, so that a later batch cuts in the same places and finds the units that
+are done.
 
-The journal is read window by window: a plan of a long trace never fills the memory.
+The journal is read window by window, so that planning a long trace takes bounded memory.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from tracer.trace.selection import Steps
 PART_BYTES: Final = 128 << 20
 """The most bytes that a part reads, where the work can be cut."""
 MESSAGE_BYTES: Final = 128
-"""As so many bytes a smaller message counts, because its answer has a row in memory until its part is written."""
+"""The least bytes that a message counts for, because its answer is a row in memory until its part is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A part of what a subscriber reads of a trace; None stands for all modules, or all steps."""
+    """A part of what a subscriber reads of a trace; None means all modules or all steps."""
 
     modules: tuple[Module, ...] | None = None
     steps: Steps | None = None
@@ -42,14 +43,14 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """How many messages and bytes a share reads, and digests of what it reads."""
+    """The numbers of messages and bytes that a share reads, and digests of them."""
 
     messages: int
     bytes: int
     digests: list[str]
 
     def fits(self, part_bytes: int) -> bool:
-        """Whether that is little enough for one part."""
+        """Whether the share is small enough for one part."""
         return max(self.bytes, MESSAGE_BYTES * self.messages) <= part_bytes
 
 
@@ -60,7 +61,7 @@ class Asked:
     Parameters
     ----------
     reader : TraceReader
-        Of this rank.
+        The view of the trace that has this rank only.
     question : Question
     filters : Filters
     rank : int
@@ -86,7 +87,7 @@ class Asked:
         return due_windows(self.reader, wanted, replace(self._filters, steps=share.steps))
 
     def measured(self, share: Share) -> Measured:
-        """What a share reads, in numbers."""
+        """Measure what a share reads."""
         messages = nbytes = 0
         published, derived = self.reader.fingerprint(), self.reader.fingerprint()
         for due in self.due(share):
@@ -97,20 +98,23 @@ class Asked:
         return Measured(messages, nbytes, [published.hexdigest(), derived.hexdigest()])
 
     def costs(self, share: Share) -> Iterator[tuple[Due, NDArray[np.int64], NDArray[np.int64]]]:
-        """For each window, the rows of messages, and of the first weights of derived ones; and the bytes of each."""
+        """For each window, the rows of the messages to read, and the bytes of each row.
+
+        A derived message stands for two rows of weights, of which the first is given.
+        """
         for due in self.due(share):
             rows = np.concatenate([np.flatnonzero(due.where), due.pairs[:, 0]])
             yield due, rows, due.window.sizes(rows)
 
 
 def shares(asked: Asked, steps: Steps | None, part_bytes: int = PART_BYTES) -> Iterator[tuple[Share, Measured]]:
-    """Cut what is asked of a trace into shares of some `part_bytes`, as far as the question's scope allows.
+    """Cut what a question reads of a trace into shares of about `part_bytes`, as far as its scope allows.
 
-    A message counts as `MESSAGE_BYTES` at least, so that the answers to any number of scalars are bounded, too.
+    A message counts as `MESSAGE_BYTES` at least, so that a share of many scalars is bounded, too.
 
-    Cuts are placed from the first step on, so that all shares but the last stay as they are when the trace grows. A cut
-    is moved to where a chunk of the largest array begins, if that is near. A single step that is too large is cut by
-    modules, if the scope is ``"message"``.
+    Cuts are placed from the first step on, so that only the last share changes when the trace grows. A cut is moved
+    back to the beginning of a chunk of the largest array, if that is near. A single step that is too large is cut by
+    modules if the scope is ``"message"``.
     """
     scope, whole = asked.question.scope, Share(steps=steps)
     measured = asked.measured(whole)
@@ -146,14 +150,15 @@ def _by_steps(asked: Asked, steps: Steps | None, part_bytes: int) -> Iterator[tu
 def stretches(
     per_step: NDArray[np.int64], part_bytes: int, begins: NDArray[np.bool_] | None = None
 ) -> Iterator[tuple[int, int, int]]:
-    """Cut steps, of so many bytes each, into stretches of at most `part_bytes`, or of a single step.
+    """Cut steps into stretches of at most `part_bytes`; a larger step is a stretch of its own.
 
-    If cutting is better in some places, which `begins` tells, a stretch ends there if it is half full by then.
+    `per_step` has the bytes of each step. `begins` marks steps before which a cut is preferred: a stretch that is at
+    least half full ends there.
 
     Yields
     ------
     int, int, int
-        The place of the first step of a stretch, that of the first step after it, and the bytes.
+        The index of the first step of a stretch, the index after its last step, and its bytes.
     """
     ends = np.cumsum(per_step)
     first = 0
@@ -169,9 +174,9 @@ def stretches(
 
 
 def _steps(asked: Asked, share: Share) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """The steps of a share, the bytes of each, and where a chunk begins of the array that most of the bytes are in.
+    """The steps of a share, the bytes of each, and at which steps a chunk of the largest array begins.
 
-    If no data is read, that is at each step.
+    The largest array is the array with most of the bytes. If no data is read, every step counts as a beginning.
     """
     numbers, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     weights: dict[int, int] = {}

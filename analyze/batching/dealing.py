@@ -1,4 +1,4 @@
-"""Which units are computed together, as a task, and which share of a batch has which tasks."""
+"""Groups units into tasks, and deals tasks to the shares of a batch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from analyze.batching.units import Task, TracePlan, Unit
 from tracer.replaying.filters import Filters
 
 TASKS_PER_WORKER: Final = 4
-"""Units are put together only while at least so many tasks are left for each worker."""
+"""Units are grouped only while each worker still has at least this many tasks."""
 
 
 def fused(plans: Iterable[TracePlan], filters: Filters, workers: int) -> list[Task]:
-    """Put units that read the same part of a trace together, while enough tasks are left for all workers.
+    """Group units that read the same part of a trace into tasks, while enough tasks are left for all workers.
 
-    Two units are not put together if their chains bring two producers of the same kind. The largest task comes first.
+    Two units are not grouped if their chains have different producers of the same kind. The largest task comes first.
     """
     produces = cache(lambda spec: frozenset(registry.parse(spec).produces))
     tasks = [
@@ -31,7 +31,7 @@ def fused(plans: Iterable[TracePlan], filters: Filters, workers: int) -> list[Ta
 
 
 def _together(units: Iterable[Unit], produces: Callable[[str], frozenset[str]]) -> list[list[Unit]]:
-    """Units of one trace in groups that read the same messages and have no two producers of one kind."""
+    """Groups of units of one trace that read the same messages and have no two producers of the same kind."""
     groups: dict[Any, list[list[Unit]]] = {}
     for unit in units:
         alike = groups.setdefault((unit.rank, unit.modules, unit.steps), [])
@@ -44,7 +44,7 @@ def _together(units: Iterable[Unit], produces: Callable[[str], frozenset[str]]) 
 
 
 def _divided(tasks: Sequence[Task], wanted: int) -> list[Task]:
-    """Halve the largest task that has several units, again and again, until there are `wanted` tasks."""
+    """Repeatedly halve the largest task with several units, until there are `wanted` tasks."""
     left = sorted(tasks, key=lambda task: -task.bytes * len(task.units))
     done: list[Task] = []
     while left and len(left) + len(done) < wanted:
@@ -59,7 +59,7 @@ def _divided(tasks: Sequence[Task], wanted: int) -> list[Task]:
 
 
 def _collide(unit: Unit, group: Sequence[Unit], produces: Callable[[str], frozenset[str]]) -> bool:
-    """Whether a unit's chain brings a second producer of a kind that the chains of a group produce."""
+    """Whether the chain of a unit adds a second producer of a kind that the group already produces."""
     there = {spec for other in group for spec in other.chain}
     new = [spec for spec in unit.chain if spec not in there]
     kinds = {kind for spec in there for kind in produces(spec)}
@@ -67,12 +67,12 @@ def _collide(unit: Unit, group: Sequence[Unit], produces: Callable[[str], frozen
 
 
 def dealt(tasks: Sequence[Task], part: int, parts: int) -> list[Task]:
-    """The tasks of one of several shares of about equal size; all shares together are all tasks."""
+    """The tasks of share `part`, when all tasks are dealt to `parts` shares of about equal size."""
     loads = [0] * parts
     mine = []
     for task in tasks:  # the largest first
         lightest = min(range(parts), key=lambda number: (loads[number], number))
-        # each task has a cost of its own, whatever it reads
+        # 1 MiB stands for the fixed cost of a task
         loads[lightest] += task.bytes + (1 << 20)
         if lightest == part:
             mine.append(task)

@@ -1,8 +1,8 @@
-"""What an engine is: it takes the tasks of a batch by `submit`, and gives each back by `next_done`.
+"""Engines: an engine accepts the tasks of a batch by `submit`, and returns each by `next_done`.
 
-A task comes back with its receipt, or with the reason why there is none. Engines know nothing of traces. `Inline`
-computes in this process, `analyze.batching.processes.Processes` in others of this machine, and
-`analyze.batching.clusters.Dask` on workers of Dask.
+A task is returned with its receipt, or with the reason why it has none. Engines know nothing of traces. `Inline`
+computes in this process, `analyze.batching.processes.Processes` in other processes of this machine, and
+`analyze.batching.clusters.Dask` on Dask workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from typing import Any, Final, Protocol, TypeAlias, final
 
 ONE_THREAD: Final = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-"""What in the environment has libraries compute in one thread, if it is there when they are imported."""
+"""Environment variables that limit numerical libraries to one thread; they are read when a library is imported."""
 Document: TypeAlias = Mapping[str, Any]
 """A task or its receipt, as JSON values: see `analyze.batching.tasks.run`."""
 
@@ -34,7 +34,7 @@ class Death:
     again : bool
         Whether a retry may succeed.
     alone : bool
-        Whether another task that ran at the same time may be the cause. It is then retried by itself, after all others.
+        Whether another task that ran at the same time may be the cause. The retry then runs alone, after all others.
     """
 
     reason: str
@@ -46,10 +46,10 @@ class Engine(Protocol):
     """Something that computes tasks."""
 
     def submit(self, key: str, document: Document) -> None:
-        """Accept a task, to start it now or later."""
+        """Accept a task, to be started now or later."""
 
     def next_done(self) -> tuple[str, Document | Death]:
-        """Wait for a task, and give its key and receipt.
+        """Wait until a task is done, and return its key and receipt.
 
         At least one task must have been submitted and not yet returned.
         """
@@ -60,7 +60,7 @@ class Engine(Protocol):
 
 @final
 class Inline:
-    """Computes in this process: small work, for debugging, and where no other process may be started.
+    """Computes in this process: for small work, for debugging, and where no other process may be started.
 
     From the first task until `close`, this process computes in one thread, as workers do.
     """
@@ -81,7 +81,7 @@ class Inline:
             self._is_limited = True
         key, document = self._waiting.popleft()
         with warnings.catch_warnings():
-            warnings.simplefilter("default")  # as in a worker: a warning is no error, whatever this process has chosen
+            warnings.simplefilter("default")  # as in a worker, even if this process turns warnings into errors
             return key, run(document)
 
     def close(self) -> None:
@@ -90,10 +90,10 @@ class Inline:
 
 
 def _one_thread() -> contextlib.AbstractContextManager[Any]:
-    """Have the BLAS of NumPy and SciPy compute in one thread, where that can be told; with more, bits may differ."""
+    """Limit the BLAS of NumPy and SciPy to one thread, if threadpoolctl is installed; more threads may change bits."""
     if find_spec("threadpoolctl") is None:
         return contextlib.nullcontext()
-    import scipy.linalg  # noqa: F401 - SciPy would load its BLAS at the first use, and not within the limits
+    import scipy.linalg  # noqa: F401 - loads the BLAS of SciPy now, because a BLAS that is loaded later is not limited
     from threadpoolctl import threadpool_limits
 
     limits: contextlib.AbstractContextManager[Any] = threadpool_limits(1, user_api="blas")
@@ -101,7 +101,7 @@ def _one_thread() -> contextlib.AbstractContextManager[Any]:
 
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """The number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -110,9 +110,9 @@ _IS_OURS: ContextVar[bool] = ContextVar("is_ours", default=False)
 
 @contextlib.contextmanager
 def own_program() -> Iterator[None]:
-    """Let workers be forked off this process where that is safe: it is a command of this project, and nothing else.
+    """Mark this process as a command of this project, so that workers may be forked off it where that is safe.
 
-    A program of others is never copied: workers would hold its files, connections and locks, and have its settings.
+    A third-party program is never forked, because workers would hold its files, connections, locks and settings.
     """
     token = _IS_OURS.set(True)
     try:
@@ -122,5 +122,5 @@ def own_program() -> Iterator[None]:
 
 
 def is_own_program() -> bool:
-    """Whether this runs in `own_program`."""
+    """Whether the caller runs within `own_program`."""
     return _IS_OURS.get()

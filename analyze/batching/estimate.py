@@ -1,4 +1,4 @@
-"""How long a batch will take."""
+"""Estimates how long a batch will take."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from analyze.batching.units import Task
 from tracer.stores.locations import Anywhere
 
 TRY_AGAIN: Final = 5.0
-"""A part that took fewer seconds than this is tried once more."""
+"""A trial that took fewer seconds than this is repeated."""
 
 
 def estimate(planned: BatchPlan, out: Anywhere, workers: int | None = None) -> dict[str, Any]:
-    """How long a plan will take, judged by the time that its subscribers took before, or take for one part now.
+    """Estimate how long a plan will take, from the times of earlier batches, or from computing one part now.
 
     Parameters
     ----------
     planned : BatchPlan
     out : path or URL
-        The folder whose manifest says how long subscribers took. A subscriber that is not in the manifest is tried on
-        its smallest part, and the answers are thrown away.
+        The folder whose manifest has the times of earlier batches. A subscriber without a time in the manifest is run
+        on its smallest part, and the answers are discarded.
     workers : int, optional
         How many processes compute at the same time.
 
     Returns
     -------
     dict
-        ``traces``, ``parts``, ``cached``, ``bytes``, ``seconds`` (of all work), ``wall_seconds`` (with so many
-        workers), ``workers``, and ``measured``: for each subscriber, the number of parts that were timed.
+        ``traces``, ``parts``, ``cached``, ``failed``, ``bytes``, ``seconds`` (of all work), ``wall_seconds`` (if
+        ``workers`` share the work), ``workers``, and ``measured``: for each subscriber, the number of timed parts.
     """
     with folder_at(out) as folder:
         known = read_manifest(folder).get("seconds", {})
@@ -58,19 +58,19 @@ def estimate(planned: BatchPlan, out: Anywhere, workers: int | None = None) -> d
 
 
 class _Rate(NamedTuple):
-    """How long parts of a subscriber took, and how many bytes they read."""
+    """The seconds that the timed parts of a subscriber took, the bytes that they read, and their number."""
 
     seconds: float
     bytes: float
     parts: int
 
     def seconds_for(self, nbytes: int) -> float:
-        """How long it takes to answer so many bytes."""
+        """The seconds for `nbytes`, at this rate."""
         return self.seconds / max(self.bytes, 1.0) * nbytes if nbytes else 0.0
 
 
 def _rate(known: Sequence[float] | None, tasks: Sequence[Task]) -> _Rate:
-    """The rate of a subscriber in the manifest; else that of its smallest task, which is tried now."""
+    """The rate of a subscriber, from the manifest if it is known; otherwise from running its smallest task now."""
     if known is not None and known[2]:
         return _Rate(known[0], known[1], int(known[2]))
     smallest = min(tasks, key=lambda task: task.bytes)
@@ -81,7 +81,7 @@ def _rate(known: Sequence[float] | None, tasks: Sequence[Task]) -> _Rate:
 
 
 def _tried(task: Task) -> float:
-    """Seconds that a task takes; its answers are thrown away."""
+    """The seconds that a task takes; its answers are discarded."""
     from analyze.batching.tasks import run
 
     with tempfile.TemporaryDirectory() as folder:

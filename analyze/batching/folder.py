@@ -1,4 +1,4 @@
-"""The folder of a batch's results, on a disk or on an object store: files that appear complete or not at all."""
+"""The folder of a batch's results, on a disk or on an object store; its files are written atomically."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
     from tracer.stores.objects.client import Objects
 
 LARGEST = 1 << 40
-"""The most bytes of a file on an object store."""
+"""The most bytes that are read of a file on an object store."""
 
 
 def folder_at(place: Anywhere) -> Folder:
-    """The folder at a path or URL, whether it is there or not.
+    """The folder at a path or URL, which need not exist.
 
     Raises
     ------
     TraceExistsError
         If a file is at `place`.
     TraceFormatError
-        If it is a URL where nothing can be written.
+        If `place` is a URL that cannot be written to.
     """
     found = location(place)
     return _ObjectFolder(found) if isinstance(found, Url) else _DiskFolder(found)
 
 
 class Folder(ABC):
-    """Files by their names, which may have slashes, and traces among them.
+    """Files and traces by their names, which may have slashes.
 
     Attributes
     ----------
     on_disk : bool
-        Whether a look at a file is cheap; on an object store it is a request.
+        Whether access to a file is cheap; on an object store it is a request.
     """
 
     on_disk: bool
@@ -55,19 +55,19 @@ class Folder(ABC):
         self.close()
 
     def make(self) -> None:
-        """Make the folder on a disk, so that it is known before any work is done whether it can be written to.
+        """Create the folder on a disk, so that an unwritable place is reported before any work.
 
-        An object store has no folders.
+        On an object store it does nothing, because an object store has no folders.
 
         Raises
         ------
         TraceError
-            If it cannot.
+            If the folder cannot be created or written to.
         """
 
     @abstractmethod
     def names(self, prefix: str) -> set[str]:
-        """The names directly below a prefix, without the prefix; files that are being written are left out."""
+        """The names directly below a prefix, without the prefix and without unfinished files."""
 
     @abstractmethod
     def read(self, name: str) -> bytes | None:
@@ -75,14 +75,14 @@ class Folder(ABC):
 
     @abstractmethod
     def write(self, name: str, data: bytes, *, replace: bool = True) -> None:
-        """Write a file, which appears complete or not at all.
+        """Write a file atomically.
 
-        Without `replace`, an object store keeps a file that is there; a disk replaces it in any case.
+        Without `replace`, an object store keeps an existing file; a disk always replaces it.
 
         Raises
         ------
         TraceError
-            If it cannot be written.
+            If the file cannot be written.
         """
 
     @abstractmethod
@@ -91,22 +91,22 @@ class Folder(ABC):
 
     @abstractmethod
     def trace(self, name: str) -> Path | Url:
-        """The place of a trace in the folder, whether it is there or not."""
+        """The place of a trace in the folder; the trace need not exist."""
 
     @abstractmethod
     def remove_trace(self, name: str) -> None:
         """Remove a trace in the folder."""
 
     def sweep(self) -> None:
-        """Remove, from a disk, the unfinished files of processes of this machine that have ended."""
+        """On a disk, remove the unfinished files of ended processes of this machine."""
 
     def close(self) -> None:
-        """Close the connection to an object store."""
+        """Close the connection to an object store, if there is one."""
 
 
 @final
 class _DiskFolder(Folder):
-    """A folder on a disk: a file is written beside its place, and then moved there."""
+    """A folder on a disk: a file is written under a temporary name, and then renamed."""
 
     on_disk = True
 
@@ -181,7 +181,7 @@ class _DiskFolder(Folder):
 
 @final
 class _ObjectFolder(Folder):
-    """A folder on an object store, where a file is an object and appears at once."""
+    """A folder on an object store: a file is an object, which the store writes atomically."""
 
     on_disk = False
 
@@ -209,7 +209,7 @@ class _ObjectFolder(Folder):
         if replace:
             self._objects.put(name, data)
         else:
-            # if another process has put the same answers, those stay
+            # keep the same answers if another process has stored them
             with contextlib.suppress(TraceExistsError):
                 self._objects.put_new(name, data)
 

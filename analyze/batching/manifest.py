@@ -1,4 +1,4 @@
-"""What a batch leaves besides answers: the manifest and the failures."""
+"""Writes the manifest and the failures of a batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _OF_A_SHARE: Final = re.compile(r"failures-\d+-of-\d+\.jsonl")
 
 
 def conclude(folder: Folder, planned: BatchPlan, work: Work, state: str) -> None:
-    """Remove what is out of date, and write the failures and the manifest."""
+    """Remove outdated answers, and write the failures and the manifest.
+
+    A share of a batch writes its failures only.
+    """
     if planned.share is not None:
         number, parts = planned.share
         folder.write(f"failures-{number}-of-{parts}.jsonl", _lines(work.failures))
@@ -41,7 +44,7 @@ def _lines(failures: Sequence[Failure]) -> bytes:
 
 
 def read_manifest(folder: Folder) -> dict[str, Any]:
-    """The manifest of a folder; empty if there is none, or if its layout is that of another release."""
+    """The manifest of a folder; empty if there is none, or if it has the layout of another release."""
     try:
         found = json.loads(folder.read(MANIFEST) or b"{}")
     except ValueError:
@@ -50,7 +53,7 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
 
 
 def _manifest(planned: BatchPlan, work: Work, state: str, folder: Folder) -> dict[str, Any]:
-    """What this batch did, and what the folder holds from this batch and earlier ones."""
+    """The manifest: what this batch did, and what the folder holds from this batch and earlier batches."""
     import numpy as np
     import torch
 
@@ -86,7 +89,7 @@ def _manifest(planned: BatchPlan, work: Work, state: str, folder: Folder) -> dic
 
 
 def _units(planned: BatchPlan, before: Mapping[str, Any], folder: Folder) -> list[dict[str, Any]]:
-    """The units of this batch, and those of earlier ones whose answers are there, with their states."""
+    """The units of this batch, and the units of earlier batches whose answers are stored, with their states."""
     names = folder.names("parts")
     cells = {unit.cell for unit in planned.units}
     others = [unit for unit in before.get("units", ()) if unit["id"].partition("-")[0] not in cells]

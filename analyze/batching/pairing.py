@@ -1,4 +1,4 @@
-"""The plan of a batch that compares runs: each layer of one with that of another, at the steps that both have."""
+"""Plans a batch that compares runs: each layer of a run with the same layer of another, at their common steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _Key: TypeAlias = tuple[str, str | None, str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taken:
-    """What a question reads of a trace: for each stream its steps, the bytes of each, and a digest of the data."""
+    """What a question reads of a trace: for each stream its steps and the bytes of each step; a digest of all of it."""
 
     steps: dict[_Key, NDArray[np.int64]]
     nbytes: dict[_Key, NDArray[np.int64]]
@@ -55,7 +55,7 @@ def plan_pairs(
 ) -> list[TracePlan]:
     """Cut the comparison of traces into units; each trace is opened once, and no data is read.
 
-    Only steps that both runs have are compared. They can be split anywhere, because a comparison remembers nothing.
+    Only common steps are compared. The work can be cut at any step, because a comparison keeps no state between steps.
 
     Parameters
     ----------
@@ -70,7 +70,8 @@ def plan_pairs(
     Raises
     ------
     CaptureError, MessageError
-        If a subscriber compares no layers, or `filters` choose something else than steps.
+        If a subscriber compares no layers, if `filters` choose anything but steps, or if there are fewer than two
+        traces.
     """
     _check(asked, which, filters)
     names = list(dict.fromkeys(where(trace) for trace in traces))
@@ -99,7 +100,7 @@ def plan_pairs(
 
 
 def _check(asked: Iterable[Question], which: str, filters: Filters) -> None:
-    """Raise an error if runs cannot be compared with these arguments."""
+    """Check the arguments of `plan_pairs`."""
     if which not in ("all", "first"):
         raise CaptureError(f"pairs is 'all' or 'first', not {which!r}")
     if filters.narrow:
@@ -117,7 +118,7 @@ def _opened(
 ) -> tuple[dict[str, Run], dict[tuple[str, str], dict[int, Taken]]]:
     """The run of each trace, and what each question reads of each of its ranks.
 
-    Traces that cannot be opened or lack the data are added to `failures`.
+    A trace that cannot be opened or lacks the data becomes a failure in `failures`.
     """
     runs: dict[str, Run] = {}
     taken: dict[tuple[str, str], dict[int, Taken]] = {}
@@ -136,7 +137,7 @@ def _opened(
 
 
 def _nothing_in_common(one: str, other: str, question: Question, mine: Iterable[int], theirs: Iterable[int]) -> Failure:
-    """Why two traces cannot be compared; `mine` and `theirs` are the ranks of each that have what is compared."""
+    """The failure of two traces that cannot be compared; `mine` and `theirs` are their ranks that have the data."""
     why = f"{one} and {other} have no step of a layer in common"
     if not both_ranks(mine, theirs):
         why = none_in_both(one, mine, other, theirs)
@@ -150,17 +151,17 @@ def identity_of(
     steps: Steps | None,
     pair: tuple[Taken, Taken],
 ) -> str:
-    """A digest of all that the stored answers of a unit depend on."""
+    """A digest of everything that the stored answers of a unit depend on."""
     return digest([SCHEMA, one, other, question.identity, steps, pair[0].digest, pair[1].digest])[:32]
 
 
 def take_ranks(reader: TraceReader, question: Question, steps: Steps | None) -> dict[int, Taken]:
-    """What a question reads of each rank of a trace; ranks that lack it are left out.
+    """What a question reads of each rank of a trace; ranks that lack the data are left out.
 
     Raises
     ------
     CaptureError
-        If no rank has what it reads.
+        If no rank has the data.
     """
     found: dict[int, Taken] = {}
     lacking: CaptureError | None = None
@@ -180,7 +181,7 @@ def take(reader: TraceReader, question: Question, steps: Steps | None) -> Taken:
     Raises
     ------
     CaptureError
-        If the trace lacks it.
+        If the trace lacks the data.
     """
     asked = Asked(reader, question, Filters(steps=steps), reader.ranks[0])
     if asked.missing:
@@ -213,7 +214,7 @@ def _units(
     steps: Steps | None,
     part_bytes: int,
 ) -> list[Unit]:
-    """The units of one question about two traces, each with a rank; none if they have no step of a layer in common."""
+    """The units of a question about two (trace, rank) pairs; empty if these have no step of a layer in common."""
     both = [key for key in pair[0].steps if key in pair[1].steps]
     met = [np.intersect1d(pair[0].steps[key], pair[1].steps[key]) for key in both]
     numbers = np.unique(np.concatenate(met)) if met else np.zeros(0, np.int64)

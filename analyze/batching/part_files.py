@@ -1,7 +1,6 @@
-"""The files of a batch's folder that hold answers: one for each unit, and a trace for the large answers of a unit.
+"""The files that hold the answers of a batch: a Parquet file per unit, and a trace for the large answers of a unit.
 
-The metadata of a Parquet file have what its rows do not say of the answers, so that the messages can be read back from
-the file.
+The metadata of a Parquet file have what its rows lack to restore the answers as messages.
 """
 
 from __future__ import annotations
@@ -25,35 +24,35 @@ from tracer.messaging.stacks import Stretch
 from tracer.trace.reader import TraceReader
 
 COMPLETE: Final = ".parquet"
-"""The suffix of a file that has all answers of a unit."""
+"""The suffix of a file with all answers of a unit."""
 DAMAGED: Final = ".damaged.parquet"
-"""The suffix of a file that has only the answers to the undamaged part of what a unit reads."""
+"""The suffix of a file with only the answers to the undamaged part of a trace."""
 DETAILS: Final = b"tracereel"
-"""The key, in the metadata of a Parquet file, of what the rows do not say."""
+"""The key of the details (see `PartAnswers`) in the metadata of a Parquet file."""
 RUN_COLUMNS: Final = ("spec", "run_id", "created", "status", "array")
-"""The columns that the table of a batch has besides `analyze.tables.columns.COLUMNS`."""
+"""The columns of the table of a batch after `analyze.tables.columns.COLUMNS`."""
 ARRAY_NUMBERS: Final = 4096
-"""Answers of more numbers than this go to a results trace of their own, and not number by number into the table."""
+"""An answer of more numbers than this is stored in a results trace, not number by number in the table."""
 State: TypeAlias = Literal["done", "damaged", "missing"]
 
 
 def state_of(unit_id: str, names: Collection[str]) -> State:
-    """Whether the names in ``parts`` have all answers of a unit, some of them, or none."""
+    """The state of a unit, from the names of the files in ``parts``."""
     if unit_id + COMPLETE in names:
         return "done"
     return "damaged" if unit_id + DAMAGED in names else "missing"
 
 
 def done(folder: Folder) -> set[str]:
-    """The ids of the units that have all their answers."""
+    """The ids of the units whose answers are all stored."""
     names = folder.names("parts")
     return {name.removesuffix(COMPLETE) for name in names if name.endswith(COMPLETE) and not name.endswith(DAMAGED)}
 
 
 def remove_outdated(folder: Folder, units: Collection[Unit]) -> None:
-    """Remove earlier answers to the questions of some units, from before the trace or the subscriber changed.
+    """Remove answers to the questions of `units` from before the trace or the subscriber changed.
 
-    Also remove the answers to a damaged trace where the same unit has all its answers now.
+    Also remove the answers to a damaged trace where the same unit now has all its answers.
     """
     ids = {unit.id for unit in units}
     cells = {unit.cell for unit in units}
@@ -66,7 +65,7 @@ def remove_outdated(folder: Folder, units: Collection[Unit]) -> None:
 
 
 def _arrays_of(unit_id: str) -> str:
-    """The name of the trace that has the large answers of a unit."""
+    """The name of the trace with the large answers of a unit."""
     return f"arrays/{unit_id}.zarr"
 
 
@@ -75,7 +74,7 @@ def _arrays_of(unit_id: str) -> str:
 
 @final
 class PartAnswers:
-    """The answers of a unit until they are written: small ones as rows, large ones as messages.
+    """Collects the answers of a unit until they are written: small answers as rows, large answers as messages.
 
     Parameters
     ----------
@@ -88,7 +87,7 @@ class PartAnswers:
         self._unit, self._subscriber = unit, subscriber
         self._small = Results()
         self._large: list[Message] = []
-        # the place of each large answer among all answers
+        # the index of each large answer among all answers
         self._large_at: list[int] = []
         self._count = 0
 
@@ -102,7 +101,7 @@ class PartAnswers:
         self._count += 1
 
     def add_many(self, stretch: Stretch) -> None:
-        """Append many answers, in their order."""
+        """Append the answers of a stretch."""
         if any(one.data is not None and one.data.numel() > ARRAY_NUMBERS * len(one) for one in stretch.stacks):
             for message in stretch:
                 self.add(message)
@@ -112,7 +111,7 @@ class PartAnswers:
         self._count += len(stretch)
 
     def add_rows(self, results: Results) -> None:
-        """Append answers that go into the table number by number, even large ones."""
+        """Append answers that go into the table number by number, even if they are large."""
         self._small.extend(results)
 
     def extend(self, other: PartAnswers) -> None:
@@ -132,7 +131,7 @@ class PartAnswers:
         seconds : float
             How long it took to compute the answers.
         complete : bool
-            Whether these are all answers; False if some data is damaged.
+            Whether these are all answers of the unit; False if some of its data is damaged.
         replace : bool
             Whether an existing file is replaced.
         """
@@ -144,14 +143,14 @@ class PartAnswers:
         damaged = f"parts/{self._unit.id}{DAMAGED}"
         if complete:
             folder.write(f"parts/{self._unit.id}{COMPLETE}", data, replace=replace)
-            if folder.on_disk:  # on an object store it costs a request, so it is done at the end of the batch
+            if folder.on_disk:  # on an object store this is a request, left to `remove_outdated` at the end
                 folder.remove([damaged])
         else:
             folder.write(damaged, data)
         return int(table.num_rows)
 
     def _write_large(self, folder: Folder) -> None:
-        """Write the large answers as a results trace, which is complete before the table names it."""
+        """Write the large answers as a results trace, before the table that refers to it."""
         from tracer.trace.writer import TraceWriter
 
         header = {"results_of": self._unit.title, "subscribers": [self._unit.spec]}
@@ -160,7 +159,7 @@ class PartAnswers:
                 writer.write(message)
 
     def _table(self, run: Run) -> Any:
-        """The answers as a `pyarrow.Table`; a large answer is one row that names its place in the results trace."""
+        """The answers as a `pyarrow.Table`; a large answer is one row with its place in the results trace."""
         table: dict[str, Any] = self._small.columns()
         array = [""] * len(self._small)
         if self._large:
@@ -179,7 +178,7 @@ class PartAnswers:
         return (*stream.words, *(getattr(message, name) for name in COUNTERS), "", None)
 
     def _details(self, rows: int, seconds: float, *, complete: bool) -> dict[str, Any]:
-        """What the rows do not say, as JSON values."""
+        """The unit, and what the rows lack to restore the answers, as JSON values."""
         unit = self._unit
         return {
             "unit": unit.id,
@@ -212,28 +211,28 @@ def _parquet(table: Any) -> bytes:
 
 @final
 class PartFiles:
-    """The answers of units, in the files of a batch's folder; they are read, one unit after the other, when asked for.
+    """Reads the answers of units from the files of a batch's folder, unit by unit, on demand.
 
     Parameters
     ----------
     out : str
         The folder.
     units : sequence of Unit
-        The units, in the order of their answers; units without answers are left out.
+        The units, in the order in which their answers are read; units without answers are skipped.
     """
 
     def __init__(self, out: str, units: Sequence[Unit]) -> None:
         self._out, self._units = out, units
 
     def __len__(self) -> int:
-        """How many rows."""
+        """The number of rows."""
         return sum(_details_in(_read(data, []))["numbers"] for data, _ in self._files())
 
     def __iter__(self) -> Iterator[Row]:
         return itertools.chain.from_iterable(self._each())
 
     def messages(self) -> Iterator[Message]:
-        """The answers as messages again."""
+        """The answers as messages."""
         return itertools.chain.from_iterable(part.messages() for part in self._each())
 
     def gathered(self) -> Columns:
@@ -244,7 +243,7 @@ class PartFiles:
         return columns
 
     def tables(self) -> Iterator[Any]:
-        """What the files hold, as a `pyarrow.Table` of each unit."""
+        """A `pyarrow.Table` of each file."""
         for data, _ in self._files():
             yield _read(data).replace_schema_metadata(None)
 
@@ -253,7 +252,7 @@ class PartFiles:
         return (_answers_in(data, folder) for data, folder in self._files())
 
     def _files(self) -> Iterator[tuple[bytes, Folder]]:
-        """The bytes of each unit's file, and the folder that it is in."""
+        """The bytes of the file of each unit, and the folder that has it."""
         endings = {"done": COMPLETE, "damaged": DAMAGED}
         with folder_at(self._out) as folder:
             names = folder.names("parts")
@@ -265,10 +264,10 @@ class PartFiles:
 
 
 def _read(data: bytes, columns: Sequence[str] | None = None) -> Any:
-    """The Arrow table in the bytes of a file of a part.
+    """The Arrow table in the bytes of a part's file.
 
-    No thread of Arrow takes part: such a thread may release the bytes while the interpreter is ending, and abort the
-    process.
+    It is read without threads of Arrow, because such a thread may release the bytes while the interpreter is ending,
+    which aborts the process.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -278,13 +277,13 @@ def _read(data: bytes, columns: Sequence[str] | None = None) -> Any:
 
 
 def _details_in(table: Any) -> dict[str, Any]:
-    """What the rows do not say: see `PartAnswers.write`."""
+    """The details that `PartAnswers.write` has put into the metadata."""
     details: dict[str, Any] = json.loads(table.schema.metadata[DETAILS])
     return details
 
 
 def _answers_in(data: bytes, folder: Folder) -> Columns:
-    """The answers in the bytes of a unit's file, in their order, with the numbers of large ones."""
+    """The answers in the bytes of a unit's file, in their order, with the numbers of large answers."""
     table = _read(data, [*COLUMNS, "array"])
     details = _details_in(table)
     columns = {name: table.column(name).to_pylist() for name in table.column_names}

@@ -1,4 +1,4 @@
-"""The plan of one trace: the units that the work on it is cut into, and their ids."""
+"""Plans one trace: cuts the work on it into units."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tracer.trace.selection import Steps
 
 
 def where(trace: Anywhere) -> str:
-    """The name of a trace in a batch, which is the same from every working directory: its full path or its URL."""
+    """The name of a trace in a batch: its full path or URL, which does not depend on the working directory."""
     place = location(trace)
     return str(place) if isinstance(place, Url) else os.path.normpath(place)
 
@@ -24,7 +24,7 @@ def where(trace: Anywhere) -> str:
 def plan_trace(
     trace: Anywhere, asked: Sequence[Question], filters: Filters | None = None, *, part_bytes: int = PART_BYTES
 ) -> TracePlan:
-    """Cut what is asked of one trace into units; no data is read. What is wrong with the trace becomes a failure.
+    """Cut the work on one trace into units, without reading data. An error in the trace becomes a failure.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ def plan_trace(
     asked : sequence of Question
     filters : Filters, optional
     part_bytes : int
-        The most bytes that a unit reads, where its scope lets it be cut.
+        The most bytes that a unit reads, where the scope of its subscriber lets the work be cut.
     """
     path = where(trace)
     filters = filters or Filters()
@@ -65,25 +65,28 @@ def _plan_trace(
             except Exception as error:  # noqa: BLE001 - as above
                 failures.append(unplanned(path, question.spec, rank, sentence_of(error)))
         planned.units += units
-        # what one rank lacks is no failure if another has it: weights that all ranks share are recorded by one of them
+        # it is no failure if a rank lacks data that another rank has: shared weights are recorded by one rank only
         planned.failures += failures if units else failures + lacking
     return planned
 
 
 def unplanned(trace: str, spec: str, rank: int | None, why: object) -> Failure:
-    """A failure that planning finds, before any data is read."""
+    """A failure found in planning, before any data is read."""
     return Failure(trace=trace, spec=spec, rank=rank, unit="", status="unplanned", reason=str(why))
 
 
 def _settled(reader: TraceReader, steps: Steps | None) -> Steps:
-    """The complete steps of a run that is still being recorded: all their messages are there, derived ones too."""
+    """The complete steps, within `steps`, of a run that is still being recorded.
+
+    A step is complete when its messages are recorded, and those of the next step that derived messages need.
+    """
     last = max((stream.steps[1] for stream in reader.streams if stream.steps is not None), default=0) - 1
     start, stop, stride = (*(steps or (None, None)), 1)[:3]
     return start, max(last, 0) if stop is None else min(stop, max(last, 0)), stride
 
 
 def _units(path: str, asked: Asked, rank: int, steps: Steps | None, ended: str, part_bytes: int) -> list[Unit]:
-    """The units of one subscriber in one rank of a trace."""
+    """The units of one subscriber for one rank of a trace."""
     question = asked.question
     cell = digest([path, rank, question.spec])[:16]
     return [
@@ -103,5 +106,5 @@ def _units(path: str, asked: Asked, rank: int, steps: Steps | None, ended: str, 
 
 
 def identity(question: Question, measured: Measured, path: str, rank: int, ended: str) -> str:
-    """A digest of all that the stored answers of a unit depend on."""
+    """A digest of everything that the stored answers of a unit depend on."""
     return digest([SCHEMA, path, rank, ended, question.identity, *measured.digests])[:32]

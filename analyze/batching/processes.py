@@ -1,4 +1,4 @@
-"""The engine that computes in processes of this machine."""
+"""The engine that computes in other processes of this machine."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from analyze.metrics.checks import is_whole
 from tracer.errors import CaptureError, TracerError
 
 POLL_SECONDS: Final = 0.2
-"""How often the memory of workers is measured."""
+"""The interval at which the memory of workers is measured."""
 DEATHS: Final = 3
-"""After so many workers in a row that died before they had done a task, no other is started."""
+"""If this many workers in a row die before they have done a task, the batch ends with an error."""
 END_SECONDS: Final = 10.0
-"""How long the process that starts workers may take to kill them and end, before it is killed itself."""
+"""How long the starter may take to kill its workers and end, before it is killed itself."""
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A process, the key of its task, and the beginning of the line that it is writing.
+    """A process, the key of its task, and the received beginning of its next line.
 
-    Its process id is 0 until the process that starts workers has told it.
+    `pid` is 0 until the starter has reported the process id.
     """
 
     connection: socket.socket
@@ -48,20 +48,21 @@ class Worker:
 
 @final
 class Processes:
-    """Processes of this machine, one task each at a time. A process that dies is replaced, and only its task fails.
+    """Processes of this machine, each with one task at a time. A process that dies is replaced; only its task fails.
 
-    One process imports what all of them need, and forks them: `analyze.batching.starter`.
+    The starter, a process of its own, imports the modules that all workers need, and forks the workers:
+    `analyze.batching.starter`.
 
     Parameters
     ----------
     workers : int
     memory : int, optional
-        The most bytes of resident memory of a process; a process that has more is killed.
+        The most bytes of resident memory of a process; a process that exceeds it is killed.
     modules : sequence of str
-        What is imported for all workers; what they need beyond that, each imports itself.
+        Modules that the starter imports for all workers; each worker imports any other module itself.
     fork : bool
-        Whether workers may be copies of this process: it has imported no subscriber of others, whose files and random
-        numbers would be copied, too.
+        Whether workers may be copies of this process. They may not if it has imported a third-party subscriber, whose
+        files and random state would be copied, too.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Processes:
             for ready, _ in self._selector.select(timeout):
                 if ready.data is self._starter:
                     self._hear_starter()
-                elif ready.data in self.workers:  # it may have been buried just now
+                elif ready.data in self.workers:  # an earlier event of this loop may have removed it
                     self._hear(ready.data)
             if self.memory is not None:
                 self._watch(self.memory)
@@ -114,14 +115,14 @@ class Processes:
             worker = idle.pop() if idle else self._start()
             key, document = self._waiting.popleft()
             worker.key = key
-            # a worker that has just died cannot take it: the starter reports its end, and the task then fails
+            # sending fails if the worker has just died; the starter then reports its end, and the task fails
             with contextlib.suppress(OSError):
                 worker.connection.sendall(json.dumps(document).encode() + b"\n")
 
     def _start(self) -> Worker:
         if self._starter is None:
             self._starter = _Starter(self._modules, fork=self._may_fork and can_fork_here())
-            self._may_fork = False  # only the first: later, progress may be shown by a thread
+            self._may_fork = False  # only the first starter: later a thread may be showing progress
             self._selector.register(self._starter.control, selectors.EVENT_READ, self._starter)
         worker = Worker(self._starter.start())
         self._selector.register(worker.connection, selectors.EVENT_READ, worker)
@@ -129,7 +130,7 @@ class Processes:
         return worker
 
     def _hear(self, worker: Worker) -> bool:
-        """Take what a worker says; return whether there may be more."""
+        """Receive from a worker; return whether there may be more to receive."""
         try:
             data = worker.connection.recv(1 << 20, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -150,7 +151,7 @@ class Processes:
         return True
 
     def _hear_starter(self) -> None:
-        """Note which workers have begun, and bury those that have ended."""
+        """Note which workers have started, and bury those that have ended."""
         assert self._starter is not None
         for word in self._starter.words():
             if "started" in word:
@@ -172,7 +173,7 @@ class Processes:
             self._bury(worker, code)
 
     def _bury(self, worker: Worker, code: int) -> None:
-        """Remove a worker that has died; its task gets a `Death` in place of a receipt."""
+        """Remove a dead worker; its task gets a `Death` instead of a receipt."""
         while self._hear(worker):
             pass
         self._forget(worker)
@@ -206,23 +207,23 @@ class Processes:
 
 @final
 class _Starter:
-    """The process that starts workers, seen from the process of the batch.
+    """The starter (the process that starts workers), as the process of the batch handles it.
 
     Parameters
     ----------
     modules : sequence of str
-        What it imports for them.
+        Modules that the starter imports for the workers.
     fork : bool
-        Whether it is forked off this process, and not a fresh interpreter.
+        Whether the starter is forked off this process, rather than a fresh interpreter.
 
     Attributes
     ----------
     control : socket
-        Has something to read when there are `words`.
+        Is readable when there are new `words`.
     has_started : bool
-        Whether it has started a worker.
+        Whether the starter has started a worker.
     is_ended : bool
-        Whether it has said its last word.
+        Whether the starter has closed the connection.
     """
 
     def __init__(self, modules: Sequence[str], *, fork: bool) -> None:
@@ -237,13 +238,13 @@ class _Starter:
     def start(self) -> socket.socket:
         """Ask for a worker, and return the connection to it."""
         ours, theirs = socket.socketpair()
-        # a starter that has just ended cannot take it: `words` then finds the connection closed
+        # sending fails if the starter has just ended; `words` then finds the connection closed
         with theirs, contextlib.suppress(OSError):
             socket.send_fds(self.control, [REQUEST], [theirs.fileno()])
         return ours
 
     def words(self) -> list[dict[str, int]]:
-        """What it has said since: see `analyze.batching.starter`."""
+        """The new messages of the starter, as `analyze.batching.starter` describes them."""
         try:
             data = self.control.recv(1 << 16)
         except OSError:
@@ -254,7 +255,7 @@ class _Starter:
         return [json.loads(line) for line in lines]
 
     def end(self) -> int:
-        """Have it kill its workers and end; return its exit code."""
+        """Make the starter kill its workers and end; return its exit code."""
         self.control.close()
         self._process.join(END_SECONDS)
         if self._process.exitcode is None:
@@ -266,7 +267,7 @@ class _Starter:
 
 @final
 class _Fresh(subprocess.Popen[bytes]):
-    """A fresh interpreter that starts workers, with the methods of `multiprocessing.Process`."""
+    """A starter in a fresh interpreter, with the methods of `multiprocessing.Process`."""
 
     def __init__(self, control: socket.socket, modules: Sequence[str]) -> None:
         super().__init__(
@@ -274,34 +275,34 @@ class _Fresh(subprocess.Popen[bytes]):
             stdin=control.fileno(),
             stdout=2,
             env=environment(),
-            start_new_session=True,  # so that an interrupt from the keyboard reaches this process only
+            start_new_session=True,  # so that an interrupt from the keyboard does not reach the starter
         )
 
     @property
     def exitcode(self) -> int | None:
-        """The exit code, or the negative number of the signal that killed it; None while it runs."""
+        """The exit code, or the negated number of the signal that killed the process; None while it runs."""
         return self.poll()
 
     def join(self, seconds: float) -> None:
-        """Wait for its end, for so long at the most."""
+        """Wait at most `seconds` for its end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(seconds)
 
 
 def _forked(control: socket.socket, ours: socket.socket, modules: Sequence[str]) -> BaseProcess:
-    """A copy of this process that starts workers."""
+    """A starter that is a copy of this process."""
     process = multiprocessing.get_context("fork").Process(target=serve_here, args=(control, ours, modules), daemon=True)
     process.start()
     return process
 
 
 def can_fork_here() -> bool:
-    """Whether a copy of this process is as good for workers as a fresh one: it has one thread, as they must have."""
+    """Whether workers may be forked off this process: it is a command of this project and runs in one thread."""
     return is_own_program() and all(os.environ.get(name) == one for name, one in ONE_THREAD.items()) and is_alone()
 
 
 def environment() -> dict[str, str]:
-    """The environment of a worker: it imports what this process does, and computes in one thread."""
+    """The environment of a worker, which imports from the same paths as this process and computes in one thread."""
     paths = [path for path in sys.path if path]
     ours = str(Path(__file__).resolve().parents[2])
     return os.environ | {
@@ -311,7 +312,7 @@ def environment() -> dict[str, str]:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process has; 0 if they are unknown."""
+    """The resident bytes of memory of a process; 0 if unknown."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""How a batch is followed: a live line on a terminal, one JSON object per part and line where it is not one."""
+"""Shows the progress of a batch: a live line on a terminal, JSON lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REDRAW_SECONDS: Final = 0.1
 
 @final
 class Lines:
-    """JSON lines: the plan, each part that is over, and each retry."""
+    """JSON lines: the plan, each finished part, and each retry."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -39,10 +39,10 @@ class Lines:
 
 @final
 class Live:
-    """A line that is redrawn: how many parts are done, were cached and failed, how many bytes, and the time left.
+    """A line that is redrawn: the numbers of parts that are done, cached and failed, the bytes, and the time left.
 
-    Until a part is over it is redrawn at events only, and then by a thread, too. So a batch begins with one thread, and
-    can fork its workers.
+    Until the first part is finished, the line is redrawn only at events; afterwards a thread redraws it, too. So a
+    batch begins with a single thread, and can fork its workers.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -69,7 +69,7 @@ class Live:
         )
 
     def _move(self, total: int) -> None:
-        """Go on with a bar that a thread redraws."""
+        """Replace the bar by a bar that a thread redraws."""
         self._progress.stop()
         self._is_moving = True
         self._progress = self._bar()
@@ -100,7 +100,7 @@ class Live:
     def _say(self, sentence: str) -> None:
         from rich.text import Text
 
-        self._progress.console.print(Text(sentence))  # as Text, so that brackets in a name are no markup
+        self._progress.console.print(Text(sentence))  # Text, so that brackets in a name are not read as markup
 
     def _told(self, failed: int) -> str:
         return f"{self._cached} cached  {failed} failed  {self._bytes / 1e6:,.0f} MB"

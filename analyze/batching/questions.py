@@ -1,4 +1,4 @@
-"""The subscribers that a batch asks of every trace."""
+"""The subscribers that a batch runs on every trace."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ KNOWN_SCOPES: Final = ("message", "stream", "step")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Question:
-    """A subscriber that is asked of every trace, with the subscribers whose answers it takes.
+    """A subscriber that runs on every trace, with the subscribers whose answers it takes.
 
     Attributes
     ----------
     spec : str
     chain : tuple of str
-        Producers first, itself last.
+        The specs of the producers, and last that of the subscriber itself.
     scope : Scope
         The widest in the chain.
     identity : list
-        Which classes answer, and in which version.
+        The classes of the chain and their versions.
     receivers : tuple of Subscriber
-        The subscribers of the chain, for planning only: they receive no messages.
+        The subscribers of the chain, used for planning only: they receive no messages.
     """
 
     spec: str
@@ -45,7 +45,7 @@ class Question:
 
 
 def questions(specs: Iterable[str]) -> list[Question]:
-    """The questions, one for each subscriber; its chain has those of the others whose answers it takes.
+    """A question for each subscriber; the chain has the other given subscribers whose answers it takes.
 
     Raises
     ------
@@ -54,8 +54,8 @@ def questions(specs: Iterable[str]) -> list[Question]:
     UnknownNameError, TracerError
         What `analyze.parse` raises.
     CaptureError
-        If there is no subscriber, if one needs the model, if subscribers need each other in a circle, or if two produce
-        what a third needs.
+        If there is no subscriber, if a subscriber needs the model, if subscribers need each other in a circle, or if
+        two produce what a third needs.
     """
     made: dict[str, Subscriber] = {}
     for spec in specs:
@@ -86,7 +86,7 @@ def questions(specs: Iterable[str]) -> list[Question]:
 
 
 def _chain(spec: str, made: Mapping[str, Subscriber], consumers: tuple[str, ...]) -> tuple[str, ...]:
-    """A subscriber, after those whose answers it takes; `consumers` are those that take its answers."""
+    """A subscriber, preceded by its producers; `consumers` are the subscribers that take its answers."""
     if spec in consumers:
         circle = ", ".join(consumers[consumers.index(spec) :])
         raise CaptureError(f"these need each other's answers in a circle: {circle}")
@@ -101,7 +101,7 @@ def _chain(spec: str, made: Mapping[str, Subscriber], consumers: tuple[str, ...]
 
 
 def _widest(scopes: Iterable[str]) -> Scope:
-    """The narrowest scope that includes all those of a chain."""
+    """The narrowest scope that includes all scopes of a chain."""
     found = {scope if scope in KNOWN_SCOPES else "everything" for scope in scopes} - {"message"}
     if not found:
         return "message"

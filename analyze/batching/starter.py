@@ -1,11 +1,13 @@
-"""The process that starts the workers of a local batch: it imports once what they need, and forks them.
+"""The starter: a process that imports once what the workers of a local batch need, and forks the workers.
 
-It computes nothing and has one thread, so a process that is forked off it is whole. Where something that is imported
-starts threads of its own, workers are fresh interpreters instead. It is a fresh interpreter itself, or, for a command
-of this project that has one thread, too, forked off that one. Requests come on a connection, which is its stdin: a
-number of four bytes, and with it the connection of the worker that is to be started. It answers with a line of JSON for
-each worker: ``{"started": PID}``, later ``{"ended": PID, "code": CODE}``, where the code is that of
-`os.waitstatus_to_exitcode`. When its connection ends, it kills its workers and ends.
+The starter computes nothing and has one thread, so that it can be forked safely. If an imported module starts threads,
+workers are fresh interpreters instead. The starter itself is a fresh interpreter, or a fork of the process of the batch
+if that is a command of this project with a single thread.
+
+A request comes on the connection to the process of the batch (stdin in a fresh interpreter): the bytes `REQUEST`, sent
+with the connection for the new worker. The starter answers with a line of JSON for each worker: ``{"started": PID}``,
+and later ``{"ended": PID, "code": CODE}``, where the code is that of `os.waitstatus_to_exitcode`. When the connection
+ends, the starter kills its workers and ends.
 
     python -m analyze.batching.starter [MODULE ...]   # modules that are imported for the workers
 """
@@ -27,16 +29,16 @@ from typing import Final, NoReturn
 from analyze.batching.worker import leave_streams, take_stdin, work
 
 REQUEST: Final = b"work"
-"""What asks for a worker."""
+"""The request for a worker."""
 
 
 def main(modules: list[str]) -> NoReturn:
-    """Start workers for the connection that stdin is."""
+    """Serve the connection that is stdin."""
     serve(take_stdin(), modules)
 
 
 def serve_here(control: socket.socket, theirs: socket.socket, modules: Sequence[str]) -> NoReturn:
-    """Start workers, in a process that was forked for it; `theirs` is the end of the connection that is not its own."""
+    """Start workers, in a process that was forked for this; `theirs` is the parent's end of the connection."""
     theirs.close()
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -46,10 +48,10 @@ def serve_here(control: socket.socket, theirs: socket.socket, modules: Sequence[
 
 def serve(control: socket.socket, modules: Sequence[str]) -> NoReturn:
     """Start workers until the connection ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process of the batch is interrupted, and ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process of the batch handles an interrupt, and ends this process
     for name in ("analyze.batching.tasks", *modules):
         importlib.import_module(name)
-    # collections of a forked process would touch, and so copy, all that is imported
+    # garbage collection in a forked process would touch, and so copy, all imported objects
     gc.freeze()
     ends, told = socket.socketpair()
     told.setblocking(False)
@@ -75,7 +77,7 @@ def serve(control: socket.socket, modules: Sequence[str]) -> NoReturn:
 
 
 def _start(connection: int, ours: tuple[socket.socket, ...]) -> int:
-    """Start a worker and return its process id; `ours` are the connections that are not for it."""
+    """Start a worker and return its process id; `ours` are the connections that the worker must not hold."""
     if not is_alone():
         command = [sys.executable, "-m", "analyze.batching.worker"]
         streams = [(os.POSIX_SPAWN_DUP2, connection, 0)]
@@ -90,22 +92,25 @@ def _start(connection: int, ours: tuple[socket.socket, ...]) -> int:
             one.close()
         _forget_chance()
         work(socket.socket(fileno=connection))
-    except BaseException:  # noqa: BLE001 - whatever it is, this process must not go on as its parent
+    except BaseException:  # noqa: BLE001 - the fork must never continue with the code of its parent
         sys.excepthook(*sys.exc_info())
         os._exit(1)
 
 
 def _forget_chance() -> None:
-    """Have the generators of NumPy and torch begin anywhere, as in a fresh process; Python has its own do so."""
+    """Reseed the generators of NumPy and torch at random, as in a fresh process; Python reseeds its own at a fork."""
     import numpy as np
     import torch
 
-    np.random.seed()  # noqa: NPY002 - the one that subscribers of others may draw from
+    np.random.seed()  # noqa: NPY002 - third-party subscribers may draw from the global generator
     torch.default_generator.seed()
 
 
 def is_alone() -> bool:
-    """Whether this process can be forked: no other thread has a lock that none would release, and CUDA is not used."""
+    """Whether this process can be forked safely: it has a single thread, and has not initialised CUDA.
+
+    The lock of another thread would never be released in the fork.
+    """
     try:
         threads = len(os.listdir("/proc/self/task"))
     except OSError:
@@ -115,11 +120,11 @@ def is_alone() -> bool:
 
 
 def _do_nothing(*_: object) -> None:
-    """Be called at a signal: without a handler, Python writes nothing to the descriptor on which `select` waits."""
+    """Handle a signal: without a Python handler, nothing is written to the descriptor on which `select` waits."""
 
 
 def _ended(living: set[int]) -> list[tuple[int, int]]:
-    """The workers that have ended, and their codes; they are taken out of those that live."""
+    """The workers that have ended, and their exit codes; they are removed from `living`."""
     found = []
     for pid in sorted(living):
         with contextlib.suppress(ChildProcessError):
@@ -134,14 +139,14 @@ def _end(living: set[int]) -> NoReturn:
     for pid in living:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-    for pid in living:  # so that the time that they took is counted as that of the batch
+    for pid in living:  # so that their processor time counts as that of the batch
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
     os._exit(0)
 
 
 def _say(control: socket.socket, words: dict[str, int]) -> None:
-    with contextlib.suppress(OSError):  # if the batch is gone, the end of its connection is next
+    with contextlib.suppress(OSError):  # if the batch is gone, `serve` next finds its connection closed
         control.sendall(json.dumps(words).encode() + b"\n")
 
 

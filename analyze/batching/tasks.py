@@ -1,7 +1,7 @@
-"""What a worker of a batch does: replay a part of a trace through subscribers, and write a file for each of them.
+"""The work of a worker: replay a part of a trace through subscribers, and write a file of answers for each unit.
 
-A task and its receipt are JSON, so that any engine can carry them; answers never travel, they are written where they
-are computed. `run` never raises for what is in a trace or a subscriber: the receipt says what went wrong.
+A task and its receipt are JSON, so that any engine can carry them; answers are written where they are computed. An
+error in a trace or a subscriber is reported in the receipt; `run` does not raise it.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ def run(document: Mapping[str, Any]) -> dict[str, Any]:
     Parameters
     ----------
     document : mapping
-        ``task`` (as `analyze.batching.units.Task.document` has it), ``out``, where to write, and ``replace``,
-        whether existing files are replaced.
+        ``task`` (from `analyze.batching.units.Task.document`), ``out`` (the folder), and ``replace`` (whether existing
+        files are replaced).
 
     Returns
     -------
     dict
-        ``outcomes``: for each unit its id, status, rows, seconds, and why it is not ``"computed"``; ``where``.
+        ``outcomes`` (for each unit the fields of `analyze.batching.units.Outcome`), and ``where`` (host and process).
     """
     import torch
 
     task = Task.of(document["task"])
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a worker has one processor; set here, because not every engine sets it
+    torch.set_num_threads(1)  # a worker has one processor; not every engine limits the threads
     try:
         with folder_at(document["out"]) as folder:
             outcomes = _run(task, folder, bool(document["replace"]))
@@ -69,17 +69,16 @@ def run(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run(task: Task, folder: Folder, replace: bool) -> list[Outcome]:
-    """Compute the units together; if any of them fails, compute each by itself."""
+    """Compute the units together; if a unit fails, compute each by itself, so that it does not spoil the others."""
     if len(task.units) > 1 and not task.units[0].other:
         outcomes = _attempt(task, task.units, folder, replace)
         if all(one.status == "computed" for one in outcomes):
             return outcomes
-    # Each unit by itself, so that one that fails does not spoil the others.
     return [outcome for unit in task.units for outcome in _attempt(task, (unit,), folder, replace)]
 
 
 def _attempt(task: Task, units: Sequence[Unit], folder: Folder, replace: bool) -> list[Outcome]:
-    """Compute units in one reading of the trace, and write their answers."""
+    """Compute units in one pass over the trace, and write their answers."""
     began = time.perf_counter()
     heard: list[Heard] = []
     status, reason, told = _hear(task, units, heard)
@@ -87,14 +86,14 @@ def _attempt(task: Task, units: Sequence[Unit], folder: Folder, replace: bool) -
     is_kept = bool(heard) and (status == "computed" or (status == "damaged" and len(units) == 1))
     if not is_kept:
         return [Outcome(unit.id, status, 0, spent / len(units), reason, told) for unit in units]
-    # the time of reading is shared by all units
+    # each unit is charged an equal part of the time of reading
     shared = max(spent - sum(one.seconds for one in heard), 0.0) / len(units)
     outcomes = []
     for unit, one in zip(units, heard, strict=True):
         seconds = one.seconds + shared
         try:
             rows = one.answers.write(folder, task.run, seconds, complete=status == "computed", replace=replace)
-        except Exception as error:  # noqa: BLE001 - such as a full disk, or an answer that no table holds
+        except Exception as error:  # noqa: BLE001 - such as a full disk, or an answer that does not fit in a table
             why = f"the answers cannot be written: {error}"
             outcomes.append(Outcome(unit.id, "failed", 0, seconds, why, traceback.format_exc()))
         else:
@@ -114,18 +113,18 @@ def _hear(task: Task, units: Sequence[Unit], heard: list[Heard]) -> tuple[str, s
                 else:
                     _replay(task, units, whole.of_rank(units[0].rank), heard)
             except TraceCorruptError as error:
-                reason = str(error)  # the answers to what came before the damage are right
+                reason = str(error)  # the answers to the data before the damage are right
                 if len(units) == 1 and not units[0].other:
                     reason += _salvage(task, units[0], whole.of_rank(units[0].rank), heard)
                 return "damaged", reason, ""
-    except Exception as error:  # noqa: BLE001 - a subscriber, a file or a library may raise anything; the rest goes on
+    except Exception as error:  # noqa: BLE001 - a subscriber, a file or a library may raise anything; the other tasks continue
         notes = "; ".join(getattr(error, "__notes__", ()))
         return "failed", sentence_of(error) + (f" ({notes})" if notes else ""), traceback.format_exc()
     return "computed", "", ""
 
 
 def _replay(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[Heard]) -> None:
-    """Replay what the units read through their subscribers, and append their answers to `heard`, unit by unit."""
+    """Replay what the units read, and append the answers of their subscribers to `heard`, unit by unit."""
     chains = list(dict.fromkeys(spec for unit in units for spec in unit.chain))
     for question in questions(chains):
         for unit in units:
@@ -143,7 +142,7 @@ def _listen(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[
     timed = {spec: Timed(one, modules, answers) for spec, one in made.items()}
     heard += [Heard(unit, made[unit.spec], timed[unit.spec]) for unit in units]
     filters, rank = replace(task.filters, steps=share.steps), units[0].rank
-    # the plan has seen that the trace has all that is needed; if some modules lack it, nothing is answered about them
+    # the plan has checked that the trace has the data; modules that lack it have no answers
     some = len(units) == 1 and share.modules is not None
     if some and wanted_of(reader, Audience([*timed.values(), *heard]), filters, rank).missing:
         return
@@ -151,7 +150,7 @@ def _listen(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[
 
 
 def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[Heard]) -> str:
-    """Replay smaller and smaller shares of a damaged unit, as its scope allows, until only those that are damaged fail.
+    """Replay smaller and smaller shares of a damaged unit, as its scope allows, until only damaged shares fail.
 
     The answers replace those in `heard`. Returns a clause that says what is missing.
     """
@@ -186,7 +185,7 @@ def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[Heard]) ->
 
 
 def _pieces(unit: Unit, asked: Asked, *, by_module: bool) -> list[Any]:
-    """What a unit can be cut into: its modules, or its steps."""
+    """The pieces that a unit can be cut into: its modules, or its steps."""
     found: set[int] = set()
     for due, rows, _ in asked.costs(_share(unit)):
         of_row = due.window.journal[rows, Column.STREAM if by_module else Column.GLOBAL_STEP]
@@ -197,14 +196,14 @@ def _pieces(unit: Unit, asked: Asked, *, by_module: bool) -> list[Any]:
 
 
 def _share_of(unit: Unit, pieces: Sequence[Any], *, by_module: bool) -> Share:
-    """Some of its pieces that follow each other, as one share."""
+    """The share of consecutive pieces of a unit."""
     if by_module:
         return Share(modules=tuple(pieces), steps=unit.steps)
     return Share(modules=unit.modules, steps=(pieces[0], pieces[-1] + 1, stride_of(unit.steps) or 1))
 
 
 def _compared(task: Task, unit: Unit, one: TraceReader) -> Heard:
-    """The answers of a comparison of two traces, layer by layer."""
+    """The answers of a unit that compares two traces, layer by layer."""
     (question,) = questions([unit.spec])
     with TraceReader(unit.other) as other:
         views = one.of_rank(unit.rank), other.of_rank(unit.other_rank)
@@ -218,7 +217,7 @@ def _compared(task: Task, unit: Unit, one: TraceReader) -> Heard:
 
 
 def _check_unchanged(unit: Unit, digest: str) -> None:
-    """Raise `TraceError` if a trace or a subscriber has changed since the plan: the digest is not that in the id."""
+    """Raise `TraceError` if the digest is not that in the id: a trace or the subscriber has changed since planning."""
     if not unit.id.endswith(f"-{digest}"):
         raise TraceError(
             f"{unit.title} or the source of {unit.spec} is not what it was when the batch was planned: plan it again"
@@ -237,15 +236,15 @@ def _share(unit: Unit) -> Share:
 
 @final
 class Timed(Around):
-    """Wraps a subscriber: it receives messages of some modules only, and its time is measured.
+    """Wraps a subscriber, passes it only messages of some modules, and measures its time.
 
     Parameters
     ----------
     inner : Subscriber
     modules : set of str or None, optional
-        The modules whose messages it receives; None for all.
+        The modules whose messages the subscriber receives; None for all.
     answers : set of str
-        The kinds of other subscribers' answers, which it receives for all modules.
+        The kinds of answers of other subscribers, which the subscriber receives for all modules.
     """
 
     def __init__(self, inner: Subscriber, modules: Set[Module] | None, answers: Set[str]) -> None:
@@ -273,7 +272,7 @@ class Timed(Around):
         return self._measured(self.inner.finish())
 
     def _measured(self, answers: Iterable[_Answer] | None) -> tuple[_Answer, ...]:
-        """The answers as a tuple, because a subscriber may compute them only while they are iterated."""
+        """The answers as a tuple, because a subscriber may compute them lazily, while they are iterated."""
         began = time.perf_counter()
         found = tuple(answers or ())
         self.seconds += time.perf_counter() - began
@@ -282,7 +281,7 @@ class Timed(Around):
 
 @final
 class Heard(Receiver):
-    """A receiver that keeps the answers of a unit's subscriber.
+    """Collects the answers of a unit's subscriber.
 
     Parameters
     ----------
@@ -303,7 +302,7 @@ class Heard(Receiver):
 
     @property
     def seconds(self) -> float:
-        """How long the subscriber took, where that was measured."""
+        """How long the subscriber took; 0 if it was not measured."""
         return 0.0 if self._timed is None else self._timed.seconds
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""Finds the traces that paths, globs, folders, URLs and files with lists of them name."""
+"""Finds the traces that are named by paths, globs, folders, URLs and lists of these in files."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ _COMMENT: Final = re.compile(r"(^|[ \t])#.*", re.DOTALL)
 
 
 def find_traces(sources: Anywhere | Iterable[Anywhere], *, outside: Anywhere | None = None) -> list[str]:
-    """The traces that some sources name, each once, in their order.
+    """The traces that the sources name, each once, in their order.
 
     Parameters
     ----------
     sources : path, URL or iterable of them
-        A trace; a glob (``runs/*.zarr``, ``runs/**/*.h5``; in a URL in its last part only); a folder or its URL, which
-        stands for all traces below it; or ``@list.txt``, a file in UTF-8 with one of these on each line. Lines end
-        with LF or CRLF. A ``#`` at the start of a line, or after a space or a tab, begins a comment; in a name it is
-        part of the name.
+        A trace; a glob (``runs/*.zarr``, ``runs/**/*.h5``; in a URL only its last part may be a glob); a folder or its
+        URL, which stands for all traces below it; or ``@list.txt``, a UTF-8 file with a source on each line. Lines end
+        with LF or CRLF. A ``#`` at the start of a line, or after a space or a tab, begins a comment; anywhere else it
+        is part of the name.
     outside : path or URL, optional
-        A folder whose traces are left out: that of the results.
+        A folder whose traces are left out, such as the folder of the results.
 
     Returns
     -------
     list of str
-        Paths as they are named, or below the folder as it is named.
+        Paths as they are given, or below the folder as it is given.
 
     Raises
     ------
     CaptureError
         If a source names no trace, or a list lists itself.
     TraceNotFoundError
-        If a list, or a path that is not in a list, is not there. Paths in lists are checked when they are planned.
+        If a list, or a path that is not in a list, does not exist. Paths in lists are checked in planning.
     """
     if isinstance(sources, (str, os.PathLike, Url)):
         sources = [sources]
@@ -97,7 +97,7 @@ def _listed(name: str, lists: tuple[str, ...]) -> Iterator[str]:
     if name in lists:
         raise CaptureError(f"the list of traces {name} lists itself")
     try:
-        # split at \n only, because a name may have the other characters at which Python ends lines; utf-8-sig drops a
+        # split at \n only, because a name may have other characters that `str.splitlines` splits at; utf-8-sig drops a
         # byte order mark
         lines = Path(name).read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -110,7 +110,7 @@ def _listed(name: str, lists: tuple[str, ...]) -> Iterator[str]:
 
 
 def _below(folder: Path) -> Iterator[str]:
-    """The traces in a folder and the folders in it; other arrays and groups of Zarr are left out."""
+    """The traces in a folder and its subfolders; Zarr arrays and groups of other formats are left out."""
     try:
         entries = sorted(os.scandir(folder), key=lambda one: one.name)
     except PermissionError as error:
@@ -128,13 +128,13 @@ def _below(folder: Path) -> Iterator[str]:
 
 
 def _is_part(path: Path) -> bool:
-    """Whether a file holds a part of the trace that is in a file beside it: ``run.rank1.h5`` beside ``run.h5``."""
+    """Whether a file is a part of a trace in the same folder: ``run.rank1.h5`` belongs to ``run.h5``."""
     whole = whole_of(path.name)
     return whole is not None and path.with_name(whole).exists()
 
 
 def _is_other(path: Path) -> bool:
-    """Whether a path is no trace, not even a damaged one: a group or array of Zarr with another format's attributes."""
+    """Whether a path is a Zarr group or array of another format, rather than a trace or a damaged trace."""
     if not path.is_dir():
         return False
     try:
@@ -166,7 +166,7 @@ def _at_url(text: str) -> Iterator[str]:
 def _below_url(url: Url, *, deep: bool = True) -> Iterator[str]:
     if url.is_web:
         raise CaptureError(f"{url}: an http server has no list of what is there; name each trace")
-    from tracer.stores.objects.client import Objects  # here, because obstore may not be installed
+    from tracer.stores.objects.client import Objects  # imported here, because obstore may not be installed
 
     with closing(Objects(url)) as objects:
         names = sorted(objects.names())

@@ -1,8 +1,8 @@
-"""What a batch is made of, as values: units, tasks, outcomes and failures.
+"""The values that a batch consists of: units, tasks, outcomes and failures.
 
-A `Unit` is the share of one subscriber in one trace that is computed and stored as a whole. Its id is made of all that
-its answers depend on, so a unit that is there need not be computed again. A `Task` is what a worker does at once: units
-that read the same messages, which are then read once.
+A `Unit` is the share of one subscriber in one trace that is computed and stored as a whole. Its id is a digest of
+everything that its answers depend on, so that a stored unit need not be computed again. A `Task` groups units that read
+the same messages, so that a worker reads these once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 
 SCHEMA: Final = 2
-"""Raised whenever the format of part files changes, so that parts of another release are not taken for this one's."""
+"""Raised whenever the format of part files changes, so that parts of another release are not reused."""
 Module: TypeAlias = str | None
-"""A module's dotted path; None stands for the network."""
+"""A module's dotted path; None is the network."""
 Pairs: TypeAlias = Literal["all", "first"]
-"""Which runs are compared: each two, or each with the first."""
+"""Which runs are compared: every two, or each with the first."""
 
 
 def stride_of(steps: Steps | None) -> int | None:
@@ -39,21 +39,21 @@ class Unit:
     Attributes
     ----------
     id : str
-        A digest of its question (trace, rank and subscriber, as text), a dash, and a digest of all that its answers
-        depend on. Units with the same first half answer the same question; those that a new plan no longer has are out
-        of date.
+        A digest of its question (trace, rank and subscriber, as text), a dash, and a digest of everything that its
+        answers depend on. Units with the same first half answer the same question; a stored unit is outdated if a new
+        plan has its question but not its id.
     spec : str
         The subscriber, as `analyze.parse` reads it.
     chain : tuple of str
-        The subscribers whose answers it takes, producers first, and itself.
+        The subscribers whose answers `spec` takes, producers first, and `spec` itself.
     trace : str
     rank : int
     modules : tuple of (str or None), or None
-        It reads observed messages of these modules only (None among them is the network); None for all modules.
+        The modules whose observed messages are read (None among them is the network); None for all modules.
     steps : (start, stop, stride) or None
-        Only these global steps; None for all.
+        The global steps that are read; None for all.
     messages, bytes : int
-        How many messages and bytes it reads.
+        The numbers of messages and bytes that are read.
     other : str
         The trace that the layers of `trace` are compared with; empty if nothing is compared.
     other_rank : int
@@ -74,18 +74,18 @@ class Unit:
 
     @property
     def cell(self) -> str:
-        """The digest of its question: the first half of its id."""
+        """The digest of the question: the first half of the id."""
         return self.id.partition("-")[0]
 
     @property
     def title(self) -> str:
-        """The trace's name in the table; that of a pair is ``one|other``."""
+        """The name of the trace in the table; ``one|other`` for a pair."""
         return f"{self.trace}|{self.other}" if self.other else self.trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a plan knows of a trace; its run's id, creation time and status go into each row of the answers."""
+    """The description of a trace in a plan; the run's id, creation time and status go into each row of the answers."""
 
     trace: str
     run_id: str
@@ -111,12 +111,12 @@ class Run:
 
     @property
     def ended(self) -> str:
-        """How the run ended: finished or failed; unfinished for every other status, which may still change."""
+        """``"finished"`` or ``"failed"``; ``"unfinished"`` for every other status, which may still change."""
         status = self.status.partition(":")[0]
         return status if status in ("finished", "failed") else "unfinished"
 
     def beside(self, other: Run) -> Run:
-        """Two runs that are compared, as one: the values of both, with a bar between them."""
+        """A pair of compared runs as one run: the values of both, separated by a bar."""
         return Run(
             trace=f"{self.trace}|{other.trace}",
             run_id=f"{self.run_id}|{other.run_id}",
@@ -129,7 +129,7 @@ class Run:
 
 
 class Outcome(NamedTuple):
-    """What became of a unit: its status is ``"computed"``, or one of those of `Failure`."""
+    """The result of a unit: its status is ``"computed"``, or a status of `Failure`."""
 
     unit: str
     status: str
@@ -141,7 +141,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What was asked and could not be answered, and why, without secrets (see `tracer.secrets`).
+    """A question that could not be answered, and why; secrets are masked (see `tracer.secrets`).
 
     Attributes
     ----------
@@ -150,11 +150,11 @@ class Failure:
         The subscriber; empty if the trace itself could not be opened.
     rank : int or None
     unit : str
-        Id of the unit; empty if there was no plan.
+        The id of the unit; empty if planning failed.
     status : str
-        ``"unplanned"``: planning found it, before data was read; ``"failed"``: the subscriber raised; ``"damaged"``:
-        the trace is damaged, and the answers to what can be read are there; ``"killed"``: the process that computed it
-        died.
+        ``"unplanned"``: planning failed, before data was read; ``"failed"``: the subscriber raised an error;
+        ``"damaged"``: the trace is damaged, and only the readable part has answers; ``"killed"``: the process that
+        computed the unit died.
     reason : str
         A sentence.
     where : str
@@ -186,13 +186,13 @@ class Failure:
         )
 
     def __post_init__(self) -> None:
-        for name in ("trace", "reason", "traceback"):  # these are printed and written to files
+        for name in ("trace", "reason", "traceback"):  # they are printed and written to files
             object.__setattr__(self, name, masked_text(getattr(self, name)))
 
 
 @dataclass(slots=True, kw_only=True)
 class TracePlan:
-    """What is to be done with one trace."""
+    """The units to compute for one trace, and its failures; `run` is None if the trace cannot be opened."""
 
     run: Run | None
     units: list[Unit] = field(default_factory=list)
@@ -201,7 +201,7 @@ class TracePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Units that one worker computes in one reading of a trace."""
+    """Units that a worker computes in one pass over a trace."""
 
     units: tuple[Unit, ...]
     run: Run
@@ -209,11 +209,11 @@ class Task:
 
     @property
     def bytes(self) -> int:
-        """The most bytes that it reads."""
+        """The bytes of the largest unit."""
         return max(unit.bytes for unit in self.units)
 
     def only(self, *units: Unit) -> Task:
-        """The same task with some of its units only."""
+        """The same task with the given units only."""
         return replace(self, units=units)
 
     def document(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class Task:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Task:
-        """The task in a document."""
+        """The task that `document` describes."""
         return cls(
             units=tuple(Unit(**_with_tuples(one)) for one in document["units"]),
             run=Run(**_with_tuples(document["run"])),
@@ -235,7 +235,7 @@ def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sentence_of(error: Exception) -> str:
-    """The message of an error; if its class is not of this project, the name of the class comes first."""
+    """The message of an error, preceded by the name of its class unless it is an error of this project."""
     return str(error) if isinstance(error, TracerError) else f"{type(error).__name__}: {error}"
 
 

@@ -1,4 +1,4 @@
-"""The tasks of a batch while an engine computes them."""
+"""Runs the tasks of a batch on an engine."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from analyze.batching.units import Failure, Outcome, Task, Unit
 
 @final
 class Work:
-    """The tasks of a plan while they are computed, and what became of them.
+    """Runs the tasks of a plan, retries tasks whose worker died, and counts the outcomes.
 
     Parameters
     ----------
     planned : BatchPlan
     folder : Folder
-        Where the answers go.
+        The folder that the answers are written to.
     say : callable
-        Is called with an event for each part that is over, and for each retry.
+        Is called with an event for each finished part, and for each retry.
     force : bool
         Whether existing parts are replaced.
 
     Attributes
     ----------
     failures : list of Failure
-        What could not be answered, including what planning found.
+        What could not be answered, including the failures of planning.
     computed, parts : int
-        How many units were computed, and how many are to be computed in all.
+        The number of computed units so far, and the number of all units to compute.
     seconds : dict of str to list
-        By subscriber: the seconds, the bytes and the parts that were computed.
+        For each subscriber: the seconds, the bytes and the number of computed parts.
     """
 
     def __init__(self, planned: BatchPlan, folder: Folder, say: Progress, force: bool) -> None:
@@ -44,7 +44,7 @@ class Work:
         self._done = self._failed = 0
         self._tasks: dict[str, Task] = {}
         self._tried: set[str] = set()
-        # tasks to be tried again alone, when all others are done
+        # tasks to retry alone, when all other tasks are done
         self._later: list[Task] = []
 
     def run(self, engine: Engine) -> None:
@@ -67,7 +67,7 @@ class Work:
         engine.submit(key, {"task": task.document(), "out": str(self._folder), "replace": self._force})
 
     def _mourn(self, engine: Engine, task: Task, death: Death) -> None:
-        """Retry a task that a worker died of: each unit by itself; a single unit once more, maybe after all others."""
+        """Retry a task whose worker died: each unit by itself; a single unit once more, alone if `death` says so."""
         tried = task.units[0].id in self._tried
         if len(task.units) > 1:
             self._say({"event": "retry", "trace": task.run.trace, "reason": death.reason, "parts": len(task.units)})
@@ -85,7 +85,7 @@ class Work:
             self._count(task.units[0], Outcome(task.units[0].id, "killed", reason=reason))
 
     def _take(self, task: Task, receipt: Mapping[str, Any]) -> None:
-        """Note what became of the units of a task that was done."""
+        """Count the outcomes of the units of a task."""
         units = {unit.id: unit for unit in task.units}
         for outcome in (Outcome(**one) for one in receipt["outcomes"]):
             unit = units[outcome.unit]
@@ -95,7 +95,7 @@ class Work:
             self._count(unit, outcome, receipt["where"])
 
     def _count(self, unit: Unit, outcome: Outcome, where: str = "") -> None:
-        """Count a unit that is over, and report it."""
+        """Count a finished unit, and report it."""
         self._done += 1
         if outcome.status == "computed":
             self.computed += 1

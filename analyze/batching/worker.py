@@ -1,7 +1,7 @@
-"""The process that computes tasks of a local batch: they come on a connection, and their receipts go back on it.
+"""The worker: a process that receives the tasks of a local batch on a connection, and sends their receipts back.
 
-A line is a task or a receipt, as JSON. What subscribers print goes to stderr. The process ends at once when the
-connection ends, because the process that opened it is then gone.
+Each line is a task or a receipt, as JSON. What subscribers print goes to stderr. The worker ends at once when the
+connection ends, because the process of the batch is then gone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import NoReturn
 
 
 def work(connection: socket.socket) -> NoReturn:
-    """Compute tasks until the connection ends; then the process ends, too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process of the batch is interrupted, and ends this one
+    """Compute tasks until the connection ends, and with it this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process of the batch handles an interrupt, and ends this process
     tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, tasks), daemon=True).start()
     from analyze.batching.tasks import run
@@ -35,14 +35,14 @@ def _listen(connection: socket.socket, tasks: queue.SimpleQueue[bytes]) -> None:
 
 
 def take_stdin() -> socket.socket:
-    """The connection that stdin is; see `leave_streams` for what then becomes of that."""
+    """The connection that is stdin; `leave_streams` then redirects stdin."""
     connection = socket.socket(fileno=os.dup(0))
     leave_streams()
     return connection
 
 
 def leave_streams() -> None:
-    """Have nothing on stdin, and on stderr what is written to stdout: those belong to the process of the batch."""
+    """Make stdin empty and redirect stdout to stderr, because both belong to the process of the batch."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

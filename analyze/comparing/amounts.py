@@ -1,4 +1,4 @@
-"""How far two arrays are apart: bit for bit, by how much, where most, and whether a tolerance allows it."""
+"""Measures how two arrays differ: bitwise, by how much, where most, and whether a tolerance allows it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 _BITS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _ISOLATED: Final = 0.01
-"""A difference is isolated if so small a share of the elements carries it."""
+"""A difference is isolated if at most this share of the elements carries it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,30 +21,30 @@ class Amount:
     Attributes
     ----------
     elements : int
-        How many elements differ in a bit; NaN is the same as NaN.
+        The number of elements that differ in a bit; NaN equals NaN.
     of : int
-        How many elements there are.
+        The number of all elements.
     largest : float
-        The largest absolute difference; infinite where one number is finite and the other is not.
+        The largest absolute difference; infinite if one number is finite and the other is not.
     relative : float
-        The norm of the difference, divided by the norm of the first array; infinite where that is zero.
+        The norm of the difference, divided by the norm of the first array; infinite if that norm is zero.
     place : tuple of int
-        Where the difference is largest.
+        The index of the largest difference.
     here, there : numpy scalar
         The two numbers at that place.
     beyond : bool
         Whether an element differs by more than the tolerance allows.
     signs : bool
-        Whether zeros of another sign are all that differs.
+        Whether the arrays differ only in the signs of zeros.
     switched : bool
         Whether few elements carry the difference, and each of them is exactly zero in one array and not in the other.
     shapes : tuple of two shapes, or None
-        Where the shapes differ; nothing else is known then.
+        Both shapes, if they differ; all attributes but `beyond` are then not set.
     by : str
-        ``"data"``, or ``"hash"`` or ``"statistics"`` where only that was there to compare. Then `relative` is a bound
-        from below, or NaN if nothing is known, and of the elements nothing is.
+        What was compared: ``"data"``, or ``"hash"`` or ``"statistics"`` if a trace lacks the data. Without data,
+        `relative` is a lower bound, or NaN if unknown, and the attributes about elements are not set.
     statistics : tuple of (str, float, float)
-        The statistics that differ, and their values in both; empty where none do, or none were there.
+        The statistics that differ, and their values in both arrays; empty if none differ or are known.
     """
 
     elements: int = 0
@@ -63,7 +63,7 @@ class Amount:
 
     @property
     def far(self) -> str:
-        """The relative difference in few characters; of a bound from below, so; empty if nothing is known."""
+        """The relative difference in few characters, with ``≥`` if it is a lower bound; empty if unknown."""
         if self.shapes is not None or math.isnan(self.relative):
             return ""
         return f"{'' if self.by == 'data' else '≥'}{self.relative:.2g}"
@@ -78,14 +78,14 @@ class Amount:
         if self.of == 1:
             return f"{self.here!s} and {self.there!s}, relative difference {self.relative:.2g}"
         where = ", ".join(map(str, self.place))
-        # by !s, because a float32 that is formatted is a float64 first, and has other digits
+        # !s, because formatting converts a float32 to float64, which has other digits
         return (
             f"{self.elements:,} of {self.of:,} elements differ, relative difference {self.relative:.2g}, at most "
             f"{self.largest:.2g} at [{where}]: {self.here!s} and {self.there!s}"
         )
 
     def _of_summaries(self) -> str:
-        """What hashes and statistics tell."""
+        """The difference in words, for a comparison of hashes or statistics."""
         told = "the hashes differ" if self.by == "hash" else "the statistics differ"
         some = [f"{name} {a:.9g} and {b:.9g}" for name, a, b in self.statistics[:2]]
         told += f": {', '.join(some)}" if some else ""
@@ -95,15 +95,15 @@ class Amount:
 
 
 def amount(one: NDArray[Any], other: NDArray[Any], rtol: float = 0.0, atol: float = 0.0) -> Amount | None:
-    """How two arrays differ; None if they are the same.
+    """Measure how two arrays differ; None if they are the same.
 
     Parameters
     ----------
     one, other : numpy.ndarray
-        Of dtypes that may differ; they are then compared as numbers, and else bit for bit.
+        Arrays of the same dtype are compared bitwise, of different dtypes as numbers.
     rtol, atol : float
-        An element is allowed to differ by ``atol + rtol * abs(one)``. A number that is finite in one array only never
-        is.
+        An element may differ by ``atol + rtol * abs(one)``. A number that is finite in only one array is always beyond
+        the tolerance.
 
     Examples
     --------
@@ -147,7 +147,7 @@ def amount(one: NDArray[Any], other: NDArray[Any], rtol: float = 0.0, atol: floa
 
 
 def _differing(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_] | None:
-    """Which elements of two vectors differ; None if none does."""
+    """A mask of the elements of two vectors that differ; may be None if none differs."""
     apart: NDArray[np.bool_]
     if a.dtype != b.dtype:
         wide_a, wide_b = _wide(a), _wide(b)
@@ -172,9 +172,9 @@ def _wide(x: NDArray[Any]) -> NDArray[Any]:
 
 
 def _apart(x: NDArray[Any], y: NDArray[Any]) -> NDArray[np.float64]:
-    """The absolute difference of numbers that are not the same; infinite where only one of them is finite."""
+    """The absolute differences of numbers that differ; infinite where only one number is finite."""
     if x.dtype == y.dtype and x.dtype.kind in "iu":
-        # of large integers, float64 would lose the difference
+        # float64 would lose the difference of large integers
         unsigned = _BITS[x.dtype.itemsize]
         exact = np.subtract(np.maximum(x, y).view(unsigned), np.minimum(x, y).view(unsigned))
         return exact.astype(np.float64)  # type: ignore[no-any-return] # of numpy
@@ -184,7 +184,7 @@ def _apart(x: NDArray[Any], y: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _relative(size: float, a: NDArray[Any]) -> float:
-    """The norm of a difference, divided by that of the finite numbers of an array."""
+    """`size`, the norm of a difference, divided by the norm of the finite numbers of `a`."""
     if size == 0.0 or math.isinf(size):
         return size
     whole = _wide(a)
@@ -196,7 +196,7 @@ def _relative(size: float, a: NDArray[Any]) -> float:
 
 
 def _norm(x: NDArray[np.float64]) -> float:
-    """The Euclidean norm of real numbers, without overflow; NaN or infinite where one of them is."""
+    """The Euclidean norm of real numbers, without overflow; NaN or infinite if a number is."""
     squared = float(np.dot(x, x))
     if 1e-280 < squared < math.inf:
         return math.sqrt(squared)
@@ -207,14 +207,14 @@ def _norm(x: NDArray[np.float64]) -> float:
 
 
 def _switched(apart: NDArray[np.float64], norm: float, x: NDArray[Any], y: NDArray[Any], size: int) -> bool:
-    """As `Amount.switched`."""
+    """Whether the difference is as `Amount.switched` describes."""
     most = max(2.5, _ISOLATED * size)
     largest = float(apart.max())
     if largest == 0.0 or math.isinf(largest) or (norm / largest) ** 2 > most:
         return False
     energy = np.square(apart / largest)
     total = float(energy.sum())
-    # how many elements of equal differences would have these moments; at least (norm / largest)²
+    # the number of elements of equal difference that would have these moments; at least (norm / largest)²
     if total**2 / float(np.square(energy).sum()) > most:
         return False
     on_and_off = (x == 0) != (y == 0)

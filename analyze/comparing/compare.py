@@ -1,4 +1,4 @@
-"""The same layers of two recorded runs, step by step, over the same datapoints."""
+"""Compares the layers of two recorded runs, step by step, on the same datapoints."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ def compare(
     *,
     steps: Steps | None = None,
 ) -> Results:
-    """How similar each layer of one run is to the same layer of another, at each step that both have.
+    """The similarity of each layer of a run to the same layer of another run, at each common step.
 
     Parameters
     ----------
     one, other : path, URL or TraceReader
-        Two traces with activations of the same datapoints in the same order: the same probe.
+        Two traces with activations of the same datapoints in the same order, such as those of a probe.
     subscribers : str or subscriber, or several
-        Which similarities, of which kind, tag and modules: ``"svcca:threshold=0.9"``. Their `against` is ignored: this
-        function compares each layer with that of the other run.
+        The similarities, with their kind, tag and modules: ``"svcca:threshold=0.9"``. Their `against` is ignored,
+        because each layer is compared with the same layer of the other run.
     steps : (start, stop) or (start, stop, stride), optional
-        Only these global steps.
+        The global steps to compare; by default all.
 
     Returns
     -------
     Results
-        A row for each number, at the step, module, call and leaf that both have; the trace is called ``one|other``. If
-        the runs have several ranks, each rank that both have is compared with that of the same number.
+        A row for each number, at each common step, module, call and leaf; the trace is called ``one|other``. If the
+        runs have several ranks, each common rank is compared.
 
     Raises
     ------
     CaptureError
-        If a trace has nothing that a subscriber takes, if the labels or the sampling of the traces differ, so that
-        their datapoints are not the same, or if the traces have no step of a layer in common.
+        If a trace lacks what a subscriber takes, if the labels or the sampling of the traces differ, so that their
+        datapoints differ, or if the traces have no step of a layer in common.
     MessageError
         If a subscriber does not compare layers.
 
@@ -93,10 +93,10 @@ def compare(
 
 
 def _ranks(one: TraceReader, other: TraceReader, measure: Similarity) -> list[tuple[int, int]]:
-    """Which ranks of two traces are compared.
+    """The pairs of ranks that are compared.
 
-    If no rank of a trace has all that the subscriber needs, its first rank is taken, and `aligned` raises what is
-    missing.
+    If no rank of a trace has all that the subscriber needs, the first rank is taken, so that `aligned` raises an error
+    that says what is missing.
 
     Raises
     ------
@@ -115,13 +115,13 @@ def _ranks(one: TraceReader, other: TraceReader, measure: Similarity) -> list[tu
 
 
 def _lacking(reader: TraceReader, measure: Similarity) -> list[str]:
-    """What a trace lacks that a subscriber needs, in sentences."""
+    """Sentences about what a subscriber needs and a trace lacks."""
     offered = [(stream.kind, stream.module, stream.tag) for stream in reader.streams]
     return unmet([measure], offered, str(reader.path))
 
 
 def observed(reader: TraceReader, measure: Similarity, steps: Steps | None) -> Iterator[Message]:
-    """The messages of a trace that a subscriber takes, with what it keeps of their data."""
+    """The messages of a trace that a subscriber takes, reduced to the data that it keeps."""
     subscription = measure.subscriptions[0]
     chosen = _taken(reader, measure)
     for message in reader.messages(streams=[stream.id for stream in chosen], steps=steps):
@@ -138,11 +138,11 @@ _Key = tuple[str | None, str, int, str, int]
 
 
 def _matched(one: Iterator[Message], other: Iterator[Message]) -> Iterator[tuple[Message, Message]]:
-    """The messages of both at the same layer and step; only messages of the current steps are kept in memory."""
+    """Pairs of messages of the same layer and step; only messages of the current steps are held in memory."""
     waiting: tuple[dict[_Key, Message], dict[_Key, Message]] = ({}, {})
     sources, ended, at = (one, other), [False, False], [-1, -1]
     while not all(ended):
-        # the one that is behind is read next, so that both stay at about the same step
+        # read the source that is behind, so that both stay at about the same step
         side = 0 if ended[1] or (not ended[0] and at[0] <= at[1]) else 1
         message = next(sources[side], None)
         if message is None:
@@ -163,12 +163,12 @@ def _matched(one: Iterator[Message], other: Iterator[Message]) -> Iterator[tuple
 
 @contextlib.contextmanager
 def aligned(traces: Sequence[Anywhere | TraceReader], measure: Similarity) -> Iterator[list[TraceReader]]:
-    """Readers of traces that have what a subscriber takes, of the same datapoints as far as labels and sampling tell.
+    """Open traces, and check that they have what a subscriber takes and that labels and sampling agree.
 
     Raises
     ------
     CaptureError
-        If a trace lacks it or has several ranks, or if the datapoints differ.
+        If a trace lacks what the subscriber takes or has several ranks, or if the datapoints differ.
     """
     with contextlib.ExitStack() as stack:
         readers = [stack.enter_context(opened(trace, None)) for trace in traces]
@@ -189,9 +189,9 @@ def aligned(traces: Sequence[Anywhere | TraceReader], measure: Similarity) -> It
 
 
 def _samplings(reader: TraceReader, measure: Similarity) -> dict[tuple[str, str | None, str, str], set[str]]:
-    """How the messages that a subscriber takes were sampled: of each kind, module, tag and leaf, in words.
+    """The samplings, in words, of each kind, module, tag and leaf that a subscriber takes.
 
-    There are several where a recording was resumed with another capture.
+    There are several if a recording was resumed with another capture.
     """
     found: dict[tuple[str, str | None, str, str], set[str]] = {}
     for one in _taken(reader, measure):
@@ -201,7 +201,7 @@ def _samplings(reader: TraceReader, measure: Similarity) -> dict[tuple[str, str 
 
 
 def _check_alike(one: TraceReader, other: TraceReader, measure: Similarity) -> None:
-    """Raise `CaptureError` if two traces were sampled differently, or the labels of their datapoints differ."""
+    """Raise `CaptureError` if the sampling of two traces differs, or the labels of their datapoints."""
     mine, theirs = _samplings(one, measure), _samplings(other, measure)
     tags = set()
     for (kind, module, tag, leaf), sampled in mine.items():
@@ -224,7 +224,7 @@ def _check_alike(one: TraceReader, other: TraceReader, measure: Similarity) -> N
 
 
 def _labels(reader: TraceReader, tag: str) -> torch.Tensor | None:
-    """The labels of a probe, the first time it ran."""
+    """The labels of a probe, from its first run; None if they are not recorded."""
     chosen = [stream.id for stream in reader.streams if stream.kind == "input_labels" and stream.tag == tag]
     message = next(reader.messages(streams=chosen), None) if chosen else None
     return None if message is None else message.data

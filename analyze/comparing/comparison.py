@@ -1,4 +1,4 @@
-"""Two traces whose messages are matched, and what comes of comparing them."""
+"""Compares the matched messages of two traces, and collects the results."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from tracer.trace.streams import StreamInfo
 
 Align = Literal["step", "sample"]
 UPDATED = {"weight_updates": "weights", "bias_updates": "biases"}
-"""Kinds that are differences of others, before and after a step."""
+"""Kinds that are differences of another kind, before and after a step."""
 _ONLY = ("only in A", "only in B")
 UNDECIDED = "different by hash or statistics, which do not tell by how much"
 
 
 @dataclass
 class _Tally:
-    """What was seen of one stream."""
+    """Counts and extremes of one stream."""
 
     compared: int = 0
     by: Counter[str] = field(default_factory=Counter)
-    """Of the compared messages, how many by their hashes, and by their statistics."""
+    """The numbers of messages that were compared by hash and by statistics."""
     differing: int = 0
     parted: int = 0
     first: Parting | None = None
     largest: Parting | None = None
     place: float = math.inf
-    """Of the first, among all messages in the order of A's observation."""
+    """The index of `first` among all messages, in A's order of observation."""
 
     def differs(self, most: Parting, first: Parting | None, place: float, differing: int = 1, parted: int = 1) -> None:
-        """Count messages that differ, of which one differs most, and the first is at a place."""
+        """Count differing messages; `most` differs most, and `first`, at `place`, is the first beyond the tolerance."""
         self.differing += differing
         self.parted += parted
         if self.largest is None or _size(most) > _size(self.largest):
@@ -58,7 +58,18 @@ class _Tally:
 
 @dataclass(eq=False)
 class Comparison:
-    """Two traces whose messages are matched, and what came of comparing them."""
+    """A comparison of two traces, A and B, whose messages are matched.
+
+    Parameters
+    ----------
+    readers : pair of TraceReader
+    matched : Matched
+    align, rtol, atol, quick
+        As in `analyze.diff`.
+    with_norms : bool
+        Whether the norms of weights and updates are kept, and messages that differ by hash or statistics are refused,
+        because noise cannot judge them.
+    """
 
     readers: tuple[TraceReader, TraceReader]
     matched: Matched
@@ -69,13 +80,13 @@ class Comparison:
     with_norms: bool = False
     tallies: defaultdict[int, _Tally] = field(default_factory=lambda: defaultdict(_Tally))
     refused: dict[tuple[int, str], list[int]] = field(default_factory=dict)
-    """The steps of messages that are in both and cannot be compared, by name and reason."""
+    """The steps of matched messages that cannot be compared, by name and reason."""
     observed: Observed = field(init=False)
     beyond: NDArray[np.bool_] = field(init=False)
     norms: dict[tuple[Name, int, int], float] = field(default_factory=dict)
-    """The norm of each weight and each update of A, by its stream, step and call; with `with_norms` only."""
+    """The norms of the weights and updates of A, by stream, step and call; only `with_norms`."""
     place: NDArray[np.int64] = field(init=False)
-    """Of each message of A that B has, by its row: which it is in the order of observation."""
+    """For each row of A, the index of its message in the order of observation; `NONE` if B lacks the message."""
 
     def __post_init__(self) -> None:
         length = len(self.readers[0].journal)
@@ -90,11 +101,11 @@ class Comparison:
 
     @property
     def first(self) -> Parting | None:
-        """The first message that differs by more than is allowed, in the order of observation of A."""
+        """The first message beyond the tolerance, in A's order of observation."""
         return min(self.tallies.values(), key=lambda one: one.place, default=_Tally()).first
 
     def run(self) -> None:
-        """Compare all messages that both have."""
+        """Compare all matched messages."""
         names = self.matched.name_of[0]
         ways, way = ways_of(self.readers, self.matched, aligned=self.samples is not None)
         equal, rows = self._by_checksum(ways, way)
@@ -111,7 +122,7 @@ class Comparison:
         self._compare_data(rows)
 
     def _compare_data(self, rows: Rows) -> None:
-        """Read the data of both, and compare it."""
+        """Read and compare the data of the given rows of both traces."""
         names, samples = self.matched.name_of[0], self.samples
         for row, both in values_of_pairs(self.readers, rows):
             alike = both if samples is None else self._aligned(samples, row, both)
@@ -132,7 +143,7 @@ class Comparison:
                 tally.differs(parting, first, int(self.place[row]), parted=found.beyond)
 
     def _aligned(self, samples: Samples, row: int, both: Arrays) -> Arrays | str:
-        """The parts of the data of both that are of the same samples; or why they cannot be had."""
+        """The data of the samples that both batches have; or a sentence why it cannot be aligned."""
         name = self.matched.names[int(self.matched.name_of[0][row])]
         return samples.aligned(name, int(self.readers[0].journal[row, Column.GLOBAL_STEP]), *both)
 
@@ -148,7 +159,7 @@ class Comparison:
         for some, summaries in differing(self.readers, self.matched.kept, pairs, way):
             sure = np.ones(len(some), np.bool_)
             if self.rtol or self.atol or self.with_norms:
-                # noise and tolerances are about the size of a difference, of which a hash says nothing
+                # noise and tolerances judge the size of a difference, which a hash does not give
                 if summaries is None or self.with_norms:
                     sure[:] = False
                 else:
@@ -164,7 +175,7 @@ class Comparison:
     def _note_kept(
         self, pairs: NDArray[np.int64], sure: NDArray[np.int64], summaries: Summaries | None, by: str
     ) -> None:
-        """Count the messages that differ by their hashes or statistics; `sure` are those that count."""
+        """Count messages that differ by hash or statistics; `sure` has the indices of those beyond the tolerance."""
         rows = self.matched.rows[0][pairs]
         far = np.full(len(pairs), math.nan) if summaries is None else summaries.relative()
         self.observed.relative[rows[sure]] = np.fmax(far[sure], 0.0)
@@ -189,12 +200,12 @@ class Comparison:
         self.norms[name, int(line[Column.GLOBAL_STEP]), int(line[Column.CALL])] = norm
 
     def roundings(self, epsilon: NDArray[np.float64]) -> NDArray[np.float64]:
-        """For each message of A, the relative error that it has as the difference of two rounded weights; 0 for others.
+        """The relative error of each update of A that comes from rounding the weights; 0 for other messages.
 
         Parameters
         ----------
         epsilon : ndarray of float64
-            Of each stream.
+            The machine epsilon of each stream.
         """
         journal, names = self.readers[0].journal, self.matched.name_of[0]
         found = np.zeros(len(journal))
@@ -209,7 +220,7 @@ class Comparison:
         return found
 
     def _note(self, row: int, found: Amount | None) -> None:
-        """Remember what the judge of noise needs."""
+        """Store what the judgement by noise needs."""
         if found is None:
             self.observed.relative[row] = 0.0
             return
@@ -220,7 +231,7 @@ class Comparison:
         self.beyond[row] = found.beyond
 
     def judged(self, judgement: Judgement) -> None:
-        """Let noise decide what is too much."""
+        """Replace the differences beyond the tolerance by those that noise does not explain."""
         alarms = judgement.alarms & self.beyond
         names = self.matched.name_of[0]
         for tally in self.tallies.values():
@@ -237,7 +248,7 @@ class Comparison:
             tally.first, tally.place = parting, int(self.place[row])
 
     def _again(self, rows: Rows) -> Iterator[tuple[int, Amount]]:
-        """Read a few messages once more; with aligned samples, with the inputs of their steps."""
+        """Read the given rows again and measure them; aligning samples needs the inputs of their steps, too."""
         journal, names = self.readers[0].journal, self.matched.name_of[0]
         samples = None
         wanted = set(rows[0].tolist())
@@ -255,7 +266,7 @@ class Comparison:
                 yield row, found
 
     def _by_checksum(self, ways: Sequence[Way], way: NDArray[np.int64]) -> tuple[NDArray[np.int64], Rows]:
-        """The rows of A that are equal without a look, and the rows of A and B whose data is to be read."""
+        """The rows of A that are equal as events or by checksum, and the rows of A and B whose data must be read."""
         mine, theirs = self.matched.rows
         by = np.array([one.by for one in ways], np.str_)[way]
         equal, data = by == "nothing", by == "data"
@@ -267,7 +278,7 @@ class Comparison:
         return mine[equal], (mine[data], theirs[data])
 
     def _compared(self, number: int) -> bool:
-        """Whether some message of a stream was compared."""
+        """Whether any message of a stream was compared."""
         return number in self.tallies and self.tallies[number].compared > 0
 
     def _refuse(self, row: int, why: str) -> None:
@@ -279,10 +290,10 @@ class Comparison:
         name = self.matched.names[int(self.matched.name_of[0][row])]
         return Parting(name, int(line[Column.GLOBAL_STEP]), int(line[Column.CALL]), int(line[Column.EPOCH]), found)
 
-    # -- what came of it ------------------------------------------------------------------------------------------
+    # -- results --------------------------------------------------------------------------------------------------
 
     def structure(self) -> list[StructureDifference]:
-        """What the tables of the traces say differently: streams, dtypes, sampling, counters, the order."""
+        """The differences of the dtypes and samplings of streams, of counters, and of the order of messages."""
         found = []
         for x, y in self._streams_of_one_sort():
             if x.dtype != y.dtype:
@@ -311,7 +322,7 @@ class Comparison:
         return found
 
     def _streams_of_one_sort(self) -> list[tuple[StreamInfo, StreamInfo]]:
-        """The streams with data, hashes or statistics of the same messages, in both traces."""
+        """Pairs of streams, of A and B, that both hold data, both hashes or both statistics of the same messages."""
         mine, theirs = self.matched.streams
         found = []
         for one, other in zip(self.matched.kept[0].T, self.matched.kept[1].T, strict=True):
@@ -326,7 +337,7 @@ class Comparison:
         return found
 
     def remarks(self) -> list[str]:
-        """Sentences on what aligned samples left out."""
+        """Sentences about rows that the alignment of samples left out."""
         left = (0, 0) if self.samples is None else self.samples.left_out
         return [
             f"{n:,} rows of the batches of {side} are not in those of the other"
@@ -335,7 +346,7 @@ class Comparison:
         ]
 
     def uncompared(self) -> list[Uncompared]:
-        """What could not be compared, and why."""
+        """The messages that could not be compared, and why."""
         found = []
         for (number, why), steps in sorted(self.refused.items(), key=lambda one: min(one[1])):
             whole = not self._compared(number)
@@ -352,7 +363,7 @@ class Comparison:
         return found
 
     def _of_other_ranks(self, side: int, why: str) -> list[Uncompared]:
-        """Streams of ranks that the other run lacks."""
+        """The messages of ranks that the other run lacks."""
         found = []
         for number in self.matched.strangers[side]:
             one, reader = self.matched.streams[side][number], self.readers[side]
@@ -363,7 +374,7 @@ class Comparison:
         return found
 
     def difference(self, **told: Any) -> Difference:
-        """All of it as a value."""
+        """The results as a `Difference`."""
         streams = [
             StreamDifference(
                 self.matched.names[number], tally.compared, tally.differing, tally.parted, tally.first, tally.largest
@@ -391,7 +402,7 @@ class Comparison:
 
 
 def _size(parting: Parting) -> tuple[float, float]:
-    """What differs most: other shapes, then the largest relative difference."""
+    """A key to order partings by size: different shapes, then the largest relative difference."""
     found = parting.amount
     if found.shapes is not None:
         return math.inf, math.inf

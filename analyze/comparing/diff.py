@@ -1,4 +1,4 @@
-"""Where two recorded runs part: in their structure, and in which message first, bit for bit or beyond a tolerance."""
+"""Finds where two recorded runs part: in their structure, and in which message first, bitwise or beyond a tolerance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EPSILON = {"float64": 2.0**-52, "complex128": 2.0**-52, "float32": 2.0**-23, "c
 _EPSILON |= {"float16": 2.0**-10, "complex32": 2.0**-10, "bfloat16": 2.0**-7}
 
 REPEATS = "repeats"
-"""What stands among noise runs for the steps that were trained again."""
+"""The value among `noise` that stands for steps that were trained again."""
 
 
 def diff(
@@ -45,37 +45,39 @@ def diff(
     rank: int | None = None,
     quick: bool = False,
 ) -> Difference:
-    """Where and by how much two recorded runs differ, A and B.
+    """Find where and by how much two recorded runs, A and B, differ.
 
     Messages are matched by kind, module, tag, leaf, rank, step and call, and compared in the order in which A observed
-    them. Each trace is read once, a few megabytes at a time. Where a trace holds a hash of a message in place of its
-    data, hashes are compared, and where it holds statistics alone, statistics.
+    them. Each trace is read once, a few megabytes at a time. If a trace has only a hash of a message instead of its
+    data, hashes are compared; if it has only statistics, statistics.
 
     Parameters
     ----------
     one, other : path, URL or TraceReader
         A and B.
     rtol, atol : float
-        An element may differ by ``atol + rtol * abs(a)``. Without both, by no bit; NaN is the same as NaN.
+        An element may differ by ``atol + rtol * abs(a)``. With both 0, no bit may differ; NaN equals NaN.
     rename : mapping of str to str, or ``"old=new"``, or several
-        Modules of A that have another name in B: dotted paths or beginnings of them; ``*`` stands for anything, see
+        Modules of A that have another name in B: dotted paths or beginnings of them, with ``*`` as a wildcard; see
         `analyze.comparing.renaming.Renaming`.
     align : {"step", "sample"}
-        Whether row i of a batch is compared with row i of the other run's batch, or with the row of the same sample:
-        the one whose `input_data` is the same to the bit. Weights and their gradients have no rows of samples, and
-        are compared as they are.
+        Whether row i of a batch is compared with row i of the other run's batch, or with the row of the same sample,
+        whose `input_data` is bitwise equal. Weights and their gradients have no rows of samples, and are compared
+        without alignment.
     noise : path, URL or TraceReader, or several
-        Other runs of A's seed and program that differ from it by rounding alone: other threads, another machine, a
-        fused optimizer. A difference is then allowed where theirs explain it; see `analyze.comparing.noise`. Three
-        runs are better than one. With `rtol` or `atol` as well, either may allow it. ``"repeats"`` stands for the steps
-        that A, B or the other runs trained again when they were resumed; see `analyze.comparing.repeats`.
+        Other runs of A's seed and program that differ from A by rounding alone: other threads, another machine, a
+        fused optimizer. A difference between A and B is allowed if these differences explain it; see
+        `analyze.comparing.noise`. Three runs are better than one. With `rtol` or `atol` as well, either may allow a
+        difference. ``"repeats"`` stands for the steps that A, B or the other runs trained again when they were
+        resumed; see `analyze.comparing.repeats`.
     steps, tags, kinds, modules
-        What is compared, as `TraceReader.messages` has them; modules by their names in A.
+        What is compared, as in `TraceReader.messages`; modules by their names in A.
     rank : int, optional
-        Only this rank of both, with what it shares with others. By default ranks are compared number by number.
+        The only rank to compare, including what it shares with other ranks. By default ranks of the same number are
+        compared.
     quick : bool
-        Whether messages with the same checksum, dtype and shape are taken for equal, and not read. One of four billion
-        messages that differ is then overlooked; a difference within 32 bits that follow each other never is.
+        Whether messages with the same checksum, dtype and shape count as equal, and are not read. One of four billion
+        differing messages is then overlooked, but never a difference within 32 consecutive bits.
 
     Returns
     -------
@@ -84,10 +86,10 @@ def diff(
     Raises
     ------
     CaptureError
-        If a renaming fits no module, a number is negative, or a trace has no such rank or, to align samples, no
+        If a renaming matches no module, a tolerance is negative, or a trace lacks the rank or, for aligning samples,
         `input_data`.
     TraceError
-        If a trace cannot be read, or is damaged where it is compared.
+        If a trace cannot be read, or its compared part is damaged.
 
     Examples
     --------
@@ -149,7 +151,7 @@ def diff(
         )
 
 
-# -- what was given -----------------------------------------------------------------------------------------------
+# -- arguments ----------------------------------------------------------------------------------------------------
 
 
 def _opened(trace: Anywhere | TraceReader, rank: int | None, stack: contextlib.ExitStack) -> TraceReader:
@@ -164,7 +166,7 @@ def _several(traces: Anywhere | TraceReader | Iterable[Anywhere | TraceReader]) 
 
 
 def _modules(reader: TraceReader) -> set[str]:
-    """The modules that a trace knows of, recorded or not."""
+    """All modules in a trace, recorded or not."""
     found = {stream.module for stream in reader.streams if stream.module is not None}
     model = reader.header.get("model")
     listed = model.get("modules", ()) if isinstance(model, Mapping) else ()
@@ -177,7 +179,7 @@ def _words(rtol: float, atol: float) -> str:
 
 
 def _explained(count: int, noises: Sequence[Observed], repeated: Sequence[Repeated]) -> str:
-    """Whose noise explains differences, in words."""
+    """The tolerance in words: whose noise explains differences."""
     runs = "another run" if count == 1 else f"{count} other runs"
     again = "the steps that were trained again"
     if not repeated:
@@ -197,7 +199,7 @@ def _beside(comparison: Comparison, other: TraceReader) -> Matched:
 
 
 def _of_runs(comparison: Comparison, others: Sequence[TraceReader], remarks: list[str]) -> list[Observed]:
-    """How far other runs are from the first one; those that are not at all are left out, with a remark."""
+    """The differences between A and the noise runs; a bit-identical run is left out, with a remark."""
     first = comparison.readers[0]
     noise = []
     for other in others:
@@ -214,7 +216,7 @@ def _of_runs(comparison: Comparison, others: Sequence[TraceReader], remarks: lis
 
 
 def _of_repeats(comparison: Comparison, others: Sequence[TraceReader], remarks: list[str]) -> list[Repeated]:
-    """How far the steps that runs trained again are from what they were, put to where A and B first differ."""
+    """The differences between the attempts at repeated steps, shifted to begin where A and B first differ."""
     first, second = comparison.readers
     numbers = comparison.matched.name_of
     runs = [(first, numbers[0]), (second, numbers[1])]
@@ -244,14 +246,14 @@ def _of_repeats(comparison: Comparison, others: Sequence[TraceReader], remarks: 
 
 
 def _judged(comparison: Comparison, noise: Sequence[Observed]) -> Judgement:
-    """What noise does not explain."""
+    """The judgement of the comparison by noise."""
     first = comparison.readers[0]
     epsilon = np.zeros(len(comparison.matched.names))
     numbers = comparison.matched.name_of[0]
     streams = first.journal[:, Column.STREAM]
     for row in np.unique(streams, return_index=True)[1].tolist():
         if numbers[row] >= 0:
-            dtype = comparison.matched.streams[0][int(streams[row])].dtype  # of the data, where there is some
+            dtype = comparison.matched.streams[0][int(streams[row])].dtype  # the dtype of the data, if it is recorded
             epsilon[numbers[row]] = _EPSILON.get(dtype or "", 2.0**-2 if "float" in (dtype or "") else 0.0)
     kinds = [name.kind for name in comparison.matched.names]
     steps, rounding = first.journal[:, Column.GLOBAL_STEP], comparison.roundings(epsilon)
@@ -259,7 +261,7 @@ def _judged(comparison: Comparison, noise: Sequence[Observed]) -> Judgement:
 
 
 def _remarks(judgement: Judgement, comparison: Comparison) -> list[str]:
-    """What noise explained in a special way, and what it leaves open."""
+    """Sentences about the kinks that were found, and about streams that noise cannot judge."""
     found = []
     names, journal = comparison.matched.name_of[0], comparison.readers[0].journal
     for row in judgement.kinks:

@@ -1,4 +1,4 @@
-"""What a comparison of two traces found, as values and as a sentence."""
+"""The result of a comparison of two traces, as values and as a sentence."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Parting:
     Attributes
     ----------
     name : Name
-        Its stream: kind, module, tag, leaf and rank.
+        The stream: kind, module, tag, leaf and rank.
     step, call : int
-        Its global step, and which of the stream's messages in this step it is.
+        The global step, and the number of the message among the stream's messages in this step.
     epoch : int
-        In the first trace.
+        The epoch in the first trace.
     amount : Amount
-        How much it differs.
+        How the message differs.
     tolerance : float or None
-        The relative difference that the noise allows; None where it was not judged by noise.
+        The relative difference that noise allows; None if the message was not judged by noise.
     """
 
     name: Name
@@ -76,11 +76,11 @@ class StreamDifference:
     ----------
     name : Name
     compared, differing, parted : int
-        Messages that were compared, that differ in a bit, and that differ by more than the tolerance allows.
+        The numbers of messages that were compared, that differ in a bit, and that differ beyond the tolerance.
     first : Parting or None
-        The first message that differs by more than the tolerance allows.
+        The first message that differs beyond the tolerance.
     largest : Parting
-        The message that differs most, by its relative difference.
+        The message with the largest relative difference.
     """
 
     name: Name
@@ -111,13 +111,13 @@ class Uncompared:
     why : str
         ``"only in A"``, ``"only in B"``, or another reason.
     name : Name
-        Their stream.
+        The stream.
     count : int
-        How many there are.
+        The number of messages.
     first : int
-        The global step of the first.
+        The global step of the first message.
     whole : bool
-        Whether nothing of the stream was compared.
+        Whether no message of the stream was compared.
     """
 
     why: str
@@ -133,41 +133,41 @@ class Uncompared:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What a comparison of two traces found; `analyze.diff` makes it.
+    """The result of `analyze.diff`, a comparison of two traces.
 
     Attributes
     ----------
     one, other : str
         The paths of the traces, A and B.
     structure : tuple of StructureDifference
-        What the headers say differently. It does not make runs part.
+        The differences of headers and tables. They do not make runs part.
     streams : tuple of StreamDifference
-        The streams of which a message differs: those that part in the order in which they do, then the others, those
-        that differ most first.
+        The streams with differing messages: first the streams that part, in the order in which they do, then the
+        others, from the largest difference to the smallest.
     uncompared : tuple of Uncompared
-        What could not be compared.
+        The messages that could not be compared.
     compared : int
-        Messages that were compared.
+        The number of compared messages.
     by_hash, by_statistics : int
-        How many of these by their hashes, and by their statistics alone, because a trace does not have their data.
+        The numbers of messages that were compared by hash and by statistics, because a trace lacks their data.
     undecided : int
-        Messages that differ by their hashes or statistics, of which it is not known whether the tolerance allows it.
+        The number of messages that differ by hash or statistics, perhaps within the tolerance.
     compared_streams : int
-        Streams of which messages were compared.
+        The number of streams with compared messages.
     steps : tuple of int or None
-        The first and the last step of which messages were compared.
+        The first and the last step with compared messages.
     first : Parting or None
-        The first message, in the order of observation of A, that differs by more than the tolerance allows.
+        The first message, in A's order of observation, that differs beyond the tolerance.
     tolerance : str
-        What is allowed, in words: nothing, so much, or what the noise of other runs does.
+        The tolerance in words; empty if no difference is allowed.
     remarks : tuple of str
-        Sentences on the comparison: what of a trace is missing, what noise could not tell.
+        Sentences about the comparison: missing parts of a trace, what noise could not judge.
     likely_renamings : tuple of (str, str)
-        Modules that only A has, and modules that only B has that may be the same ones.
+        Modules that only A has, each with a module that only B has and that may be the same.
     quick : bool
-        Whether messages with equal checksums were taken for equal.
+        Whether messages with equal checksums counted as equal.
     margins : mapping of str to float
-        Of each kind, by which factor noise may exceed what other noise reached; empty without noise.
+        For each kind, the factor by which noise may exceed the noise of other runs; empty without noise.
     """
 
     one: str
@@ -190,32 +190,32 @@ class Difference:
 
     @property
     def parted(self) -> bool:
-        """Whether a message differs by more than the tolerance allows."""
+        """Whether a message differs beyond the tolerance."""
         return self.first is not None
 
     @property
     def differing(self) -> int:
-        """Messages that differ in a bit."""
+        """The number of messages that differ in a bit."""
         return sum(one.differing for one in self.streams)
 
     @property
     def parted_messages(self) -> int:
-        """Messages that differ by more than the tolerance allows."""
+        """The number of messages that differ beyond the tolerance."""
         return sum(one.parted for one in self.streams)
 
     @property
     def complete(self) -> bool:
-        """Whether each message of both traces was compared."""
+        """Whether every message of both traces was compared."""
         return not self.uncompared
 
     @property
     def identical(self) -> bool:
-        """Whether each message of both traces was compared, and is the same in both to the bit, or by its hash."""
+        """Whether every message of both traces was compared, and is bitwise equal, or equal by its hash."""
         return self.compared > 0 and self.complete and not self.differing and not self.by_statistics
 
     @property
     def verdict(self) -> str:
-        """What came out, in a sentence."""
+        """The result in a sentence."""
         streams = counted(self.compared_streams, "stream")
         whole = f"{counted(self.compared, 'message')} of {streams}{self._over()}{self._without_data()}"
         lacking = self._lacking()
@@ -240,13 +240,13 @@ class Difference:
         return f" at step {first}" if first == last else f" over the steps {first} to {last}"
 
     def _without_data(self) -> str:
-        """How many messages were compared by what stands for their data."""
+        """The numbers of messages that were compared without their data, in words."""
         told = [(self.by_hash, "by hash"), (self.by_statistics, "by statistics")]
         some = [f"{count:,} {how}" for count, how in told if count]
         return f" ({', '.join(some)})" if some else ""
 
     def _lacking(self) -> str:
-        """The end of the verdict, where something was not compared."""
+        """The end of the verdict: what was not compared."""
         if not self.uncompared:
             return ""
         whys: dict[str, int] = {}
@@ -256,7 +256,7 @@ class Difference:
         return f". Not compared: {counted(sum(whys.values()), 'message')}, of which {told}"
 
     def as_json(self) -> dict[str, Any]:
-        """All of it in JSON values."""
+        """The result in JSON values."""
         return {
             "one": self.one,
             "other": self.other,
@@ -284,7 +284,7 @@ class Difference:
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things.
+    """A number with its noun, in the singular or plural.
 
     Examples
     --------
@@ -295,6 +295,6 @@ def counted(count: int, what: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A numpy scalar as a JSON value; complex numbers as text."""
+    """A NumPy scalar as a JSON value; a complex number as text."""
     item = value.item() if hasattr(value, "item") else value
     return str(value) if isinstance(item, complex) else item

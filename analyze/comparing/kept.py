@@ -1,4 +1,4 @@
-"""What two traces hold of messages in place of their data: hashes and statistics, read and compared by the thousand."""
+"""Compares the hashes and statistics that traces hold instead of data, thousands of messages at a time."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from analyze.comparing.ways import DATA, HASH, Way
 from tracer.trace.reader import TraceReader
 
 _EXACT: Final = 1e-14
-"""A relative difference below this may be the rounding of the statistics themselves."""
+"""A smaller relative difference may come from the rounding of the statistics themselves."""
 _AT_ONCE: Final = 1 << 16
-"""So many messages have their statistics in memory."""
+"""The number of messages whose statistics are in memory at a time."""
 _TOLD: Final = ("norm", "mean", "min", "max", "std", "nan", "inf", "zero", "count")
 
 
 def hashes_at(reader: TraceReader, rows: NDArray[np.int64], kept: bool) -> NDArray[np.int64]:
-    """The hashes of some messages.
+    """The hashes of messages.
 
     Parameters
     ----------
     reader : TraceReader
     rows : ndarray of int64, (n,)
-        Of its journal, each once: the rows of hashes, or of data.
+        Distinct rows of the journal, either all of hashes or all of data, which is then hashed.
     kept : bool
-        Whether they are rows of hashes.
+        Whether `rows` are rows of hashes.
     """
 
     def of(data: Any) -> int:
@@ -41,7 +41,7 @@ def hashes_at(reader: TraceReader, rows: NDArray[np.int64], kept: bool) -> NDArr
 
 
 def statistics_at(reader: TraceReader, rows: NDArray[np.int64], kept: bool) -> NDArray[np.float64]:
-    """The statistics of some messages, (n, entries); parameters as for `hashes_at`."""
+    """The statistics of messages, (n, entries); parameters as in `hashes_at`, with statistics for hashes."""
     from tracer.numbers.statistics import ENTRIES, statistics_of
 
     return _at(reader, rows, kept, np.zeros((len(rows), len(ENTRIES))), lambda data: statistics_of(data).numpy())
@@ -64,19 +64,19 @@ def _at(
 
 @dataclass(frozen=True, eq=False)
 class Summaries:
-    """The statistics of messages of two traces that differ.
+    """The statistics of matched messages of two traces.
 
     Attributes
     ----------
     one, other : ndarray of float64, (n, entries)
-        As `tracer.numbers.statistics.ENTRIES` names them.
+        The columns are those of `tracer.numbers.statistics.ENTRIES`.
     """
 
     one: NDArray[np.float64]
     other: NDArray[np.float64]
 
     def same(self) -> NDArray[np.bool_]:
-        """Which of them are the same in both."""
+        """Which messages have the same statistics in both traces."""
         equal = (self.one == self.other) | (np.isnan(self.one) & np.isnan(self.other))
         found: NDArray[np.bool_] = equal.all(axis=1)
         return found
@@ -88,10 +88,11 @@ class Summaries:
         return self.one[:, number], self.other[:, number]
 
     def relative(self) -> NDArray[np.float64]:
-        """A bound from below of the norm of each difference over the norm of the first tensor; NaN if unknown.
+        """A lower bound of the norm of each difference over the norm of the first tensor; NaN if unknown.
 
-        A tensor is its mean in every place and what deviates from it, which are at right angles; so the difference is
-        at least as long as that of the means and that of the lengths of the deviations together.
+        A tensor is the sum of its mean in every place and of its deviations, which are orthogonal. So the squared norm
+        of the difference is at least the squared difference of the means, in every place, plus the squared difference
+        of the norms of the deviations.
         """
         (count, counts), (mean, means), (std, stds) = (self._column(name) for name in ("count", "mean", "std"))
         (norm, _), unlike = self._column("norm"), self._not_finite()
@@ -104,7 +105,7 @@ class Summaries:
         return np.where(unlike, np.inf, np.where(count != counts, np.nan, found))
 
     def _not_finite(self) -> NDArray[np.bool_]:
-        """Which have more numbers that are not finite than the other."""
+        """Which messages have different numbers of NaNs or infinities in the two traces."""
         found = np.zeros(len(self.one), np.bool_)
         for name in ("nan", "inf"):
             one, other = self._column(name)
@@ -112,7 +113,7 @@ class Summaries:
         return found
 
     def beyond(self, rtol: float, atol: float) -> NDArray[np.bool_]:
-        """Which differ, for sure, by more than ``atol + rtol * abs(a)`` in some element."""
+        """Which messages certainly differ by more than ``atol + rtol * abs(a)`` in some element."""
         (low, lows), (high, highs), (count, counts) = (self._column(name) for name in ("min", "max", "count"))
         norm = self._column("norm")[0]
         with np.errstate(all="ignore"):
@@ -123,7 +124,7 @@ class Summaries:
         return found
 
     def told(self, number: int) -> tuple[tuple[str, float, float], ...]:
-        """What differs in one of them: by name, both values; the norm and the mean first."""
+        """The statistics that differ in a message: name and both values, the norm and the mean first."""
         found = []
         for name in _TOLD:
             a, b = (float(one[number]) for one in self._column(name))
@@ -135,7 +136,7 @@ class Summaries:
 def differing(
     readers: tuple[TraceReader, TraceReader], kept: Rows, pairs: NDArray[np.int64], way: Way
 ) -> Iterator[tuple[NDArray[np.int64], Summaries | None]]:
-    """The messages that differ by their hashes or statistics, some thousands at a time.
+    """Find the messages that differ by hash or statistics, some thousands at a time.
 
     Parameters
     ----------
@@ -143,14 +144,14 @@ def differing(
     kept : pair of ndarray of int64
         As `Matched.kept`.
     pairs : ndarray of int64
-        Numbers of pairs.
+        Indices of pairs of messages.
     way : Way
-        How all of them are compared.
+        How all these pairs are compared.
 
     Yields
     ------
     ndarray of int64, Summaries or None
-        Numbers of pairs that differ, and their statistics, if both traces have some.
+        Indices of pairs that differ, and their statistics, if both traces have statistics.
     """
 
     def read(of: Callable[..., NDArray[Any]], column: tuple[int, int], some: NDArray[np.int64]) -> list[NDArray[Any]]:

@@ -1,4 +1,4 @@
-"""Which message of one trace is which of another, from their journals alone."""
+"""Matches the messages of two traces, from their journals alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tracer.trace.reader import TraceReader
 from tracer.trace.streams import StreamInfo, stream_name
 
 KEPT: Final = ("data", "hash", "statistics")
-"""What a trace may hold of a message."""
+"""What a trace may hold of a message, in the order of the columns of `Matched.kept`."""
 GENERATORS: Final = "generators"
 _LAST: Final = np.iinfo(np.int64).max
 Rows: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -29,13 +29,13 @@ Arrays: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a stream is called, in both traces: a kind, a module, a tag, a leaf and a rank.
+    """The name of a stream in both traces: kind, module, tag, leaf and rank.
 
     Attributes
     ----------
     kind, tag, leaf : str
     module : str or None
-        Dotted path in the first trace; None for the network.
+        The dotted path in the first trace; None for the network.
     rank : int
     """
 
@@ -51,31 +51,31 @@ class Name:
 
 @dataclass(eq=False)
 class Matched:
-    """The messages of two traces, matched.
+    """The matched messages of two traces.
 
-    A trace may hold of one message its data, a hash and statistics, in up to three rows of its journal. One of them,
-    that of the data if there is one, stands for the message.
+    A trace may hold the data, a hash and statistics of a message, in up to three rows of its journal. The first of
+    these that exists, in this order, represents the message.
 
     Attributes
     ----------
     names : list of Name
-        Of all streams of both.
+        The names of all streams of both traces.
     name_of : pair of ndarray of int64
-        For each row of each journal, the number of its name; -1 where a filter leaves it out, or where another row
-        stands for the message.
+        For each row of each journal, the index of its name; -1 if a filter excludes the row, or if another row
+        represents the message.
     rows : pair of ndarray of int64, (n,)
-        The rows that belong together, in the order in which the first trace's training had them.
+        The rows of the messages that both traces have, in the first trace's order of observation.
     kept : pair of ndarray of int64, (n, 1 or 3)
-        Of the same messages, the rows of each trace with the data, the hash and the statistics; -1 where it has none.
+        For the same messages, the rows with the data, the hash and the statistics; -1 if the trace has none.
     alone : pair of ndarray of int64
-        The rows that the other trace lacks, ascending.
+        The rows of messages that the other trace lacks, ascending.
     streams : pair of list of StreamInfo
-        Those of both traces.
+        The streams of both traces.
     strangers : pair of list of int
-        The streams that pass the filters, of ranks that are not compared.
+        The ids of streams that pass the filters, but belong to ranks that are not compared.
     filters : Filters
     of_a_rank : bool
-        As they were given to `matched`.
+        As given to `matched`.
     """
 
     names: list[Name]
@@ -96,16 +96,16 @@ def matched(one: TraceReader, other: TraceReader, filters: Filters, *, renaming:
     ----------
     one, other : TraceReader
     filters : Filters
-        By the names of `one`. With a kind come its hashes and statistics. Without kinds the states of random generators
-        are left out; see `generator_differences`.
+        Modules by their names in `one`. A kind includes its hashes and statistics. Without kinds, the states of random
+        generators are left out; see `generator_differences`.
     renaming : Renaming
         From the modules of `one` to those of `other`.
     of_a_rank : bool
-        Whether both readers are of one rank, so that it does not matter which rank recorded what it shares with others.
+        Whether each reader is of one rank, so that the rank that recorded shared data does not matter.
     """
     ranks = both_ranks(one.ranks, other.ranks)
     mine, theirs = one.streams, other.streams
-    # the root comes first, so that another module may take its place
+    # the root comes first, so that another module may replace it
     back = {renaming(module): module for module in sorted({stream.module or "" for stream in mine})}
     of_rank: tuple[dict[int, int], dict[int, int]] = ({a: a for a, _ in ranks}, {b: a for a, b in ranks})
     names: dict[tuple[Any, ...], int] = {}
@@ -116,7 +116,7 @@ def matched(one: TraceReader, other: TraceReader, filters: Filters, *, renaming:
     for side, (reader, streams) in enumerate(((one, mine), (other, theirs))):
         found: list[int] = []
         for stream in streams:
-            # both are matched by the names of the second trace, and shown by those of the first
+            # streams are matched by the module's name in the second trace, and shown by that in the first
             module = stream.module
             there = module if module is None or side else renaming(module)
             displaced = not side and module == "" and back.get(there or "") != ""
@@ -149,7 +149,7 @@ def matched(one: TraceReader, other: TraceReader, filters: Filters, *, renaming:
 
 
 def _passes(stream: StreamInfo, filters: Filters) -> bool:
-    """Whether a stream passes by its own kind, or by that of which it holds hashes or statistics."""
+    """Whether a stream passes the filters by its kind, or by the kind that its hashes or statistics are of."""
     if filters.kinds is None:
         return stream.kind != GENERATORS and filters.let_through(stream)
     return any(filters.let_through_as(kind, stream) for kind in (stream.kind, kept_of(stream.kind)[0]))
@@ -158,7 +158,7 @@ def _passes(stream: StreamInfo, filters: Filters) -> bool:
 def _pairs(
     readers: tuple[TraceReader, TraceReader], name_of: Sequence[NDArray[np.int64]], held: Sequence[NDArray[np.int64]]
 ) -> tuple[Rows, Rows, Rows]:
-    """The rows of two journals that have the same name, step and call, what is kept of them, and the rows alone."""
+    """`Matched.rows`, `Matched.kept` and `Matched.alone`: rows match by name, step and call."""
     rows, keys, what = [], [], []
     for reader, names, of_stream in zip(readers, name_of, held, strict=True):
         chosen = np.flatnonzero(names != NONE)
@@ -177,7 +177,7 @@ def _pairs(
     side = np.repeat([0, 1], [len(rows[0]), len(rows[1])])
     table[message, side, np.concatenate(what)] = np.concatenate(rows)
     has = (table != NONE).any(axis=2)
-    # the first that is there: the data, else the hash, else the statistics
+    # the first that exists: the data, else the hash, else the statistics
     standing = np.take_along_axis(table, (table != NONE).argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
     both = np.flatnonzero(has.all(axis=1))
     steps = readers[0].journal[standing[both, 0], Column.GLOBAL_STEP]
@@ -187,13 +187,13 @@ def _pairs(
 
 
 def first_of(kept: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of each message, the first of its rows."""
+    """For each message, its first row in the journal."""
     found: NDArray[np.int64] = np.where(kept == NONE, _LAST, kept).min(axis=1, initial=_LAST)
     return found
 
 
 def _repeated(key: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each row, how many equal ones are before it."""
+    """For each row, the number of equal rows before it."""
     order, is_first = _groups(key)
     begins = np.flatnonzero(is_first)
     length = np.diff(begins, append=len(key))
@@ -203,7 +203,7 @@ def _repeated(key: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _groups(key: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The order that puts equal rows next to each other, and which of the ordered rows are the first of their kind."""
+    """An order that groups equal rows, and which of the ordered rows begin a group."""
     order = np.lexsort(key.T[::-1])
     begins = np.ones(len(key), np.bool_)
     begins[1:] = (key[order[1:]] != key[order[:-1]]).any(axis=1)
@@ -211,10 +211,10 @@ def _groups(key: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_
 
 
 def values_of_pairs(readers: tuple[TraceReader, TraceReader], rows: Rows) -> Iterator[tuple[int, Arrays]]:
-    """The data of rows that belong together, in the order of the first's journal: its row, and both arrays.
+    """Yield the row of the first trace and both arrays, for each pair of rows, in the order of the first journal.
 
-    Each trace is read once, in its own order. Only where the second has another order than the first, data of it waits
-    in memory.
+    Each trace is read once, in its own order. Data of the second trace is held in memory only where its order differs
+    from that of the first.
     """
     ascending = np.argsort(rows[0])
     rows = (rows[0][ascending], rows[1][ascending])

@@ -1,37 +1,39 @@
-"""Which differences between two runs rounding explains, judged by other runs that differ from the first by it alone.
+"""Judges which differences between two runs are due to rounding, from runs that differ by rounding alone.
 
-A noise run has the seed and the program of the first run, and another order of its sums: other threads, another
-machine, a fused optimizer. How far it is from the first run, stream by stream and step by step, is what rounding does
-there. The relative difference is the norm of the difference divided by the norm of the first run's tensor, at most 1.
+A noise run has the seed and the program of the first run, but another order of summation: other threads, another
+machine, a fused optimizer. Its difference from the first run, stream by stream and step by step, measures the effect of
+rounding. The relative difference is the norm of the difference divided by the norm of the first run's tensor, at most
+1.
 
-1. **Envelope.** Rounding grows smoothly, so what noise has reached once it may reach again: for each stream, the
-   largest relative difference up to the step, and `WINDOW` recorded steps beyond, since no two runs grow in step.
+1. **Envelope.** Rounding errors grow smoothly, and noise may reach again what it has reached before. So the envelope
+   of a stream is its largest relative difference up to `WINDOW` recorded steps after the step, because no two runs
+   grow at the same pace.
 2. **Floor.** A noise run may begin to differ later than the judged run. So the envelope is at least ``amplification *
-   max(median envelope of the kind, what that was when it began, machine epsilon)``, where the amplification of a
-   stream is how much noisier it is than the median stream of its kind (at nine steps of ten). The gradient of a bias
-   before a normalisation, for example, is rounding and nothing else. An update is a difference of two rounded weights,
-   so two units in their last place are allowed.
-3. **Several noise runs.** Of the envelopes of m runs the upper median counts, so that of three runs one may have had
-   an accident.
-4. **Margin.** Noise exceeds the envelope of other noise by a factor, whose tail is estimated from the noise runs
-   themselves: each against the others, or one alone against its own past. Of each kind, the factor that is exceeded in
-   one run of a hundred (`FALSE_ALARMS`, shared by the kinds) follows from the largest ratios by the estimators of Hill
-   (1975) and Weissman (1978). It is at least `LEAST` (`ALONE` of one noise run, `UPDATES` of updates) and at most
-   `MOST`.
-5. **Kinks.** A unit of a ReLU or a maximum that is within rounding of its kink is on in one run and off in the other.
-   Its gradient jumps, and no noise run has the same jump at the same step. It is told from a fault by what is seen
-   first: in the order of observation, the first difference that is too large is in the gradient of a layer's output,
-   few elements carry it, and each of these is exactly zero in one of the runs. Then nothing is judged for
-   `RECOVERY` recorded steps, and later each stream against what it reached in these. A remark tells the step. The
-   steps in which noise runs have a kink are no part of their envelopes.
+   max(median envelope of the kind, first nonzero value of that median, machine epsilon)``. The amplification of a
+   stream is the 0.9 quantile, over its steps, of its difference over the median of its kind. The gradient of a bias
+   before a normalisation, for example, consists of rounding errors only. An update is a difference of two rounded
+   weights, so two units in the last place of the weights are always allowed.
+3. **Several noise runs.** The upper median of the envelopes of all noise runs counts, so that one of three runs may be
+   an outlier.
+4. **Margin.** Noise exceeds the envelope of other noise by a factor. The tail of its distribution is estimated from
+   the noise runs themselves: each against the others, or a single run against its own past. For each kind, the factor
+   that is exceeded in one run of a hundred (`FALSE_ALARMS`, divided among the kinds) follows from the largest ratios by
+   the estimators of Hill (1975) and Weissman (1978). It is at least `LEAST` (`ALONE` with a single noise run, `UPDATES`
+   for updates) and at most `MOST`.
+5. **Kinks.** A unit of a ReLU or a maximum whose input is within rounding of its kink may be on in one run and off in
+   the other. Its gradient then jumps, and no noise run has the same jump at the same step. A kink is distinguished
+   from a fault by the first difference, in the order of observation, that is too large: it is in the gradient of a
+   layer's output, few elements carry it, and each of these is exactly zero in one of the runs. After a kink nothing is
+   judged for `RECOVERY` recorded steps, and later each stream is judged against the differences that it reached in
+   these steps. A remark names the step. The steps in which noise runs have a kink are excluded from their envelopes.
 
-**Repeated steps.** An attempt that was given up trained some steps that a later one trained again (`Repeated`). It is a
-noise run of that many steps, which begins where the two attempts first differ. There it is put to where the judged run
-first differs: rounding grows from its beginning, whenever that is. What comes later than it reaches is judged by other
+**Repeated steps.** An abandoned attempt trained some steps that a later attempt trained again (`Repeated`). The
+difference of the two attempts serves as a noise run over these steps. It is shifted in time so that it begins where the
+judged run first differs, because rounding errors grow from where they begin. Steps beyond its reach are judged by other
 noise, or not at all.
 
-A number that is finite in one run only, and a difference in whole numbers or bools that no noise run has, is never
-explained by rounding.
+Rounding never explains a number that is finite in one run only, nor a difference of integers or bools that no noise run
+has.
 """
 
 from __future__ import annotations
@@ -44,32 +46,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 WINDOW: Final = 5
-"""Recorded steps that a judged run may be ahead of a noise run."""
+"""The number of recorded steps that a judged run may be ahead of a noise run."""
 FALSE_ALARMS: Final = 0.01
-"""Runs that differ by rounding alone and are said to part, as a share."""
+"""The share of runs that differ by rounding alone and are falsely reported to part."""
 LEAST: Final = 8.0
 MOST: Final = 64.0
 """Bounds of the margin."""
 UPDATES: Final = 64.0
-"""The least margin of updates: an adaptive optimizer magnifies the rounding of small gradients, more in some steps."""
+"""The least margin of updates, because adaptive optimizers amplify the rounding of small gradients in some steps."""
 ALONE: Final = 20.0
-"""The least margin where there is one noise run, and the margin where too little is known of its tail."""
+"""The least margin with a single noise run, and with too few ratios to estimate a tail."""
 RECOVERY: Final = 10
-"""Recorded steps after a kink in which nothing is judged: an optimizer with a momentum of 0.9 remembers so many."""
+"""Recorded steps after a kink that are not judged: about the memory of an optimizer with a momentum of 0.9."""
 KINKED: Final = ("layer_gradients", "input_gradients")
-"""Kinds in which a kink is seen first."""
+"""The kinds in which a kink appears first."""
 _FEW: Final = 50
-"""Ratios of which no tail is estimated."""
+"""The least number of ratios from which a tail is estimated."""
 
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """How far a run is from the first one, message by message of the first run's journal.
+    """The differences of a run from the first run, for each message of the first run's journal.
 
     Attributes
     ----------
     relative : ndarray of float64, (messages,)
-        The relative difference; NaN where nothing was compared.
+        The relative difference; NaN if the message was not compared.
     switched : ndarray of bool, (messages,)
         As `Amount.switched`.
     broken : ndarray of bool, (messages,)
@@ -82,11 +84,11 @@ class Observed:
 
     @classmethod
     def nothing(cls, messages: int) -> Observed:
-        """An observation that is to be filled."""
+        """An observation in which no message is compared yet."""
         return cls(np.full(messages, np.nan), np.zeros(messages, np.bool_), np.zeros(messages, np.bool_))
 
     def first_difference(self, name: NDArray[np.int64], step: NDArray[np.int64]) -> int | None:
-        """The first step that differs in a bit, by the stream and the step of each message; None if none does."""
+        """The first step with a difference; `name` and `step` are those of each message. None if there is none."""
         with np.errstate(invalid="ignore"):
             differs = (name >= 0) & ((self.relative > 0) | self.broken)
         return int(step[differs].min()) if differs.any() else None
@@ -94,14 +96,14 @@ class Observed:
 
 @dataclass(frozen=True, eq=False)
 class Repeated(Observed):
-    """How far steps that were trained again are from what they were before, message by message in any order.
+    """The differences between two attempts at the same steps, for their messages in any order.
 
     Attributes
     ----------
     name, step : ndarray of int64, (messages,)
-        As in `Journal`. For the judge, the steps are those of the judged run that are as far from its beginning.
+        As in `Journal`; `beginning_at` shifts the steps to those of the judged run.
     reach : int
-        The last of these steps.
+        The last repeated step.
     """
 
     name: NDArray[np.int64]
@@ -109,7 +111,7 @@ class Repeated(Observed):
     reach: int
 
     def beginning_at(self, step: int, end: int) -> Repeated:
-        """The same noise as that of a run that first differs at a step, up to another one."""
+        """The same noise, shifted to first differ at `step`, and cut off after `end`."""
         begin = self.first_difference(self.name, self.step)
         assert begin is not None
         steps = self.step + (step - begin)
@@ -120,19 +122,19 @@ class Repeated(Observed):
 
 @dataclass(frozen=True, eq=False)
 class Journal:
-    """What the judge knows of the first run's messages.
+    """The properties of the first run's messages that judging needs.
 
     Attributes
     ----------
     name : ndarray of int64, (messages,)
-        The number of each message's stream; -1 where a filter leaves it out.
+        The index of each message's stream; -1 if a filter excludes the message.
     step : ndarray of int64, (messages,)
     kinds : list of str
-        Of each stream.
+        The kind of each stream.
     epsilon : ndarray of float64, (streams,)
-        The machine epsilon of each stream's dtype; 0 for whole numbers and bools.
+        The machine epsilon of each stream's dtype; 0 for integers and bools.
     rounding : ndarray of float64, (messages,)
-        The relative error that a message has by how it was made; 0 where nothing is known.
+        The relative rounding error of computing the message from others; 0 if unknown.
     """
 
     name: NDArray[np.int64]
@@ -144,18 +146,18 @@ class Journal:
 
 @dataclass(eq=False)
 class Judgement:
-    """What noise does not explain.
+    """The differences that noise does not explain.
 
     Attributes
     ----------
     alarms : ndarray of bool, (messages,)
-        The messages that differ by more than it does.
+        The messages that differ by more than noise explains.
     tolerance : ndarray of float64, (messages,)
         The relative difference that is allowed.
     margins : dict of str to float
-        Of each kind.
+        The margin of each kind.
     kinks : list of int
-        The rows in which a kink was seen.
+        The rows in which a kink was found.
     """
 
     alarms: NDArray[np.bool_]
@@ -165,7 +167,7 @@ class Judgement:
 
 
 def judge(journal: Journal, run: Observed, noise: Sequence[Observed]) -> Judgement:
-    """Which messages of a run differ from the first run by more than noise explains; see the module.
+    """Find the messages of a run that differ from the first run by more than noise explains; see the module.
 
     Parameters
     ----------
@@ -211,14 +213,14 @@ def judge(journal: Journal, run: Observed, noise: Sequence[Observed]) -> Judgeme
 
 
 def _clipped(run: Observed) -> NDArray[np.float64]:
-    """Relative differences, at most 1: a tensor that is entirely another one."""
+    """The relative differences, clipped to 1, the value for an entirely different tensor."""
     return np.minimum(run.relative, 1.0)
 
 
 def _curve(
     values: NDArray[np.float64], at: tuple[NDArray[np.int64], NDArray[np.int64]], shape: tuple[int, int]
 ) -> NDArray[np.float64]:
-    """The largest value of each stream at each step, (streams, steps); NaN where there is none."""
+    """The largest value of each stream at each step, (streams, steps); NaN without a value."""
     curve = np.full(shape, -np.inf)
     np.maximum.at(curve, at, np.where(np.isnan(values), -np.inf, values))
     curve[np.isinf(curve)] = np.nan
@@ -226,21 +228,21 @@ def _curve(
 
 
 def _of_repeats(run: Repeated, streams: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The curve of repeated steps, at the next recorded step of the judged run each."""
+    """The curve of repeated steps; each value is put at the next recorded step of the judged run."""
     mine = np.flatnonzero(np.isin(run.name, streams) & (run.step <= steps[-1]))
     at = (np.searchsorted(streams, run.name[mine]), np.searchsorted(steps, run.step[mine]))
     return _curve(_clipped(run)[mine], at, (len(streams), len(steps)))
 
 
 def _within_reach(envelope: NDArray[np.float64], run: Observed, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-    """An envelope that is NaN where a noise run says nothing any more."""
+    """The envelope, with NaN at steps beyond the reach of repeated steps."""
     if isinstance(run, Repeated):
         envelope[:, steps > run.reach] = np.nan
     return envelope
 
 
 def _envelope(curve: NDArray[np.float64], epsilon: NDArray[np.float64], ahead: int) -> NDArray[np.float64]:
-    """What a noise run reached up to each step and `ahead` steps beyond (-1: before it), and at least the floor."""
+    """The largest value of a curve up to `ahead` steps after each step (-1: before it), or the floor if larger."""
     reached = np.maximum.accumulate(np.nan_to_num(curve, nan=0.0), axis=1)
     amplification = _amplification(curve, reached)
     last = reached.shape[1] - 1
@@ -257,7 +259,7 @@ def _envelope(curve: NDArray[np.float64], epsilon: NDArray[np.float64], ahead: i
 
 
 def _amplification(curve: NDArray[np.float64], reached: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How much noisier each stream is than the median stream of its kind, at nine steps of ten."""
+    """The 0.9 quantile of the ratio of each stream to the median stream of its kind; at least 1."""
     level = np.median(reached, axis=0)
     ratio = np.where(level > 0, curve, np.nan) / np.where(level > 0, level, 1.0)
     known = np.isfinite(ratio).any(axis=1)
@@ -268,7 +270,7 @@ def _amplification(curve: NDArray[np.float64], reached: NDArray[np.float64]) -> 
 
 
 def _upper_median(curves: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """Of those that say something; infinity where none does."""
+    """The upper median of the curves that are not NaN; infinity where all are."""
     ordered = np.sort(np.stack(curves), axis=0)  # NaN comes last
     middle = (~np.isnan(ordered)).sum(axis=0, keepdims=True) // 2
     found: NDArray[np.float64] = np.take_along_axis(ordered, np.minimum(middle, len(curves) - 1), axis=0)[0]
@@ -276,7 +278,7 @@ def _upper_median(curves: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
 
 
 def _kinks(journal: Journal, run: Observed) -> NDArray[np.int64]:
-    """The global steps in which a noise run has a kink that stands out of what its stream has otherwise."""
+    """The global steps in which a noise run has a kink that exceeds the usual differences of its stream."""
     name, step = (run.name, run.step) if isinstance(run, Repeated) else (journal.name, journal.step)
     kinked = np.array([kind in KINKED for kind in journal.kinds])
     rows = np.flatnonzero(run.switched & (name >= 0))
@@ -295,20 +297,20 @@ def _margin(
     false_alarms: float,
     least: float,
 ) -> float:
-    """By which factor noise exceeds its envelope in so large a share of runs, from the noise runs themselves."""
+    """The factor by which noise exceeds its envelope in a share `false_alarms` of runs."""
     ratios = []
     for number, curve in enumerate(curves):
         others = [one for place, one in enumerate(envelopes) if place != number]
         reference = _upper_median(others) if others else _envelope(curve, epsilon, ahead=-1)
         end = min([ends[number], *(ends if others else [])])
-        if not others:  # its own past begins when it has one
+        if not others:  # its own past counts once it has some nonzero steps
             reference = np.where(np.cumsum(np.nan_to_num(curve) > 0, axis=1) > WINDOW, reference, np.nan)
         with np.errstate(all="ignore"):
             ratio = (curve / reference)[:, :end]
         told = np.isfinite(ratio) & (ratio > 0) & (reference[:, :end] < 1.0 / LEAST)
         ratios.append(ratio[told])
     found = np.sort(np.concatenate(ratios))[::-1]
-    # how two noise runs differ cannot be seen of one
+    # a single run does not show how noise runs differ from each other
     least = max(least, LEAST if len(curves) > 1 else ALONE)
     if len(found) < _FEW:
         return max(least, ALONE)
@@ -321,7 +323,7 @@ def _margin(
 def _walk(
     journal: Journal, run: Observed, noise: Sequence[Observed], steps: NDArray[np.int64], found: Judgement
 ) -> None:
-    """Judge the messages in the order of observation, and begin anew after each kink."""
+    """Judge the messages in the order of observation, and start again after each kink."""
     relative = _clipped(run)
     whole = [one.broken for one in noise if not isinstance(one, Repeated)]
     broken = run.broken & ~np.logical_or.reduce(whole, initial=False)
@@ -330,7 +332,7 @@ def _walk(
     margins = np.array([*(found.margins.get(kind, LEAST) for kind in journal.kinds), LEAST])[journal.name]
     beginning = 0
     while True:
-        # what differs entirely is beyond a tolerance that is less than everything
+        # an entirely different tensor (1) is beyond any tolerance below 1
         beyond = compared & (broken | (relative > found.tolerance))
         beyond[:beginning] = False
         first = int(beyond.argmax()) if beyond.any() else len(beyond)
@@ -347,6 +349,6 @@ def _walk(
         rebased = np.maximum(found.tolerance[later], margins[later] * reached[journal.name[later]])
         found.tolerance[later] = rebased
         ahead = np.flatnonzero(within)
-        # numbers that are not finite are reported even in these steps
+        # broken messages are reported even in the steps of recovery
         shown = ahead[broken[ahead]]
         beginning = int(shown[0]) if len(shown) else int(ahead[-1]) + 1

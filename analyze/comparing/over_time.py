@@ -1,4 +1,4 @@
-"""Statistics of recorded tensors over time: many small tensors at once, without a message for each."""
+"""Computes statistics of recorded tensors over time: in batches of tensors, without a message for each."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class StreamStatistics:
     Attributes
     ----------
     stream : StreamInfo
-        Its kind, module, tag, leaf and rank.
+        The kind, module, tag, leaf and rank.
     global_steps : ndarray of int64, (n,)
         The step of each message.
     calls : ndarray of int64, (n,)
         The call of each message in its step.
     statistics : StatisticsResult
-        By name: float64 arrays (n,).
+        A float64 array (n,) for each name.
     """
 
     stream: StreamInfo
@@ -43,7 +43,7 @@ class StreamStatistics:
     statistics: StatisticsResult
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame` with the columns ``global_step``, ``call`` and one for each statistic.
+        """A `pandas.DataFrame` with the columns ``global_step``, ``call`` and a column for each statistic.
 
         Raises
         ------
@@ -64,7 +64,7 @@ def statistics_over_time(
     ddof: int = 1,
     precision: Literal["double", "single"] = "double",
 ) -> list[StreamStatistics]:
-    """Statistics of every recorded tensor of a kind: as `Statistics`, but much faster if the tensors are small.
+    """Statistics of every recorded tensor of a kind: like `Statistics`, but much faster for small tensors.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def statistics_over_time(
     Returns
     -------
     list of StreamStatistics
-        One for each stream, in the order of the trace; the same numbers, to the bit, as a replay through `Statistics`.
+        One for each stream, in the order of the trace; bitwise the same numbers as a replay through `Statistics`.
 
     Raises
     ------

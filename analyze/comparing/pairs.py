@@ -1,7 +1,7 @@
-"""All pairs: the similarity of each layer at each step of a run, or of several, with each other layer and step.
+"""Compares all pairs: each layer at each step of one or more runs with each other layer and step.
 
-The bases of all items are made once, in one pass over the trace, and then each pair costs one small product of
-matrices. What does not fit into memory goes to a scratch file, of which a few blocks are read at a time.
+The basis of each item is computed once, in one pass over the trace; each pair then costs one small matrix product.
+Bases that do not fit into memory can be kept in a scratch file, of which a few blocks are read at a time.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 
 _BLOCK = 1 << 26
-"""Bytes of bases in a block: two blocks and their product are in memory at a time."""
+"""The bytes of bases in a block; two blocks and their product are in memory at a time."""
 
 
 class _Known(NamedTuple):
-    """What is known of the basis of an item: see `analyze.metrics.similarity.bases.Basis`."""
+    """The properties of the basis of an item: see `analyze.metrics.similarity.bases.Basis`."""
 
     n: int
     k: int
@@ -51,7 +51,7 @@ class _Known(NamedTuple):
 
 
 class Bases:
-    """Keeps orthonormal bases of many sets of activations, and gives the similarity of each pair of them.
+    """Stores orthonormal bases of many sets of activations, and computes the similarity of each pair.
 
     Parameters
     ----------
@@ -60,11 +60,11 @@ class Bases:
     average : {"mean", "square"}
         The mean of the correlations, or of their squares, which needs no singular values.
     channels, positions
-        As in `analyze.svcca`; positions are no frequencies.
+        As in `analyze.svcca`, without positions as frequencies.
     dtype : {"float64", "float32"}
-        The dtype of the bases that are kept. float32 halves memory and time, and moves no mean by more than 4e-7.
+        The dtype of the stored bases. float32 halves memory and time, and changes no mean by more than 4e-7.
     scratch : path of a folder, optional
-        Where to keep the bases in a nameless file, which goes with this object, instead of in memory.
+        Store the bases in a temporary file in this folder, instead of in memory; it is removed with this object.
 
     Examples
     --------
@@ -101,18 +101,18 @@ class Bases:
         self._kept: list[NDArray[Any]] = []
         self._file: IO[bytes] | None = None
         if scratch is not None:
-            self._file = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 - it lives as long as this object
+            self._file = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 - open as long as this object lives
             weakref.finalize(self, self._file.close)
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def add(self, key: Hashable, data: Array) -> None:
-        """Make and keep the basis of one set of activations; never raises for the values in it."""
+        """Compute and store the basis of a set of activations; no values in it raise an error."""
         self.add_basis(key, basis(data, self.threshold, channels=self.channels, positions=self.positions))
 
     def add_basis(self, key: Hashable, made: Basis) -> None:
-        """Keep a basis that is made already."""
+        """Store a basis."""
         self.keys.append(key)
         self._known.append(_Known(made.n, made.k, made.status, made.rows or (made.n,), made.ill_posed))
         u_kn = np.ascontiguousarray(made.u_nk.T, dtype=self.dtype)
@@ -123,7 +123,7 @@ class Bases:
         self._file.write(u_kn.tobytes())
 
     def _block(self, items: list[int]) -> NDArray[Any]:
-        """The bases of some items, which have the same n, below each other."""
+        """The bases of items with the same n, concatenated along their rows."""
         if self._file is None:
             return np.concatenate([self._kept[item] for item in items])
         n = self._known[items[0]].n
@@ -142,8 +142,8 @@ class Bases:
         Parameters
         ----------
         quick : bool
-            Whether to take the correlations from the eigenvalues of the squared overlap, which is faster, and good to
-            1e-12 unless correlations are 0 exactly.
+            Whether to compute the correlations from the eigenvalues of the squared overlap, which is faster, and
+            accurate to 1e-12 unless correlations are exactly 0.
         """
         n = np.array([known.n for known in self._known], np.int64)
         k = np.array([known.k for known in self._known], np.int64)
@@ -160,7 +160,7 @@ class Bases:
         return Similarities(tuple(self.keys), values, self._codes(same, n, k), k, n, self._nulls(values, n, k))
 
     def _nulls(self, values: NDArray[np.float64], n: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The null baseline of each pair that has a value; it is computed once for all pairs of the same sizes."""
+        """The null baseline of each pair with a value; computed once for all pairs of the same sizes."""
         nulls = np.full(values.shape, math.nan)
         one, other = np.nonzero(~np.isnan(values))
         if len(one):
@@ -172,7 +172,7 @@ class Bases:
         return nulls
 
     def _codes(self, same: NDArray[np.bool_], n: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.int8]:
-        """The status of each pair; `same` says which have the same datapoints."""
+        """The status of each pair; `same` marks pairs with the same datapoints."""
         ill_posed, few = (STATUSES.index(word) for word in ("ill_posed", "few_samples"))
         shaky = np.array([known.ill_posed for known in self._known], bool)
         scarce = (n - 1)[:, None] < 5 * np.maximum(k[:, None], k)
@@ -180,7 +180,7 @@ class Bases:
         return codes_of_pairs(codes, same, (known.status for known in self._known))
 
     def _blocks(self, items: list[int]) -> list[list[int]]:
-        """Items, which have the same n, in groups whose bases fit into a block."""
+        """Groups of items, all with the same n, whose bases fit into a block."""
         size = max(1, _BLOCK // (self.dtype.itemsize * self._known[items[0]].n))
         blocks: list[list[int]] = [[]]
         filled = 0
@@ -202,7 +202,7 @@ class Bases:
         block_other: NDArray[Any],
         quick: bool,
     ) -> None:
-        """Enter the similarity of each item of one block with each item of another."""
+        """Fill in the similarity of each item of a block with each item of another block."""
         widths = [self._known[item].k for item in other]
         ends = np.cumsum(widths)
         start = 0
@@ -218,7 +218,7 @@ class Bases:
                 values[i, j] = values[j, i] = self._value(overlap_km, quick)
 
     def _value(self, overlap_km: NDArray[Any], quick: bool) -> float:
-        """The similarity of two items, from the products of their bases."""
+        """The similarity of two items, from the product of their bases."""
         k, m = overlap_km.shape
         if self.average == "square":
             return min(1.0, float(np.vdot(overlap_km, overlap_km)) / int(min(k, m)))
@@ -240,19 +240,19 @@ def pairs(
     scratch: str | Path | None = None,
     quick: bool = False,
 ) -> Similarities:
-    """The similarity of each layer at each step with each other layer and step, of a recorded run or of several.
+    """The similarity of each layer at each step with each other layer and step, of one or more recorded runs.
 
     Parameters
     ----------
     traces : path, URL or TraceReader, or several
-        Several traces must be of the same datapoints: see `analyze.compare`.
+        All traces must have the same datapoints: see `analyze.compare`.
     subscriber : str or subscriber
-        Which similarity, and of which kind, tag and modules: ``"svcca:threshold=0.9,modules=conv*"``. Its `against` is
-        ignored: this function compares each layer and step with each other.
+        The similarity, with its kind, tag and modules: ``"svcca:threshold=0.9,modules=conv*"``. Its `against` is
+        ignored, because each layer and step is compared with each other.
     steps : (start, stop) or (start, stop, stride), optional
-        Only these global steps.
+        The global steps to compare; by default all.
     dtype, scratch
-        As in `Bases`; only for measures that have bases.
+        As in `Bases`; only for measures with bases.
     quick : bool
         As in `Bases.similarities`.
 
@@ -263,7 +263,7 @@ def pairs(
     Raises
     ------
     CaptureError
-        If a trace has nothing that the subscriber takes, or the traces' datapoints are not the same.
+        If a trace lacks what the subscriber takes, or the datapoints of the traces differ.
     MessageError
         If the subscriber does not compare layers, or is not symmetric.
 
@@ -286,7 +286,7 @@ def pairs(
     if not measure.symmetric:
         raise MessageError(f"pairs compares each two layers once, but {type(measure).__name__} is not symmetric")
     single = isinstance(traces, (str, Path, TraceReader)) or not isinstance(traces, Iterable)
-    sources: list[Any] = [traces] if single else list(traces)  # type: ignore[arg-type] # one or many, as was just seen
+    sources: list[Any] = [traces] if single else list(traces)  # type: ignore[arg-type] # mypy does not see that `single` excludes other types
     averages: dict[type, Average] = {SVCCA: "mean", CCA: "mean", R2CCA: "square"}
     average = averages.get(type(measure)) if measure.positions != "fourier" else None
     bases = Bases(average=average or "mean", dtype=dtype, scratch=scratch)
@@ -317,7 +317,7 @@ def pairs(
 
 
 def _each(measure: Similarity, items: list[Hashable], kept: list[Any]) -> Similarities:
-    """The similarity of each pair, compared one by one, for measures without bases."""
+    """The similarity of each pair, compared individually, for measures without bases."""
     count = len(kept)
     values, nulls = np.full((count, count), math.nan), np.full((count, count), math.nan)
     estimated = isinstance(measure, OfSketches)

@@ -1,7 +1,6 @@
-"""A plugin of pytest: a test records a training, and fails in the first layer in which it parts from its baseline.
+"""A pytest plugin: a test records a training, and fails if it differs from its baseline, naming the first layer.
 
-pytest loads it by itself where this project is installed; it imports nothing heavy until a test asks for
-`trace_baseline`. ::
+pytest loads the plugin if this project is installed; it imports nothing heavy until a test uses `trace_baseline`. ::
 
     def test_training(trace_baseline):
         model = make_model()
@@ -10,7 +9,7 @@ pytest loads it by itself where this project is installed; it imports nothing he
             train(model, optimizer, steps=20)
 
 ``pytest --trace-baseline tests/baselines --trace-baseline-update`` writes ``tests/baselines/small-mlp.zarr``, and
-``pytest --trace-baseline tests/baselines`` compares with it. The folder may stand in pytest's configuration, too, as
+``pytest --trace-baseline tests/baselines`` compares with it. The folder may also be set in pytest's configuration, as
 ``trace_baseline``.
 """
 
@@ -30,13 +29,13 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".zarr", ".h5")
 _OF_DIFF = ("rtol", "atol", "rename", "align", "noise", "steps", "tags", "kinds", "modules", "quick")
-"""Options that say how the traces are compared; all others say how the training is recorded."""
+"""The options of `analyze.diff`; all others are options of `tracer.record`."""
 _SHOWN = 5
-"""Streams and structural differences that a failed test shows."""
+"""The most streams and structural differences that a failed test shows."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options."""
+    """Add the options of this plugin to pytest."""
     group = parser.getgroup("tracereel", "recorded trainings")
     group.addoption(
         "--trace-baseline", metavar="DIR", help="compare what trace_baseline records with the traces in this folder"
@@ -56,11 +55,11 @@ class TraceBaseline:
     Parameters
     ----------
     folder : Path
-        Where the baselines are.
+        The folder of the baselines.
     scratch : Path
-        Where a training is recorded before it is compared.
+        The folder in which trainings are recorded before they are compared.
     update : bool
-        Whether a baseline that is missing or differs is written.
+        Whether a missing or differing baseline is written.
     """
 
     def __init__(self, folder: Path, scratch: Path, *, update: bool) -> None:
@@ -68,21 +67,21 @@ class TraceBaseline:
 
     @contextlib.contextmanager
     def __call__(self, name: str, *recorded: Any, **options: Any) -> Iterator[Any]:
-        """Record what a block trains, and compare it with its baseline when the block ends.
+        """Record the training in a block, and compare it with its baseline when the block ends.
 
         Parameters
         ----------
         name : str
-            Of the baseline in the folder, with ``.zarr`` or ``.h5`` at its end, or without: ``.zarr``.
+            The name of the baseline in the folder, ending in ``.zarr`` or ``.h5``; ``.zarr`` is added otherwise.
         *recorded
-            The model, and what else `tracer.record` takes by its place.
+            The model and the other positional arguments of `tracer.record`.
         **options
-            What `analyze.diff` takes (`rtol`, `atol`, `noise`, …), and else what `tracer.record` takes.
+            Options of `analyze.diff` (`rtol`, `atol`, `noise`, …) and of `tracer.record`.
 
         Yields
         ------
         Run
-            As `tracer.record` does.
+            The run of `tracer.record`.
         """
         import tracer
 
@@ -92,13 +91,13 @@ class TraceBaseline:
 
     @contextlib.contextmanager
     def path(self, name: str, **how: Any) -> Iterator[Path]:
-        """Give a block a path to record to, and compare what is there with its baseline when the block ends.
+        """Give a block a path to record to, and compare the trace with its baseline when the block ends.
 
         Parameters
         ----------
         name : str
         **how
-            What `analyze.diff` takes.
+            Options of `analyze.diff`.
 
         Yields
         ------
@@ -126,7 +125,7 @@ class TraceBaseline:
 
 @pytest.fixture
 def trace_baseline(request: pytest.FixtureRequest, tmp_path: Path) -> TraceBaseline:
-    """Compare a recorded training with its baseline; a test that asks for it is skipped without a folder of baselines.
+    """Compare a recorded training with its baseline; without a folder of baselines, the test is skipped.
 
     Returns
     -------
@@ -143,7 +142,7 @@ def trace_baseline(request: pytest.FixtureRequest, tmp_path: Path) -> TraceBasel
 
 
 def _replace(made: Path, baseline: Path) -> None:
-    """Let what was made be the baseline."""
+    """Replace the baseline by a new trace."""
     baseline.parent.mkdir(parents=True, exist_ok=True)
     if baseline.is_dir():
         shutil.rmtree(baseline)
@@ -153,7 +152,7 @@ def _replace(made: Path, baseline: Path) -> None:
 
 
 def _sentences(found: Difference, name: str) -> str:
-    """Why a test fails: where it parts, in which streams next, and what else is different."""
+    """The message of a failed test: where the training parts, in which streams next, and what else differs."""
     from analyze.tables.escapes import printable
 
     lines = [f"the training parts from its baseline {name} (A: the baseline, B: this run): {found.verdict}"]

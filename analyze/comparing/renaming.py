@@ -1,4 +1,4 @@
-"""Modules that have another name in the other run."""
+"""Renames modules that have different names in two runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tracer.errors import CaptureError, did_you_mean
 @final
 @dataclass(frozen=True)
 class Renaming:
-    """Which name a module of the first run has in the second.
+    """Maps the names of modules in the first run to those in the second.
 
     Parameters
     ----------
     rules : tuple of (str, str)
-        ``(old, new)``: a dotted path, or the beginning of one; ``*`` stands for anything, and each ``*`` of `new` for
-        what the ``*`` at the same place of `old` stood for. The first rule that fits counts. An empty path is the root,
-        so ``("", "model")`` puts everything below `model`, and ``("model", "")`` takes it out.
+        ``(old, new)``: dotted paths, or beginnings of dotted paths. ``*`` in `old` matches anything; the n-th ``*`` of
+        `new` stands for what the n-th ``*`` of `old` matched. The first rule that matches counts. An empty path is the
+        root, so ``("", "model")`` moves everything below `model`, and ``("model", "")`` undoes that.
 
     Examples
     --------
@@ -42,12 +42,12 @@ class Renaming:
 
     @classmethod
     def of(cls, rename: Renaming | Mapping[str, str] | Iterable[str] | str | None) -> Renaming:
-        """The renaming that a mapping of old to new names, or ``old=new`` texts, make.
+        """A renaming from a mapping of old to new names, or from ``old=new`` texts.
 
         Raises
         ------
         CaptureError
-            If a text has no ``=``, or a rule more ``*`` on its right.
+            If a text has no ``=``, or a rule has more ``*`` in its new name than in the old.
         """
         if rename is None:
             return cls()
@@ -64,7 +64,7 @@ class Renaming:
         return cls(tuple(rules))
 
     def __call__(self, name: str) -> str:
-        """The name that a dotted path of the first run has in the second."""
+        """The name in the second run of a module of the first run."""
         for pattern, new in self._compiled:
             found = pattern.fullmatch(name)
             if found is not None:
@@ -72,11 +72,12 @@ class Renaming:
         return name
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse a rule that fits no module of the first run, and modules that would have one name.
+        """Check that each rule matches a module of the first run, and that no two modules get the same name.
 
         Raises
         ------
         CaptureError
+            If not.
         """
         known = sorted(set(names))
         for (old, new), (pattern, _) in zip(self.rules, self._compiled, strict=True):
@@ -86,7 +87,7 @@ class Renaming:
                 )
         taken: dict[str, str] = {}
         for name in known:
-            if name == "":  # another module may take the place of the root
+            if name == "":  # another module may replace the root
                 continue
             new = self(name)
             if new in taken:

@@ -1,7 +1,7 @@
-"""Noise from the steps that a run trained twice: an attempt that was given up, and the one that went on before its end.
+"""Measures noise from repeated steps: an abandoned attempt trained them, and a later attempt trained them again.
 
-Both attempts began these steps with the same state and trained them on the same data, so they differ by rounding alone.
-Nothing of an attempt that was given up is written over: what it recorded is in its part of the trace.
+Both attempts began these steps with the same state and the same data, so they differ by rounding alone. The trace still
+has all that the abandoned attempt recorded, in a part of its own.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tracer.trace.reader import TraceReader
 def trained_again(
     reader: TraceReader, numbers: NDArray[np.int64], comparison: Comparison
 ) -> Iterator[tuple[int, Repeated]]:
-    """The steps of a trace that an attempt had recorded and a later one trained again, attempt by attempt.
+    """Yield, for each abandoned attempt, its differences from the later attempt at the same steps.
 
     Parameters
     ----------
     reader : TraceReader
     numbers : ndarray of int64, (messages,)
-        Of each message of its journal, the number of its stream; -1 of what is left out.
+        For each row of its journal, the index of the stream in `comparison`; -1 for rows that are left out.
     comparison : Comparison
-        That of the runs whose noise is looked for: with its filters of kinds and tags, and its alignment.
+        The comparison to be judged; its filters of kinds and tags and its alignment are used.
 
     Yields
     ------
     int, Repeated
-        The first of these steps, and how far they are from what they were, with the steps that the trace has.
+        The first repeated step, and the differences.
     """
     attempts = reader.attempts
     for place, one in enumerate(attempts):

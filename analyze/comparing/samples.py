@@ -1,4 +1,4 @@
-"""The rows of a batch in one run, and the rows of the same samples in the other."""
+"""Aligns the rows of a batch in one run with the rows of the same samples in the other."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _BACKWARD: Final = ("layer_gradients", "input_gradients")
 HAVE_SAMPLES: Final = (*_FORWARD, *_BACKWARD)
 """The kinds whose first axis is the samples of a batch."""
 _FLATTENED: Final = ("network_output", "input_labels")
-"""What a loss may get with the batch and the positions of its samples as one axis."""
+"""Kinds whose first axis may be the samples and their positions, flattened for a loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Which rows of two batches are of the same samples."""
+    """The rows of two batches that are of the same samples; `sizes` has the sizes of both batches."""
 
     one: NDArray[np.int64]
     other: NDArray[np.int64]
@@ -37,15 +37,15 @@ class _Rows:
 @final
 @dataclass
 class Samples:
-    """Aligns what two runs recorded of a batch, by the rows of the batch's `input_data` that are the same to the bit.
+    """Aligns the data of two runs by samples: rows of a batch whose `input_data` is bitwise equal.
 
-    Give it the pairs of messages in the order of their observation. Of samples that occur several times in a batch, the
-    first is taken for the first, the second for the second.
+    It must receive the pairs of messages in their order of observation. Samples that occur several times in a batch are
+    matched in their order.
 
     Attributes
     ----------
     left_out : list of int, two numbers
-        How many rows of each trace's batches the other's batches lack.
+        For each trace, the number of rows of its batches that the batches of the other trace lack.
     """
 
     left_out: list[int] = field(default_factory=lambda: [0, 0])
@@ -55,7 +55,7 @@ class Samples:
     def aligned(
         self, name: Name, step: int, one: NDArray[Any], other: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any]] | str:
-        """The parts of two arrays that are of the same samples, in the same order; or why they cannot be had."""
+        """The rows of two arrays that are of the same samples, in the same order; or why they cannot be aligned."""
         if name.kind not in HAVE_SAMPLES:
             return one, other
         if step != self._step:
@@ -80,7 +80,7 @@ class Samples:
 
 
 def _taken(name: Name, array: NDArray[Any], rows: NDArray[np.int64], size: int) -> NDArray[Any] | None:
-    """Some rows of a batch; None if the first axis is not that of the batch."""
+    """The given rows of a batch; None if the first axis of the array is not that of the batch."""
     if not array.ndim or not size:
         return None
     if array.shape[0] == size:

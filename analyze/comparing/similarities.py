@@ -1,4 +1,4 @@
-"""The similarity of each two of many layers and steps: as a matrix, a table, a picture, and in other tools' shapes."""
+"""Holds the similarity of each pair of many layers and steps: as a matrix, a table, a figure, in pandas and xarray."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tracer.shown import table
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A layer at a step of a run: what a row and a column of `Similarities` stand for.
+    """A layer at a step of a run, which is a row and a column of `Similarities`.
 
     Attributes
     ----------
     trace : str
     module : str or None
-        Dotted path; None for the network.
+        The dotted path; None for the network.
     global_step, call : int
     leaf : str
     """
@@ -45,23 +45,23 @@ class Similarities:
     Attributes
     ----------
     items : tuple
-        What the rows and columns stand for: `Item`, or the keys that were given to `Bases.add`.
+        The items of the rows and columns: each an `Item`, or a key that was given to `Bases.add`.
     values : array (items, items)
-        The similarity of each pair; NaN where there is none.
+        The similarity of each pair; NaN if it could not be computed.
     codes : array (items, items) of int8
         The status of each pair, as an index into `analyze.metrics.similarity.bases.STATUSES`.
     k : array (items,)
-        How many directions are kept of each item; 0 for measures that keep all activations.
+        The number of directions that are kept of each item; 0 for measures that keep all activations.
     n : array (items,)
-        How many datapoints each item has.
+        The number of datapoints of each item.
     nulls : array (items, items)
-        The null baseline of each pair: the value to expect of unrelated layers; NaN where there is no value.
+        The null baseline of each pair: the value to expect of unrelated layers; NaN without a value.
     measure : str
-        What was measured, such as ``svcca``.
+        The name of the measure, such as ``svcca``.
     is_distance : bool
-        Whether it is a distance, of which 0 is the same and more is less alike.
+        Whether the measure is a distance: 0 is the same, and larger values are less similar.
     lows, highs : array (items, items), or None
-        The ends of the interval of each value that was estimated from sketches; None where values are exact.
+        The ends of the interval of each value that was estimated from sketches; None if values are exact.
     """
 
     items: tuple[Any, ...]
@@ -85,12 +85,12 @@ class Similarities:
 
     @property
     def beyond_null(self) -> NDArray[np.float64]:
-        """How much more alike each pair is than unrelated layers: values above their nulls, distances below theirs."""
+        """The similarity of each pair beyond unrelated layers: value minus null; for a distance, null minus value."""
         return self.nulls - self.values if self.is_distance else self.values - self.nulls
 
     @property
     def names(self) -> list[str]:
-        """What to call the items: layer and step; of several traces, with the trace."""
+        """The names of the items: layer and step, and the trace if there are several."""
         several = len({item.trace for item in self.items if isinstance(item, Item)}) > 1
         return [f"{name_of(item)} of {Path(item.trace).name}" if several else name_of(item) for item in self.items]
 
@@ -112,14 +112,14 @@ class Similarities:
 
     @property
     def _ends(self) -> dict[str, NDArray[np.float64]]:
-        """The ends of the intervals, by the names that they have in tables; none where values are exact."""
+        """The ends of the intervals by their names in tables; empty if values are exact."""
         return {name: ends for name, ends in (("low", self.lows), ("high", self.highs)) if ends is not None}
 
     def __repr__(self) -> str:
         return f"Similarities of {len(self.items):,} items: {self.measure} {_range(self.values)}"
 
     def _repr_html_(self) -> str:
-        """What was compared, for notebooks; `plot` draws it."""
+        """A table of the items, for notebooks; `plot` draws the matrix."""
         columns = ("item", "datapoints", "directions", f"mean {self.measure} to the others", "mean null")
         means = [
             [_mean(np.delete(row, place)) for place, row in enumerate(matrix)] for matrix in (self.values, self.nulls)
@@ -127,15 +127,15 @@ class Similarities:
         return table(columns, zip(self.names, self.n.tolist(), self.k.tolist(), *means, strict=True), repr(self))
 
     def plot(self, title: str = "") -> Any:
-        """Draw the matrix, and beside it how much more alike each pair is than unrelated layers would be.
+        """Draw the matrix, and a second matrix of how much more similar each pair is than unrelated layers.
 
-        Bright is alike, also of distances. In the second matrix white is what unrelated layers with as many datapoints
-        and directions give, orange is more alike, blue is less.
+        Bright is similar, for distances, too. In the second matrix, white is the value for unrelated layers with as
+        many datapoints and directions, orange is more similar, blue is less similar.
 
         Returns
         -------
         matplotlib.figure.Figure
-            No window is opened; a notebook shows it.
+            It opens no window; a notebook shows it.
 
         Raises
         ------
@@ -163,7 +163,7 @@ class Similarities:
         return Matrix(beyond, f"{self.measure} {'below' if self.is_distance else 'above'} its null", -far, far, "away")
 
     def _remarks(self) -> str:
-        """What the null is, and how many pairs are less than sure."""
+        """Sentences about the null, and about the number of pairs with each status but ok."""
         upper = np.triu(np.ones(self.values.shape, bool), 1)
         told = []
         nulls = self.nulls[upper & np.isfinite(self.nulls)]
@@ -185,7 +185,7 @@ class Similarities:
         return np.array(self.values, dtype=dtype, copy=copy)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Each pair once, as a row of a table: both items, value, status, directions kept, null baseline, interval."""
+        """Each pair once, as a row of a table: both items, value, status, numbers of directions, null, interval."""
         for i, one in enumerate(self.items):
             for j in range(i, len(self.items)):
                 yield {
@@ -202,8 +202,8 @@ class Similarities:
     def to_pandas(self) -> Any:
         """Each pair once, as a `pandas.DataFrame`.
 
-        Its columns are those of `rows`; for each `Item` there are ``one_trace``, ``one_module``, ``one_global_step``,
-        ``one_call`` and ``one_leaf``, and the same of the other.
+        Its columns are those of `rows`; an `Item` has the columns ``one_trace``, ``one_module``, ``one_global_step``,
+        ``one_call`` and ``one_leaf``, or the same with ``other_``.
 
         Raises
         ------
@@ -231,10 +231,10 @@ class Similarities:
         Returns
         -------
         xarray.Dataset
-            The variables ``value``, ``null`` and ``status`` (of estimates also ``low`` and ``high``), of the axes
-            ``item`` and ``other``. Beside the names of the items stand ``trace``, ``module`` (empty for the network),
-            ``global_step``, ``call``, ``leaf``, ``datapoints`` and ``directions``; beside those of the others the same
-            with ``other_`` before it.
+            The variables ``value``, ``null`` and ``status`` (and ``low`` and ``high`` for estimates), with the
+            dimensions ``item`` and ``other``. Further coordinates of ``item`` are ``trace``, ``module`` (empty for the
+            network), ``global_step``, ``call``, ``leaf``, ``datapoints`` and ``directions``; those of ``other`` have
+            the same names after ``other_``.
 
         Raises
         ------
@@ -261,14 +261,14 @@ class Similarities:
 def codes_of_pairs(
     of_pairs: NDArray[np.int64], same: NDArray[np.bool_], of_items: Iterable[Status]
 ) -> NDArray[np.int8]:
-    """The status of each pair: that of an item, which goes first, or a mismatch, or what is known of the two.
+    """The status of each pair: an item's own status if it is not ok, else a mismatch, else the status of the pair.
 
     Parameters
     ----------
     of_pairs : array (items, items) of int
-        What is known of the two, as an index into `STATUSES`.
+        The status of each pair by itself, as an index into `STATUSES`.
     same : array (items, items) of bool
-        Which have the same datapoints.
+        Whether the items of each pair have the same datapoints.
     of_items : iterable of str
         The status of each item.
     """
@@ -280,7 +280,7 @@ def codes_of_pairs(
 
 
 def _coordinates(items: Sequence[Any]) -> dict[str, NDArray[Any]]:
-    """The fields of items, a column each; of keys that are no items, the column ``key``."""
+    """A column for each field of the items; for keys that are not `Item`, the single column ``key``."""
     if not items or not all(isinstance(item, Item) for item in items):
         return {"key": words(items)}
     found: dict[str, NDArray[Any]] = {}
@@ -292,7 +292,7 @@ def _coordinates(items: Sequence[Any]) -> dict[str, NDArray[Any]]:
 
 
 def name_of(item: Any) -> str:
-    """What to call an item: its layer and step, and which of several calls and outputs it is.
+    """The name of an item: layer and step, and the call and leaf unless they are 0 and empty.
 
     Examples
     --------

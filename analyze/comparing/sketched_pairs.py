@@ -1,7 +1,6 @@
-"""Linear CKA of all pairs of many wide layers, estimated from their sketches: one product of matrices for many pairs.
+"""Estimates linear CKA of all pairs of many wide layers from their sketches: one matrix product serves many pairs.
 
-Shapes: a block of items has ``z_bkn``, the k columns of each; the columns of an item that is narrower are filled up
-with zeros.
+Shapes: a block of items is ``z_bkn``, the k columns of each item; a narrower item is padded with columns of zeros.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from analyze.metrics.similarity.estimates import (
 from analyze.metrics.similarity.similarity import Kept
 
 _PRODUCTS = 1 << 23
-"""How many products of columns are in memory at a time: 32 MiB of float32."""
+"""The number of products of columns in memory at a time: 32 MiB of float32."""
 
 
 class _Known(NamedTuple):
-    """What is known of an item: its datapoints, and sums over its own columns."""
+    """The properties of an item: its datapoints, and sums over its own columns."""
 
     n: int
     rows: tuple[int, ...]
@@ -42,12 +41,12 @@ class _Known(NamedTuple):
 
 
 class Sketches:
-    """Keeps sketches of many sets of activations, and estimates the linear CKA of each pair of them.
+    """Stores sketches of many sets of activations, and estimates the linear CKA of each pair.
 
     Parameters
     ----------
     k : int
-        Columns of a sketch. An item of fewer is no sketch, but exact.
+        The number of columns of a sketch. Activations with fewer columns are stored exactly instead.
 
     Examples
     --------
@@ -73,7 +72,7 @@ class Sketches:
         return len(self.keys)
 
     def add(self, key: Hashable, kept: Kept) -> None:
-        """Keep a sketch; never raises for the values in it."""
+        """Store a sketch; no values in it raise an error."""
         self.keys.append(key)
         columns = columns_of(kept, self.k)
         if isinstance(columns, str):
@@ -118,7 +117,7 @@ class Sketches:
         return Similarities(tuple(self.keys), values, codes, k, n, nulls, "sketched_cka", False, lows, highs)
 
     def _blocks(self, items: list[int]) -> Iterator[list[int]]:
-        """Items, sketches and exact ones apart, in groups whose products with each other are few enough."""
+        """Groups of items, either all sketches or all exact, whose products with each other fit into memory."""
         size = max(1, math.isqrt(_PRODUCTS) // self.k)
         for drawn in (True, False):
             chosen = [item for item in items if self._known[item].drawn == drawn]
@@ -135,7 +134,7 @@ class Sketches:
     def _estimates(
         self, one: list[int], x_bkn: NDArray[np.float32], other: list[int], y_ckn: NDArray[np.float32]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """Values and ends of the intervals of each item of one block with each of another: arrays (b, c)."""
+        """Values and ends of their intervals, for each item of a block with each item of another: arrays (b, c)."""
         k, n = self.k, x_bkn.shape[2]
         products = x_bkn.reshape(-1, n) @ y_ckn.reshape(-1, n).T
         np.square(products, out=products)

@@ -1,4 +1,4 @@
-"""How two runs differ before any value is compared: in their models, options, arguments, versions and seeds."""
+"""Finds structural differences of two runs: in their models, options, arguments, versions and seeds."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _OWN: Final = (
     *("run_id", "created", "process", "launch", "recording", "attempt", "first_step", "certificate", "kinds"),
     "reenacts",
 )
-"""What each run has of its own, and what says how it was written or what could have been recorded."""
+"""Header entries that are not compared: they identify a run, or say how it was written or could be recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class StructureDifference:
-    """Something that the headers or the tables of two traces say differently.
+    """A difference between the headers or the tables of two traces.
 
     Attributes
     ----------
     what : str
-        What it is: ``"module"``, ``"parameter"``, ``"version"``, ``"seed"``, ``"argv"`` and so on.
+        What differs: ``"module"``, ``"parameter"``, ``"version"``, ``"seed"``, ``"argv"`` and so on.
     name : str
-        Which one; empty where there is one only.
+        The name of what differs; empty if there is only one of it.
     one, other : JSON value
-        What each trace says; None where it says nothing.
+        The value in each trace; None if it has none.
     """
 
     what: str
@@ -43,7 +43,7 @@ class StructureDifference:
 
 
 def structure_differences(one: TraceReader, other: TraceReader, renaming: Renaming) -> list[StructureDifference]:
-    """What the headers of two traces say differently, modules of the first under their names in it.
+    """The differences between the headers of two traces; modules have their names in the first trace.
 
     Parameters
     ----------
@@ -69,9 +69,9 @@ def structure_differences(one: TraceReader, other: TraceReader, renaming: Renami
 
 
 def generator_differences(one: TraceReader, other: TraceReader) -> list[StructureDifference]:
-    """Where the recorded states of two runs' random generators begin to be others, by the checksums of these.
+    """The first step at which the recorded states of each random generator differ, by their checksums.
 
-    They do not make runs part: a generator that nothing draws from may be in any state.
+    These differences do not make runs part: a generator that nothing draws from may be in any state.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ def _generators(reader: TraceReader) -> dict[tuple[int, int, int, str], int]:
 
 
 def likely_renamings(differences: Iterable[StructureDifference]) -> list[tuple[str, str]]:
-    """Modules that only one run has, and what they may be called in the other: in order, where the classes agree."""
+    """Pairs of modules that only A and only B have, in order; empty unless the classes of all pairs agree."""
     modules = [one for one in differences if one.what == "module"]
     gone = [one for one in modules if one.other is None]
     new = [one for one in modules if one.one is None]
@@ -109,12 +109,12 @@ def likely_renamings(differences: Iterable[StructureDifference]) -> list[tuple[s
 
 
 def _of_models(one: Any, other: Any, renaming: Renaming) -> Iterable[StructureDifference]:
-    """Modules with their classes, and parameters with their shapes, dtypes and whether they are trained."""
+    """The differences of two models: of their modules and classes, and of all entries of their parameters."""
     mine, theirs = _mapping(one), _mapping(other)
     found: list[StructureDifference] = []
     for key, what in (("modules", "module"), ("parameters", "parameter")):
         first, second = _by_name(mine.get(key)), _by_name(theirs.get(key))
-        if not first or not second:  # the header of one trace says nothing of its model
+        if not first or not second:  # the header of a trace does not describe its model
             continue
         for name, told in first.items():
             module, _, own = name.rpartition(".") if key == "parameters" else (name, "", "")
@@ -138,20 +138,20 @@ def _by_name(listed: Any) -> dict[str, dict[str, Any]]:
 
 
 def _brief(told: Mapping[str, Any]) -> Any:
-    """A module's class, or all that the header says of a parameter."""
+    """The class of a module, or all entries of a parameter."""
     return told["class"] if "class" in told else dict(told)
 
 
 def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What two headers say differently of a module or parameter."""
+    """The entries of a module or parameter that differ, in both headers."""
     keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
-    if "class" in keys:  # of another class, the rest says little
+    if "class" in keys:  # if the classes differ, the other entries say little
         return one.get("class"), other.get("class")
     return {key: one.get(key) for key in keys}, {key: other.get(key) for key in keys}
 
 
 def _of_captures(one: Any, other: Any) -> Iterable[StructureDifference]:
-    """Which messages were to be recorded, and how much of them."""
+    """The differences of the captures: of the messages to be recorded, and of how much of them."""
     if not (_is_single(one) and _is_single(other)):
         return _of_values("capture", one, other)
     return _of_mappings("capture", dict(one[0]), dict(other[0]))

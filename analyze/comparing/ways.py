@@ -1,4 +1,4 @@
-"""How the messages of two streams are compared: by their data, or by a hash or statistics where one has no data."""
+"""Chooses how messages are compared: by their data, or by hashes or statistics if a trace lacks the data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_THE_REDUCTION: Final = {
     HASH: ("reduce", "hash"),
     STATISTICS: ("reduce", "entries", "axes", "floating"),
 }
-"""What the sampling of a hash, or of statistics, says besides that of the data that they are of."""
+"""Entries in the sampling of a hash, or of statistics, that the sampling of their data lacks."""
 
 
 class Way(NamedTuple):
@@ -32,13 +32,13 @@ class Way(NamedTuple):
     by : str
         ``"nothing"`` (events are equal), ``"data"``, ``"hash"`` or ``"statistics"``; empty if they cannot be compared.
     one, other : int
-        Which row of each is read: that of the data, the hash or the statistics.
+        Which row of each message is read: `DATA`, `HASH` or `STATISTICS`.
     statistics : tuple of (int, int) or None
-        Where hashes are compared: the rows with the statistics that say how much differs, if both have some.
+        If hashes are compared: the rows of each message whose statistics measure the difference, if both have some.
     why : str
-        Why they cannot be compared.
+        Why the messages cannot be compared.
     alike : bool
-        Of data, whether all of it has one dtype and one shape, so that equal bytes are equal tensors.
+        Whether all data has the same dtype and the same shape, so that equal bytes mean equal tensors.
     """
 
     by: str
@@ -52,7 +52,7 @@ class Way(NamedTuple):
 def ways_of(
     readers: tuple[TraceReader, TraceReader], matched: Matched, *, aligned: bool
 ) -> tuple[list[Way], NDArray[np.int64]]:
-    """The ways in which messages are compared, and the number of that of each pair of `Matched.rows`.
+    """The ways in which messages are compared, and for each pair of `Matched.rows` the index of its way.
 
     Parameters
     ----------
@@ -80,12 +80,12 @@ def ways_of(
 
 
 def way_of(mine: Sequence[StreamInfo | None], theirs: Sequence[StreamInfo | None], *, aligned: bool = False) -> Way:
-    """How the messages of two streams are compared, of which each has data, hashes, statistics, or several of them.
+    """The way in which messages are compared, given which streams of each trace hold their data, hash and statistics.
 
     Parameters
     ----------
     mine, theirs : sequence of StreamInfo or None
-        Those with data, hashes and statistics.
+        The streams with the data, the hash and the statistics; None if the trace lacks it.
     aligned : bool
     """
     x, y = mine[DATA], theirs[DATA]
@@ -117,10 +117,10 @@ def way_of(mine: Sequence[StreamInfo | None], theirs: Sequence[StreamInfo | None
 
 
 def _of_what(stream: StreamInfo, row: int) -> dict[str, Any]:
-    """The sampling of the data that a row holds, or of that which its hash or statistics are of."""
+    """The sampling of the data that a row holds, or that its hash or statistics were computed from."""
     own = _OF_THE_REDUCTION.get(row, ())
     told = {name: value for name, value in sampled(stream.sampling).items() if name not in own}
-    # what was cast has another hash
+    # data that was cast to another dtype has another hash
     return told | {name: value for name, value in (stream.sampling or {}).items() if name == "dtype" and value}
 
 
@@ -129,7 +129,7 @@ def _held(streams: Sequence[StreamInfo | None]) -> str:
 
 
 def sampled(sampling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What makes the numbers of one sampling those of another: not their dtype, nor the shape of the first tensor."""
+    """The entries of a sampling that determine which numbers are recorded: without the dtype and the shape."""
     return {
         name: value for name, value in (sampling or {}).items() if name not in ("dtype", "shape", "beside") and value
     }

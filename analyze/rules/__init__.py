@@ -1,7 +1,7 @@
-"""The rules: subscribers that look for one thing each that goes wrong in trainings, and the table of their names.
+"""The rules: subscribers that each look for one fault of trainings; and the table of their names.
 
-A new rule is its file and a line in this table. The order of the table is that of causes: of two findings that begin at
-one step, that of the earlier rule is named first.
+A new rule needs its file and a line in this table. The table is ordered by cause: of two findings that begin at the
+same step, that of the earlier rule is named first.
 """
 
 from __future__ import annotations
@@ -29,4 +29,4 @@ RULES: Mapping[str, str] = {
     "overfitting": "analyze.rules.overfitting:Overfitting",
     "noisy_gradient": "analyze.rules.noisy_gradient:NoisyGradient",
 }
-"""Registry name → where the class is."""
+"""Registry name → module and class."""

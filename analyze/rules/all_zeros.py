@@ -40,11 +40,10 @@ class AllZeros(Rule):
     def look(self, message: Message) -> Iterator[Message]:
         """Judge one message."""
         extent = Extent.of(message)
-        second = "backward." in message.leaf  # a gradient of a gradient may well be zero
+        second = "backward." in message.leaf  # a gradient of a gradient may be zero without a fault
         if second or extent is None or extent.count < 2 or not extent.floating:
             return
         yield from self.judge(message, shared(message, "zeros") == extent.count, 1.0, 1.0)
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         return f"all its numbers were zero at {found.steps} recorded steps"

@@ -1,4 +1,4 @@
-"""The loss of a classifier that guesses."""
+"""The loss of a classifier that guesses among its classes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tracer.messaging.messages import Message
 
 
 class Chance:
-    """Learns from a network's outputs and labels which cross-entropy guessing among its classes has.
+    """Computes the cross-entropy of guessing, from a network's outputs and labels.
 
     Examples
     --------
@@ -26,7 +26,7 @@ class Chance:
         self.indices = False
 
     def hear(self, message: Message) -> None:
-        """Learn from an output or from labels."""
+        """Note the number of classes of an output, or whether labels are class indices."""
         data = message.data
         if data is None:
             return
@@ -37,5 +37,5 @@ class Chance:
 
     @property
     def loss(self) -> float:
-        """The logarithm of the number of columns of the output, if the labels are class indices; else NaN."""
+        """The logarithm of the number of classes; NaN unless the labels are class indices."""
         return math.log(self.classes) if self.classes > 1 and self.indices else math.nan

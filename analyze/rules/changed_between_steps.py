@@ -1,4 +1,4 @@
-"""Weights that something else than the optimizer changed."""
+"""Weights that were changed by something other than the optimizer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ChangedBetweenSteps(Rule):
         self.times: dict[Series, tuple[int, int]] = {}
 
     def look(self, message: Message) -> Iterator[Message]:
-        """Compare a weight with what the last step left; remember what this one leaves."""
+        """Compare a weight with the result of the last step's update, or store the result of this step's update."""
         data = message.data
         if data is None or data.is_complex() or not data.is_floating_point():
             return
@@ -58,7 +58,7 @@ class ChangedBetweenSteps(Rule):
         if message.kind == "weight_updates":
             step, before = self.weights.get(series, (-1, x))
             if step == message.global_step and before.shape == x.shape:
-                # of the sum and of the difference that was recorded, in the precision of the weights
+                # the rounding of the sum and of the recorded difference, in the precision of the weights
                 epsilon = float(torch.finfo(data.dtype).eps)
                 with np.errstate(all="ignore"):
                     self.after[series] = step, before + x, 4 * epsilon * (np.abs(before) + np.abs(x))
@@ -78,7 +78,6 @@ class ChangedBetweenSteps(Rule):
         yield from self.judge(message, count > 0, far, 0.0, count, severity=Severity.NOTE if habit else None)
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         return (
             f"{found.numbers['elements']:,.0f} of its numbers changed between the update of step {found.worst - 1} and "
             f"step {found.worst}, by {found.value:.1e} of its norm"

@@ -1,4 +1,4 @@
-"""Classes that hardly occur, and are not learned."""
+"""Classes that are rare and not learned."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class ClassImbalance(Rule):
         self.ratio, self.recall, self.datapoints = ratio, recall, datapoints
         self.judges = f"labels and outputs of a classifier for {datapoints:,} datapoints"
         self.words = False
-        self.output: tuple[int, int, NDArray[np.int64]] | None = None  # the call, how many classes, what it predicts
+        self.output: tuple[int, int, NDArray[np.int64]] | None = None  # the call, the number of classes, predictions
         self.labels: tuple[int, NDArray[np.int64]] | None = None
         self.seen: NDArray[np.int64] = np.zeros(0, np.int64)
         self.right: NDArray[np.int64] = np.zeros(0, np.int64)
 
     def look(self, message: Message) -> Iterator[Message]:
-        """Count the labels of a pass, and which of them were predicted."""
+        """Count the labels of a pass, and those that were predicted; judge after `datapoints`."""
         data = message.data
         if data is None:
             return
@@ -95,7 +95,6 @@ class ClassImbalance(Rule):
         )
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         name, count, recall = (found.numbers[one] for one in self.numbers)
         return (
             f"class {name:.0f} came {count:.0f} times among {self.datapoints:,} datapoints, {found.value:.3g} times "

@@ -1,4 +1,4 @@
-"""Units that give nothing, whatever the input."""
+"""Units whose output is zero for every input."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _LIKE_RELU = frozenset({"ReLU", "ReLU6", "Threshold", "Hardshrink", "Softshrink"
 
 
 class _Units:
-    """Since when each unit of a layer has been silent."""
+    """How long each unit of a layer has been silent (zero)."""
 
     def __init__(self, units: int) -> None:
-        self.steps: NDArray[np.int64] = np.zeros(units, np.int64)  # silent in so many steps in a row
-        self.rows: NDArray[np.int64] = np.zeros(units, np.int64)  # and for so many datapoints
-        self.since: NDArray[np.int64] = np.zeros((3, units), np.int64)  # the counters of the first of these steps
+        self.steps: NDArray[np.int64] = np.zeros(units, np.int64)  # silent steps in a row
+        self.rows: NDArray[np.int64] = np.zeros(units, np.int64)  # datapoints in these steps
+        self.since: NDArray[np.int64] = np.zeros((3, units), np.int64)  # counters of the first of these steps
 
     def hear(self, place: Place, active: NDArray[np.bool_], rows: int) -> None:
-        """Learn which units gave anything for some datapoints of a step."""
+        """Update the counts with the units that were active in a step of `rows` datapoints."""
         begins = (self.steps == 0) & ~active
         self.since[:, begins] = np.array(place[2:])[:, None]
         self.steps = np.where(active, 0, self.steps + 1)
@@ -75,11 +75,11 @@ class DeadUnits(Rule):
         check(is_whole(datapoints, 1), "datapoints are a positive integer", datapoints)
         super().__init__([("activations", "layer_inputs")], **where)
         self.share, self.steps, self.datapoints = share, steps, datapoints
-        self.others: set[str] = set()  # modules of torch that are no ReLU
+        self.others: set[str] = set()  # modules of torch that are not like ReLU
         self.layers: dict[tuple[str, Series], _Units] = {}
 
     def know_model(self, model: Mapping[str, Any]) -> None:
-        """Learn which modules do something else, such as linear layers, of which all outputs may be zero, too."""
+        """Find the modules that are not like ReLU, such as linear layers, whose outputs may all be zero, too."""
         self.others = {
             one.name
             for one in modules_of(model)
@@ -108,12 +108,11 @@ class DeadUnits(Rule):
         count, needed = int(dead.sum()), int(np.ceil(self.share * len(dead)))
         bad = count >= needed
         since = None
-        if bad:  # from the step on at which enough of them were silent
+        if bad:  # the first step at which enough of them were silent
             order = layer.since[:, dead][:, np.argsort(layer.since[0, dead], kind="stable")]
             since = Place(place.kind, place.series, *order[:, needed - 1].tolist())
         yield from self.judge(place, bad, count / len(dead), self.share, len(dead), count, since=since)
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         dead, units = int(found.numbers["dead"]), int(found.numbers["units"])
         return f"{dead} of {units} units were zero for every datapoint of at least {self.steps} recorded steps"

@@ -61,15 +61,15 @@ class EvaluationMode(Rule):
         super().__init__([("weight_updates",), kinds], patience=patience, tag=None, modules=modules)
         self.dropouts: set[str] = set()
         self.normalisations: set[str] = set()
-        self.passes: dict[str, Message] = {}  # the first of this step, by tag
+        self.passes: dict[str, Message] = {}  # the first message of a pass in this step, by tag
         self.updated = False
-        self.before: tuple[int, float] | None = None  # numbers and zeros of the output before this one
+        self.before: tuple[int, float] | None = None  # the counts of numbers and of zeros of the previous output
         self.means: dict[Series, tuple[Place, _Channels]] = {}
         self.biases: dict[str, NDArray[np.float64]] = {}
         self.offsets: dict[Series, list[tuple[Place, NDArray[np.float64]]]] = {}
 
     def know_model(self, model: Mapping[str, Any]) -> None:
-        """Learn which modules are dropouts and batch normalisations."""
+        """Find the dropouts and the batch normalisations."""
         for one in modules_of(model):
             probability = one.said.get("probability")
             if isinstance(probability, (int, float)) and probability >= 0.01:
@@ -78,7 +78,7 @@ class EvaluationMode(Rule):
                 self.normalisations.add(one.name)
 
     def look(self, message: Message) -> Iterator[Message]:
-        """Remember what a step has, and judge what a dropout gives."""
+        """Store what a step has, and judge the outputs of dropouts."""
         data, extent = message.data, Extent.of(message)
         if data is None or extent is None or not extent.floating or not extent.count:
             return
@@ -93,8 +93,8 @@ class EvaluationMode(Rule):
                 yield from self._look_at(message, data, extent.count)
 
     def _look_at(self, message: Message, data: Tensor, numbers: int) -> Iterator[Message]:
-        """Judge what a dropout gives, and remember what a batch normalisation does."""
-        if not is_doubled(message.sampling):  # else its statistics come as a message, too, which is judged
+        """Judge the output of a dropout; store the means of a batch normalisation's output."""
+        if not is_doubled(message.sampling):  # if doubled, the message with its statistics is judged instead
             zeros = shared(message, "zeros")
             judged = numbers >= 1000 and zeros < numbers and not shared(message, "nan")
             if message.key in self.dropouts and judged:
@@ -135,7 +135,6 @@ class EvaluationMode(Rule):
         self.passes, self.means, self.updated, self.before = {}, {}, False, None
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         why = int(found.numbers["why"])
         if why == _PASSES:
             return f"{found.steps} recorded steps had updates, but only passes in evaluation mode"
@@ -148,7 +147,7 @@ class EvaluationMode(Rule):
 
 
 def _standardised(x: NDArray[Any]) -> _Channels:
-    """Mean and standard deviation of each channel."""
+    """The mean and the standard deviation of each channel."""
     axes = (0, *range(2, x.ndim))
     with np.errstate(all="ignore"):
         x = x.astype(np.float64)

@@ -1,4 +1,4 @@
-"""What a rule finds, as a value and as the message that carries it."""
+"""The findings of rules, and their severity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tracer.shown import table
 
 
 class Severity(IntEnum):
-    """How bad a finding is: worth knowing, probably a fault, or certainly one."""
+    """How bad a finding is: worth knowing, probably a fault, or certainly a fault."""
 
     NOTE = 1
     WARNING = 2
@@ -22,12 +22,12 @@ class Severity(IntEnum):
 
     @classmethod
     def named(cls, name: str) -> Severity:
-        """The severity of a name, such as ``"warning"``.
+        """The severity with a name, such as ``"warning"``.
 
         Raises
         ------
         UnknownNameError
-            If there is none of this name.
+            If no severity has this name.
 
         Examples
         --------
@@ -45,7 +45,7 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a rule says of one series of messages: what is wrong with it, where, since when, by which evidence.
+    """What a rule found in a series of messages: what is wrong, where, since when, and by which evidence.
 
     Attributes
     ----------
@@ -55,21 +55,21 @@ class Finding:
     module : str or None
         The dotted path of the module; None for the network.
     kind, tag, leaf, rank
-        Of the messages that the finding is about.
+        The kind, tag, leaf and rank of the messages that the finding is about.
     epoch : int
-        That of the first step.
+        The epoch of the first step.
     first, worst, last : int
-        The first global step at which it holds, the one at which it is worst, and the last one.
+        The global steps at which the condition of the rule first holds, is worst, and last holds.
     steps : int
-        At how many recorded steps it holds.
+        The number of recorded steps at which the condition holds.
     value : float
-        What the rule measures, at the worst step.
+        The measured value at the worst step.
     threshold : float
-        What the value is compared with.
+        The bound that the value is compared with.
     numbers : mapping of str to float
-        Further numbers of the worst step, by the names that the rule gives them.
+        Further numbers at the worst step, by their names in the rule.
     evidence, advice : str
-        A sentence each: what was seen, and what to try.
+        Two sentences: what was seen, and what to try.
     """
 
     rule: str
@@ -99,18 +99,18 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """`where`, and of which tag and rank if these are not the usual ones: ``weights of fc1 (rank 2)``."""
+        """`where`, with the tag and rank if they are not the defaults: ``weights of fc1 (rank 2)``."""
         tag = "" if self.tag == DEFAULT_TAG else f" (tag {self.tag})"
         rank = f" (rank {self.rank})" if self.rank else ""
         return f"{self.where}{tag}{rank}"
 
     @property
     def title(self) -> str:
-        """Rule, place and step in words, such as ``dead_units in activations of relu1 at step 0``."""
+        """The rule, place and step in words, such as ``dead_units in activations of relu1 at step 0``."""
         return f"{self.rule} in {self.place} at step {self.first}"
 
     def _repr_html_(self) -> str:
-        """What was found, for notebooks."""
+        """The finding as a table, for notebooks."""
         steps = f"{self.first} to {self.last}, {self.steps:,} of them recorded; the worst is {self.worst}"
         numbers = ", ".join(f"{name} {number:.4g}" for name, number in self.numbers.items())
         rows = [
@@ -123,7 +123,7 @@ class Finding:
         return table(("", "what was found"), rows, f"{self.severity}: {self.title}")
 
     def as_json(self) -> dict[str, Any]:
-        """The finding in JSON values; numbers that are not finite are texts, as in `Results.to_jsonl`."""
+        """The finding in JSON values; NaN and infinity are texts, as in `Results.to_jsonl`."""
         told = asdict(self) | {"severity": str(self.severity)}
         told["numbers"] = {name: _finite(number) for name, number in self.numbers.items()}
         return {name: _finite(value) for name, value in told.items()}

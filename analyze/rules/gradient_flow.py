@@ -15,7 +15,7 @@ from tracer.messaging.messages import Message
 from tracer.numbers.past import Past
 
 _BEYOND_START = 10.0
-"""A gradient that explodes is so many times as large as any at the start of the run."""
+"""An exploding gradient is at least this many times as large as any gradient of the warm-up."""
 
 
 @final
@@ -61,7 +61,7 @@ class VanishingGradient(Rule):
         self.now: dict[Series, tuple[Place, float]] = {}
 
     def look(self, message: Message) -> Iterator[Message]:
-        """Remember the norm of a gradient."""
+        """Store the norm of a gradient."""
         norm = shared(message, "norm2")
         if math.isfinite(norm) and not message.leaf:
             series = series_of(message)
@@ -80,7 +80,7 @@ class VanishingGradient(Rule):
             yield from self.judge(place, bad, smallest / largest, self.ratio, largest, smallest, worse=False)
 
     def networks(self, now: Mapping[Series, tuple[Place, float]]) -> list[list[tuple[Place, float]]]:
-        """The gradients of each network that is large enough: the parts below the root, if several are, else all."""
+        """The gradients of each network: of each part below the root if several have `least` layers, else of all."""
         parts: dict[str, list[tuple[Place, float]]] = {}
         for (module, *_), told in now.items():
             parts.setdefault((module or "").partition(".")[0], []).append(told)
@@ -90,7 +90,6 @@ class VanishingGradient(Rule):
         return [list(now.values())] if len(now) >= self.least else []
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         return (
             f"the norm of its gradient was {found.numbers['smallest']:.2g} in step {found.worst}, and that of another "
             f"layer {found.numbers['largest']:.2g}"
@@ -152,12 +151,12 @@ class ExplodingGradient(Rule):
         self.window, self.warm_up = window, warm_up
         self.judges = f"weight_gradients over more than {warm_up} steps, or layer_gradients of several layers"
         self.past: dict[Series, Past] = {}
-        self.start: dict[Series, float] = {}  # the largest of the warm-up
+        self.start: dict[Series, float] = {}  # the largest norm of the warm-up
         self.layers: dict[Series, tuple[Place, float]] = {}
         self.steps = 0
 
     def look(self, message: Message) -> Iterator[Message]:
-        """Judge the gradient of a weight, or remember that of a layer."""
+        """Judge the gradient of a weight, or store the norm of the gradient of a layer."""
         norm = shared(message, "norm2")
         self.judged += norm == 0
         if not 0 < norm < math.inf:
@@ -184,12 +183,11 @@ class ExplodingGradient(Rule):
         self.steps += 1
         if self.steps > 3:
             return
-        last = next(iter(layers.values()))[1]  # backward comes to the last layer first
+        last = next(iter(layers.values()))[1]  # backward reaches the last layer first
         place, norm = max(layers.values(), key=lambda one: one[1])
         yield from self.judge(place, norm > self.growth * last, norm, self.growth * last, last, 0.0)
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         usual = found.numbers["usual"]
         if found.numbers["of_past"]:
             return (

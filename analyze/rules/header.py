@@ -1,4 +1,4 @@
-"""What rules read of a model in a trace's header, where anything may be missing or of another type."""
+"""Reads the model in a trace's header, in which any entry may be missing or malformed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Known(NamedTuple):
-    """A module: its name, the package and the name of its class, and all that the header says of it."""
+    """A module: its name, the package and the name of its class, and its whole entry in the header."""
 
     name: str
     package: str
@@ -16,7 +16,7 @@ class Known(NamedTuple):
 
 
 def modules_of(model: Mapping[str, Any]) -> Iterator[Known]:
-    """The modules.
+    """The modules in the header.
 
     Examples
     --------
@@ -30,6 +30,6 @@ def modules_of(model: Mapping[str, Any]) -> Iterator[Known]:
 
 
 def entries(model: Mapping[str, Any], part: str) -> Iterator[Mapping[str, Any]]:
-    """The entries of ``modules`` or ``parameters``."""
+    """The well-formed entries of a list in the header, such as ``modules`` or ``parameters``."""
     told = model.get(part)
     yield from (one for one in (told if isinstance(told, list) else ()) if isinstance(one, Mapping))

@@ -85,7 +85,6 @@ class InputNotNormalised(Rule):
         yield from self.judge(message, excess > 1, value, bound, why)
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         what = (
             f"the mean is {found.value:.3g} standard deviations from zero",
             f"the root mean square is {found.value:.3g}",

@@ -1,4 +1,4 @@
-"""A loss that stays where it began."""
+"""A loss that does not fall."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
 
 _NEAR = 0.03
-"""A loss this near to that of guessing is no better."""
+"""A loss within this relative distance of that of guessing counts as guessing."""
 
 
 @final
@@ -62,7 +62,7 @@ class LossNotFalling(Rule):
         self.chance = Chance()
 
     def look(self, message: Message) -> Iterator[Message]:
-        """Remember a loss; judge it after many."""
+        """Store a loss; judge once there are enough."""
         if message.kind != "loss":
             self.chance.hear(message)
             return
@@ -82,14 +82,14 @@ class LossNotFalling(Rule):
             yield from self.judge_loss(of)
 
     def conclude(self) -> Iterator[Message]:
-        """Judge a run that was shorter."""
+        """Judge the losses of a shorter run."""
         for of in self.losses.values():
             if self.least <= of.count < self.steps:
                 yield from self.judge_loss(of)
         yield from super().conclude()
 
     def judge_loss(self, of: _Losses) -> Iterator[Message]:
-        """Compare the last losses with the first ones."""
+        """Compare the lowest median with the first losses and with guessing."""
         begun, lowest, chance = statistics.median(of.start), of.lowest, self.chance.loss
         guesses = abs(lowest - chance) <= _NEAR * chance
         bound = begun - self.share * abs(begun)
@@ -97,7 +97,6 @@ class LossNotFalling(Rule):
         yield from self.judge(of.last, lowest > bound or guesses, lowest, bound, *told, since=of.first)
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         start, chance, last = (found.numbers[name] for name in self.numbers)
         guessing = "" if math.isnan(chance) else f"; guessing has {chance:.4g}"
         return (
@@ -107,7 +106,7 @@ class LossNotFalling(Rule):
 
 
 class _Losses:
-    """What is remembered of a loss."""
+    """The stored losses of one series."""
 
     def __init__(self, first: Place) -> None:
         self.first = self.last = first

@@ -1,4 +1,4 @@
-"""A loss that jumps."""
+"""A loss that jumps up."""
 
 from __future__ import annotations
 
@@ -82,5 +82,4 @@ class LossSpike(Rule):
         past.add(loss)
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         return f"the loss was {found.value:.4g} in step {found.worst}, where {found.numbers['usual']:.4g} was usual"

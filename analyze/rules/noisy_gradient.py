@@ -56,16 +56,16 @@ class NoisyGradient(Rule):
         self.scales: list[float] = []
 
     def look(self, message: Message) -> Iterator[Message]:
-        """Hand a message to the metric."""
+        """Pass a message to the metric, and judge its answers."""
         yield from self.heard(list(self.noise.receive(message)))
 
     def conclude(self) -> Iterator[Message]:
-        """Judge the last step that was measured."""
+        """Judge the last measured step."""
         yield from self.heard(list(self.noise.finish()))
         yield from super().conclude()
 
     def heard(self, answers: list[Message]) -> Iterator[Message]:
-        """Judge what the metric answered."""
+        """Judge the answers of the metric."""
         said = {one.kind.removeprefix("layer_gradients_"): one for one in answers}
         if "noise_scale" not in said:
             return
@@ -80,7 +80,6 @@ class NoisyGradient(Rule):
             yield from self.judge(place, usual > bound, usual, bound, samples)
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         return (
             f"the noise scale is {found.value:,.0f} datapoints around step {found.worst}, and a batch has "
             f"{found.numbers['batch']:.0f}"

@@ -1,4 +1,4 @@
-"""Weights that grow or shrink without end."""
+"""Weights whose norm keeps growing or shrinking."""
 
 from __future__ import annotations
 
@@ -60,5 +60,4 @@ class NormDrift(Rule):
             yield from self.judge(message, far > self.factor, far, self.factor, start)
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         return f"its norm went {found.value:.3g} times away from the {found.numbers['start']:.3g} that it began with"

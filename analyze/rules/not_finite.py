@@ -1,4 +1,4 @@
-"""NaN and infinity."""
+"""NaN and infinity in any message."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class NotFinite(Rule):
 
     def __init__(self, *, tag: str | None = None, modules: str | Iterable[str] | None = None) -> None:
         super().__init__([_KINDS], tag=tag, modules=modules)
-        self.origin: Place | None = None  # of the numbers that are not finite in these steps
-        self.first = (0.0, 0.0)  # how many NaN and infinite numbers the origin has
+        self.origin: Place | None = None  # the first message with NaN or infinity in this run of steps
+        self.first = (0.0, 0.0)  # the counts of NaN and of infinite numbers in the origin
         self.last = -1
         self.followed: set[tuple[object, ...]] = set()
 
@@ -75,7 +75,6 @@ class NotFinite(Rule):
         self.amend(self.origin.kind, self.origin.series, *told)
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         nan, inf, streams = (int(found.numbers[name]) for name in self.numbers)
         what = " and ".join(f"{count:,} {name}" for count, name in ((nan, "NaN"), (inf, "infinite")) if count)
         spread = "" if streams == 1 else f"; from there on in {streams - 1} more stream{'s' if streams > 2 else ''}"

@@ -1,4 +1,4 @@
-"""A loss that rises in evaluations while that of the training falls."""
+"""A loss that rises in evaluations while the training loss falls."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Overfitting(Rule):
         self.evaluated: list[float] = []
         self.place: Place | None = None
         self.done = 0
-        self.best = (math.inf, 0, math.inf)  # the loss, its step, and the loss of the training then
+        self.best = (math.inf, 0, math.inf)  # the loss, its step, and the training loss at that time
 
     def look(self, message: Message) -> Iterator[Message]:
-        """Remember a loss; judge the evaluation that is over when the training goes on."""
+        """Store a loss; the first training loss after an evaluation ends it, and it is judged."""
         loss = single_number(message.data)
         if loss is None or not math.isfinite(loss):
             return
@@ -71,7 +71,7 @@ class Overfitting(Rule):
         yield from super().conclude()
 
     def evaluation_over(self) -> Iterator[Message]:
-        """Judge an evaluation by its mean."""
+        """Judge a finished evaluation, if there is one, by its mean loss."""
         if not self.evaluated or self.place is None:
             return
         loss = statistics.fmean(self.evaluated)
@@ -86,7 +86,6 @@ class Overfitting(Rule):
             self.best = (loss, place.global_step, training)
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         best, step, training = (found.numbers[one] for one in self.numbers)
         return (
             f"the loss of the evaluation was {found.value:.4g} in step {found.worst} and {best:.4g} in step "

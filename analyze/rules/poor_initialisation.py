@@ -1,4 +1,4 @@
-"""A network that begins badly."""
+"""A network that is initialised badly."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class PoorInitialisation(Rule):
         if message.global_step > 0 or data is None or extent is None:
             return
         if message.kind in ("activations", "weights"):
-            if is_doubled(message.sampling):  # its statistics come as a message, too, which is judged
+            if is_doubled(message.sampling):  # the message with its statistics is judged instead
                 return
         elif are_statistics(message.sampling):
             return
@@ -96,7 +96,6 @@ class PoorInitialisation(Rule):
         yield from self.judge(place, ratio > self.growth, ratio, self.growth, _GROWTH, most[1])
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         why, other = int(found.numbers["why"]), found.numbers["other"]
         if why == _EQUAL:
             return f"all {other:,.0f} numbers are {found.value:g} at the start, so its units stay alike"

@@ -67,5 +67,4 @@ class RankCollapse(Rule):
         yield from self.judge(message, spread < self.spread, spread, self.spread, worse=False)
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         return f"its outputs for the datapoints of step {found.worst} differ by {found.value:.1e} of their norm"

@@ -1,4 +1,4 @@
-"""The base of the rules: subscribers that look for one thing that goes wrong in trainings, and answer findings."""
+"""The base class of the rules: subscribers that look for a fault of trainings, and answer with findings."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tracer.messaging.subscriber import Subscriber
 from tracer.messaging.subscription import Subscription
 
 FIELDS = ("severity", "kind", "worst", "last", "steps", "value", "threshold")
-"""What the data of a finding's message begins with; the numbers that the rule names follow."""
+"""The first numbers in the data of a finding's message; those of `Rule.numbers` follow."""
 
 
 _MEMORY = ("judged", "_step", "_episodes")
 
 
 class Looking(TypedDict, total=False):
-    """Which messages of its kinds a rule takes, as in `tracer.Subscription`."""
+    """The options of a rule that select messages, as in `tracer.Subscription`."""
 
     tag: str | None
     modules: str | Iterable[str] | None
 
 
 class Place(NamedTuple):
-    """What a finding is about: a series of messages of one kind, at one step."""
+    """A series of messages of one kind, at one step: what a finding is about."""
 
     kind: str
     series: Series
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class _Episode:
-    """What a rule has seen of one series while its condition holds."""
+    """The finding in one series so far, since its condition began to hold."""
 
     place: Place
     severity: Severity
@@ -68,7 +68,7 @@ class _Episode:
     changed: bool = True  # since it was last published
 
     def message(self, produces: str, kinds: Sequence[str]) -> Message:
-        """The finding as a message that stands at its first step."""
+        """The finding as a message at its first step."""
         self.said, self.changed = True, False
         module, tag, leaf, rank = self.place.series
         counters = (self.severity, kinds.index(self.place.kind), self.worst, self.last, self.steps)
@@ -86,39 +86,39 @@ class _Episode:
 
 
 class Rule(Metric):
-    """A subscriber that answers what it finds wrong: ``{name}_finding``, once when it finds it and once at the end.
+    """A subscriber that looks for a fault, and publishes each finding twice, as ``{name}_finding``.
 
-    The first message says it as soon as the condition has held for `patience` steps, so that a live run can be
-    stopped; the last one, when the run or the replay ends, says how long it held and when it was worst. Both stand at
-    the step at which it began. `finding` makes a `Finding` of either.
+    The first message comes as soon as the condition has held for `patience` steps, so that a live run can be stopped.
+    The second comes when the run or the replay ends, if the finding has changed since, and says how long the condition
+    held and when it was worst. Both messages have the step at which it began. `finding` turns either into a `Finding`.
 
-    A subclass implements `look`, which calls `judge` for each thing that it has an opinion on, and `evidence`.
+    A subclass implements `look`, which calls `judge` for each series that it can judge, and `evidence`.
 
     Parameters
     ----------
     needs : iterable of (str or tuple of str)
-        The kinds without which it cannot judge; of a tuple, one is enough.
+        The kinds that the rule needs; of a tuple, one kind is enough.
     tag, modules
         As in `tracer.Subscription`.
     patience : int
-        At how many recorded steps in a row the condition must hold.
+        The number of recorded steps in a row at which the condition must hold.
     every : int
-        It hears of each step that is a multiple of this.
+        The rule receives only steps that are multiples of this.
 
     Attributes
     ----------
     severity : Severity
-        Of its findings, unless it says another of one.
+        The severity of findings for which `judge` is given no other.
     advice : str
         What to try.
     judges : str
-        What it judges, for the sentence that says that there was nothing of it.
+        What the rule judges, for the sentence that says that this was missing.
     numbers : tuple of str
-        The names of further numbers of a finding.
+        The names of the further numbers of a finding.
     memory : tuple of str
-        The names of its attributes that change while it listens; those of this class need not be named.
+        The names of the attributes of a subclass that change while it receives messages: its state.
     judged : int
-        How many times it had an opinion.
+        How many times the rule could judge.
     """
 
     severity: ClassVar[Severity] = Severity.WARNING
@@ -150,18 +150,18 @@ class Rule(Metric):
 
     @abstractmethod
     def look(self, message: Message) -> Iterator[Message]:
-        """Judge one message, or remember it for `look_back`."""
+        """Judge one message, or store it for `look_back`."""
 
     def look_back(self) -> Iterator[Message]:
-        """Judge what was remembered of a step that is over."""
+        """Judge what `look` stored of a finished step."""
         return iter(())
 
     @abstractmethod
     def evidence(self, found: Finding) -> str:
-        """The sentence that says what was seen."""
+        """A sentence that says what was seen."""
 
     def compute(self, message: Message) -> Iterator[Message]:
-        """Judge one message; before it, the step that is over."""
+        """Judge the previous step if a message begins a new step; then judge the message."""
         if message.global_step != self._step:
             if self._step is not None:
                 yield from self.look_back()
@@ -169,7 +169,7 @@ class Rule(Metric):
         yield from self.look(message)
 
     def conclude(self) -> Iterator[Message]:
-        """Judge the last step; say again what changed since it was found."""
+        """Judge the last step; publish again the findings that have changed since they were published."""
         yield from self.look_back()
         for episode in self._episodes.values():
             if episode.said and episode.changed:
@@ -186,7 +186,7 @@ class Rule(Metric):
         severity: Severity | None = None,
         worse: bool = True,
     ) -> Iterator[Message]:
-        """Have an opinion on a series at a step; yield the finding if the condition has held for long enough.
+        """Judge a series at a step; yield the finding once the condition has held for `patience` steps.
 
         Parameters
         ----------
@@ -194,11 +194,11 @@ class Rule(Metric):
         bad : bool
             Whether the condition holds.
         value, threshold : float
-            What was measured, and what it was compared with.
+            The measured value, and the bound that it was compared with.
         *numbers : float
-            What `numbers` names.
+            The further numbers, in the order of the attribute `numbers`.
         since : Place, optional
-            Where the condition began to hold, if that was before.
+            Where the condition began to hold, if that was earlier than `at`.
         severity : Severity, optional
         worse : bool
             Whether a larger value is worse than a smaller one.
@@ -229,18 +229,18 @@ class Rule(Metric):
             yield known.message(self.produces[0], self.kinds)
 
     def amend(self, kind: str, series: Series, *numbers: float) -> None:
-        """Replace the further numbers of a finding, for its last message."""
+        """Replace the further numbers of a finding; its last message will have them."""
         known = self._episodes[kind, series]
         if known.numbers != numbers:
             known.numbers, known.changed = numbers, True
 
     def finding(self, message: Message) -> Finding:
-        """The finding that one of its messages carries.
+        """The finding in a message of this rule.
 
         Raises
         ------
         MessageError
-            If it is not one of its messages.
+            If the message is not of this rule.
         """
         data = message.data
         length = len(FIELDS) + len(self.numbers)
@@ -269,13 +269,13 @@ class Rule(Metric):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers, as copies of the objects that it remembers by."""
+        """The state of the rule, as copies."""
         return {name: deepcopy(vars(self)[name]) for name in (*_MEMORY, *self.memory)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remember what another one of the same class and parameters remembered."""
+        """Restore the state of another rule of the same class and parameters."""
         vars(self).update(deepcopy(dict(state)))
 
     def unjudged(self) -> str:
-        """Why it had no opinion on anything, in a sentence; empty if it had."""
+        """The reason why the rule judged nothing; empty if it judged something."""
         return "" if self.judged else f"it needs {self.judges}"

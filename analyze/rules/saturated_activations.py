@@ -18,7 +18,7 @@ from tracer.numbers.arrays import as_array
 _TANH, _SIGMOID, _SOFTMAX = 0, 1, 2
 _CLASSES = {"Tanh": _TANH, "Sigmoid": _SIGMOID, "Softmax": _SOFTMAX}
 _RECENT = 10
-"""Within so many recorded steps a saturation is sudden."""
+"""A saturation that develops within this many recorded steps is sudden."""
 _WORDS = ("tanh", "sigmoid", "softmax")
 
 
@@ -68,7 +68,7 @@ class SaturatedActivations(Rule):
         self.before: dict[Series, list[float]] = {}
 
     def know_model(self, model: Mapping[str, Any]) -> None:
-        """Learn which modules are such functions."""
+        """Find the modules that are Tanh, Sigmoid or Softmax."""
         self.functions = {one.name: _CLASSES[one.kind] for one in modules_of(model) if one.kind in _CLASSES}
 
     def look(self, message: Message) -> Iterator[Message]:
@@ -93,7 +93,6 @@ class SaturatedActivations(Rule):
         yield from self.judge(message, share >= self.share, share, self.share, function, severity=severity)
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         function = int(found.numbers["function"])
         if function == _SOFTMAX:
             return f"{found.value:.0%} of its distributions had nearly all weight on one entry in step {found.worst}"

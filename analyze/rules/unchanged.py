@@ -47,13 +47,13 @@ class Unchanged(Rule):
         self.now: dict[Series, tuple[Place, bool]] = {}
 
     def know_model(self, model: Mapping[str, Any]) -> None:
-        """Learn which parameters ask for no gradient."""
+        """Find the parameters that are frozen: without a gradient."""
         self.frozen = {
             str(one.get("name")) for one in entries(model, "parameters") if one.get("requires_grad") is False
         }
 
     def look(self, message: Message) -> Iterator[Message]:
-        """Remember whether an update is zero."""
+        """Store whether an update is zero."""
         extent = Extent.of(message)
         if extent is not None and extent.count:
             self.now[series_of(message)] = Place.of(message), shared(message, "zeros") == extent.count
@@ -71,6 +71,5 @@ class Unchanged(Rule):
             yield from self.judge(place, zero, 0.0, 0.0, float(frozen), severity=severity)
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         why = "it asks for no gradient" if found.numbers["frozen"] else "it asks for gradients"
         return f"no update changed it at {found.steps} recorded steps; {why}"

@@ -1,4 +1,4 @@
-"""Updates that are large beside the weights that they change, or beside what is usual for this layer."""
+"""Updates that are large compared with the weights, or with the usual updates of the layer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tracer.messaging.messages import Message
 from tracer.numbers.past import Past, median
 
 _FEW = 3
-"""Of so many layers on, what they have in common is taken off."""
+"""The least number of layers from which their common change is subtracted."""
 _LONG = 5
-"""For so many steps in a row a ratio must be too large by itself."""
+"""The number of steps in a row for which a ratio must be at least `high`."""
 
 
 @final
@@ -77,11 +77,11 @@ class UpdateRatio(Rule):
         self.judges = f"updates of weights over more than {warm_up} steps"
         self.weights: dict[Series, float] = {}
         self.past: dict[Series, Past] = {}
-        self.large: dict[Series, int] = {}  # for how many steps in a row
+        self.large: dict[Series, int] = {}  # the number of steps in a row with a ratio of at least `high`
         self.now: dict[Series, tuple[Place, float]] = {}
 
     def look(self, message: Message) -> Iterator[Message]:
-        """Remember the norm of a weight, or the ratio of an update."""
+        """Store the norm of a weight, or the ratio of an update."""
         extent = Extent.of(message)
         if extent is None or extent.axes < 2:
             return
@@ -113,7 +113,6 @@ class UpdateRatio(Rule):
         self.now = {}
 
     def evidence(self, found: Finding) -> str:
-        """What was seen."""
         usual = found.numbers["usual"]
         if found.numbers["alone"]:
             return (
