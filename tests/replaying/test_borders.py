@@ -12,10 +12,10 @@ import torch
 import tracer
 from analyze.batching.planning import plan_trace
 from analyze.batching.questions import questions
-from analyze.batching.units import Selection
 from analyze.registry import parse
 from tests.trace.small_summaries import rows_looked_at, small_summaries
 from tracer import Collect, ModuleMessage, NetworkMessage, TraceWriter
+from tracer.replaying.filters import Filters
 
 ASKED = ["norm:kind=weight_updates", "norm:kind=weights,subsample=2", "mean:kind=loss"]
 
@@ -44,7 +44,7 @@ def said(path: Path, steps: tuple[int, int | None] | None) -> list[Any]:
     planned = tracer.plan(path, *asked, steps=steps)
     if not planned.missing:
         tracer.replay(path, *asked, heard, steps=steps)
-    units = plan_trace(path, questions(ASKED), Selection(steps=steps), part_bytes=300).units
+    units = plan_trace(path, questions(ASKED), Filters(steps=steps), part_bytes=300).units
     return [
         planned.describe(),
         [(one.kind, one.key, one.global_step, None if one.data is None else one.data.tolist()) for one in heard],
