@@ -1,4 +1,4 @@
-"""`Turns`: chooses the parameters whose updates are recorded in a step, if memory does not suffice for all."""
+"""`Turns`: chooses the parameters whose updates are recorded in a step, if memory is limited."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Candidate(NamedTuple):
 class Turns:
     """Lets parameters take turns, the longest-waiting first, so that no step keeps more than a limit.
 
-    A parameter above the limit is alone in its step, and has no turn if its weights are also copied for a message.
+    A parameter above the limit is alone in its step, and has no turn in a step that also copies its weights for a
+    message.
 
     Parameters
     ----------
