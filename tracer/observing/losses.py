@@ -160,7 +160,7 @@ class Losses(Part):
 
     def _is_second_look(self, output: Tensor) -> bool:
         """Whether a loss is computed from outputs of the step that has ended, as for a metric."""
-        # with several optimizers, one that the loss is for may still step
+        # with several optimizers, the loss may be for one that has yet to step
         alone = not self.clock.open and len(self.optimizers.all) < 2
         return alone and looks_back(output, self.forwards.ended_at)
 

@@ -106,7 +106,7 @@ class Terms(Part):
     # -- passes outside the training ------------------------------------------------------------------------
 
     def wait(self, name: str, value: Tensor, tag: str, *, passes_are_seen: bool) -> None:
-        """Hold the result of a loss function as the loss of a pass outside the training, until `settle`.
+        """Hold a result as the loss of a pass outside the training, unless another comes before `settle`.
 
         Parameters
         ----------

@@ -129,7 +129,7 @@ class OptimizerSteps(Part):
                 self.optimizers.moved = True
 
     def _learn_order(self, optimizer: Optimizer) -> None:
-        """Learn that an optimizer steps after the one that was taken for the last. Its data of this step is lost."""
+        """Learn that an optimizer steps after the supposedly last one. Its data of this step is lost."""
         ended = self.optimizers.ender
         self.optimizers.is_last(optimizer)
         step = max(self.clock.step - 1, 0)

@@ -40,7 +40,8 @@ class Kept(NamedTuple):
     small : list of (Capture, Tensor)
         Hash and statistics, which are computed at once so that the tensor need not be copied for them.
     data : torch.Tensor or None
-        A copy of the part that the data's capture selects; of a tensor that is not final, a copy of all of it.
+        A copy of the part that the data's capture selects. If the tensor is not final and its hash or statistics are
+        wanted, a copy of all of it.
     whole : bool
         Whether the data is the whole tensor, from which captures select when the step ends.
     alone : bool
@@ -204,7 +205,7 @@ class Parameters(Part):
 
     def _has_turn(self, path: str, step: int) -> bool:
         """Whether a parameter's weights are kept in this step, to compute its update."""
-        if self.turns is None or self.demand.apart is not None:  # a receiver apart limits all that is kept itself
+        if self.turns is None or self.demand.apart is not None:  # the receiver of `Apart` limits memory itself
             return True
         return path in self.turns.of(step, functools.partial(self._candidates, step))
 

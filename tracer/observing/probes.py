@@ -55,15 +55,15 @@ class ProbePlan(NamedTuple):
     Attributes
     ----------
     datapoints : int
-        At most how many; 0 means no probe.
+        The largest number; 0 means no probe.
     every : int
         Steps between two passes.
     calls : int or None
-        At most how many calls they are taken from; None: as many as needed.
+        The largest number of calls that they are taken from; None: as many as needed.
     spread : bool
         Whether passes become rarer: only `EACH_DOUBLING` more whenever the number of steps doubles.
     by_default : bool
-        Whether nobody asked for the probe. Why there is none is then recorded in the trace, without a warning.
+        Whether nobody requested the probe. If it cannot run, the trace says why, without a warning.
     """
 
     datapoints: int
@@ -382,7 +382,7 @@ class Probes(Part):
                 self.gate.guard(f"probe {probe.name}", functools.partial(self._run, probe))
 
     def may_take(self, seconds: float) -> None:
-        """Make the probe that nobody asked for so rare that it takes at most this many seconds per step."""
+        """Make the default probe so rare that it takes at most this many seconds per step."""
         for probe in self._all:
             if isinstance(probe, FirstInputs) and probe.by_default:
                 while probe.took > seconds * probe.every * probe.apart and probe.apart < _FARTHEST:

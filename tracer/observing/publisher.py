@@ -182,7 +182,7 @@ class Publisher:
             return
         placement = self.place(data)
         source = local(data)
-        # on a device, the tensor object must be new, so that its hash and statistics share one reading
+        # on a device, the object must belong to this call alone, because hash and statistics of one object are cached
         if source.requires_grad or type(source) is not Tensor or source.is_cuda:
             source = source.detach()
         if source.layout is not torch.strided:

@@ -22,7 +22,7 @@ _KEPT: Final = 16
 _ELEMENTS: Final = 256
 """How many elements of a tensor are compared to recognize a copy of it."""
 _COMPARED: Final = 8
-"""At most how many tensors of a batch are compared."""
+"""The largest number of tensors of a batch that are compared."""
 
 
 @dataclass(slots=True, eq=False)

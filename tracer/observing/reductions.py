@@ -1,6 +1,6 @@
 """`REDUCTIONS`: the statistics of a tensor that `Capture.reduce` accepts by name.
 
-They are accurate to float64, whatever the dtype and the size of the tensor.
+They are computed in float64, within its whole range, whatever the dtype and the size of the tensor.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tracer.errors import CaptureError
 _PRECISE = (torch.float64, torch.complex128, torch.int32, torch.int64, torch.uint32, torch.uint64)
 """Dtypes that float32 would round."""
 _KEPT_BYTES = 1 << 28
-"""At most how many bytes of projections are kept, on all devices together: 256 MB."""
+"""The most bytes of projections that are kept, on all devices together: 256 MB."""
 _BLOCK = 1 << 20
 """How many numbers of a projection are drawn at once: 8 MB."""
 

@@ -34,7 +34,7 @@ class Turns:
     Parameters
     ----------
     bound : int
-        At most how many bytes of weights a step keeps.
+        The most bytes of weights that a step keeps.
     problems : Problems
         Gets a note that parameters take turns.
     """

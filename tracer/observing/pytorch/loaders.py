@@ -23,7 +23,7 @@ from tracer.observing.pytorch.patches import Patch
 
 
 class Loading(Protocol):
-    """Receives the batches of DataLoaders of map-style data sets."""
+    """A watcher of `LOADERS`, which gets the batches of map-style data sets."""
 
     gate: Gate
 

@@ -28,7 +28,7 @@ from tracer.observing.pytorch.tensors import leaves
 
 
 class Differentiation(Protocol):
-    """Receives what is differentiated."""
+    """A watcher of `BACKWARD`."""
 
     gate: Gate
 
@@ -40,7 +40,7 @@ class Differentiation(Protocol):
 
 
 class Scaling(Protocol):
-    """Receives what a GradScaler does."""
+    """A watcher of `SCALERS`."""
 
     gate: Gate
     calls: int
@@ -60,7 +60,7 @@ class Scaling(Protocol):
 
 
 class Compiling(Protocol):
-    """Receives compilations."""
+    """A watcher of `COMPILING`."""
 
     def compile_called(self) -> None:
         """Note that ``compile()`` was called on some module."""
