@@ -110,7 +110,7 @@ class Exporter:
     def set_model(self, model: nn.Module) -> nn.Module:
         """Set the root of the network, whose forwards make up steps and passes. Returns it.
 
-        A wrapper (DistributedDataParallel, DataParallel, a compiled module) is looked through, so names have no prefix.
+        Wrappers (DistributedDataParallel, DataParallel, compiled modules) are removed, so that names have no prefix.
 
         Raises
         ------
