@@ -1,1 +1,1 @@
-"""PyTorch's training as messages; nothing here knows files."""
+"""Turns PyTorch training into messages; knows nothing of files."""

@@ -1,4 +1,4 @@
-"""Reductions whose messages have a kind of their own, such as ``weights_hash``, beside that of the data."""
+"""Reductions published as kinds of their own, such as ``weights_hash``, beside the data's kind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _statistics(tensor: Tensor) -> Tensor:
 
 
 def _stays(tensor: Tensor) -> bool:
-    """Whether its numbers stay on their device, because copying them would make the training wait."""
+    """Whether the numbers stay on their device, because copying them would make the training wait."""
     return tensor.is_cuda and tensor.layout is torch.strided and tensor.numel() > 0 and not tensor.is_quantized
 
 

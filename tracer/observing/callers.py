@@ -1,6 +1,6 @@
-"""Looks at the functions of the program that are running: their variables, and their name for the loss.
+"""Inspects the program's running functions: their variables, and their name for the loss.
 
-The name of the loss is read from the source code of the call of ``backward``. To read the variables of a running
+The name of the loss is read from the source code of the call of ``backward``. Reading the variables of a running
 function has side effects before Python 3.13: it keeps their values alive, and changes what an earlier ``locals()``
 returned.
 """
@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 _FRAMES = 24
-"""How many of the program's calls are looked at, from the innermost outwards."""
+"""How many of the program's calls are inspected, from the innermost outwards."""
 _LIBRARIES = frozenset({"torch", "tracer", "accelerate", "lightning", "pytorch_lightning", "transformers", "ignite"})
 """Packages whose calls are skipped, because their variables do not name the loss."""
 
@@ -26,11 +26,11 @@ _LIBRARIES = frozenset({"torch", "tracer", "accelerate", "lightning", "pytorch_l
 def differentiated_name() -> str:
     """The program's name for the tensor of the running ``x.backward()`` or ``backward(x)``; "" if it has none.
 
-    If a function differentiates one of its parameters, this is the name of the argument in the call of the function.
+    If a function differentiates one of its parameters, the name is that of the argument in the function's call.
     """
     frame = _caller(sys._getframe(1))
     name = ""
-    argument: str | None = None  # the parameter that holds the tensor in the frame that was looked at last
+    argument: str | None = None  # the parameter that holds the tensor, in the last inspected frame
     code: CodeType | None = None
     for _ in range(_FRAMES):
         if frame is None:
@@ -50,17 +50,17 @@ def differentiated_name() -> str:
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
-    """A copy of the variables of a running function or module. The frame itself keeps none of the values alive."""
+    """A copy of the variables of a running function or module. The frame does not keep the values alive."""
     found = frame.f_locals
     copied = dict(found)
-    # only the frame, this function and the call refer to this dictionary: the frame made it for us, so it is emptied
+    # if only the frame, this function and the call refer to the dictionary, it was made for us and can be emptied
     if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(found) is dict and sys.getrefcount(found) <= 3:
         found.clear()
     return copied
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
-    """The first frame, from the given one outwards, that is not of a library."""
+    """The first frame, from the given one outwards, that does not belong to a library."""
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
         frame = frame.f_back
     return frame
@@ -68,7 +68,7 @@ def _caller(frame: FrameType | None) -> FrameType | None:
 
 @functools.lru_cache(256)
 def _call(code: CodeType, instruction: int) -> ast.Call | None:
-    """The source of the call that an instruction makes, parsed; None without source."""
+    """The parsed source of the call that an instruction makes; None without source."""
     position = next(itertools.islice(code.co_positions(), instruction // 2, None), None)
     first, last, begin, end = position or (None, None, None, None)
     if first is None or last is None or begin is None or end is None:
@@ -88,7 +88,7 @@ def _parameters(code: CodeType) -> tuple[str, ...]:
 
 
 def _root(call: ast.Call) -> ast.expr | None:
-    """The expression that a call differentiates: its first argument, or the object whose method it is."""
+    """The expression that a call differentiates: its first argument, or the object of the method."""
     if call.args and _name(call.args[0]):
         return call.args[0]
     return call.func.value if isinstance(call.func, ast.Attribute) else None

@@ -27,21 +27,18 @@ from tracer.shown import table
 _LOSSES = ("loss", "loss_terms")
 _AS_THEY_ARE = (*_LOSSES, "sample_ids", "generators", "hyperparameters")
 _TARGETS = ("sample_ids", "input_labels", "network_output", *_LOSSES)
-"""Kinds that are only ever cut along the datapoints, because other cuts would make no sense."""
+"""Kinds that are cut only along the datapoints, because other cuts would make no sense."""
 _HASHED_WHERE_LARGE = ("input_data", "input_labels", "network_output")
-"""Kinds that `Capture.hash_above` is of."""
+"""The kinds that `Capture.hash_above` applies to."""
 DEFAULT_KINDS: tuple[str, ...] = tuple(
     kind for kind in KINDS if kind not in ("sample_ids", "layer_inputs", "input_gradients", *STATE_KINDS)
 )
-"""The kinds of a capture that names none.
-
-All but sample ids, state, and two whose data mostly repeats a neighbouring layer's.
-"""
+"""The default kinds: all but sample ids, state, and two whose data mostly repeats a neighbouring layer's."""
 
 SKETCHED: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.batched and not kind.network)
-"""The kinds of which a sketch can be kept: those with datapoints and neurons."""
+"""The kinds that can be sketched: those with datapoints and neurons."""
 
-# layers whose three-dimensional input is (datapoints, channels, positions); everywhere else it is (datapoints,
+# layers whose three-dimensional input is (datapoints, channels, positions); for all others it is (datapoints,
 # positions, features)
 _CHANNELS_FIRST_3D = (
     nn.Conv1d, nn.ConvTranspose1d, nn.BatchNorm1d, nn.InstanceNorm1d, nn.GroupNorm, nn.MaxPool1d, nn.AvgPool1d,
@@ -53,8 +50,8 @@ _CHANNELS_FIRST_3D = (
 class Capture:
     """What to observe of a training run.
 
-    Wherever one capture may be given, several may. The first that matches a stream (kind, module, tag) decides on it;
-    on its hashes the first that keeps hashes, and on its statistics the first that keeps these.
+    Several captures may be given instead of one. The first that matches a stream (kind, module, tag) decides how it is
+    kept; hashes and statistics are decided separately, by the first capture that keeps hashes or statistics.
 
     Parameters
     ----------
@@ -63,63 +60,63 @@ class Capture:
         ``input_gradients``, and the state besides the parameters (``buffers``, ``optimizer_state``, ``generators``,
         ``hyperparameters``, ``keyframe``), which `rows`, `positions`, `elements` and `dtype` leave whole.
     modules : iterable of str, optional
-        Globs over dotted module paths, such as ``"features.*"``. By default every module that has parameters of its
-        own, and every leaf.
+        Globs over dotted module paths, such as ``"features.*"``. By default every leaf, and every module that has
+        parameters of its own.
     types : iterable of type, optional
-        Only modules that are instances of one of these.
+        Only modules that are instances of one of these classes.
     depth : int, optional
         Only modules exactly this deep below the root (which is at depth 0), and leaves above; -1 means all leaves.
     tags : iterable of str, optional
-        Globs over tags (``"!eval"``: all but that); by default all.
+        Globs over tags (``"!eval"``: all but ``eval``); by default all.
     every, start, stop : int
-        Observe training steps ``start <= global_step < stop`` that are multiples of `every`. Of an evaluation at such a
-        step, multiple or not, observe its passes 0, every, 2 * every, … (all that one tag has between two steps is one
-        evaluation).
+        Observe training steps ``start <= global_step < stop`` that are multiples of `every`. In an evaluation between
+        `start` and `stop`, observe its passes 0, every, 2 * every, …. All passes of a tag between two steps are one
+        evaluation.
     burst : int
-        Observe so many steps, or passes of an evaluation, from each of these on.
+        Observe this many steps, or passes of an evaluation, beginning with each of these.
 
-        These four do not apply to epoch events and to probes, which have an `every` of their own; to what a program
-        logs in an evaluation, only `start` and `stop` do.
+        These four settings do not apply to epoch events, nor to probes, which have their own `every`. For values that a
+        program logs in an evaluation, only `start` and `stop` apply.
     condition : callable, optional
-        ``condition(message) -> bool`` is called with every message; False leaves the message out. The data of the
-        message is copied when the condition looks at it. The copy is valid only until the condition returns.
+        ``condition(message) -> bool`` is called with every message; False drops the message. The message's data is
+        copied on access, and is valid only until the condition returns.
     rows : int, optional
-        Keep the first so many datapoints of a batch.
+        Keep only the first datapoints of a batch, at most this many.
     positions : int, optional
-        Keep a fixed random choice of so many spatial or sequence positions of activations, inputs and their gradients.
+        Keep this many spatial or sequence positions of activations, inputs and their gradients, a fixed random choice.
         ``(n, channels, *space)`` becomes ``(n, channels, positions)``, ``(n, sequence, features)`` becomes
         ``(n, positions, features)``. Three-dimensional data is a sequence unless the layer is a 1-d convolution,
         pooling or normalisation.
     elements : int, optional
-        Keep a fixed random choice of so many elements, in flat order, as a vector. Equally sized tensors share their
+        Keep this many elements, a fixed random choice in flat order, as a vector. Tensors of equal size share their
         choice, so a weight, its gradient and its update stay aligned.
     hash_above : int, optional
-        Of ``input_data``, ``input_labels`` and ``network_output`` (and no other kinds): where more than so many bytes
-        of a tensor would be kept, keep only a hash of it, as ``reduce="hash"`` does.
+        If more than this many bytes of an ``input_data``, ``input_labels`` or ``network_output`` would be kept, keep
+        only a hash, as ``reduce="hash"`` does. Not allowed for other kinds.
     dtype : str, optional
         ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``: cast floating-point data (but not losses).
-        Numbers beyond its range become infinite; how many, of which streams, stands in the trace.
+        Numbers beyond its range become infinite; the trace has their count for each stream.
     reduce : str or callable, optional
-        Keep a statistic of each tensor: a name of `REDUCTIONS`, ``f(tensor) -> tensor``, or ``f(so_far, tensor) ->
+        Keep a statistic of each tensor: a name in `REDUCTIONS`, ``f(tensor) -> tensor``, or ``f(so_far, tensor) ->
         tensor`` for a running reduction. A function gets a copy, which it may change. It should not use the random
-        generators of the training. Or ``"sketch:k=256"``, of kinds with datapoints and neurons: a fixed random
-        projection of the neurons to k columns, of which `analyze` estimates similarities and spectra of wide layers;
-        layers of fewer than k neurons are kept as they are.
+        generators of the training. ``"sketch:k=256"``, for kinds with datapoints and neurons, is a fixed random
+        projection of the neurons to k columns, from which `analyze` estimates similarities and spectra of wide layers;
+        layers of fewer than k neurons are kept unchanged.
 
-        ``"hash"`` and ``"statistics"`` are kept beside the data, if another capture keeps that: as messages of kinds of
-        their own, such as ``weights_hash`` and ``weights_statistics``. A hash, 8 bytes, tells whether two tensors are
-        the same to the bit (`tracer.observing.hashes`). Statistics are the mean, deviation, norm, least and greatest,
-        the counts of NaN, infinities and zeros, and sums (`tracer.numbers.statistics`), which metrics take in place of
-        the data. Losses, sample ids, generators and hyperparameters are kept as they are.
+        ``"hash"`` and ``"statistics"`` are kept in addition to the data that other captures keep, as messages of kinds
+        of their own, such as ``weights_hash`` and ``weights_statistics``. A hash, 8 bytes, tells whether two tensors
+        are identical bit by bit (`tracer.observing.hashes`). Statistics are mean, standard deviation, norm, minimum and
+        maximum, the counts of NaN, infinities and zeros, and sums (`tracer.numbers.statistics`), which metrics use
+        instead of the data. Losses, sample ids, generators and hyperparameters are kept unchanged.
     seed : int
-        Seed of the fixed random choices and of sketches, which have generators of their own.
+        Seed of the fixed random choices and sketches, which use generators of their own.
 
     Raises
     ------
     CaptureError
-        If a value is out of range, or two contradict each other.
+        If a value is out of range, or two values contradict each other.
     UnknownNameError
-        If a kind, dtype or reduction has no such name.
+        If there is no such kind, dtype or reduction.
 
     Examples
     --------
@@ -224,7 +221,7 @@ class Capture:
         Raises
         ------
         UnknownNameError
-            If a key is not a parameter of `Capture` that a file can hold, or a type is not a module of ``torch.nn``.
+            If a key is not a setting of `Capture` that a file can hold, or a type is not a module of ``torch.nn``.
         """
         allowed = sorted({field.name for field in fields(cls)} - {"condition"})
         for key in values:
@@ -240,16 +237,16 @@ class Capture:
             settings["types"] = tuple(getattr(nn, name) for name in names)
         return cls(**settings)
 
-    # -- which ----------------------------------------------------------------------------------------------
+    # -- which messages -------------------------------------------------------------------------------------
 
     def takes(self, kind: str, tag: str | None) -> bool:
-        """Whether it observes messages of this kind in passes of this tag (None: of any)."""
+        """Whether it observes messages of a kind in passes with a tag (None: any tag)."""
         if kind not in (self.kinds or ()):
             return False
         return tag is None or self.takes_tag(tag)
 
     def takes_tag(self, tag: str) -> bool:
-        """Whether it observes passes of this tag."""
+        """Whether it observes passes with a tag."""
         return self.tags is None or any(matches_tag(pattern, tag) for pattern in self.tags)
 
     def takes_module(self, path: str, module: nn.Module) -> bool:
@@ -269,24 +266,24 @@ class Capture:
         return is_leaf or any(one is not None for one in module._parameters.values())
 
     def takes_parameter(self, path: str) -> bool:
-        """Whether one of its globs names this parameter by the parameter's own path."""
+        """Whether one of its globs matches the parameter's own path."""
         return self.modules is not None and any(fnmatchcase(path, pattern) for pattern in self.modules)
 
     def takes_state(self, path: str) -> bool:
-        """Whether it observes the buffer at this path, or the optimizer's state of the parameter there."""
+        """Whether it observes the buffer at a path, or the optimizer state of the parameter at the path."""
         owner = path.rpartition(".")[0]
         return self.modules is None or any(fnmatchcase(one, glob) for one in (path, owner) for glob in self.modules)
 
     def due(self, kind: str, tag: str, step: int, batch: int = 0) -> bool:
-        """Whether it observes such a message in this step, for a kind and tag that it takes; probes always are.
+        """Whether it observes a message in a step, given that it takes the kind and tag. Always True for probes.
 
         Parameters
         ----------
         kind, tag : str
         step : int
-            The global step; of an evaluation that of its messages, which is the next one of the training.
+            The global step; in an evaluation that of its messages, which is the next training step.
         batch : int
-            Of an evaluation, the number of the pass among those of this tag and step.
+            In an evaluation, the number of the pass within its tag and step.
 
         Examples
         --------
@@ -301,7 +298,7 @@ class Capture:
         return self.next_step(step) == step if tag == DEFAULT_TAG else self.due_batch(step, batch)
 
     def due_batch(self, global_step: int, batch: int) -> bool:
-        """Whether it observes the pass of this number of an evaluation at a step.
+        """Whether it observes a pass of an evaluation, given the step and the pass's number.
 
         Parameters
         ----------
@@ -321,7 +318,7 @@ class Capture:
         return self.next_step(global_step) == global_step
 
     def next_step(self, global_step: int) -> int | None:
-        """The first training step from `global_step` on that it observes; None if there is none.
+        """The first observed training step at or after `global_step`; None if there is none.
 
         Parameters
         ----------
@@ -338,13 +335,13 @@ class Capture:
         return first if self.stop is None or first < self.stop else None
 
     def beside(self, kind: str) -> str | None:
-        """``"hash"`` or ``"statistics"`` if that is what it keeps of messages of a kind; None if it keeps data."""
+        """``"hash"`` or ``"statistics"`` if it keeps only these of messages of a kind; None if it keeps data."""
         if self.reduce not in BESIDE or kind in _AS_THEY_ARE or KINDS[kind].event:
             return None
         return str(self.reduce)
 
     def published(self, kind: str) -> str:
-        """The kind of the messages of what it keeps of a kind.
+        """The kind of the messages that it makes of data of a kind.
 
         Examples
         --------
@@ -356,23 +353,23 @@ class Capture:
         return kind if name is None else f"{kind}_{name}"
 
     def kinds_of_messages(self, kind: str) -> tuple[str, ...]:
-        """The kinds that the messages of what it keeps of a kind may have: of large tensors, that of hashes."""
+        """The kinds of the messages that it may make of data of a kind, including hashes of large tensors."""
         hashes = self.hash_above is not None and kind in _HASHED_WHERE_LARGE
         return (kind, self._of_hashes.published(kind)) if hashes else (self.published(kind),)
 
-    # -- how much -------------------------------------------------------------------------------------------
+    # -- how much of a tensor -------------------------------------------------------------------------------
 
     def select(self, kind: str, data: Tensor, module: nn.Module | None = None) -> Tensor:
-        """The chosen datapoints, positions or elements of a tensor: possibly the tensor itself, or a view of it.
+        """The chosen datapoints, positions or elements of a tensor; possibly the tensor itself or a view.
 
         Parameters
         ----------
         kind : str
-            One of `KINDS`; labels, outputs and the loss are only ever cut to the first `rows`.
+            One of `KINDS`; labels, outputs and losses are only cut to the first `rows`.
         data : Tensor
             Detached; any shape.
         module : nn.Module, optional
-            The module it belongs to, which tells sequences from one-dimensional space.
+            The layer of the data, which distinguishes sequences from one-dimensional space.
         """
         entry = KINDS[kind]
         if entry.state:
@@ -389,14 +386,14 @@ class Capture:
         return data
 
     def reduced(self, kind: str, data: Tensor, so_far: Tensor | None = None, neurons: int | None = None) -> Tensor:
-        """The reduction of what `select` kept.
+        """Reduce the data that `select` returned.
 
         Parameters
         ----------
         kind : str
         data : Tensor
         so_far : Tensor, optional
-            The result before, for a running reduction.
+            The previous result, for a running reduction.
         neurons : int, optional
             The axis of the neurons, for a sketch; see `axis_of_neurons`.
         """
@@ -415,21 +412,21 @@ class Capture:
         return data
 
     def cast(self, kind: str, data: Tensor) -> Tensor:
-        """The cast of what `reduced` gave."""
+        """Cast the data that `reduced` returned."""
         dtype = self.cast_to(kind)
         return data.to(DTYPES[dtype]) if dtype is not None and data.is_floating_point() else data
 
     def cast_to(self, kind: str) -> str | None:
-        """The dtype that it casts the floating-point data of messages of a kind to; None if it casts none."""
+        """The dtype that floating-point data of a kind is cast to; None if it is not cast."""
         return None if kind in _LOSSES or KINDS[kind].state else self.dtype
 
     def keeps_whole(self, kind: str) -> bool:
-        """Whether it keeps all of each tensor of a kind, as it is."""
+        """Whether it keeps tensors of a kind whole and unchanged."""
         return self.everything or (KINDS[kind].state and self.beside(kind) is None and self.condition is None)
 
     @cached_property
     def sketch(self) -> Sketch | None:
-        """The sketch that `reduce` names, if it does."""
+        """The sketch that `reduce` names, if any."""
         return Sketch.parse(self.reduce, self.seed) if isinstance(self.reduce, str) else None
 
     @cached_property
@@ -439,23 +436,23 @@ class Capture:
 
     @cached_property
     def calls(self) -> bool:
-        """Whether `reduce` is a function of the user's, which may change what it gets."""
+        """Whether `reduce` is a user's function, which may change its argument."""
         return callable(self.reduce)
 
     @cached_property
     def choices(self) -> Sequence[str]:
-        """The names of the settings that keep less than everything of a tensor."""
+        """The names of the settings that reduce what is kept of a tensor."""
         return [
             name for name in ("rows", "positions", "elements", "dtype", "reduce") if getattr(self, name) is not None
         ]
 
     @cached_property
     def everything(self) -> bool:
-        """Whether it keeps each tensor that it observes, and all of it as it is, but for `hash_above`."""
+        """Whether it keeps each observed tensor whole and unchanged, apart from `hash_above`."""
         return not self.choices and self.condition is None
 
     def in_place_of(self, kind: str, chosen: Tensor) -> Capture:
-        """Of what it has chosen of a tensor, the capture that keeps it: itself, or for large tensors one of hashes."""
+        """The capture that keeps the chosen data: itself, or for large tensors one that keeps hashes."""
         small = self.hash_above is None or kind not in _HASHED_WHERE_LARGE or chosen.nbytes <= self.hash_above
         return self if small else self._of_hashes
 
@@ -466,10 +463,10 @@ class Capture:
     def sampling(
         self, kind: str, shape: Sequence[int], module: nn.Module | None = None, *, floating: bool = True
     ) -> dict[str, Any] | None:
-        """Describes what is kept of tensors of this shape, for the declaration of a stream; None if everything is.
+        """Describe what is kept of tensors of a shape, for the declaration of a stream; None if everything is.
 
-        Readers find the indices by calling `choice` with the numbers given here. The shape is given only if they need
-        it to place the indices, so that batches of different sizes can be one stream.
+        Readers compute the indices by calling `choice` with the given numbers. The shape is included only if it is
+        needed to place the indices, so that batches of different sizes can form one stream.
         """
         entry = KINDS[kind]
         if not self.choices or (entry.state and self.beside(kind) is None):
@@ -504,7 +501,7 @@ class Capture:
         return told or None
 
     def describe(self) -> dict[str, Any]:
-        """Its settings as JSON, for the header of a trace; functions and classes by their names."""
+        """The settings as JSON, for the header of a trace; functions and classes by name."""
         told: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -516,7 +513,7 @@ class Capture:
         return told
 
     def _repr_html_(self) -> str:
-        """Its settings, but those that are as by default, for notebooks."""
+        """The settings that differ from the defaults, for notebooks."""
         default = {field.name: field.default for field in fields(self)}
         rows = [
             (name, ", ".join(map(str, value)) if isinstance(value, list) else value)
@@ -527,10 +524,10 @@ class Capture:
 
 
 KEYFRAME = Capture(kinds=("weights", "biases", *STATE_KINDS))
-"""All of the state that a step begins with; with `dataclasses.replace(KEYFRAME, every=50)` of every 50th step.
+"""The whole state at the beginning of a step; ``dataclasses.replace(KEYFRAME, every=50)`` for every 50th step.
 
-A capture of ``generators`` and ``hyperparameters`` at every step stands before it, because the first that takes a
-stream decides.
+A capture of ``generators`` and ``hyperparameters`` at every step must precede it, because the first capture that
+takes a stream decides.
 """
 
 
@@ -542,7 +539,7 @@ def _result_of(result: object) -> Tensor:
 
 
 def observed(kind: str) -> str:
-    """The kind of which messages of a kind are: of hashes and statistics that of the data, else itself.
+    """The kind of the data behind messages of a kind: for hashes and statistics that of the data, else itself.
 
     Examples
     --------
@@ -555,7 +552,7 @@ def observed(kind: str) -> str:
 def choice(of: int, count: int, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """A fixed random choice: `count` of the indices below `of`, without replacement, ascending.
 
-    Drawn as ``numpy.random.Generator(numpy.random.PCG64([seed, of, count]))``, which no other generator can disturb.
+    Drawn by ``numpy.random.Generator(numpy.random.PCG64([seed, of, count]))``, independently of other generators.
 
     Examples
     --------
@@ -583,7 +580,7 @@ def _choose_positions(data: Tensor, count: int, seed: int, module: nn.Module | N
 
 
 def axis_of_neurons(ndim: int, module: nn.Module | None = None) -> int:
-    """The axis of the neurons in activations of a layer: 1 where positions come after the channels, else the last."""
+    """The axis of the neurons in a layer's activations: 1 if positions follow the channels, else the last axis."""
     return 1 if _has_channels_first(ndim, module) else ndim - 1
 
 
@@ -596,7 +593,7 @@ def _has_channels_first(ndim: int, module: nn.Module | None) -> bool:
 def _takes_two(function: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # such as torch.maximum, which does not say
+    except (TypeError, ValueError):  # such as torch.maximum, which has no signature
         try:
             with torch.random.fork_rng(devices=[]):  # it may draw random numbers
                 function(torch.zeros(1))

@@ -1,4 +1,4 @@
-"""Which step of which epoch it is."""
+"""The current step and epoch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class At(NamedTuple):
-    """The counters of a step, which all of its messages carry; and of an evaluation the number of its pass."""
+    """The counters that all messages of a step carry; in an evaluation, with the number of its pass."""
 
     global_step: int
     train_step: int
@@ -16,14 +16,14 @@ class At(NamedTuple):
 
 
 class Clock:
-    """The counters of a training; a step that is open keeps those that it began with, to its end.
+    """The counters of a training. An open step keeps the counters that it began with.
 
     Attributes
     ----------
     step : int
-        How many optimizer steps have ended; the global step of the one that is open, or else of the next.
+        How many optimizer steps have ended: the global step of the open step, or else of the next.
     train_step : int
-        The same within the epoch.
+        How many optimizer steps have ended in this epoch.
     epoch : int
         How many epochs have ended.
     open : bool
@@ -31,11 +31,11 @@ class Clock:
     began : At
         The counters of the open step.
     idle : bool
-        Whether the open step is one of which nobody wants anything.
+        Whether nobody wants data of the open step.
     last : At or None
-        Those of the step that ended last.
+        The counters of the last step that ended.
     starting : callable or None
-        Called once, before the counters are asked for the first time.
+        Called once, before the counters are first read.
 
     Examples
     --------
@@ -56,12 +56,12 @@ class Clock:
         self.starting: Callable[[], None] | None = None
 
     def start_at(self, global_step: int, train_step: int, epoch: int) -> None:
-        """Count from here."""
+        """Set the counters."""
         self.first_step = self.step = global_step
         self.train_step, self.epoch = train_step, epoch
 
     def now(self) -> At:
-        """The counters of the open step; else those that the next step would have."""
+        """The counters of the open step, or else of the next step."""
         if self.starting is not None:
             starting, self.starting = self.starting, None
             starting()
@@ -77,11 +77,11 @@ class Clock:
         self.last = self.began
         self.open = False
         self.step += 1
-        if self.last.epoch == self.epoch:  # else the epoch ended in this step, and the next is its successor's first
+        if self.last.epoch == self.epoch:  # else the epoch ended within this step, and the next step is number 0
             self.train_step += 1
 
     def last_of_epoch(self) -> At:
-        """The counters of the epoch's last step; of the next one, if it had none."""
+        """The counters of the epoch's last step, or of the next step if the epoch had none."""
         last = self.last
         return last if last is not None and last.epoch == self.epoch else At(self.step, 0, self.epoch)
 

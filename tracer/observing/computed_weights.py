@@ -1,4 +1,4 @@
-"""Weights that parametrizations and hooks of the program compute for a forward, and running sums of gradients."""
+"""Weights that parametrizations and hooks of the program compute for a forward, and accumulated gradients."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from tracer.observing.pytorch.hanging import Hanging, Told, on_gradient
 
 
 class ComputedWeights(Part):
-    """Sees weights that are computed for a forward, and what is accumulated of parameters' gradients."""
+    """Observes weights that are computed for a forward, and the accumulation of parameters' gradients."""
 
     def __init__(self, ground: Ground, passes: Passes) -> None:
         super().__init__(ground)
         self.passes = passes
         self.gradients = passes.steps.gradients
         self.parameters = passes.steps.parameters
-        # by path, the last weight that was computed for a forward, and the hook on it
+        # by path: the last weight computed for a forward, and the hook on it
         self._watched: dict[str, tuple[weakref.ref[Tensor], Hanging]] = {}
 
     def after_accumulation(self, path: str, tensor: Tensor) -> None:
-        """Keep a parameter's running sum of gradients. Without an optimizer, nothing says when it is final."""
+        """Keep a parameter's accumulated gradient. Without an optimizer, nothing marks it as final."""
         if self.clock.open and not self.clock.idle and tensor.grad is not None:
             self.parameters.accumulated(self.table.by_path[path], tensor.grad, self.gradients.scale)
 
     def after_parametrization(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Keep the weight that a parametrization has computed for the forward; to compute it again might change it."""
+        """Keep the weight that a parametrization computed for the forward. Computing it again might change it."""
         if isinstance(output, Tensor):
             self._seen(path, output)
 
     def after_replaced(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Keep the tensor that a hook of the program has put in a weight's place, after the forward has used it."""
+        """Keep the tensor that a program's hook put in a weight's place, after the forward has used it."""
         parameter = self.table.by_path[path]
         there = parameter.in_place if parameter.tensor is None else None
         if there is not None:
@@ -47,7 +47,7 @@ class ComputedWeights(Part):
             self._seen(path, there)
 
     def _seen(self, path: str, value: Tensor) -> None:
-        """Keep a weight that was computed for a forward of the training, and hang a hook for its gradient."""
+        """Keep a weight that was computed for a training forward, and hang a hook for its gradient."""
         parameter = self.table.by_path[path]
         if self.clock.idle or not self.clock.open:
             return
@@ -62,7 +62,7 @@ class ComputedWeights(Part):
                 self._watched[path] = weakref.ref(value), on_gradient(value, Told(self.gradient_came, path))
 
     def gradient_came(self, path: str, gradient: Tensor) -> None:
-        """Add a gradient to those of a computed weight."""
+        """Add a gradient to the sum for a computed weight."""
         parameter = self.table.by_path.get(path)  # it may be gone since the forward
         if parameter is not None and self.gate.open and self.clock.open and not self.clock.idle:
             scale, task = self.gradients.scale, _current_graph_task_id()
@@ -70,7 +70,7 @@ class ComputedWeights(Part):
             self.gate.guard(f"the gradient of {path!r}", add)
 
     def detach(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for _, handle in self._watched.values():
             handle.remove()
         self._watched = {}

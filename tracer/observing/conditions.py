@@ -1,4 +1,4 @@
-"""Conditions of captures: functions of the user's, which see each message before it is published."""
+"""Conditions of captures: user functions that see each message before it is published."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tracer.observing.pytorch.tensors import copied
 
 
 class _Shown(Message):
-    """A message whose data is copied when somebody looks at it. The copy may be written to."""
+    """A message whose data is copied on first access. The copy may be modified."""
 
     __slots__ = ()
 
@@ -42,7 +42,7 @@ _FIELDS = ("kind", "global_step", "train_step", "epoch", "tag", "call", "leaf", 
 
 
 def meets(condition: Callable[[Message], bool], message: Message, memory: Memory) -> bool:
-    """Whether a message meets a user's condition, which gets a copy of the data when it looks at it."""
+    """Whether a message meets a user's condition, which gets a copy of the data on access."""
     shown: Any = object.__new__(_ShownOfNetwork if message.key is None else _ShownOfModule)
     put = object.__setattr__  # messages are frozen
     for name in _FIELDS:

@@ -1,8 +1,8 @@
-"""Derivatives of a training's loss for subscribers that need the model, taken of the training's own graph.
+"""Derivatives of a training's loss for subscribers that need the model, computed on the training's own graph.
 
-The graph is there from the forward to the end of the backward. So the loss is just that of the step, with its masks of
-dropout and its batch statistics, whatever it is made of, and no forward runs again. The backward of the training comes
-after that and finds the graph as it was.
+The graph exists from the forward to the end of the backward. The loss is therefore exactly the step's, with its dropout
+masks and batch statistics, whatever it is made of, and no forward runs again. The training's backward follows, and
+finds the graph unchanged.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from tracer.observing.ranks import Ranks
 from tracer.observing.restoring import restored
 
 Aside: TypeAlias = "Callable[[], AbstractContextManager[None]]"
-"""Makes a context in which what is differentiated is not observed, and changes nothing."""
+"""Makes a context in which differentiation is not observed and changes nothing."""
 
 _WITH_SECOND = "; attention within torch.nn.attention.sdpa_kernel(SDPBackend.MATH) can be"
 
 
 class Rows:
-    """The output of the network that a loss function got, as a place in the graph; its rows are the datapoints.
+    """The network output that a loss function got, as a position in the graph. Its rows are the datapoints.
 
     Parameters
     ----------
     output : Tensor
-        With a graph; it is not kept.
+        With a graph; the tensor itself is not kept.
     """
 
     def __init__(self, output: Tensor) -> None:
@@ -53,7 +53,7 @@ class Rows:
 
 
 class Derivatives:
-    """A loss whose backward comes next, as `tracer.messaging.objective.Objective` describes it.
+    """A loss that is about to be differentiated, for `tracer.messaging.objective.Objective`.
 
     Parameters
     ----------
@@ -62,13 +62,13 @@ class Derivatives:
     parameters : mapping of str to Tensor
         The trained parameters, by path.
     outputs : sequence of Rows
-        What loss functions got since the last backward.
+        The outputs that loss functions got since the last backward.
     aside : callable
         See `Aside`.
     step : int
-        The global step, for sentences.
+        The global step, for messages.
     hindrance : str
-        Why it cannot be differentiated; empty if nothing is known that hinders it.
+        The reason why the loss cannot be differentiated; empty if none is known.
     """
 
     def __init__(
@@ -85,48 +85,48 @@ class Derivatives:
         self._loss: Tensor | None = loss
         self._tensors = [*parameters.values()]
         self._outputs = [*outputs]
-        self._looked = False  # whether these are all of this loss
+        self._looked = False  # whether the outputs have been restricted to those of this loss
         self._aside = aside
         self._gradients: list[Tensor] | None = None  # with their graph
-        self._of_output: Tensor | None = None  # the gradient of the loss by the output
+        self._of_output: Tensor | None = None  # the gradient of the loss with respect to the output
 
     def close(self) -> None:
-        """Let go of the graph."""
+        """Release the graph."""
         self._loss = self._gradients = self._of_output = None
         self._tensors, self._outputs = [], []
 
-    # -- what is asked --------------------------------------------------------------------------------------
+    # -- the derivatives ------------------------------------------------------------------------------------
 
     def hessian_products(self, vectors_kp: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The products of the Hessian of the loss with k vectors (k, P), each a row."""
+        """The products of the loss's Hessian with k vectors (k, P), one per row."""
         found = np.zeros(vectors_kp.shape)
         with self._differentiating("twice"):
             gradients = self._gradients_with_graph()
             for vector_p, product_p in zip(vectors_kp, found, strict=True):
                 pairs = zip(gradients, self._parts(vector_p), strict=True)
                 known = [(one, along) for one, along in pairs if one.requires_grad]
-                if known:  # else the gradient is a constant
+                if known:  # otherwise the gradient is constant
                     outputs, alongs = zip(*known, strict=True)
                     product_p[:] = self._joined(self._pulled_back(outputs, alongs))
         return found
 
     @property
     def rows(self) -> int:
-        """The number N of rows of the output of the network that the loss function got."""
+        """The number N of rows of the network output that the loss function got."""
         return int(self._only_output().shape[0])
 
     def row_gradients(self, weights_kn: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Weighted sums (k, P) of the parts that the N rows of the network's output have in the gradient."""
+        """Weighted sums (k, P) of the contributions of the N output rows to the gradient."""
         output = self._only_output()
         with self._differentiating("by rows"):
             if self._of_output is None:
                 self._of_output = self._checked_gradient_of(output)
             return np.stack([self._of_rows(output, self._of_output, one) for one in weights_kn])
 
-    # -- how it is had --------------------------------------------------------------------------------------
+    # -- how they are computed ------------------------------------------------------------------------------
 
     def _only_output(self) -> Rows:
-        """The one output that loss functions got which this loss is made of."""
+        """The only output of a loss function that this loss is made of."""
         if not self._looked:
             nodes = {*behind(self._graph)} if self._outputs else set()
             by_place = {(one.edge.node, one.edge.output_nr): one for one in self._outputs if one.edge.node in nodes}
@@ -140,12 +140,12 @@ class Derivatives:
         return self._outputs[0]
 
     def _checked_gradient_of(self, output: Rows) -> Tensor:
-        """The gradient of the loss by an output, if all that the parameters do to the loss goes through it."""
+        """The gradient of the loss with respect to an output, if the loss depends on the parameters only through it."""
         (found,) = torch.autograd.grad(self._graph, (output.edge,), retain_graph=True)
         whole = self._joined(self._pulled_back((self._graph,), (torch.ones_like(self._graph),)))
         through = self._of_rows(output, found, np.ones(output.shape[0]))
         distance, length = float(np.linalg.norm(whole - through)), float(np.linalg.norm(whole))
-        if distance > math.sqrt(torch.finfo(found.dtype).eps) * length:  # which is false of NaN
+        if distance > math.sqrt(torch.finfo(found.dtype).eps) * length:  # false if there is a NaN
             raise CaptureError(
                 f"the loss of step {self.step} is made of more than the output that its loss function got (a penalty "
                 "on weights, or another output), so datapoints have no gradients that add up to its own"
@@ -166,7 +166,7 @@ class Derivatives:
 
     @contextlib.contextmanager
     def _differentiating(self, how: str) -> Iterator[None]:
-        """Differentiate aside; what autograd refuses becomes a sentence."""
+        """Differentiate unobserved; autograd's errors become a `CaptureError`."""
         _ = self._graph
         if self.hindrance:
             raise CaptureError(f"the loss of step {self.step} cannot be differentiated: {self.hindrance}")
@@ -196,7 +196,7 @@ class Derivatives:
         )
 
     def _parts(self, vector_p: NDArray[np.float64]) -> list[Tensor]:
-        """A vector, cut into the shapes of the parameters, in their dtypes and on their devices."""
+        """A vector, split into the shapes of the parameters, in their dtypes and on their devices."""
         whole = torch.as_tensor(np.ascontiguousarray(vector_p), device="cpu")
         cut = whole.split([one.numel() for one in self._tensors])
         return [part.reshape(one.shape).to(one) for part, one in zip(cut, self._tensors, strict=True)]
@@ -208,7 +208,7 @@ class Derivatives:
 
 @contextlib.contextmanager
 def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Take hooks off leaf tensors for a while: what they do is meant for the gradients of the training."""
+    """Temporarily remove hooks from leaf tensors, because they are meant for the training's gradients."""
     held = [hooks for one in tensors if (hooks := one._backward_hooks)]
     kept = [OrderedDict(hooks) for hooks in held]
     for hooks in held:
@@ -221,13 +221,13 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 class Differentiable(Part):
-    """Tells subscribers that need the model what can be asked of each loss, before its message comes."""
+    """Gives subscribers that need the model the `Derivatives` of each loss, before its message."""
 
     def __init__(self, ground: Ground, ranks: Ranks) -> None:
         super().__init__(ground)
         self.ranks = ranks
-        self._outputs: list[Rows] = []  # what loss functions got since the last backward
-        self._of_step = -1  # the step of these
+        self._outputs: list[Rows] = []  # the outputs that loss functions got since the last backward
+        self._of_step = -1  # the step of these outputs
 
     def asking(self) -> list[Receiver]:
         """The receivers that need the model for a loss of the open step."""
@@ -247,19 +247,19 @@ class Differentiable(Part):
         self._outputs.append(Rows(output))
 
     def forget(self) -> None:
-        """Let go of graphs."""
+        """Release graphs."""
         self._outputs = []
 
     @contextlib.contextmanager
     def told(self, tensors: Sequence[Tensor], scales: Sequence[Tensor | None]) -> Iterator[None]:
-        """Tell who asks, while the message of a loss is published, what can be asked of it.
+        """Give the `Derivatives` of a loss to the receivers that need the model, while its message is published.
 
         Parameters
         ----------
         tensors : sequence of Tensor
-            What ``backward`` is called on, before it begins.
+            The tensors that ``backward`` is called on, before it begins.
         scales : sequence of Tensor or None
-            By what a GradScaler has multiplied each.
+            The factors by which a GradScaler has multiplied them.
         """
         asking = self.asking()
         if not asking:
@@ -297,7 +297,7 @@ class Differentiable(Part):
         return Derivatives(whole, trained, outputs, self._aside, step, self._hindrance(trained.values()))
 
     def _hindrance(self, trained: Iterable[Tensor]) -> str:
-        """Why the loss cannot be differentiated beside the training's own backward; empty if it can."""
+        """The reason why the loss cannot be differentiated in addition to the training's backward; empty if it can."""
         inside = (one for _, top in self.models.tops for one in walking.modules(top))
         if self.models.is_sharded or any("_is_fsdp_managed_module" in vars(one) for one in inside):
             return "the model is sharded, so a backward of one rank waits for all others"
@@ -309,7 +309,7 @@ class Differentiable(Part):
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Let no exporter see what is differentiated here, and put back what a checkpoint's second forward changes."""
+        """Hide the differentiation from all exporters, and restore what a checkpoint's second forward changes."""
         gates = [gate for one in BACKWARD.watchers if (gate := one.gate).open]
         with contextlib.ExitStack() as stack:
             for gate in gates:

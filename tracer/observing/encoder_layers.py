@@ -1,4 +1,4 @@
-"""Layers that torch may compute in one go: hooks step aside for them (see `pytorch/fast_path.py`)."""
+"""Hooks step aside for layers that torch may compute in a single function (see `pytorch/fast_path.py`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _INNER = ("activations", "layer_inputs", "layer_gradients", "input_gradients")
 
 
 class EncoderLayers(Part):
-    """Sees the calls of ``nn.TransformerEncoderLayer``."""
+    """Observes calls of ``nn.TransformerEncoderLayer``."""
 
     def __init__(self, ground: Ground, passes: Passes) -> None:
         super().__init__(ground)
         self.passes = passes
 
     def hang(self) -> None:
-        """Hang a hook on each of these layers that has other hooks on it or inside."""
+        """Hang a hook on each such layer that has other hooks on it or inside."""
         asides = self.wiring.asides
         asides.layers = {}
         for path, one in self.models.parts():
@@ -38,16 +38,16 @@ class EncoderLayers(Part):
         return bool(args[0].training)
 
     def before(self, path: str, module: Any, args: Any, kwargs: Any) -> None:
-        """Step aside for a layer that may take torch's fast path, unless what is inside is asked for by name."""
+        """Step aside for a layer that may take torch's fast path, unless a capture names what is inside."""
         asides = self.wiring.asides
         asides.end_last()
         if self.publisher.collecting is not None or not may_take_it(module, args, kwargs):
-            return  # probes take what is inside anyway
+            return  # probes observe the inside anyway
         running = self.passes.enter_at(path, module)
         hung = asides.inside(module)
         inside = {hanging.hook.name for on, hanging in hung if on is not module and isinstance(hanging.hook, Hook)}
         tag = running.tag
-        heard = running.listening or running.counts is not None  # of one evaluation, all passes take the same path
+        heard = running.listening or running.counts is not None  # all passes of an evaluation must take the same path
         streams = [(kind, one) for kind in _INNER for one in inside] if heard else []
         if any(self.demand.named(kind, one, tag) for kind, one in streams):
             why = (

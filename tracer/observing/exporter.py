@@ -1,7 +1,7 @@
 """A training loop → messages, through PyTorch's own hooks.
 
-The contract is in ``docs/architecture.md`` ("What is observed, and when"). In short: a step is one optimizer step; the
-messages of step k all belong to the batch and the weights W_k of that step; watching changes nothing; what nobody wants
+The contract is in ``docs/architecture.md`` ("What is observed, and when"). In short: a step is one optimizer step; all
+messages of step k belong to the batch and the weights W_k of that step; watching changes nothing; what nobody wants
 is neither hooked nor copied.
 """
 
@@ -32,22 +32,22 @@ from tracer.observing.turns import Turns
 class Exporter:
     """Listens to a training loop and publishes what it sees on a bus.
 
-    `tracer.record` wires one for the common case. By hand: give it the model (`set_model`), the optimizer
-    (`set_optimizer`), the loss (`set_loss`), call `epoch_finished`, and `finish` and `detach` at the end. Receivers may
-    join the bus at any time.
+    `tracer.record` creates one for the common case. By hand: pass the model (`set_model`), the optimizer
+    (`set_optimizer`) and the loss (`set_loss`), call `epoch_finished` after each epoch, and `finish` and `detach` at
+    the end. Receivers may join the bus at any time.
 
     Parameters
     ----------
     depth : int or None
-        Which modules are observed, if no `capture` says so: modules exactly this deep below the root and leaves above;
+        Which modules are observed if there is no `capture`: modules exactly this deep below the root and leaves above;
         -1 for all leaves; None for every leaf and every module that has parameters of its own.
     module_filter : iterable of type, optional
-        Only modules that are instances of one of these classes.
+        Observe only modules that are instances of one of these classes.
     message_bus : MessageBus, optional
-        By default a new one of its own.
+        By default a new bus.
     capture : Capture or iterable of Capture, optional
-        What may be observed, for all receivers of the bus; by default all kinds but those of state, of the modules
-        given by `depth` and `module_filter`, in full.
+        What may be observed, for all receivers of the bus. By default all kinds but those of state, in full, of the
+        modules given by `depth` and `module_filter`.
     strict : bool
         Whether an exception in a hook reaches the training loop. By default the stream is disabled with one warning.
 
@@ -81,20 +81,20 @@ class Exporter:
         self.strict = strict
         self.message_bus = message_bus if message_bus is not None else MessageBus("exporter")
         self.parts = Parts(Ground(self.message_bus, self.captures, strict=strict))
-        """What it is made of, for whoever records a training and knows more of it than a user says."""
+        """The exporter's parts, for recorders that need more than the public methods."""
 
     # -- what to listen to ----------------------------------------------------------------------------------
 
     def add_modules(self, module: nn.Module | tuple[str, nn.Module], recursive: bool = True) -> None:
-        """Observe a module, or a pair (name, module), and unless told otherwise all below it.
+        """Observe a module, or a pair (name, module), and all modules below it unless `recursive` is False.
 
-        Parts of the model have their names there. Another module whose paths something else has got already is named
-        after its class, if it has no name, or gets an underscore at the end of it.
+        Parts of the model keep their names in the model. Another module without a name is named after its class; an
+        underscore is appended if its paths are already taken.
 
         Raises
         ------
         CaptureError
-            If it is neither.
+            If `module` is neither.
         """
         name, one = module if isinstance(module, tuple) and len(module) == 2 else ("", module)
         if not isinstance(one, nn.Module) or not isinstance(name, str):
@@ -103,14 +103,14 @@ class Exporter:
         self.parts.rewire()
 
     def __call__(self, module: nn.Module, recursive: bool = True) -> nn.Module:
-        """`add_modules`, returning the module: for use inside a constructor."""
+        """`add_modules`, returning the module; for use inside a constructor."""
         self.add_modules(module, recursive)
         return module
 
     def set_model(self, model: nn.Module) -> nn.Module:
-        """Name the root of the network; its forward passes are what steps and passes are made of. Returns it.
+        """Set the root of the network, whose forwards make up steps and passes. Returns it.
 
-        A wrapper (DistributedDataParallel, DataParallel, a compiled module) is looked through, so names have no prefix.
+        Wrappers (DistributedDataParallel, DataParallel, compiled modules) are removed, so that names have no prefix.
 
         Raises
         ------
@@ -129,14 +129,14 @@ class Exporter:
         return model
 
     def set_optimizer(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> None:
-        """Name the optimizer whose step ends a step; of several, the last one's does.
+        """Set the optimizer whose step ends a training step; of several, the last one's step does.
 
         None: each training forward of the model is a step. An empty sequence: the user calls `step`.
 
         Raises
         ------
         CaptureError
-            If one is not an optimizer.
+            If a given object is not an optimizer.
         """
         given = observable(optimizer)
         self.parts.optimizers.by_hand = optimizer is not None and not given
@@ -145,16 +145,17 @@ class Exporter:
         self.parts.rewire()
 
     def set_loss(self, loss: nn.Module | Callable[..., Any] | Iterable[str]) -> None:
-        """Name the loss: a module, a function of ``torch.nn.functional``, or names of such functions.
+        """Set the loss: a module, a function of ``torch.nn.functional``, or names of such functions.
 
-        Its first two arguments are published as ``network_output`` and ``input_labels``, its result as ``loss_terms``;
-        in a pass aside the result is also the ``loss``, unless more than one is called in the pass, or the training
-        makes its loss of more. The ``loss`` of a training is what ``backward`` is called on, with and without this.
+        Its first two arguments are published as ``network_output`` and ``input_labels``, its result as ``loss_terms``.
+        In a pass outside the training the result is also the ``loss``, unless several losses are called in the pass or
+        the training's loss has further terms. A training's ``loss`` is the tensor that ``backward`` is called on, with
+        or without this method.
 
         Raises
         ------
         CaptureError
-            If it is a function of another place, of which no labels can be had.
+            If it is a function from elsewhere, whose labels cannot be observed.
         """
         self.parts.losses.add(loss)
         self.parts.rewire()
@@ -175,7 +176,7 @@ class Exporter:
         return self.parts.models.root
 
     def freeze_module(self, module: nn.Module | str) -> list[str]:
-        """Stop training a module (or the one at a dotted path); returns the names of the parameters it froze.
+        """Stop training a module (or the module at a dotted path); returns the names of the frozen parameters.
 
         Each parameter's ``requires_grad`` becomes False and its gradient None, so that an optimizer with momentum or
         weight decay leaves it alone too.
@@ -200,22 +201,22 @@ class Exporter:
 
     @property
     def global_step(self) -> int:
-        """How many optimizer steps have taken place; after a restart, those before it included."""
+        """How many optimizer steps have taken place, including those before a restart."""
         self.parts.steps.settle()
         return self.parts.clock.step
 
     def step(self) -> None:
-        """End the step: for loops without an optimizer that this exporter knows."""
+        """End the step, in loops without a known optimizer."""
         if self.parts.gate.open:
             self.parts.steps.end_by_hand()
 
     def start_at(self, global_step: int, train_step: int, epoch: int) -> None:
-        """Count from here: the training goes on after a restart. In the middle of an epoch, that is not begun again."""
+        """Set the counters after a restart. If `train_step` is in the middle of an epoch, the epoch is continued."""
         self.parts.steps.start_at(global_step, train_step, epoch)
 
     @property
     def train_step(self) -> int:
-        """How many of them in this epoch."""
+        """How many optimizer steps have taken place in this epoch."""
         return self.parts.clock.train_step
 
     @property
@@ -225,7 +226,7 @@ class Exporter:
 
     @property
     def steps_seen(self) -> int:
-        """How many steps were taken since this exporter began to count."""
+        """How many steps have ended since this exporter began to count."""
         return self.global_step - self.parts.clock.first_step
 
     def epoch_finished(self) -> None:
@@ -233,7 +234,7 @@ class Exporter:
         self.parts.steps.finish_epoch()
 
     def finish(self) -> None:
-        """End the run: the last step of a loop without an optimizer, and the last pass of each probe."""
+        """End the run: end the last step of a loop without an optimizer, and run each probe for the last time."""
         self.parts.steps.settle_losses()
         self.parts.steps.finish()
         self.parts.steps.release_losses()
@@ -244,19 +245,19 @@ class Exporter:
         self.parts.probes.finish()
 
     def detach(self) -> None:
-        """Remove every hook; the model is as it was."""
+        """Remove every hook, which leaves the model as it was."""
         self.parts.detach()
 
     # -- what was seen --------------------------------------------------------------------------------------
 
     @property
     def problems(self) -> list[dict[str, Any]]:
-        """What is not observed, and why."""
+        """What is not observed, with the reasons."""
         return self.parts.problems.all
 
     @property
     def unended(self) -> dict[str, int] | None:
-        """The step that was open when the run ended, with its `passes`: they are of no training step."""
+        """The step that was open when the run ended, with its `passes`, which belong to no training step."""
         return self.parts.retrospect.unended
 
     @property
@@ -264,10 +265,10 @@ class Exporter:
         """Hooked modules whose forward was never seen: bypassed, compiled away, or not part of the forward."""
         return self.parts.wiring.silent(self.parts.demand.modules)
 
-    # -- what the user says ---------------------------------------------------------------------------------
+    # -- data from the user ---------------------------------------------------------------------------------
 
     def log(self, kind: str, value: Any) -> None:
-        """Publish a value of the user's own under `kind`, which may be new: a loss, a learning rate.
+        """Publish a value of the user under `kind`, which may be new: a loss, a learning rate.
 
         It belongs to the open step, or to the last one if none is open (right after ``optimizer.step()``).
 
@@ -279,7 +280,7 @@ class Exporter:
         self.parts.values.log(kind, value)
 
     def samples(self, ids: Any) -> None:
-        """Say of which datapoints of the data set the next training forward is, in the place of what a DataLoader says.
+        """Set the datapoints of the next training forward, instead of those of the DataLoader's batch.
 
         Published as ``sample_ids``, if a capture takes these.
 
@@ -291,7 +292,7 @@ class Exporter:
         Raises
         ------
         MessageError
-            If they are no integers in one dimension.
+            If they are not integers in one dimension.
         """
         self.parts.passes.samples.give(ids)
 
@@ -301,7 +302,7 @@ class Exporter:
         Raises
         ------
         CaptureError
-            If it is empty or ``"default"``.
+            If `name` is empty or ``"default"``.
         """
         return self.parts.passes.tag(name)
 
@@ -317,13 +318,13 @@ class Exporter:
         name : str
             The tag.
         inputs : Tensor, tuple or dict
-            Of the model: ``model(inputs)``, ``model(*inputs)`` or ``model(**inputs)``.
+            The model's arguments: ``model(inputs)``, ``model(*inputs)`` or ``model(**inputs)``.
         labels : Tensor, optional
             Published as ``input_labels``, so that accuracies can be computed.
         every : int
             Steps between two passes.
         batch_size : int, optional
-            Split the inputs along their first axis to save memory; what is published is put together again.
+            Splits the inputs along their first axis to save memory; the results are joined again.
 
         Raises
         ------
@@ -334,23 +335,23 @@ class Exporter:
         self.parts.probes.add(name, inputs, labels, every, batch_size)
 
     def probe_first(self, plan: ProbePlan, name: str = PROBE) -> None:
-        """Probe the model on the first datapoints that it is given itself, of whose calls copies are kept.
+        """Probe the model on copies of the first datapoints that the program calls it with.
 
-        They are those of evaluations, if there was one before the first `every` steps were over, else the training's.
-        The passes are after each `every` steps, and at the end. Where a model is called with anything that its forward
-        could change, such as a cache, there is none, and a problem says so.
+        They come from evaluations if one ran within the first `every` steps, else from the training. The probe runs
+        after every `every` steps and at the end. If an argument is an object that a forward can change, such as a
+        cache, there is no probe, and a problem is noted.
 
         Parameters
         ----------
         plan : ProbePlan
-            Of further calls datapoints are taken only as long as their tensors have the same shapes otherwise.
+            Later calls add datapoints only while their tensors have the same shapes apart from the number of rows.
         name : str
-            The tag. `probe` may take it over.
+            The tag. A later `probe` may take it over.
         """
         self.parts.probes.add_first(name, plan)
 
     def take_turns(self, nbytes: int) -> None:
-        """Keep at most so many bytes of weights in a step to make updates from; the parameters take turns."""
+        """Keep at most this many bytes of weights per step for computing updates; the parameters take turns."""
         self.parts.steps.parameters.turns = Turns(nbytes, self.parts.problems)
 
     # -- callbacks for hand-written loops -------------------------------------------------------------------
@@ -366,7 +367,7 @@ class Exporter:
         self._publish("input_labels", None, labels)
 
     def new_loss(self, loss: Tensor) -> None:
-        """Publish the loss. From then on, what ``backward`` is called on is not taken for it."""
+        """Publish the loss. From then on, the tensor that ``backward`` is called on is not published as the loss."""
         self.parts.values.loss_is_logged(DEFAULT_TAG, self.parts.passes.now.tag)
         self._publish("loss", None, loss)
 
@@ -377,7 +378,7 @@ class Exporter:
 
     def new_layer_gradients(self, module: nn.Module, gradients: Any) -> None:
         """Publish the gradients of the loss with respect to a module's output."""
-        # torch's backward hooks get a tuple, also of one output
+        # torch's backward hooks get a tuple even for a single output
         value = arguments_of(gradients, {}) if isinstance(gradients, tuple) else gradients
         self._publish("layer_gradients", module, value)
 
@@ -393,14 +394,14 @@ class Exporter:
         parts.publisher.publish_leaves(kind, path, value, parts.passes.now.tag)
 
     def set_apart(self, apart: Apart | None) -> None:
-        """Observe for one listener alone what no capture takes, in each step; None: no longer. See `Apart`."""
+        """Observe for one receiver, in each step, streams that no capture takes; None ends this. See `Apart`."""
         self.parts.demand.set_apart(apart)
         self.parts.rewire()
 
     def set_schedule(self, captures: Iterable[Capture]) -> None:
-        """Observe by captures that take the same streams as those that were given, in other steps. Between two steps.
+        """Replace the captures between two steps by captures that take the same streams in other steps.
 
-        `captures` stays what was given.
+        `captures` stays as given.
         """
         self.parts.demand.replace_captures(tuple(captures))
         self.parts.publisher.forget_captures()
@@ -408,20 +409,20 @@ class Exporter:
     # -- assembly -------------------------------------------------------------------------------------------
 
     def check(self, receivers: Iterable[Receiver] | None = None, logged: Iterable[str] = ()) -> None:
-        """Make sure that everything the receivers need can be observed, or is one of the `logged` kinds.
+        """Check that everything the receivers need can be observed, or is one of the `logged` kinds.
 
         Raises
         ------
         CaptureError
-            With a sentence that names what is missing and what can be had; or if the capture matches no module at all.
+            Names what is missing and what is available. Also raised if the capture matches no module.
         """
         self.parts.demand.check(
             self.message_bus.receivers if receivers is None else receivers, logged, self.parts.models.candidates()
         )
 
-    # -- what PyTorch does while it is watched --------------------------------------------------------------
+    # -- the loss without a name ----------------------------------------------------------------------------
 
     def watch_backward(self) -> None:
-        """Publish as the loss what ``backward`` is called on, until `detach`, although no loss is named."""
+        """Until `detach`, publish the tensor that ``backward`` is called on as the loss, even if no loss was set."""
         self.parts.differentiation.is_watched = True
         self.parts.rewire()

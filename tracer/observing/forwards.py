@@ -1,4 +1,4 @@
-"""Counts the forwards of the model, and those of them that a training differentiates."""
+"""Counts the model's forwards, and the training forwards that are never differentiated."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Forwards:
     Attributes
     ----------
     seen : int
-        All of them, in training and aside.
+        All forwards, in training and outside.
     training : int
-        Those in training.
+        The training forwards.
     of_ended_steps : int
-        Those of them that belong to steps which have ended.
+        The training forwards of steps that have ended.
     ended_at : Node or None
-        The place in the graph at which the last step ended.
+        The position in the autograd graph where the last step ended.
     began_in_eval_mode : bool
-        Whether the model was in eval mode all through the first step.
+        Whether the model was in eval mode throughout the first step.
     """
 
     gate: Gate
@@ -41,13 +41,13 @@ class Forwards:
         self.of_ended_steps = 0
         self.ended_at: Node | None = None
         self.began_in_eval_mode = False
-        self._undifferentiated: set[int] = set()  # the numbers of those of the open step that are recorded
-        self._never_differentiated = 0  # how many there were in the steps before
-        self._watched = 0  # the number of the last one
+        self._undifferentiated: set[int] = set()  # numbers of recorded forwards in the open step
+        self._never_differentiated = 0  # how many there were in earlier steps
+        self._watched = 0  # the number of the last recorded forward
 
     @property
     def of_open_step(self) -> int:
-        """How many training forwards have come since the last step ended."""
+        """How many training forwards there were since the last step ended."""
         return self.training - self.of_ended_steps
 
     @property
@@ -57,11 +57,11 @@ class Forwards:
 
     @property
     def learns_in_eval_mode(self) -> bool:
-        """Whether the model was in eval mode in the first step, and had no training pass since."""
+        """Whether the model was in eval mode in the first step and has had no training pass since."""
         return self.began_in_eval_mode and not self.training
 
     def watch(self, outputs: Iterable[Tensor]) -> None:
-        """Find out whether the training forward with these outputs is differentiated."""
+        """Detect whether the training forward with these outputs is differentiated."""
         self._watched += 1
         hook = Told(self._differentiated, self._watched)
         for one in outputs:
@@ -78,14 +78,14 @@ class Forwards:
         self.began_in_eval_mode = observed and root is not None and not root.training and not self.training
 
     def end_step(self) -> None:
-        """Begin to count the forwards of the next step. A forward that is still running belongs to no step."""
+        """Begin to count the next step's forwards. A forward that is still running belongs to no step."""
         if self._undifferentiated:
             self._never_differentiated += len(self._undifferentiated)
             self._undifferentiated = set()
         self.of_ended_steps = self.training
         running = self.gate.passes.now
         running.listening = running.inside = False
-        if running.inputs and not running.depth:  # of calls that failed, or were interrupted
+        if running.inputs and not running.depth:  # inputs of calls that failed or were interrupted
             running.inputs = []
-        if running.depth and self.models.root is not None:  # one that was interrupted did not tell its end
+        if running.depth and self.models.root is not None:  # an interrupted forward did not report its end
             running.depth = calls_running(self.models.root)

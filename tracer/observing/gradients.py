@@ -1,7 +1,7 @@
-"""Gradients of the outputs and inputs of modules: hooks on these tensors, which publish what a backward brings.
+"""Publishes gradients of modules' outputs and inputs, through hooks on these tensors.
 
-The gradients of a call in a reentrant checkpoint come from its second forward, which runs in the backward. They have
-the number of the first one, which ran without gradients.
+The gradients of a call in a reentrant checkpoint come from its second forward, which runs in the backward. They get
+the call number of the first forward, which ran without gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tracer.observing.pytorch.hanging import Told, on_gradient, on_gradient_once
 from tracer.observing.pytorch.modes import without_modes
 
 _RECOMPUTED = "recomputed"
-"""Used in the place of a tag for calls that a compiled graph computes again, because it has a checkpoint of its own."""
+"""Replaces the tag for calls that a compiled graph recomputes in a checkpoint of its own."""
 
 
 class Gradients(Part):
@@ -28,20 +28,20 @@ class Gradients(Part):
 
     def __init__(self, ground: Ground) -> None:
         super().__init__(ground)
-        self._backwards: dict[tuple[StreamKey, int], int] = {}  # how many gradients each call has had
-        # by the id of the tensor, the kind, the module and the leaf
+        self._backwards: dict[tuple[StreamKey, int], int] = {}  # the number of the last gradient of each call
+        # by tensor id, kind, module and leaf
         self._leaf_hooks: dict[tuple[int, str, str | None, str], _LeafHook] = {}
-        self._scales: dict[int, Tensor] = {}  # by the number of a backward, the factor of a GradScaler in its loss
-        # by path, the calls without gradients: the number of the next node in the graph, and that of the call
+        self._scales: dict[int, Tensor] = {}  # by backward: a GradScaler's factor in its loss
+        # by path: the calls without gradients, as (number of the next node in the graph, number of the call)
         self._ungraded: dict[str, list[tuple[int, int]]] = {}
-        # how many of them a module has computed again, by the node of the checkpoint, the backward and the path
+        # how many of these calls a module has recomputed, by checkpoint node, backward and path
         self._recomputed: Counter[tuple[int | None, int, str]] = Counter()
-        self._recalled: dict[str, int] = {}  # by path, the one that was computed again last
+        self._recalled: dict[str, int] = {}  # by path: the call that was recomputed last
 
     def watch(self, kind: str, path: str, found: list[tuple[str, Tensor]], call: int, tag: str) -> list[GradientHook]:
-        """Hang hooks on the tensors of an output or input of a module, if gradients are wanted; returns the hooks.
+        """Hang hooks on the tensors of a module's output or input, if gradients are wanted; returns the hooks.
 
-        `found` has the tensors, each with its leaf; `call` and `tag` say in which call and pass the module is.
+        `found`: the tensors with their leaves. `call` and `tag`: the module's call and pass.
         """
         hooks: list[GradientHook] = []
         now = self.demand.at(tag)
@@ -54,11 +54,11 @@ class Gradients(Part):
         return hooks
 
     def _hang(self, tensor: Tensor, hook: GradientHook) -> None:
-        """Hang a hook on a tensor, so that it is gone when the step is over."""
+        """Hang a hook on a tensor; the hook is removed when the step is over."""
         if not tensor.is_leaf:
             on_gradient_once(tensor, hook)
             return
-        # a leaf (a parameter that a module returns, an input of the user's) outlives the step
+        # a leaf tensor (a parameter that a module returns, a user's input) outlives the step
         kind, path, _, leaf = hook.stream
         key = id(tensor), kind, path, leaf
         there = self._leaf_hooks.get(key)
@@ -82,7 +82,7 @@ class Gradients(Part):
             return
         if hook.scale is not None:
             self._scales.setdefault(_current_graph_task_id(), hook.scale)
-        # gradients of a second backward through the same forward get another leaf, and the same call
+        # a second backward through the same forward gives its gradients another leaf and the same call
         key = hook.stream, hook.call
         before = self._backwards[key] = self._backwards.get(key, -1) + 1
         if before:
@@ -91,17 +91,17 @@ class Gradients(Part):
             stream = hook.stream
         self.publisher.deliver(captures, stream, gradient, hook.call, hook.at, owned=False, scale=self.scale)
 
-    # -- calls that a reentrant checkpoint computes again ---------------------------------------------------
+    # -- calls that a reentrant checkpoint recomputes -------------------------------------------------------
 
     def note_ungraded(self, path: str, call: int) -> None:
         """Note a call without gradients, which may be the first forward of a reentrant checkpoint."""
         self._ungraded.setdefault(path, []).append((next_node(), call))
 
     def first_call(self, path: str) -> int | None:
-        """In the second forward of a checkpoint: which call of this step a module computes again.
+        """The number of the call that a module recomputes in the second forward of a checkpoint.
 
-        None in every other forward inside a backward. A checkpoint's node in the graph was numbered just before its
-        first forward; the calls of that forward follow it.
+        None in any other forward inside a backward. A checkpoint's graph node is numbered just before its first
+        forward; the calls of that forward follow it.
         """
         first = None if self.clock.idle or not self.clock.open else self._ungraded.get(path)
         node = None if first is None else backward_node()
@@ -112,7 +112,7 @@ class Gradients(Part):
         return calls[seen] if seen < len(calls) else None
 
     def recompute(self, path: str) -> int | None:
-        """Note that a module has computed a call again; returns its `first_call`."""
+        """Note that a module has recomputed a call; returns its `first_call`."""
         first = self.first_call(path)
         if first is None:
             self._recalled.pop(path, None)
@@ -122,33 +122,33 @@ class Gradients(Part):
         return first
 
     def recalled(self, path: str) -> int:
-        """The call that a module has just computed again.
+        """The call that a module has just recomputed.
 
-        If it is none of this step, it is one of a graph's own checkpoint, which computes them again in their order.
+        Without a first call in this step, it belongs to a compiled graph's own checkpoint, which recomputes in order.
         """
         first = self._recalled.get(path)
         return self.numbers.count_call(path, _RECOMPUTED) if first is None else first
 
-    # -- the factor of a GradScaler -------------------------------------------------------------------------
+    # -- a GradScaler's factor ------------------------------------------------------------------------------
 
     @property
     def scale(self) -> Tensor | None:
-        """The factor that a GradScaler put into the loss of the backward that this thread runs."""
+        """A GradScaler's factor in the loss of the backward that runs in this thread."""
         return self._scales.get(_current_graph_task_id()) if self._scales else None
 
     def watch_scale(self, scaled: Tensor, scale: Tensor) -> None:
-        """Note, when a backward begins at a scaled loss, by which factor the loss is scaled."""
+        """Register a loss's factor, to be noted when a backward begins at the scaled loss."""
         on_gradient_once(scaled, Told(self.scaled_by, scale))
 
     def scaled_by(self, scale: Tensor, gradient: Tensor) -> None:
-        """Note the factor in the loss of the backward that this thread runs."""
-        if not self.gate.open:  # in a backward aside, whose thread may not wait for the one that holds the lock
+        """Note the factor in the loss of the backward that runs in this thread."""
+        if not self.gate.open:  # in an unobserved backward, this thread must not wait for the lock
             return
         with self.gate.lock:
             self._scales[_current_graph_task_id()] = scale
 
     def forget(self) -> None:
-        """Forget the step."""
+        """Drop the step's data."""
         if self._leaf_hooks:
             for hook in self._leaf_hooks.values():
                 hook.handle.remove()
@@ -161,22 +161,22 @@ class Gradients(Part):
 
 
 class GradientHook:
-    """A hook on one tensor of one forward pass."""
+    """A hook on a tensor of one forward."""
 
     __slots__ = ("_owner", "at", "call", "scale", "stream")
 
-    __torch_unserializable__ = True  # torch warns of every other hook on a tensor that is pickled
+    __torch_unserializable__ = True  # otherwise torch warns when a tensor with the hook is pickled
 
     def __init__(self, owner: Gradients, stream: StreamKey, call: int, at: At, scale: Tensor | None) -> None:
         self._owner = weakref.ref(owner)
         self.stream = stream
         self.call = call
         self.at = at
-        self.scale = scale  # if the forward runs in a backward (a checkpoint), the factor of that backward's loss
+        self.scale = scale  # in a forward within a backward (a checkpoint), the factor of that backward's loss
 
     def __call__(self, gradient: Tensor | None) -> None:
         owner = self._owner()
-        if gradient is None:  # the node has several outputs, and this one got no gradient
+        if gradient is None:  # the node has several outputs, and this output got no gradient
             return
         if owner is None or not owner.gate.open:
             return
@@ -197,8 +197,8 @@ class GradientHook:
 class _LeafHook:
     """A hook on a tensor that several calls use, such as a parameter that a module returns.
 
-    A gradient is taken for that of the calls since the last backward. If there were none, the backward went through the
-    same calls once more.
+    A gradient is attributed to the calls since the last backward. If there were none, the backward went through the
+    same calls again.
     """
 
     __slots__ = ("__weakref__", "_latest", "_tensor", "_waiting", "handle")
@@ -216,7 +216,7 @@ class _LeafHook:
         return self._tensor() is tensor
 
     def wait(self, forward: int, hook: GradientHook) -> None:
-        """Give the gradient of the next backward to another call's hook; `forward` is the number of its forward."""
+        """Give the next backward's gradient to a call's hook too; `forward` is the number of the call's forward."""
         self._waiting.append((forward, hook))
 
     def __call__(self, gradient: Tensor | None) -> None:

@@ -1,9 +1,9 @@
-"""The hash of a tensor: eight bytes that tell whether two tensors are the same to the bit.
+"""The hash of a tensor: eight bytes that tell whether two tensors are identical bit by bit.
 
 `hash_of` is XXH3-64 (https://xxhash.com, seed 0) of a line of text and of the hashes of the tensor's pieces. The text
-is the dtype as torch names it and the shape, ``float32 [2, 3]``, and a line end. A piece is `PIECE` bytes of the
-numbers in C order as they lie in the memory of a little-endian machine; the last one is shorter. Each piece gives the
-eight bytes of its XXH3-64, the highest first. Pieces can be hashed side by side.
+is torch's name of the dtype, and the shape: ``float32 [2, 3]``, with a newline. A piece is `PIECE` bytes of the numbers
+in C order, little-endian; the last piece is shorter. The hash of a piece is its XXH3-64 as eight bytes, big-endian.
+Pieces can be hashed in parallel.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 from tracer.observing.pytorch.tensors import bytes_of
 
 PIECE: Final = 1 << 16
-"""The bytes of a piece."""
+"""The size of a piece in bytes."""
 _PART: Final = 1 << 22
-"""The bytes that are copied at once of what does not lie in C order."""
+"""How many bytes are copied at once if a tensor is not in C order."""
 
 
 def hash_of(tensor: Tensor) -> int:
-    """The hash of a tensor's dtype, shape and numbers, as a signed number of 64 bits.
+    """The hash of a tensor's dtype, shape and numbers, as a signed 64-bit integer.
 
-    No copy of a tensor that lies in C order on the processor is made; of others, a few megabytes at a time.
+    A CPU tensor in C order is not copied; others are copied a few megabytes at a time.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _parts(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in C order: at once where they lie so in memory, else a few megabytes after the other."""
+    """The bytes of a tensor in C order: all at once if they lie so in memory, else a few megabytes at a time."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.is_cpu and plain.is_contiguous():
         yield _bytes(plain)
@@ -94,7 +94,7 @@ def _parts(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of the processor, the lowest of each number first."""
+    """The bytes of a contiguous CPU tensor, little-endian."""
     array = bytes_of(tensor).numpy()
     if sys.byteorder == "big" and tensor.itemsize > 1:
         size = tensor.itemsize // (2 if tensor.is_complex() else 1)

@@ -32,18 +32,18 @@ from tracer.observing.pytorch.tensors import leaves
 from tracer.observing.pytorch.wrappers import unwrap
 
 _LOSSES = ("loss", "loss_terms", "input_labels", "network_output")
-"""The kinds of messages that a call of a loss may give."""
+"""The kinds of messages that a call of a loss may produce."""
 
 
 class Losses(Part):
-    """Sees the losses that were named.
+    """Observes the losses that the user has set.
 
     Attributes
     ----------
     all : list of Module or str
         The losses: modules, and names of functions.
     seen : int
-        How often one was called.
+        How many calls of losses were seen.
     fed : callable or None
         Called with each function of ``torch.nn.functional`` that is a loss, and its arguments, before it runs. It may
         change the tensors.
@@ -59,12 +59,12 @@ class Losses(Part):
         self.seen = 0
         self.fed: Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], None] | None = None
         self._patched: dict[str, LossFunction] = {}
-        weakref.finalize(self, unpatch, self._patched).atexit = False  # one that is dropped leaves no stand-ins
+        weakref.finalize(self, unpatch, self._patched).atexit = False  # a dropped exporter leaves no stand-ins behind
 
-    # -- which there are ------------------------------------------------------------------------------------
+    # -- the losses -----------------------------------------------------------------------------------------
 
     def add(self, loss: nn.Module | Callable[..., Any] | Iterable[str]) -> None:
-        """Name a loss: a module, a function of ``torch.nn.functional``, or names of such functions."""
+        """Add a loss: a module, a function of ``torch.nn.functional``, or names of such functions."""
         if isinstance(loss, nn.Module):
             self.all.append(unwrap(loss))
         else:
@@ -77,7 +77,7 @@ class Losses(Part):
         return [one for one in self.all if isinstance(one, nn.Module)]
 
     def sites(self) -> Iterator[Site]:
-        """Where hooks are to hang; stand-ins take the places of functions."""
+        """The hooks on loss modules; loss functions are replaced by stand-ins."""
         wanted = any(self.demand.asked(kind, None) for kind in _LOSSES)
         paths = {id(one): path for path, one in self.models.candidates()} if wanted and self.all else {}
         for loss in self.all if wanted else ():
@@ -91,13 +91,13 @@ class Losses(Part):
                 setattr(torch.nn.functional, loss, self._patched[loss])
 
     def detach(self) -> None:
-        """Take all stand-ins away."""
+        """Remove all stand-ins."""
         unpatch(self._patched)
 
-    # -- their calls ----------------------------------------------------------------------------------------
+    # -- calls of losses ------------------------------------------------------------------------------------
 
     def quiet_after(self, args: tuple[Any, ...]) -> bool:
-        """Whether this loss is of a step that nobody records. Then it is counted here, as `called` would do."""
+        """Whether this loss belongs to a step that nobody records. If so, it is counted here, as `called` would."""
         if not self.clock.idle or self.passes.user_tag is not None or not self.wiring.on_optimizers:
             return False  # probes have a tag
         output, root = args[-1], self.models.root
@@ -107,15 +107,15 @@ class Losses(Part):
         return True
 
     def after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """See what a loss module gave."""
+        """Called after a loss module's forward."""
         self.called(name, module.forward, args, kwargs, output)
 
     def called(self, name: str, loss: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        """See what a loss function gave, or the forward of a loss module."""
+        """Called with the result of a loss function, or of a loss module's forward."""
         if not isinstance(output, Tensor) or isinstance(output, FakeTensor) or self.publisher.collecting is not None:
             return
         if recomputing() and (not output.requires_grad or not recomputing_reentrant()):
-            return  # it was seen in the first forward of the checkpoint
+            return  # the checkpoint's first forward has reported it
         if self.steps.over:
             self.steps.settle()
         self.seen += 1
@@ -143,31 +143,31 @@ class Losses(Part):
                 self.terms.whole(output, tag)
             else:
                 self.terms.wait(name, output, tag, passes_are_seen=self.forwards.seen > 0)
-                self.demand.look_ahead_anew()  # so that the next pass settles it, even if nobody records that
+                self.demand.look_ahead_anew()  # so that the next pass settles the loss even if nobody records it
 
     def _tag_of(self, output: Tensor) -> str:
-        """The tag of the pass that a loss is of."""
+        """The tag of the pass that a loss belongs to."""
         user_tag, root = self.passes.user_tag, self.models.root
         again = user_tag is None and self._is_second_look(output)
         if user_tag is not None:
             return user_tag
         if not output.requires_grad or again:
             return EVAL_TAG
-        # not the last pass's: an evaluation may lie between a forward and its loss
+        # not the last pass's tag, because an evaluation may lie between a forward and its loss
         if root is not None and not self.models.several:
             return DEFAULT_TAG if root.training else EVAL_TAG
         return self.passes.tag_with_gradients
 
     def _is_second_look(self, output: Tensor) -> bool:
-        """Whether a loss is computed from outputs of the step that has ended, as a metric is."""
-        # of several optimizers, one may step yet that the loss is for
+        """Whether a loss is computed from outputs of the step that has ended, as for a metric."""
+        # with several optimizers, the loss may be for one that has yet to step
         alone = not self.clock.open and len(self.optimizers.all) < 2
         return alone and looks_back(output, self.forwards.ended_at)
 
     def _waits_for_backward(self) -> bool:
-        """Whether a reentrant checkpoint of a training runs for the first time, so that its losses have no graph yet.
+        """Whether a training's reentrant checkpoint runs its first forward, where losses have no graph yet.
 
-        Only when they are computed again, or `backward` is called, does it show whether they are differentiated.
+        Whether they are differentiated shows only when they are recomputed or `backward` is called.
         """
         inputs = checkpointed_inputs()
         if inputs is None:
@@ -177,9 +177,9 @@ class Losses(Part):
 
 
 def _names_of(loss: Callable[..., Any] | Iterable[str]) -> list[str]:
-    """The names of loss functions of torch's, if they are such."""
+    """The names of torch's loss functions."""
     names = [getattr(loss, "__name__", "")] if callable(loss) else [loss] if isinstance(loss, str) else list(loss)
-    loss = inspect.unwrap(loss) if callable(loss) else loss  # another recording may stand in for it
+    loss = inspect.unwrap(loss) if callable(loss) else loss  # another recording may have replaced it by a stand-in
     for name in names:
         there = getattr(torch.nn.functional, name, None) if name in LOSS_FUNCTIONS else None
         if there is None or (callable(loss) and inspect.unwrap(there) is not loss):
@@ -191,12 +191,12 @@ def _names_of(loss: Callable[..., Any] | Iterable[str]) -> list[str]:
 
 
 class Differentiation(Part):
-    """Sees what the program differentiates: that is the loss of the training.
+    """Observes the tensors that the program differentiates, which are the training's losses.
 
     Attributes
     ----------
     is_watched : bool
-        Whether ``backward`` is watched even if no loss is named.
+        Whether ``backward`` is watched even if no loss is set.
     """
 
     def __init__(self, ground: Ground, passes: Passes, differentiable: Differentiable) -> None:
@@ -207,11 +207,11 @@ class Differentiation(Part):
         self.gradients = passes.steps.gradients
         self.objectives = passes.steps.objectives
         self.is_watched = False
-        # the last loss that a GradScaler has scaled, the loss before that, and the factor
+        # the last loss that a GradScaler has scaled: the scaled loss, the loss before scaling, and the factor
         self._last_scaled: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None
 
     def backward(self, *tensors: Tensor) -> None:
-        """Publish what ``backward`` is called on."""
+        """Publish the tensors that ``backward`` is called on."""
         user_tag, terms = self.passes.user_tag, self.objectives.terms
         if recomputing() or not self.gate.open:
             return
@@ -243,12 +243,12 @@ class Differentiation(Part):
             self.objectives.differentiated(tensors, whole, hold=len(self.optimizers.all) > 1)
 
     def _scaled(self, loss: Tensor) -> tuple[Tensor, Tensor] | None:
-        """A loss without the factor of a GradScaler, and the factor; None if it has none."""
+        """A loss before a GradScaler scaled it, and the factor; None if it was not scaled."""
         last = self._last_scaled
         return last[1:] if last is not None and last[0]() is loss else None
 
     def grad(self, tensor: Tensor, inputs: Iterable[Any], *, derivable: bool) -> None:
-        """See a call of ``autograd.grad``. Without a ``backward``, what it differentiates by parameters is the loss."""
+        """Called for ``autograd.grad``. Without a ``backward``, the tensor differentiated by parameters is the loss."""
         if recomputing() or self.clock.idle or not self.clock.open or tensor.numel() != 1:
             return
         if self.gate.open and self.passes.user_tag is None:
@@ -257,7 +257,7 @@ class Differentiation(Part):
                 self.objectives.by_hand(tensor, derivable=derivable)
 
     def scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
-        """See a GradScaler scale a loss, so that gradients can be published without its factor."""
+        """Note that a GradScaler scaled a loss, so that gradients can be published without the factor."""
         self._last_scaled = weakref.ref(scaled), loss.detach(), scale
         listens = self.wiring.listens(Role.AFTER_FORWARD, Role.AFTER_ACCUMULATION)
         if self.clock.open and not self.clock.idle and listens:

@@ -1,4 +1,4 @@
-"""The observed modules: the model, and modules that were added beside it or chosen in it."""
+"""The observed modules: the model, and modules that were added beside it or chosen within it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tracer.observing.pytorch.wrappers import named_parts, paths_of, unwrap
 
 
 class Models:
-    """The tops of the observed modules (the model, and what was added beside it), and the names of all modules in them.
+    """The tops of the observed modules (the model, and modules added beside it), and the names of all modules in them.
 
     Attributes
     ----------
@@ -30,7 +30,7 @@ class Models:
     several : bool
         Whether there are several tops.
     looked_at : callable
-        Gives the models that the program has besides the observed ones, by name.
+        Returns the program's models that are not observed, by name.
     """
 
     def __init__(self) -> None:
@@ -38,35 +38,35 @@ class Models:
         self.several = False
         self.looked_at: Callable[[], Mapping[str, nn.Module]] = dict
         self._added: list[tuple[str, nn.Module, bool]] = []
-        self._trained: list[set[int]] = []  # the ids of what each optimizer trains
-        # kept until `changed`: by path, the top that a module is in; the ids of all parameters; by the id of an
-        # optimizer, the name of what it trains
+        self._trained: list[set[int]] = []  # for each optimizer, the ids of its parameters
+        # caches until `changed`: by path, the top of a module; the ids of all parameters; by optimizer id, the name of
+        # what it trains
         self._top_of: dict[str, weakref.ref[nn.Module]] = {}
         self._own: frozenset[int] = frozenset()
         self._trained_names: dict[int, str] = {}
 
     @property
     def tops(self) -> list[tuple[str, nn.Module]]:
-        """What is called to train: the outermost modules by their names, or the parts of one in its place."""
+        """The modules that are called in training: the outermost modules by name, or their parts (see `_apart`)."""
         return [found for name, top in self.outermost for found in _apart(name, top, self._trained)]
 
     @property
     def outermost(self) -> list[tuple[str, nn.Module]]:
-        """The model, and the modules that were added and are not part of it, by their names."""
+        """The model, and the added modules that are not part of it, by name."""
         below = set() if self.root is None else {id(one) for one in walking.modules(self.root)}
         root = [] if self.root is None else [("", self.root)]
         return root + [(name, top) for name, top, _ in self._added if id(top) not in below]
 
     def changed(self, optimizers: tuple[Optimizer, ...]) -> None:
-        """Forget what was found out, because modules or optimizers have come or gone."""
+        """Drop the caches, because modules or optimizers have changed."""
         self._trained = [set(map(id, walking.trained(one))) for one in optimizers]
         self.several, self._top_of = len(self.tops) > 1, {}
         self._own, self._trained_names = frozenset(), {}
 
-    # -- what it is made of ---------------------------------------------------------------------------------
+    # -- adding and dropping modules ------------------------------------------------------------------------
 
     def add(self, name: str, module: nn.Module, recursive: bool) -> None:
-        """Observe a module by this name, and all below it if that is `recursive`."""
+        """Observe a module by this name, and if `recursive` all modules below it."""
         self._added.append((self._free_name(name, module), module, recursive))
 
     def set_root(self, root: nn.Module) -> None:
@@ -81,7 +81,7 @@ class Models:
         self.root, self._added = None, []
 
     def let_go(self) -> Callable[[], None]:
-        """Drop all modules. The function that is returned takes back those that the program still has."""
+        """Drop all modules; the returned function restores those that the program still has."""
         root = None if self.root is None else weakref.ref(self.root)
         added = [(name, weakref.ref(one), recursive) for name, one, recursive in self._added]
         self.forget()
@@ -93,22 +93,22 @@ class Models:
         return back
 
     def _free_name(self, name: str, added: nn.Module) -> str:
-        """A name for a module beside the model, under which no path is taken already."""
+        """A name for a module beside the model, so that none of its paths is already taken."""
         tops = self.tops
         if any(one is added for _, top in tops for _, one in named_parts(top)):
-            return name  # a part of something observed has its path there
+            return name  # parts of an observed module keep their paths
         taken = {path for prefix, top in tops for path in paths_of(top, prefix)}
         while not taken.isdisjoint(paths_of(added, name)):
             name = f"{name}_" if name else type(added).__name__.lower()
         return name
 
-    # -- what is in it --------------------------------------------------------------------------------------
+    # -- modules and their paths ----------------------------------------------------------------------------
 
     def candidates(self) -> list[tuple[str, nn.Module]]:
-        """Every module that may be observed, by path; not those of parametrizations, which have no forward."""
+        """Every module that may be observed, by path, except those of parametrizations, which have no forward."""
         below_root = {} if self.root is None else {id(one): name for name, one in named_parts(self.root)}
         found: dict[int, tuple[str, nn.Module]] = {}
-        # modules of the model that were added are a choice among its modules; other modules come beside it
+        # added modules of the model restrict the observation to them; other added modules are additional
         chosen = [one for one in self._added if id(one[1]) in below_root]
         beside = [one for one in self._added if id(one[1]) not in below_root]
         sources = chosen + beside if chosen or self.root is None else [("", self.root, True), *beside]
@@ -120,7 +120,7 @@ class Models:
         for name, one in found.values():
             if ".parametrizations." in f".{name}." or isinstance(one, ParametrizationList):
                 continue
-            while name in names:  # a module that came later has taken it
+            while name in names:  # the path was taken by a module that was added to the model later
                 name = f"{name or type(one).__name__.lower()}_"
             names[name] = one
         return list(names.items())
@@ -130,9 +130,9 @@ class Models:
         return [found for prefix, top in self.tops for found in named_parts(top, prefix)]
 
     def top_of(self, path: str, module: nn.Module) -> nn.Module:
-        """The top that a module is part of. Its mode decides whether a pass is one of the training.
+        """The top that a module is part of. The top's mode decides whether a pass is a training pass.
 
-        A single layer may be in another mode, such as a batch norm that is frozen.
+        The mode of a single layer, such as a frozen batch norm, may differ.
         """
         if not self._top_of:
             self._top_of = {inner: weakref.ref(top) for name, top in self.tops for inner, _ in named_parts(top, name)}
@@ -141,7 +141,7 @@ class Models:
         return module if top is None else top
 
     def path_of(self, module: nn.Module, observed: Mapping[str, nn.Module]) -> str:
-        """The path of a module that is observed, or may be."""
+        """The path of a module that is or may be observed."""
         for path, one in [*observed.items(), *self.candidates()]:
             if one is module:
                 return path
@@ -153,7 +153,7 @@ class Models:
         return self.root is not None and any(map(is_distributed, walking.parameters(self.root)))
 
     def freeze(self, module: nn.Module | str, observed: Mapping[str, nn.Module]) -> list[str]:
-        """Stop training a module, of the model or of those that are observed; gives the names of what it froze."""
+        """Stop training a module of the model or an observed one; returns the names of the frozen parameters."""
         if isinstance(module, str):
             everything = dict(named_parts(self.root)) if self.root is not None else dict(observed)
             if module not in everything:
@@ -167,7 +167,7 @@ class Models:
                 frozen.append(name)
         return frozen
 
-    # -- who trains it --------------------------------------------------------------------------------------
+    # -- optimizers and parameters --------------------------------------------------------------------------
 
     @property
     def parameter_ids(self) -> frozenset[int]:
@@ -176,7 +176,7 @@ class Models:
         return frozenset() if any(map(is_distributed, parameters)) else frozenset(map(id, parameters))
 
     def made_by_others(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made of parameters, but of none that are observed."""
+        """Whether a tensor was computed from parameters, none of which is observed."""
         if not self._own:
             self._own = self.parameter_ids
         if not self._own or not belongs_to_others(tensor, self._own):
@@ -185,7 +185,7 @@ class Models:
         return known == self._own or belongs_to_others(tensor, self._own)
 
     def trained_by(self, optimizer: Optimizer) -> str:
-        """The path of the smallest module with all observed parameters of an optimizer; "" if there is none."""
+        """The path of the smallest module with all of an optimizer's observed parameters; "" if there is none."""
         known = self._trained_names.get(id(optimizer))
         if known is not None:
             return known
@@ -201,7 +201,7 @@ class Models:
         return name
 
     def structure(self) -> dict[str, Any]:
-        """The model as JSON; of several without a root, the modules and parameters of each, below its name."""
+        """The model as JSON; of several tops without a root, the modules and parameters of each, below its name."""
         if self.root is not None:
             return structure_of(self.root)
         each = [(name, structure_of(top)) for name, top in self.tops if name]
@@ -215,10 +215,10 @@ class Models:
         return found
 
     def summaries(self, optimizers: tuple[Optimizer, ...]) -> list[dict[str, Any]]:
-        """The models that are observed, and those that are only looked at, as JSON.
+        """The models that are observed or only looked at, as JSON.
 
-        Each with its name, class and number of parameters, and `trained`: whether one of the optimizers trains it. A
-        model without a name is the root of the network.
+        Each has its name, class, number of parameters, and `trained`: whether one of the optimizers trains it. A model
+        without a name is the root of the network.
         """
         trained = set(map(id, walking.trained(*optimizers)))
         told = [
@@ -236,7 +236,7 @@ def _apart(name: str, module: nn.Module, optimizers: Sequence[Set[int]]) -> list
     name : str
     module : nn.Module
     optimizers : sequence of set of int
-        The ids of what each trains.
+        For each optimizer, the ids of its parameters.
     """
     if len(optimizers) < 2 or has_forward(module) or module._parameters or module._buffers:
         return [(name, module)]
@@ -250,7 +250,7 @@ def _apart(name: str, module: nn.Module, optimizers: Sequence[Set[int]]) -> list
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: a mere list of parameters has no forward."""
+    """Whether a module can be called. A mere list of parameters has no forward."""
     if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
         return True
     return type(module).forward is not nn.Module.forward

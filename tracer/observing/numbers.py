@@ -8,7 +8,7 @@ from tracer.messaging.messages import DEFAULT_TAG
 
 
 class StreamKey(NamedTuple):
-    """What the messages of a stream have in common, one tensor of an output apart from another."""
+    """Identifies a stream of messages; each tensor of a structure has its own leaf."""
 
     kind: str
     module: str | None
@@ -21,7 +21,7 @@ class Numbers:
 
     def __init__(self) -> None:
         self._messages: dict[StreamKey, int] = {}
-        self._passes: dict[str, int] = {}  # aside, by tag
+        self._passes: dict[str, int] = {}  # passes outside the training, by tag
         self._calls: dict[str, dict[str, int]] = {}  # by tag and path
 
     @property
@@ -37,7 +37,7 @@ class Numbers:
             self.forget(DEFAULT_TAG)
 
     def end_step(self) -> None:
-        """Reset all counts except those of the training's messages, as a value may still be logged for this step."""
+        """Reset all counts except those of training messages, because a value may still be logged for this step."""
         if self._calls or self._passes:
             self._calls, self._passes = {}, {}
         if self._messages:
@@ -52,7 +52,7 @@ class Numbers:
     # -- messages -------------------------------------------------------------------------------------------
 
     def message(self, stream: StreamKey, call: int | None) -> int:
-        """The number of a stream's message in its step: `call`, or if that is None one more than the last number."""
+        """Number a stream's message in its step: `call`, or if None the last number plus one."""
         number = call if call is not None else self._messages.get(stream, 0)
         self._messages[stream] = number + 1
         return number
@@ -64,13 +64,13 @@ class Numbers:
     # -- passes and calls -----------------------------------------------------------------------------------
 
     def count_pass(self, tag: str) -> int:
-        """Count a pass aside that begins; returns its number among those of this tag in this step."""
+        """Count a pass outside the training; returns its number within its tag and step."""
         number = self._passes.get(tag, 0)
         self._passes[tag] = number + 1
         return number
 
     def calls_of(self, tag: str) -> dict[str, int]:
-        """How many calls of each module were counted in passes of a tag, to go on counting in."""
+        """How many calls of each module were counted in passes of a tag. The caller may count on in the dictionary."""
         return self._calls.setdefault(tag, {})
 
     def call(self, path: str, tag: str) -> int:

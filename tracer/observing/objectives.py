@@ -1,8 +1,8 @@
-"""Publishes the losses of a training, which it differentiates, and their terms, which loss functions compute.
+"""Publishes the losses that a training differentiates, and the loss terms that loss functions compute.
 
 ``loss`` is the tensor that ``backward`` is called on. ``loss_terms`` are the results of loss functions and modules, in
-trainings and in evaluations. An evaluation differentiates nothing. There the result of a loss function is also taken
-for the ``loss``, until something shows that it is only one of its terms.
+training and in evaluation. An evaluation differentiates nothing; the result of its loss function is also published
+as ``loss``, unless it turns out to be only one of several terms.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tracer.observing.pytorch.loss_graph import Node, is_made_of, multiple_of, n
 from tracer.observing.pytorch.tensors import unobservable
 
 _TERMS = 256
-"""How many of the latest results of loss functions are remembered, by their nodes in the graph."""
+"""How many of the latest results of loss functions are remembered, by their graph nodes."""
 _LOOKS = 8
-"""For how many steps names are looked for, if all losses of a step turn out to have the same name."""
+"""How many steps search for variable names although all losses of a step had the same name."""
 
 
 @dataclass(slots=True)
 class _Aside:
-    """The result of a loss function in a pass aside, while the pass may still compute other terms."""
+    """The result of a loss function in a pass outside the training, which may still compute other terms."""
 
     value: Tensor
     at: At
@@ -47,30 +47,30 @@ class Terms(Part):
     Attributes
     ----------
     single : bool or None
-        Whether the last loss of the training was a multiple of one term, and of nothing else; None if there was none.
+        Whether the training's last loss was a multiple of a single term; None before the first loss.
     """
 
     def __init__(self, ground: Ground) -> None:
         super().__init__(ground)
         self.single: bool | None = None
-        self._names: OrderedDict[Node, str] = OrderedDict()  # a dict is slow to give its oldest
+        self._names: OrderedDict[Node, str] = OrderedDict()  # removes its oldest entry faster than a dict
         self._asides: dict[int, _Aside] = {}  # by thread
-        self._numbers: dict[tuple[str, int], int] = {}  # by tag and step, the number of losses of passes aside
+        self._numbers: dict[tuple[str, int], int] = {}  # by tag and step: how many losses outside the training
         self._logged: set[str] = set()  # tags for which the user logs the loss
-        self._guessed: int | None = None  # the first step with a loss of an evaluation, if no training came before
+        self._guessed: int | None = None  # the first step whose evaluation had a loss before any training loss
 
     @property
     def undecided(self) -> bool:
-        """Whether the loss of an evaluation waits until the evaluation is over."""
+        """Whether the loss of an evaluation is held until the evaluation ends."""
         return bool(self._asides)
 
     @property
     def here(self) -> bool:
-        """Whether the loss of an evaluation in this thread waits."""
+        """Whether the loss of an evaluation in this thread is held."""
         return threading.get_ident() in self._asides
 
     def publish(self, name: str, value: Tensor, tag: str) -> None:
-        """Publish the result of a loss function or module of this name, and remember it."""
+        """Publish the result of a loss function or module by name, and remember its graph node."""
         self.note(name, value)
         at, stream = self.demand.at(tag), StreamKey("loss_terms", None, tag, name)
         captures = self.demand.wanted("loss_terms", None, tag, at)
@@ -80,7 +80,7 @@ class Terms(Part):
             self.numbers.message(stream, None)
 
     def note(self, name: str, value: Tensor) -> None:
-        """Remember the node of a result in the graph, but not the result itself."""
+        """Remember the graph node of a result, but not the result itself."""
         node = node_of(value)
         if node is not None:
             self._names[node] = name
@@ -88,12 +88,12 @@ class Terms(Part):
                 self._names.popitem(last=False)
 
     def only_term_of(self, loss: Tensor) -> str | None:
-        """The name of the term that a loss is, or is a multiple of; None if it is made of anything else."""
+        """The name of the only term that a loss is a multiple of; None if there is none."""
         node = multiple_of(loss, self._names)
         return None if node is None else self._names[node]
 
     def is_single(self, single: bool) -> None:
-        """Note whether a loss of the training was a multiple of one term."""
+        """Note whether a training loss was a multiple of a single term."""
         self.single = single
         if self._guessed is not None and not single:
             why = (
@@ -103,20 +103,20 @@ class Terms(Part):
             self.problems.note(f"the loss of evaluations since step {self._guessed}", why, warn=False)
         self._guessed = None
 
-    # -- passes aside ---------------------------------------------------------------------------------------
+    # -- passes outside the training ------------------------------------------------------------------------
 
     def wait(self, name: str, value: Tensor, tag: str, *, passes_are_seen: bool) -> None:
-        """Take the result of a loss function for the loss of a pass aside, unless another comes before `settle`.
+        """Hold a result as the loss of a pass outside the training, unless another comes before `settle`.
 
         Parameters
         ----------
         name : str
-            Of the function.
+            The function's name.
         value : Tensor
         tag : str
-            Of the pass.
+            The pass's tag.
         passes_are_seen : bool
-            Whether `settle` is called when the next pass begins. If not, each call of a function is another pass.
+            Whether `settle` is called when the next pass begins. If not, a function called again means a new pass.
         """
         if tag in self._logged or unobservable(value) is not None or not self.demand.stream("loss", None, tag).asked:
             return
@@ -129,9 +129,9 @@ class Terms(Part):
         self._asides[threading.get_ident()] = _Aside(value.detach().clone(), at, tag, name, node_of(value))
 
     def whole(self, value: Tensor, tag: str) -> None:
-        """Publish the loss of a pass aside that is known to be all of it.
+        """Publish a complete loss of a pass outside the training.
 
-        A model has returned it as its loss, or ``backward`` was called on it in a pass that the user has tagged.
+        A model has returned it as its loss, or ``backward`` was called on it in a pass that the user tagged.
         """
         self._asides.pop(threading.get_ident(), None)
         if tag not in self._logged and self.demand.stream("loss", None, tag).asked:
@@ -139,7 +139,7 @@ class Terms(Part):
             self.publisher.publish_leaves("loss", None, value, tag, call)
 
     def settle(self, *, everywhere: bool = False) -> None:
-        """Publish the loss that waits, because this thread's pass aside is over; `everywhere`: all threads' are."""
+        """Publish the held loss, because this thread's pass is over; `everywhere`: the passes of all threads."""
         for thread in [*self._asides] if everywhere else [threading.get_ident()]:
             aside = self._asides.pop(thread, None)
             if aside is None:
@@ -159,9 +159,9 @@ class Terms(Part):
             self.problems.note(what, f"{why}; what each gives is recorded as loss_terms", warn=False)
 
     def _number(self, tag: str, step: int) -> int:
-        """The number of a loss among those of its tag and step.
+        """Count a loss; returns its number within its tag and step.
 
-        The publisher counts those of the open step, and this loss may be of a step before.
+        The publisher counts only messages of the open step, and this loss may belong to an earlier step.
         """
         if (tag, step) not in self._numbers:
             oldest = min((aside.at[0] for aside in self._asides.values()), default=step)
@@ -171,13 +171,13 @@ class Terms(Part):
         return number
 
     def differentiated(self, loss: Tensor) -> None:
-        """Drop the loss that waits in this thread if a differentiated loss is made of it: it is of the training."""
+        """Drop this thread's held loss if a differentiated loss is made of it: it belongs to the training."""
         aside = self._asides.get(threading.get_ident())
         if aside is not None and aside.node is not None and is_made_of(loss, {aside.node}):
             del self._asides[threading.get_ident()]
 
     def logged(self, tag: str) -> None:
-        """Publish no losses of passes of this tag any more, because the user logs them."""
+        """Stop publishing losses of passes with this tag, because the user logs them."""
         self._logged.add(tag)
         aside = self._asides.get(threading.get_ident())
         if aside is not None and aside.tag == tag:
@@ -196,29 +196,29 @@ class _Objective:
 
 
 class Objectives(Part):
-    """Publishes what a training differentiates as its loss, with a leaf where a step has several losses.
+    """Publishes the tensors that a training differentiates as its loss, with a leaf if a step has several losses.
 
-    With several optimizers the leaf is the name of what the next optimizer to step trains. With one optimizer, or with
-    losses that several optimizers share, it is the variable that holds the loss; else the loss function that computed
-    it. As long as all losses have the same name, the leaf is empty.
+    With several optimizers the leaf names what the next optimizer to step trains. With one optimizer, or with losses
+    that optimizers share, the leaf is the variable that holds the loss, or else the loss function that computed it. As
+    long as all losses have the same name, the leaf is empty.
 
     Attributes
     ----------
     terms : Terms
-        What loss functions gave.
+        The results of loss functions.
     """
 
     def __init__(self, ground: Ground) -> None:
         super().__init__(ground)
         self.terms = Terms(ground)
-        self._logged = False  # whether the user says himself what the loss is
-        self._latest: tuple[At | None, list[Tensor]] = None, []  # the losses of the step that had some last
+        self._logged = False  # whether the user logs the loss
+        self._latest: tuple[At | None, list[Tensor]] = None, []  # the losses of the last step that had any
         self._seen: list[_Objective] = []  # of the open step
-        self._held: list[_Objective] = []  # those of them that are not published yet
-        self._by_hand: list[_Objective] = []  # what `autograd.grad` differentiated in the open step
+        self._held: list[_Objective] = []  # losses of the open step that are not yet published
+        self._by_hand: list[_Objective] = []  # tensors that `autograd.grad` differentiated in the open step
         self._derivable = False  # whether the last of these kept a graph of its derivatives
-        self._apart: str | None = None  # by what losses are told apart, as soon as they have to be
-        self._naming = True  # whether the first loss of a step is asked for its variable
+        self._apart: str | None = None  # the property that distinguishes a step's losses, once needed
+        self._naming = True  # whether to look up the variable of a step's first loss
         self._looks = _LOOKS
 
     def differentiated(self, tensors: tuple[Tensor, ...], value: Tensor, *, hold: bool) -> None:
@@ -227,11 +227,11 @@ class Objectives(Part):
         Parameters
         ----------
         tensors : tuple of Tensor
-            What ``backward`` was called on.
+            The tensors that ``backward`` was called on.
         value : Tensor
-            Their sum, without what a GradScaler multiplied them with.
+            Their sum, without a GradScaler's factor.
         hold : bool
-            Whether to wait until the step ends, because only then is known which optimizer the loss is for.
+            Whether to wait for the step's end, when it is known which optimizer the loss is for.
         """
         term = self.terms.only_term_of(tensors[0]) if len(tensors) == 1 else None
         self.terms.is_single(term is not None)
@@ -249,9 +249,9 @@ class Objectives(Part):
             self._publish(one)
 
     def by_hand(self, loss: Tensor, *, derivable: bool) -> None:
-        """Note what ``autograd.grad`` differentiates: it is the loss of a step in which ``backward`` is not called.
+        """Note a tensor that ``autograd.grad`` differentiates; it is the step's loss unless ``backward`` is called.
 
-        `derivable`: whether it keeps a graph of the derivatives. What is differentiated next is made of these then.
+        `derivable`: whether it keeps a graph of the derivatives; the next differentiated tensor is then made of them.
         """
         at = self.clock.now()
         if self._seen or self._logged or (self._by_hand and self._derivable):
@@ -262,12 +262,12 @@ class Objectives(Part):
             self._derivable = derivable
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Note which optimizer steps: what was differentiated since another one did is its loss."""
+        """Assign the losses held since the last optimizer step to the optimizer that steps."""
         for one in self._held:
             one.owner = one.owner or optimizer
 
     def end_step(self) -> None:
-        """Publish what was held, and learn how the losses of a step are told apart."""
+        """Publish the held losses, and learn what distinguishes a step's losses."""
         if self._by_hand:
             self.terms.is_single(all(one.term for one in self._by_hand))
             self._seen = self._held = self._by_hand
@@ -280,7 +280,7 @@ class Objectives(Part):
         self._seen, self._by_hand = [], []
 
     def _difference(self) -> str | None:
-        """By what the losses of this step are told apart; None if they are not."""
+        """The property that distinguishes this step's losses; None if there is none."""
         owners = [self._owner(one) for one in self._seen]
         variables = [one.variable for one in self._seen]
         terms = [one.term for one in self._seen]
@@ -288,18 +288,18 @@ class Objectives(Part):
             if all(names):
                 if len({*names}) > 1:
                     return what
-                if what == "variable":  # the same variable has the same loss, whatever made it
+                if what == "variable":  # the same variable means the same loss, whatever computed it
                     return None
         return None
 
     def release(self) -> None:
-        """Publish what is held, as far as it is known whose it is."""
+        """Publish the held losses, with their owners as far as known."""
         held, self._held = self._held, []
         for one in held:
             self._publish(one)
 
     def _owner(self, one: _Objective) -> str:
-        """The name of what the optimizer trains that a loss is for; "" if it is not known."""
+        """The name of what the loss's optimizer trains; "" if unknown."""
         return "" if one.owner is None else self.models.trained_by(one.owner)
 
     def _publish(self, one: _Objective) -> None:
@@ -310,15 +310,15 @@ class Objectives(Part):
         self._latest[1].append(one.value)
         self.publisher.publish("loss", None, one.value, DEFAULT_TAG, leaf, at=one.at)
 
-    # -- what the user says ---------------------------------------------------------------------------------
+    # -- losses that the user logs --------------------------------------------------------------------------
 
     def logged(self) -> None:
-        """Leave it to the user to say what the loss of the training is."""
+        """Let the user log the training's loss from now on."""
         self._logged = True
         self._seen, self._held, self._by_hand = [], [], []
 
     def logs(self, value: Tensor, at: At) -> bool:
-        """Leave it to the user from now on; whether what he says of this step was published before he did."""
+        """Let the user log the loss from now on; whether this step's loss has already been published."""
         if self._logged:
             return False
         told = self._latest[1] if self._latest[0] == at else []
@@ -332,6 +332,6 @@ class Objectives(Part):
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two numbers are the same, in the lower of their precisions."""
+    """Whether two numbers are equal, in the lower of their precisions."""
     tolerance = 1e-2 if min(one.itemsize, other.itemsize) < 4 else 1e-6
     return math.isclose(one.item(), other.item(), rel_tol=tolerance) or bool(one.isnan() and other.isnan())

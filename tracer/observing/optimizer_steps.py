@@ -1,4 +1,4 @@
-"""Sees the steps of optimizers, which change the weights and end the steps of the training."""
+"""Observes optimizer steps, which change the weights and end the training's steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tracer.observing.steps import Steps
 
 
 class OptimizerSteps(Part):
-    """Sees optimizers step.
+    """Observes optimizer steps.
 
     Attributes
     ----------
     calls : int
         How many steps were seen.
     skipped : int
-        How many a GradScaler skipped.
+        How many steps a GradScaler skipped.
     """
 
     def __init__(self, ground: Ground, steps: Steps, differentiation: Differentiation) -> None:
@@ -41,23 +41,23 @@ class OptimizerSteps(Part):
         self.skipped = 0
 
     def sites(self, optimizer: Optimizer) -> Iterator[Site]:
-        """Where hooks are to hang on an optimizer."""
+        """The hooks of an optimizer."""
         yield Site(optimizer, Role.BEFORE_OPTIMIZER, "", before_step, self.before, self.quiet_before)
         yield Site(optimizer, Role.AFTER_OPTIMIZER, "", after_step, self.after, self.quiet_after)
 
     def quiet_before(self, args: tuple[Any, ...]) -> bool:
-        """Whether it is known that nobody wants anything of this step's training passes."""
+        """Whether this step's training passes are known to be unwanted."""
         return self.clock.step < self.demand.quiet_until
 
     def before(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """See a step begin."""
+        """Called before an optimizer's step."""
         if self.optimizers.outdated:
             self.wiring.let_go_of_replaced()
         self.optimizers.steps_inside(optimizer)
         self.objectives.stepped(optimizer)
         if self.optimizers.comes_after_last(optimizer):
-            return  # its weights are those of the step that has ended
-        # the forward may come later, in a closure, so only the clock says whether anything is wanted
+            return  # its weights belong to the step that has ended
+        # the forward may still follow, in a closure, so only the clock decides whether data is wanted
         if not self.demand.nothing_due():
             self.wiring.check_optimizers()
             if not recomputing():
@@ -71,26 +71,25 @@ class OptimizerSteps(Part):
                 self.parameters.keep_gradients(parameters)
 
     def _ends_surely(self, optimizer: Optimizer) -> bool:
-        """Whether this step of the optimizer is the only one before the step of the training ends."""
+        """Whether this optimizer step surely ends the training's step."""
         alone = len(self.optimizers.all) == 1 and not self.optimizers.nest
-        return alone and getattr(optimizer, "found_inf", None) is None  # with which it may skip the step inside
+        return alone and getattr(optimizer, "found_inf", None) is None  # with found_inf, the step may skip itself
 
     def _may_overwrite_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
-        """Whether the optimizer may overwrite the gradients in its step, although they are final before it."""
+        """Whether the optimizer may overwrite its gradients in the step, and they are final before it."""
         return not leaves_gradients(optimizer) and self._are_final(optimizer, args, kwargs)
 
     def _are_final(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
-        """Whether gradients are, before a step, what the optimizer will use.
+        """Whether the gradients before a step are those that the optimizer will use.
 
-        They are not if a closure computes them in the step, if they are unscaled in it, or if another hook comes after
-        this one, which may clip them.
+        Not if a closure computes them in the step, if they are unscaled in the step, or if a later hook may clip them.
         """
         if any(one is not None for one in (*args[1:], *kwargs.values())):
             return False
         return is_heard_last(optimizer) and getattr(optimizer, "grad_scale", None) is None
 
     def quiet_after(self, args: tuple[Any, ...]) -> bool:
-        """Whether this ends a step that nobody records. Then it ends here, as `after` would end it."""
+        """Whether this ends a step that nobody records. If so, end it here, as `after` would."""
         optimizer: Optimizer = args[0]
         known = self.optimizers
         if not self.clock.idle or optimizer is not known.ender or known.nest or self.steps.over:
@@ -104,7 +103,7 @@ class OptimizerSteps(Part):
         return True
 
     def after(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """See a step end."""
+        """Called after an optimizer's step."""
         if steps_within(optimizer):
             return
         self.calls += 1
@@ -121,16 +120,16 @@ class OptimizerSteps(Part):
             if not self.demand.nothing_due() and self.demand.inside_due():
                 ends = last and not in_backward
                 self.parameters.compare(self.table.of(optimizer, self.optimizers.in_order), True, ends=ends)
-        finally:  # under strict an exception goes through, but the optimizer has stepped
+        finally:  # under strict an exception passes through, but the optimizer has stepped
             if in_backward and (last or self.optimizers.one_each):
-                self.steps.end_later()  # in a backward, the optimizer that was given last may step first
+                self.steps.end_later()  # in a backward, the supposedly last optimizer may step first
             elif last:
                 self.steps.end()
             elif not self.optimizers.is_beside(optimizer):
                 self.optimizers.moved = True
 
     def _learn_order(self, optimizer: Optimizer) -> None:
-        """Learn that an optimizer steps after the one that was taken for the last. What it did in this step is lost."""
+        """Learn that an optimizer steps after the supposedly last one. Its data of this step is lost."""
         ended = self.optimizers.ender
         self.optimizers.is_last(optimizer)
         step = max(self.clock.step - 1, 0)
@@ -141,26 +140,26 @@ class OptimizerSteps(Part):
         )
         self.problems.note(f"the end of step {step}", why)
 
-    # -- what a GradScaler does -----------------------------------------------------------------------------
+    # -- GradScalers ----------------------------------------------------------------------------------------
 
     def knows(self, optimizer: object) -> bool:
-        """Whether an optimizer is one of those that were given."""
+        """Whether an optimizer is observed."""
         return self.optimizers.place_of(optimizer) is not None
 
     def scales(self, scaler: GradScaler) -> None:
-        """See a GradScaler multiply losses."""
+        """Called when a GradScaler multiplies losses."""
         self.state.scaled(scaler)
 
     def scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
-        """Take note of what a GradScaler has made of a loss."""
+        """Note the scaled tensor that a GradScaler made of a loss."""
         self.differentiation.scaled(scaled, loss, scale)
 
     def skip(self, optimizer: Optimizer) -> None:
-        """See a GradScaler skip the step of an optimizer. The clock does not move; what follows is of the same step."""
+        """Called when a GradScaler skips an optimizer's step. The clock does not advance."""
         self.skipped += 1
         self.objectives.stepped(optimizer)
         self.bus.register_topic("skipped_step", "network")
         if not self.demand.nothing_due():
-            # another optimizer may end this step all the same
+            # another optimizer may still end this step
             self.steps.snapshot(self.table.of(optimizer, self.optimizers.in_order))
         self.publisher.event("skipped_step", self.clock.now())

@@ -1,8 +1,8 @@
 """The optimizers of a training, and which of them ends a step.
 
-A user gives them in the order in which they step, so the last one ends a step. A launcher finds them when they are
-made, and learns the order from their steps: the first step waits for all that have something to do in it. Optimizers
-that have been replaced are forgotten. Optimizers that train nothing observed do not end steps.
+A user passes optimizers in the order in which they step; the last one ends a step. A launcher finds them when they are
+created, and learns the order from their steps: the first step waits for all that have work in it. Replaced optimizers
+are forgotten. Optimizers that train nothing observed do not end steps.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from tracer.observing.models import Models
 from tracer.observing.pytorch.autograd import frames
 
 ALONE = 128
-"""After so many steps of one optimizer, without a step of another that has stepped before, it counts as alone."""
+"""An optimizer counts as alone after this many steps without a step of another that had stepped before."""
 
 
 _STEP = Optimizer.profile_hook_step(len).__code__
-"""The code that torch puts around `step` of every optimizer, to call the hooks."""
+"""The code that torch wraps around the `step` of every optimizer, to call hooks."""
 
 
 class Optimizers:
-    """The optimizers that an exporter was given.
+    """The optimizers that an exporter observes.
 
     Parameters
     ----------
     models : Models
-        What is observed.
+        The observed modules.
 
     Attributes
     ----------
     all : tuple of Optimizer
-        As they were given.
+        In the given order.
     by_hand : bool
-        Whether the user says when a step ends, if there is no optimizer.
+        Whether the user ends steps, if there is no optimizer.
     found : bool
-        Whether the given order may not be that in which they step.
+        Whether the given order may differ from the order of the steps.
     outdated : bool
-        Whether some of them may have been replaced by others, see `let_go_of_replaced`.
+        Whether some may have been replaced, see `let_go_of_replaced`.
     nest : bool
-        Whether one has a step that calls its parent's.
+        Whether an optimizer's step calls its parent class's step.
     one_each : bool
         Whether there is an optimizer for each parameter.
     moved : bool
-        Whether one has stepped in the open step, and did not end it.
+        Whether an optimizer has stepped in the open step without ending it.
     """
 
     def __init__(self, models: Models) -> None:
@@ -60,29 +60,29 @@ class Optimizers:
         self.by_hand = False
         self.found = False
         self.moved = False
-        # the ids of the tops that had a training forward in the open step, and in the one before it, if there is one
+        # ids of the tops with a training forward in the open step, and in the previous step (None before that)
         self._forwards: tuple[set[int], set[int] | None] = set(), None
         self.take(())
 
     def take(self, optimizers: tuple[Optimizer, ...]) -> None:
-        """Begin anew with these optimizers. Only their order is known."""
+        """Replace the optimizers, and forget everything learned about the old ones."""
         self.all = optimizers
         self.outdated = self.found and len(optimizers) > 1
         self.nest = any(steps_nest(one) for one in optimizers)
         self.one_each = len(optimizers) > 1 and all(len(walking.trained(one)) == 1 for one in optimizers)
         self._place = len(optimizers) - 1
-        self._stepped: set[int] = set()  # places of those that have stepped
-        self._times: dict[int, int] = {}  # by place, the number of steps since a step of the training ended
-        self._shared: dict[tuple[int, int], bool] = {}  # by ids, whether two optimizers share parameters
-        self._trains: dict[tuple[int, int], set[int]] = {}  # by id and number of parameters, the ids of its tops
-        self._late: set[int] = set()  # places of those that have stepped after the one taken for the last
+        self._stepped: set[int] = set()  # places of optimizers that have stepped
+        self._times: dict[int, int] = {}  # by place: the number of steps in the training's open step
+        self._shared: dict[tuple[int, int], bool] = {}  # by ids: whether two optimizers share parameters
+        self._trains: dict[tuple[int, int], set[int]] = {}  # by id and number of parameters: the ids of its tops
+        self._late: set[int] = set()  # places of optimizers that have stepped after the supposedly last one
 
     def __bool__(self) -> bool:
         return bool(self.all)
 
     @property
     def ender(self) -> Optimizer | None:
-        """The one whose step ends a step."""
+        """The optimizer whose step ends a step of the training."""
         return self.all[self._place] if self.all else None
 
     @property
@@ -92,27 +92,27 @@ class Optimizers:
 
     @property
     def of_unknown_order(self) -> bool:
-        """Whether there are several, and the given order may not be that in which they step."""
+        """Whether there are several optimizers whose order is not known."""
         return self.found and len(self.all) > 1
 
     @property
     def in_order(self) -> tuple[Optimizer, ...]:
-        """All of them, the one that ends a step last."""
+        """All optimizers, the one that ends a step last."""
         after = self.all[self._place + 1 :]
         return (*self.all[: self._place], *after, self.all[self._place]) if after else self.all
 
     @property
     def is_settled(self) -> bool:
-        """Whether the one that ends a step was given as the last, or has been seen to step."""
+        """Whether the ender was given as the last by the user, or has been seen to step."""
         return not self.found or self._place in self._stepped
 
     def trains(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has a parameter of what is observed."""
+        """Whether an optimizer has an observed parameter."""
         return bool(self._tops_of(optimizer))
 
     def _tops_of(self, optimizer: Optimizer) -> set[int]:
-        """The ids of the tops that an optimizer has a parameter of."""
-        key = id(optimizer), len(walking.trained(optimizer))  # it may get more of them
+        """The ids of the tops of which an optimizer has a parameter."""
+        key = id(optimizer), len(walking.trained(optimizer))  # parameters may be added
         known = self._trains.get(key)
         if known is None:
             own = set(map(id, walking.trained(optimizer)))
@@ -126,19 +126,19 @@ class Optimizers:
         self._trains = {}
 
     def is_beside(self, optimizer: Optimizer) -> bool:
-        """Whether this is one of several optimizers, and trains nothing that is observed."""
+        """Whether this is one of several optimizers, and trains nothing observed."""
         return self.of_unknown_order and not self.trains(optimizer)
 
     def note_forward(self, top: nn.Module) -> None:
-        """Note a training forward of a top, where the order of the optimizers is not known."""
+        """Note a training forward of a top, if the order of the optimizers is not known."""
         if self.of_unknown_order:
             self._forwards[0].add(id(top))
 
     def comes_after_last(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer steps after the one that was taken for the last, for the forwards of the step before.
+        """Whether an optimizer steps after the supposedly last one, for the forwards of the previous step.
 
-        Of two, the one that was made first may be the last to step. Then nothing of what it trains had a forward in the
-        open step, but something had in the step that the other one ended.
+        Of two optimizers, the one created first may step last. Then nothing it trains had a forward in the open step,
+        but something had a forward in the step that the other optimizer ended.
         """
         now, before = self._forwards
         if not self.of_unknown_order or optimizer is self.ender or self.ender is None or not before:
@@ -150,7 +150,7 @@ class Optimizers:
         return not trained.isdisjoint(before) and trained.isdisjoint(now)
 
     def is_last(self, optimizer: Optimizer) -> None:
-        """Let an optimizer that stepped after the one that was taken for the last end steps from now on."""
+        """Let an optimizer that stepped after the supposedly last one end steps from now on."""
         place = self.place_of(optimizer)
         if place is not None:
             self._late.add(place)
@@ -158,13 +158,14 @@ class Optimizers:
             self._place = place
 
     def place_of(self, optimizer: object) -> int | None:
-        """The number of an optimizer among all; None if it is not one of them."""
+        """The place of an optimizer among all; None if it is unknown."""
         return next((place for place, one in enumerate(self.all) if one is optimizer), None)
 
     def steps_inside(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer steps within the step of another, which then ends a step in its place.
+        """Whether an optimizer steps within the step of another optimizer, which then ends steps in its place.
 
-        The other may have been made before: a wrapper that calls ``Optimizer.__init__`` before it makes what it wraps.
+        The outer one may have been created first: a wrapper that calls ``Optimizer.__init__`` before it creates the
+        inner.
         """
         if not self.of_unknown_order:
             return False
@@ -179,7 +180,7 @@ class Optimizers:
         return False
 
     def _share(self, one: Optimizer, other: Optimizer) -> bool:
-        """Whether two optimizers share parameters, as a wrapper and the wrapped one do."""
+        """Whether two optimizers share parameters, as a wrapper and its inner optimizer do."""
         pair = (id(one), id(other))
         known = self._shared.get(pair)
         if known is None:
@@ -188,14 +189,15 @@ class Optimizers:
         return known
 
     def ends_step(self, optimizer: Optimizer) -> bool:
-        """Note that an optimizer has stepped; whether that ends the step of the training. The last one's step does.
+        """Note that an optimizer has stepped; whether its step ends the training's step, as the last optimizer's does.
 
-        Of found ones, the one that was made last is taken for the last. The first step waits after it for those that
-        have something to do, too: the one of these that steps last is the last one, or the one that steps twice.
+        Of found optimizers, the one created last is taken for the last. The first training step waits after it for
+        others with work to do: the last of these to step, or the first to step twice, becomes the last.
 
-        Found optimizers may train one after the other. So one that steps twice, while the last one never has, is taken
-        for the last, until one after it steps for the first time; and so is one that steps `ALONE` times without it.
-        One that trains nothing observed ends a step if another has stepped in it.
+        Found optimizers may train one after the other. Therefore an optimizer that steps twice before the supposedly
+        last one has ever stepped becomes the last, until a later one steps for the first time. So does an optimizer
+        that steps `ALONE` times without it. An optimizer that trains nothing observed ends a step if another has
+        stepped in it.
         """
         if self.is_beside(optimizer) and not self.moved:
             return False
@@ -207,7 +209,7 @@ class Optimizers:
         if place is None:
             return False
         times = self._times[place] = self._times.get(place, 0) + 1
-        if self._place in self._times:  # the one that is taken for the last has stepped
+        if self._place in self._times:  # the supposedly last optimizer has stepped
             ends = times > 1 or not self._waits_for_others(optimizer)
         else:
             enough = ALONE if self._place in self._stepped else 2
@@ -218,9 +220,9 @@ class Optimizers:
         return ends
 
     def _waits_for_others(self, optimizer: Optimizer) -> bool:
-        """Whether the first step goes on after this one, because another has yet to step in it.
+        """Whether the first step continues after an optimizer's step, because another has yet to step.
 
-        Such a one has gradients; or it trains another model, which had a forward in the step.
+        The other one has gradients, or trains another model, which had a forward in the step.
         """
         if self._forwards[1] is not None:
             return False
@@ -236,7 +238,7 @@ class Optimizers:
         return False
 
     def step_ended(self) -> None:
-        """Begin to count the steps of optimizers for the next step of the training."""
+        """Reset the counts for the next step of the training."""
         self.moved = False
         if any(self._forwards) or self._forwards[1] is None:
             self._forwards = set(), self._forwards[0]
@@ -244,7 +246,7 @@ class Optimizers:
             self._times = {}
 
     def let_go(self) -> Callable[[], None]:
-        """Drop all optimizers. The function that is returned takes back those that the program still has."""
+        """Drop all optimizers; the returned function restores those that the program still has."""
         refs = [weakref.ref(one) for one in self.all]
         self.all = ()
 
@@ -258,26 +260,26 @@ class Optimizers:
         return back
 
     def let_go_of_replaced(self) -> None:
-        """Forget optimizers that the program has dropped. One that is replaced still exists when the next is made."""
+        """Forget optimizers that the program has dropped. A replaced one still exists when its successor is created."""
         self.outdated = False
         self.let_go()()
 
 
 def steps_nest(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's class has a `step` that may call that of a parent, which has one, too."""
+    """Whether an optimizer's class has a `step` that may call a parent class's `step`."""
     return _calls_parent(type(optimizer))  # type: ignore[arg-type]  # mypy asks the instances whether they can be hashed
 
 
 @functools.lru_cache(maxsize=64)
 def _calls_parent(one: Any) -> bool:
-    return sum("step" in vars(parent) for parent in one.__mro__) > 2  # one is Optimizer's own
+    return sum("step" in vars(parent) for parent in one.__mro__) > 2  # `Optimizer.step` counts as well
 
 
 def steps_within(optimizer: Optimizer) -> bool:
-    """Whether the running hook is that of a step inside a step of the same optimizer.
+    """Whether the running hook belongs to a step inside a step of the same optimizer.
 
-    A subclass that calls its parent's `step` has the hooks called for both. This looks at the running calls, because a
-    counter would be wrong after a step that raises; and only if a class and its parent both have a `step`.
+    If a subclass calls its parent's `step`, the hooks are called for both. This inspects the call stack, because a
+    counter would be wrong after a step that raises; and only if both a class and its parent have a `step`.
     """
     if not steps_nest(optimizer):
         return False
@@ -287,8 +289,8 @@ def steps_within(optimizer: Optimizer) -> bool:
 def skipped_inside(optimizer: Optimizer) -> bool:
     """Whether a fused optimizer, whose step a GradScaler always calls, has found infinities and changed nothing.
 
-    On a CUDA device this waits for the answer, without which steps cannot be counted. While a CUDA graph is captured,
-    the answer is False.
+    On a CUDA device this waits for the result, without which steps cannot be counted. While a CUDA graph is captured,
+    the result is False.
     """
     found_inf = getattr(optimizer, "found_inf", None)
     if not isinstance(found_inf, Tensor) or (found_inf.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -297,7 +299,7 @@ def skipped_inside(optimizer: Optimizer) -> bool:
 
 
 def observable(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Optimizer, ...]:
-    """The optimizers that were given. In the place of one that only wraps another, the other."""
+    """The given optimizers. A wrapper that takes no hooks is replaced by the optimizer that it wraps."""
     if optimizer is None:
         return ()
     given: tuple[Any, ...] = (optimizer,)
@@ -310,7 +312,7 @@ def observable(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Optim
 
 
 def _with_hooks(optimizer: Optimizer) -> Optimizer:
-    """The optimizer itself if it takes hooks; else the one that it wraps, as accelerate's does."""
+    """The optimizer if it takes hooks, else the one that it wraps, as accelerate's does."""
     if hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return optimizer
     inner = getattr(optimizer, "optimizer", None)

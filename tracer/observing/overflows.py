@@ -15,8 +15,8 @@ from tracer.observing.numbers import StreamKey
 class Overflows:
     """Counts, for each stream, the numbers that were finite before a cast and are infinite after it.
 
-    On the processor the smallest and the largest number show whether there are any. On a device the numbers are counted
-    there, and only `told` waits for the counts.
+    On the CPU the extremes show whether there are any. On a device the numbers are counted on the device; only `told`
+    waits for the counts.
 
     Examples
     --------
@@ -31,30 +31,30 @@ class Overflows:
         self._seen: dict[tuple[StreamKey, torch.dtype, torch.device], int] = {}
 
     def count(self, stream: StreamKey, before: Tensor, after: Tensor) -> None:
-        """Count what a cast of floating-point numbers has made infinite.
+        """Count the floating-point numbers that a cast has made infinite.
 
         Parameters
         ----------
         stream : StreamKey
         before, after : torch.Tensor
-            Of one shape.
+            Of equal shape.
         """
         limit = _limit(before.dtype, after.dtype)
         if limit is None or not before.numel():
             return
         key = stream, after.dtype, after.device
         self._seen[key] = self._seen.get(key, 0) + before.numel()
-        if before.itemsize == 1:  # of which torch knows no extremes
+        if before.itemsize == 1:  # torch has no aminmax for 1-byte floats
             before = before.float()
         if before.is_cpu:
             low, high = before.aminmax()
-            if -limit <= low.item() and high.item() <= limit:  # which is false of NaN
+            if -limit <= low.item() and high.item() <= limit:  # false if there is a NaN
                 return
         found = _overflowed(before, after)
         self._counts[key] = self._counts.get(key, 0) + (int(found) if before.is_cpu else found)
 
     def told(self) -> Iterator[dict[str, Any]]:
-        """A description of each stream that has such numbers, as JSON. Waits for the devices."""
+        """Describe each stream that has such numbers, as JSON. Waits for the devices."""
         for key, count in self._counts.items():
             (kind, module, tag, leaf), dtype, _ = key
             try:
@@ -75,12 +75,12 @@ class Overflows:
 
 def _overflowed(before: Tensor, after: Tensor) -> Tensor:
     """How many numbers are infinite after a cast, and were not before it."""
-    # what was infinite before is NaN in the difference
+    # for numbers that were infinite before, the difference is NaN
     return (after - before).abs_().eq(torch.inf).sum()
 
 
 @lru_cache(maxsize=64)
 def _limit(before: torch.dtype, after: torch.dtype) -> float | None:
-    """The largest number of the dtype after the cast; None if all numbers of the one before it are within."""
+    """The largest number of the dtype `after`; None if it covers the range of `before`."""
     limit: float = torch.finfo(after).max
     return limit if torch.finfo(before).max > limit else None

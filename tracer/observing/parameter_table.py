@@ -1,4 +1,4 @@
-"""The parameters of the observed modules, their places, and whether these have changed."""
+"""The parameters of the observed modules, and whether modules or parameters have changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tracer.observing.pytorch.tensors import freed
 from tracer.observing.pytorch.wrappers import named_parts
 
 Asked: TypeAlias = "Callable[[str, str], bool]"
-"""Whether somebody asks for messages of a kind about a parameter, given the kind and the stream."""
+"""Whether somebody wants messages of a kind about a parameter; called with the kind and the stream."""
 
 PARAMETER_KINDS = frozenset(
     kind for kind, entry in KINDS.items() if not (entry.network or entry.per_call or entry.state)
@@ -29,13 +29,13 @@ PARAMETER_KINDS = frozenset(
 
 @dataclasses.dataclass
 class Parameter:
-    """A parameter of a module, known by its place, so that a replaced tensor is followed."""
+    """A parameter of a module, identified by its place, so that a replaced tensor is followed."""
 
     owner_path: str
     owner: nn.Module
     attribute: str
-    computed: bool = False  # by a parametrization or a hook: it has a value and a gradient, but no update
-    by_hook: bool = False  # by a hook of the program, or in a forward
+    computed: bool = False  # by a parametrization or a hook: has a value and a gradient, but no update
+    by_hook: bool = False  # computed by a hook of the program, or within a forward
 
     def __post_init__(self) -> None:
         self.path = f"{self.owner_path}.{self.attribute}" if self.owner_path else self.attribute
@@ -46,11 +46,11 @@ class Parameter:
         self.values = "biases" if self.bias else "weights"
         self.gradients, self.updates = f"{own}_gradients", f"{own}_updates"
         self.kinds = self.values, self.gradients, self.updates
-        """The kinds of messages about it: of its values, its gradients and its updates."""
+        """The kinds of messages about its values, gradients and updates."""
 
     @property
     def tensor(self) -> Tensor | None:
-        """The tensor in its place; None if it is computed, or nothing is there any more."""
+        """The parameter's tensor; None if it is computed or was removed."""
         parameters = self.owner._parameters
         if self.by_hook:
             there = self.in_place
@@ -59,7 +59,7 @@ class Parameter:
 
     @property
     def in_place(self) -> Tensor | None:
-        """The tensor in its place if that is not a parameter of the module."""
+        """The tensor in the parameter's place that is not registered as a parameter of the module."""
         there = vars(self.owner).get(self.attribute)
         if there is None:
             there = self.owner._buffers.get(self.attribute)
@@ -67,13 +67,13 @@ class Parameter:
             return None
         try:
             _ = there.is_leaf
-        except RuntimeError:  # a view that cannot be used any more, because its base was written to
+        except RuntimeError:  # a view that became unusable because its base was overwritten
             return None
         return there
 
     @property
     def computed_by(self) -> nn.Module:
-        """The module in whose forward it is computed."""
+        """The module whose forward computes the parameter."""
         return self.owner if self.by_hook else _parametrizations(self.owner)[self.attribute]
 
     @property
@@ -88,17 +88,17 @@ class Parameter:
 
 
 class _Held:
-    """The modules that a module held at some time, compared by identity."""
+    """The submodules of a module at some time, compared by identity."""
 
     __slots__ = ("_ids", "_modules", "names")
 
     def __init__(self, modules: Mapping[str, Any]) -> None:
         self.names = list(modules)
-        self._modules = list(modules.values())  # kept, so that no other module gets the id of one
+        self._modules = list(modules.values())  # kept alive, so that their ids are not reused
         self._ids = list(map(id, self._modules))
 
     def differ_from(self, modules: Mapping[str, Any]) -> bool:
-        """Whether there are other modules now, or other names, or another order."""
+        """Whether the submodules, their names or their order have changed."""
         return list(map(id, modules.values())) != self._ids or list(modules) != self.names
 
 
@@ -109,9 +109,9 @@ class ParameterTable:
     ----------
     all : list of Parameter
     by_path : dict
-        The same, by path.
+        All parameters, by path.
     owners : list of (str, Module)
-        The modules and all below them, by path, of which each has its buffers.
+        The observed modules and all modules below them, by path; for buffers.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class ParameterTable:
         self._placed: list[tuple[Mapping[str, Any], str, Tensor | None, bool]] = []
 
     def find(self, tops: Iterable[tuple[str, nn.Module]]) -> None:
-        """Find the parameters of modules and all below these, each once and by its first name."""
+        """Find the parameters of modules and of all modules below them, each once under its first name."""
         self.all, self.owners = [], []
         seen: set[int] = set()
         for prefix, top in tops:
@@ -141,11 +141,11 @@ class ParameterTable:
         self.by_path = {p.path: p for p in self.all}
 
     def streams(self, kind: str) -> list[str]:
-        """The streams of messages of one of `PARAMETER_KINDS`."""
+        """The streams of messages of a kind in `PARAMETER_KINDS`."""
         return [p.stream for p in self.all if kind in p.kinds and not (p.computed and kind == p.updates)]
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers as they are now, by path, each once and by its first name."""
+        """The current buffers by path, each once under its first name."""
         seen: set[int] = set()
         for owner_path, owner in self.owners:
             for name, tensor in owner._buffers.items():
@@ -154,40 +154,40 @@ class ParameterTable:
                     yield f"{owner_path}.{name}".lstrip("."), tensor
 
     def states(self, kind: str) -> list[str]:
-        """The paths of buffers, or of the parameters that an optimizer may have a state of."""
+        """The paths of buffers, or of the parameters that can have an optimizer state."""
         if kind == "buffers":
             return [path for path, _ in self.buffers()]
         return [one.path for one in self.all if not one.computed]
 
     def taken(self, capture: Capture, kind: str, stream: str) -> bool:
-        """Whether a capture takes the parameter of a stream, by itself or with its module."""
+        """Whether a capture takes a stream's parameter, by its own name or with its module."""
         parameter = self._by_stream.get((stream, kind))
         return parameter is not None and (
             capture.takes_module(parameter.owner_path, parameter.owner) or capture.takes_parameter(parameter.path)
         )
 
     def trained(self, asked: Asked) -> Iterator[tuple[str, Tensor]]:
-        """The parameters that are trained and whose gradients somebody asks for, by path."""
+        """The trained parameters whose gradients somebody wants, by path."""
         for parameter in self.all:
             tensor = parameter.tensor
             if (
                 tensor is not None
                 and not is_lazy(tensor)
                 and tensor.requires_grad
-                and tensor.is_leaf  # as what `functional_call` puts there need not be
+                and tensor.is_leaf  # a tensor that `functional_call` puts there may not be
                 and asked(parameter.gradients, parameter.stream)
             ):
                 yield parameter.path, tensor
 
     def computed(self, asked: Asked) -> Iterator[Parameter]:
-        """The computed parameters whose values or gradients somebody asks for."""
+        """The computed parameters whose values or gradients somebody wants."""
         for parameter in self.all:
             kinds = (parameter.values, parameter.gradients) if parameter.computed else ()
             if any(asked(kind, parameter.stream) for kind in kinds):
                 yield parameter
 
     def of(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> list[Parameter]:
-        """The parameters that an optimizer changes. The last one's include those that no optimizer changes."""
+        """The parameters that an optimizer changes. The last optimizer's include those that no optimizer changes."""
         if len(optimizers) == 1:
             return self.all
         own = set(map(id, walking.trained(optimizer)))
@@ -197,7 +197,7 @@ class ParameterTable:
         return [p for p in self.all if not own.isdisjoint(_made_of(p))]
 
     def note(self, tops: Iterable[tuple[str, nn.Module]], hooked: bool) -> None:
-        """Note modules and parameters, for `changed`; `hooked`: whether trained parameters may have hooks."""
+        """Remember modules and parameters, for `changed`; `hooked`: whether trained parameters may have hooks."""
         self._built, self._placed = [], []
         modules = [
             one for _, top in tops for one in walking.modules(top) if not isinstance(one, torch.jit.ScriptModule)
@@ -206,12 +206,12 @@ class ParameterTable:
         for one in modules:
             self._built.append((one._modules, _Held(one._modules), one._parameters, list(one._parameters)))
             for name, tensor in one._parameters.items():
-                # which other tensor is in a place does not matter, as it is looked up when it is needed
+                # a replaced tensor does not matter, because it is looked up when it is needed
                 if tensor is None or hooked or places[id(tensor)] > 1:
                     self._placed.append((one._parameters, name, tensor, tensor is not None and tensor.requires_grad))
 
     def changed(self, hooked: bool) -> bool:
-        """Whether modules or parameters have come, gone or been replaced since `note`, or hooks have to be."""
+        """Whether modules or parameters were added, removed or replaced since `note`, so that hooks must change."""
         for modules, held, parameters, names in self._built:
             if list(parameters) != names or ((modules or held.names) and held.differ_from(modules)):
                 return True
@@ -231,25 +231,25 @@ def _made_of(parameter: Parameter) -> set[int]:
 
 
 def _parametrizations(module: nn.Module) -> Mapping[str, nn.Module]:
-    """The modules that compute attributes of a module, by the attribute."""
+    """The modules that compute attributes of a module, by attribute."""
     held = module._modules
     own = held["parametrizations"] if "parametrizations" in held else None  # noqa: SIM401 - a ScriptModule has no get
     return cast("Mapping[str, nn.Module]", own._modules) if isinstance(own, nn.ModuleDict) else {}
 
 
 _WEIGHTED = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
-"""Layers that cannot do without a weight."""
+"""Layers that always need a weight."""
 
 
 def _replaced(module: nn.Module) -> list[str]:
-    """The attributes of a module where a forward finds something else than a parameter in a parameter's place.
+    """The attributes of a module where a forward finds a computed tensor instead of a parameter.
 
     Hooks put it there before each forward, as those of `torch.nn.utils.weight_norm`, `spectral_norm` and `prune` do;
-    other code may, too. Where nothing is there yet, a weight is expected of a module that needs one, or that has a hook
-    and a parameter with such a name.
+    other code may do so too. Before the first forward, a weight is expected of a module that always needs one, or of
+    a module with a hook and a parameter whose name begins with ``weight_`` or ``bias_``.
     """
     if isinstance(module, torch.jit.ScriptModule) or "_is_fsdp_managed_module" in vars(module):
-        return []  # sharding puts there what it gathers for a forward, and takes it away
+        return []  # sharding puts gathered parameters there for each forward
     parameters, there = module._parameters, vars(module)
     original = {name: any(one.startswith(f"{name}_") for one in parameters) for name in ("weight", "bias")}
     found = [

@@ -1,11 +1,10 @@
 """Keeps the weights, gradients and updates of a step until it ends.
 
 The wanted weights are copied before an optimizer steps. Gradients are kept as the optimizer used them, and updates are
-computed when the weights have changed. All are published when the step ends, parameter by parameter, and each is let go
-of then.
+computed after the weights have changed. When the step ends, all are published and freed, parameter by parameter.
 
-Of large parameters nothing is kept that is final: weights, and gradients where nothing can change them any more, are
-published before the optimizer steps. Through the step there is one copy of the weights, if updates are wanted.
+Final data of large parameters is not kept but published before the optimizer steps: weights, and gradients if nothing
+can change them any more. If updates are wanted, one copy of the weights is kept through the step.
 """
 
 from __future__ import annotations
@@ -34,18 +33,19 @@ T = TypeVar("T")
 
 
 class Kept(NamedTuple):
-    """What is kept of a tensor until the step ends.
+    """The data kept of a tensor until the step ends.
 
     Attributes
     ----------
     small : list of (Capture, Tensor)
-        Its hash and its statistics, which are made at once, so that they take no copy of it.
+        Hash and statistics, which are computed at once so that the tensor need not be copied for them.
     data : torch.Tensor or None
-        A copy of what the capture of the data chooses; of a tensor that is not final, of all that was wanted of it.
+        A copy of the part that the data's capture selects. If the tensor is not final and its hash or statistics are
+        wanted, a copy of all of it.
     whole : bool
-        Whether the data is all of the tensor, from which captures choose when the step ends.
+        Whether the data is the whole tensor, from which captures select when the step ends.
     alone : bool
-        Whether no message has the memory of the data, so that the update may take its place.
+        Whether no message shares the data's memory, so that the update may be computed in place.
     """
 
     small: list[tuple[Capture, Tensor]]
@@ -55,10 +55,10 @@ class Kept(NamedTuple):
 
 
 EARLY = 4 << 20
-"""Bytes from which a parameter is published as soon as it is final. Of smaller ones all is kept until the step ends.
+"""Parameters of at least this many bytes are published as soon as they are final; smaller ones when the step ends.
 
-That takes one copy more, from which the update is made, and whose place it takes. In return the bound of what waits to
-be written is the bound of all that is copied.
+Early publishing takes one more copy, from which the update is computed in place. In return, the limit on messages
+waiting to be written also limits all copies.
 """
 
 
@@ -68,9 +68,9 @@ class Parameters(Part):
     Attributes
     ----------
     replicas : dict
-        By path, the placement of a parameter that other ranks hold, too.
+        By path, the placement of a parameter that other ranks hold too.
     turns : Turns or None
-        Which of them have updates in a step, unless all do.
+        Chooses the parameters that have updates in a step; None: all of them.
     """
 
     def __init__(self, ground: Ground, ranks: Ranks) -> None:
@@ -79,22 +79,22 @@ class Parameters(Part):
         self.turns: Turns | None = None
         self._before: dict[str, tuple[Kept | None, Kept | None]] = {}
         self._gradients: dict[str, Kept] = {}
-        # of what is computed: the gradients since an optimizer stepped, the last backward that brought one, whether the
-        # value is what it is to be, and whether an optimizer stepped before there was any
+        # for computed weights: the gradients since an optimizer stepped, the last backward that brought one, the paths
+        # whose value is final, and the paths without a value when an optimizer stepped
         self._pending: dict[str, Kept] = {}
         self._backwards: dict[str, int] = {}
         self._settled: set[str] = set()
         self._late: set[str] = set()
-        # the parameters whose gradients were copied before the optimizer's step that goes on, and those whose gradients
-        # were published then
+        # the parameters whose gradients were copied before the optimizer step in progress, and those whose gradients
+        # were published before it
         self._final: set[str] = set()
         self._released: set[str] = set()
         self._after: dict[str, Kept] = {}
-        self._moved: dict[str, Captures] = {}  # by what updates are wanted that are made when they are published
+        self._moved: dict[str, Captures] = {}  # captures of the updates that are computed when they are published
         self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and kind
 
     def forget(self) -> None:
-        """Forget the step."""
+        """Drop all data of the step."""
         by_path: list[dict[Any, Any]] = [self._before, self._gradients, self._after, self._places]
         for kept in (*by_path, self._pending, self._backwards, self._moved):
             kept.clear()
@@ -103,14 +103,14 @@ class Parameters(Part):
 
     @property
     def holding(self) -> bool:
-        """Whether there is anything to `forget`. All that is kept has a place, which is noted first."""
+        """Whether there is data to `forget`. Everything that is kept has an entry in `_places`."""
         return bool(self._places)
 
     def snapshot(self, parameters: Iterable[Parameter], *, settle: bool) -> None:
-        """Copy the wanted weights before they change, unless that was done in this step.
+        """Copy the wanted weights before they change, at most once per step.
 
-        Weights that were computed for a forward are kept already. `settle` says that an optimizer steps now, so that
-        weights which later forwards compute are not those of this step.
+        Weights that were computed for a forward are already kept. `settle`: an optimizer steps now, so weights that
+        later forwards compute do not belong to this step.
         """
         for parameter, value_captures, _, update_captures in self._with_captures(parameters):
             if settle and parameter.computed:
@@ -118,7 +118,7 @@ class Parameters(Part):
             if parameter.path in self._before or not (value_captures or update_captures):
                 continue
             tensor = parameter.tensor
-            if tensor is None and parameter.by_hook:  # no forward was seen to use it, as in a compiled one
+            if tensor is None and parameter.by_hook:  # no forward was seen using it, as when compiled
                 tensor, update_captures = parameter.in_place, ()
             if tensor is None or is_lazy(tensor):
                 continue
@@ -139,7 +139,7 @@ class Parameters(Part):
             self._before[parameter.path] = (value, base)
 
     def release(self, parameters: Iterable[Parameter], *, gradients: bool) -> None:
-        """Publish what is final of large parameters before an optimizer steps; `gradients`: whether these are, too."""
+        """Publish the final data of large parameters before an optimizer steps; `gradients`: gradients are final."""
         at = self.clock.began
         for one, value, gradient, update in self._with_captures(parameters):
             tensor = one.tensor
@@ -175,13 +175,13 @@ class Parameters(Part):
             self._publish(parameter, parameter.gradients, kept, captures, at)
 
     def _keep_base(self, parameter: Parameter, tensor: Tensor, captures: Captures) -> None:
-        """Keep of the weights of a parameter, which were published, what its update is made from."""
-        if captures and (parameter.path, parameter.updates) in self._places:  # else it cannot be recorded
+        """Keep the published weights of a parameter, from which its update is computed."""
+        if captures and (parameter.path, parameter.updates) in self._places:  # otherwise it cannot be recorded
             base = self._keep(captures, parameter.updates, tensor, final=False)
             self._before[parameter.path] = None, None if base is None else base._replace(alone=True)
 
     def _attempt(self, kind: str, parameter: Parameter, work: Callable[..., T], *about: Any) -> T | None:
-        """Do work for a parameter. If it fails, messages of the kind about it are given up, and all others go on."""
+        """Do work for a parameter. If it fails, its messages of the kind are given up, and all others continue."""
         try:
             return work(parameter, *about)
         except Exception as error:  # noqa: BLE001 - under strict it is raised again
@@ -191,7 +191,7 @@ class Parameters(Part):
     def _with_captures(
         self, parameters: Iterable[Parameter]
     ) -> Iterator[tuple[Parameter, Captures, Captures, Captures]]:
-        """The parameters of which anything is wanted in this step; by what their values, gradients and updates are."""
+        """Wanted parameters in this step, with the captures of their values, gradients and updates."""
         asked, step = self.demand.of_parameters(), self.clock.now().global_step
         for parameter in parameters:
             value, gradient, update = asked[parameter.path]
@@ -204,8 +204,8 @@ class Parameters(Part):
                 yield parameter, values, gradients, updates
 
     def _has_turn(self, path: str, step: int) -> bool:
-        """Whether the weights of a parameter are kept in a step, to make the update from that somebody wants."""
-        if self.turns is None or self.demand.apart is not None:  # who listens apart has a bound for all that is kept
+        """Whether a parameter's weights are kept in this step, to compute its update."""
+        if self.turns is None or self.demand.apart is not None:  # the receiver of `Apart` limits memory itself
             return True
         return path in self.turns.of(step, functools.partial(self._candidates, step))
 
@@ -221,11 +221,11 @@ class Parameters(Part):
                 yield Candidate(parameter.path, own.numel() * own.element_size(), copied)
 
     def wanted(self, parameter: Parameter, kind: str) -> Captures:
-        """The captures by which messages of a kind about a parameter are wanted in this step; none if nobody does."""
+        """The captures that want messages of a kind about a parameter in this step."""
         return self.demand.wanted(kind, parameter.stream, DEFAULT_TAG)
 
     def computed(self, parameter: Parameter, value: Tensor) -> None:
-        """Keep what is computed for a forward: the last one before an optimizer steps, or else the first one after."""
+        """Keep a weight computed for a forward: the last before an optimizer steps, or else the first after it."""
         path, kind = parameter.path, parameter.values
         if path in self._settled:
             return
@@ -237,23 +237,23 @@ class Parameters(Part):
             self._before[path] = (self._keep(captures, kind, value), None)
 
     def accumulated(self, parameter: Parameter, gradient: Tensor, scale: Tensor | None) -> None:
-        """Keep a running sum of gradients, divided by the factor that a GradScaler put into the loss."""
+        """Keep a running sum of gradients, divided by a GradScaler's factor."""
         captures = self.wanted(parameter, parameter.gradients)
         if captures:
             self._keep_gradient(parameter, captures, gradient, scale)
 
     def add_gradient(self, parameter: Parameter, gradient: Tensor, scale: Tensor | None, task: int) -> None:
-        """Add a gradient of what was computed for a forward to those of this step, as torch adds up a parameter's.
+        """Add a gradient of a computed weight to its sum in this step, as torch accumulates a parameter's gradient.
 
         Parameters
         ----------
         parameter : Parameter
         gradient : torch.Tensor
         scale : torch.Tensor or None
-            What a GradScaler has multiplied the loss with.
+            The factor by which a GradScaler multiplied the loss.
         task : int
-            Tells a backward from others. Where the originals have no gradients when it begins, they were dropped, and
-            so are those from before.
+            Identifies the backward. If the original parameters have no gradients when it begins, the program has
+            dropped them, and the earlier sum is dropped too.
         """
         path, captures = parameter.path, self.wanted(parameter, parameter.gradients)
         if not captures:
@@ -271,7 +271,7 @@ class Parameters(Part):
             self._pending[path] = kept
 
     def keep_gradients(self, parameters: Iterable[Parameter]) -> None:
-        """Copy the wanted gradients before a step that may overwrite them."""
+        """Copy the wanted gradients before an optimizer step that may overwrite them."""
         for one, _, captures, _ in self._with_captures(parameters):
             gradient = None if one.tensor is None else one.tensor.grad
             if captures and gradient is not None and one.path not in self._released:
@@ -279,16 +279,16 @@ class Parameters(Part):
                 self._final.add(one.path)
 
     def compare(self, parameters: Iterable[Parameter], final: bool, *, ends: bool) -> None:
-        """Compute the wanted updates, now that the weights have changed; and copy gradients, if they are `final`.
+        """Compute the wanted updates after the weights have changed, and copy gradients if they are `final`.
 
-        `ends` says that the step ends now. Updates are then computed one by one, as they are published.
+        `ends`: the training step ends now. Updates are then computed one by one as they are published.
         """
         for parameter, _, gradients, updates in self._with_captures(parameters):
             path, tensor = parameter.path, parameter.tensor
             pending = self._pending.pop(path, None) if self._pending else None
             if pending is not None:
                 originals = parameter.originals if final else []
-                if not originals or any(one.grad is not None for one in originals):  # else none were accumulated
+                if not originals or any(one.grad is not None for one in originals):  # otherwise none were accumulated
                     self._gradients[path] = pending
             if tensor is None:
                 continue
@@ -305,18 +305,18 @@ class Parameters(Part):
         self._final.clear()
 
     def publish(self, at: At) -> None:
-        """Publish the value, gradient and update of each parameter, as far as they were kept and are still wanted."""
+        """Publish the kept values, gradients and updates of each parameter that are still wanted."""
         step = self.clock.now().global_step
         for parameter in self.table.all:
             value, base = self._before.pop(parameter.path, (None, None))
             update = self._after.pop(parameter.path, None)
-            if parameter.path in self._moved:  # before anybody hears of what it is made from
+            if parameter.path in self._moved:  # before the message that its base belongs to is published
                 updates = self._moved[parameter.path]
                 update = self._attempt(parameter.updates, parameter, self._update, updates, base, True)
             kept = [value, self._gradients.pop(parameter.path, None), update]
             del value, base, update
             for place, kind in enumerate(parameter.kinds):
-                stream = self.demand.of_parameters()[parameter.path][place]  # a receiver may have failed just now
+                stream = self.demand.of_parameters()[parameter.path][place]  # a receiver may just have failed
                 data, kept[place] = kept[place], None
                 captures = () if data is None or stream is None else stream.wanted(step)
                 if captures and data is not None:
@@ -324,7 +324,7 @@ class Parameters(Part):
                 del data
 
     def _publish(self, parameter: Parameter, kind: str, kept: Kept, captures: Captures, at: At) -> None:
-        """Publish what was kept of a parameter's tensor of a kind, as far as it is still wanted."""
+        """Publish the kept tensor of a kind of a parameter, for the captures that still want it."""
         stream = StreamKey(kind, parameter.stream, DEFAULT_TAG, "")
         place = self._places.get((parameter.path, kind))
         if place is None and not (parameter.computed and kind != parameter.values):
@@ -345,9 +345,9 @@ class Parameters(Part):
                 self.publisher.release(capture, stream, chosen, source, 0, at, sampling, owned=True)
 
     def _keep(self, captures: Captures, kind: str, tensor: Tensor, *, final: bool = True) -> Kept | None:
-        """What is to be kept of a tensor; None if that is nothing.
+        """The data to keep of a tensor; None if there is none.
 
-        Hashes and statistics are made at once of one that is `final`. Of another one all is kept where it has such.
+        Hashes and statistics of a `final` tensor are computed at once. Otherwise the tensor is kept whole for them.
         """
         if not captures:
             return None
@@ -362,7 +362,7 @@ class Parameters(Part):
         return Kept(made, self.publisher.copy(chosen) if apart and same_storage(chosen, source) else chosen)
 
     def _update(self, parameter: Parameter, captures: Captures, base: Kept | None, ends: bool) -> Kept | None:
-        """What is to be kept of an update; if the step `ends`, it may take the place of its base."""
+        """The data to keep of an update; if the step `ends`, the update may overwrite its base."""
         tensor = parameter.tensor
         if tensor is None or base is None or base.data is None:
             return None
@@ -391,7 +391,7 @@ class Parameters(Part):
         *,
         final: bool = True,
     ) -> Kept | None:
-        """What is to be kept of a gradient."""
+        """The data to keep of a gradient."""
         kind = parameter.gradients
         if not self.publisher.can_record(kind, parameter.stream, gradient):
             return None
@@ -403,12 +403,12 @@ class Parameters(Part):
 
 
 def _is_large(tensor: Tensor) -> bool:
-    """Whether so much of a tensor is in this process's memory that it is published as soon as it is final."""
+    """Whether this process's share of a tensor is large enough to be published as soon as it is final."""
     own = local(tensor)
     return own.layout is torch.strided and own.is_cpu and own.nbytes >= EARLY
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor, dense and without a graph."""
+    """This process's share of a tensor, dense and without a graph."""
     own = local(tensor).detach()
     return own if own.layout is torch.strided else own.to_dense()

@@ -22,7 +22,7 @@ _NUMBERS = itertools.count()
 
 
 class Ground:
-    """The objects that all parts of an exporter share. Each is made after those that it refers to.
+    """The objects that all parts of an exporter share, in the order of their dependencies.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class Ground:
 
 
 class Part:
-    """The base of the parts of an exporter. It has the attributes of the `Ground`, since hooks look them up often.
+    """The base of the parts of an exporter. Copies the attributes of the `Ground`, because hooks read them often.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Makes the parts of an exporter, and says which hooks hang where, and which part each of them calls."""
+"""Makes the parts of an exporter, and decides which hooks hang where and which part they call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tracer.observing.values import Values
 
 
 class Parts(Part):
-    """The parts of an exporter. Hangs their hooks where a receiver wants something.
+    """The parts of an exporter. Hangs their hooks where a receiver wants data.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class Parts(Part):
         super().__init__(ground)
         self.steps = Steps(ground)
         self.passes = Passes(ground, self.steps)
-        # what hooks call
+        # called by hooks
         self.calls = Calls(ground, self.passes)
         self.encoder_layers = EncoderLayers(ground, self.passes)
         self.computed = ComputedWeights(ground, self.passes)
@@ -47,7 +47,7 @@ class Parts(Part):
         self.losses = Losses(ground, self.passes, self.differentiable)
         self.differentiation = Differentiation(ground, self.passes, self.differentiable)
         self.optimizer_steps = OptimizerSteps(ground, self.steps, self.differentiation)
-        # what others call
+        # called by others
         self.probes = Probes(ground, self.passes)
         self.values = Values(ground, self.passes)
         self.retrospect = Retrospect(ground, self.optimizer_steps)
@@ -56,7 +56,7 @@ class Parts(Part):
         self.bus.watch(self.rewire)
 
     def rewire(self) -> None:
-        """Hang hooks where a receiver wants something, and nowhere else. Called when receivers or modules change."""
+        """Hang hooks where a receiver wants data, and nowhere else. Called when receivers or modules change."""
         if not self.gate.attached:
             return
         self.wiring.asides.end()
@@ -75,12 +75,12 @@ class Parts(Part):
         self.gate.guard("compile", self.rewire)
 
     def watch_optimizers(self) -> None:
-        """Watch GradScalers: which losses they multiply, and which steps they skip."""
+        """Watch which losses GradScalers multiply, and which steps they skip."""
         if self.gate.attached:
             SCALERS.watch(self.optimizer_steps)
 
     def _look(self) -> None:
-        """Find the modules and parameters, and the receivers that want something of them."""
+        """Find the modules and parameters, and the receivers that want their data."""
         self.wiring.begin()
         self.demand.look_ahead_anew()
         self.models.changed(self.optimizers.all)
@@ -92,17 +92,17 @@ class Parts(Part):
         self.steps.ranks.surveyed = False
 
     def forget_models(self) -> None:
-        """Stop observing all modules. A launcher that finds the model late calls this, before the first step begins."""
+        """Stop observing all modules. For launchers that find the model late, before the first step begins."""
         self.models.forget()
         self.rewire()
 
     def let_go(self, *, collect: bool = False) -> None:
-        """Stop observing models and optimizers that the program has dropped. During a forward this does nothing.
+        """Stop observing models and optimizers that the program has dropped. Does nothing during a forward.
 
         Parameters
         ----------
         collect : bool
-            Whether to collect Python's garbage first. Without it, models whose parts refer to each other are kept.
+            Whether to collect garbage first. Otherwise models with reference cycles are kept.
         """
         if self.passes.now.depth:
             return
@@ -121,7 +121,7 @@ class Parts(Part):
         self.rewire()
 
     def detach(self) -> None:
-        """Remove every hook, and let go of all modules."""
+        """Remove every hook, and drop all modules."""
         if self.gate.open:  # an exception may have left losses behind
             self.steps.settle_losses()
             self.steps.release_losses()
@@ -168,7 +168,7 @@ class Parts(Part):
         for path, one in self.demand.modules.items():
             if self.wiring.takes_hooks(path, one):
                 yield from self._of_module(path, one)
-        # after the root's own activations, which belong before the network's output
+        # after the root module's own activations, which precede the network's output
         if takes_hooks:
             always = functools.partial(after_forward, always=True)
             yield Site(root, Role.AFTER_ROOT, "", always, passes.after_root, passes.quiet_after_root)
@@ -195,7 +195,7 @@ class Parts(Part):
             if not self.wiring.takes_hooks(path, one):
                 continue
             if parameter.by_hook:
-                # first, because other hooks of the program may remove what one of them has put there
+                # first, because other hooks of the program may remove the tensor
                 first = functools.partial(after_forward, first=True)
                 yield Site(one, Role.AFTER_REPLACED, path, first, computed.after_replaced)
             else:

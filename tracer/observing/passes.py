@@ -1,4 +1,4 @@
-"""Forwards of the model: each is a training pass, which may begin a step, or a pass aside."""
+"""Forwards of the model. Each is a training pass, which may begin a step, or a pass outside the training."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ from tracer.observing.steps import Steps
 
 
 class Passes(Part):
-    """Decides what each forward is, and publishes what goes into the model and comes out of it.
+    """Classifies each forward, and publishes the model's input and output.
 
     Attributes
     ----------
     user_tag : str or None
-        The tag that the user gives passes now.
+        The tag that the user currently gives passes.
     tag_with_gradients : str
-        That of the last pass that had gradients.
+        The tag of the last pass with gradients.
     offered : callable or None
-        Takes what the model is given, for a probe: the model, whether this is an evaluation, and the arguments; returns
-        whether it takes no more.
+        Takes the model's arguments for a probe: the model, whether this is an evaluation, and the arguments. Returns
+        whether it needs no more.
     given_to_losses : bool
-        Whether losses are observed, which publish the output of the model that they get.
+        Whether losses are observed, which publish the model's output as they get it.
     fed : callable or None
-        Called with the name and the arguments of each training forward of the model, or of one of several, before it
-        begins. It may change the tensors.
+        Called before each training forward of a model, with the model's name and arguments. May change the tensors.
     """
 
     def __init__(self, ground: Ground, steps: Steps) -> None:
@@ -58,7 +57,7 @@ class Passes(Part):
 
     @property
     def now(self) -> Pass:
-        """The pass that runs in this thread, or else the last one."""
+        """The pass that runs in this thread, or else the thread's last pass."""
         return self.gate.passes.now
 
     @contextlib.contextmanager
@@ -74,13 +73,13 @@ class Passes(Part):
             self.user_tag = before
 
     def is_training(self, module: nn.Module) -> bool:
-        """Whether a pass through a module that begins now is one of the training."""
+        """Whether a pass through a module that begins now is a training pass."""
         return module.training and self.user_tag is None and (is_grad_enabled() or checkpointing())
 
     def enter(self, module: nn.Module, path: str | None = None) -> None:
-        """Decide whether a forward that begins is a training pass, which may begin a step, or a pass aside.
+        """Classify a forward that begins: a training pass, which may begin a step, or a pass outside the training.
 
-        `path` is that of a module that is called outside of the model, whose calls then are the passes.
+        `path` is the path of a module that is called outside the model, so that each of its calls is a pass.
         """
         if self.steps.over:
             self.steps.settle()
@@ -107,7 +106,7 @@ class Passes(Part):
             self._enter_aside(running, path)
 
     def _enter_aside(self, running: Pass, path: str | None) -> None:
-        """Find out whether somebody records a pass aside; if it is others of its evaluation, calls are counted."""
+        """Decide whether a pass outside the training is recorded; if only others with its tag are, count its calls."""
         tag = running.tag
         running.batch = self.numbers.count_pass(tag) if path is None else self.numbers.call(path, tag)
         running.listening = running.inside = self.demand.hears(tag, running.batch)
@@ -118,14 +117,14 @@ class Passes(Part):
             self.wiring.look()
 
     def enter_at(self, path: str, module: nn.Module) -> Pass:
-        """The pass in which a module is called. It is entered here if the module is called outside of the model."""
+        """The pass in which a module is called. A module called outside the model begins a pass of its own."""
         running = self.gate.passes.now
         if running.depth == 0:
             self.enter(self.models.top_of(path, module), path)
         return running
 
     def before_top(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """See a forward of one of several models begin."""
+        """Called before the forward of one of several models."""
         running = self.gate.passes.now
         if recomputing() or running.depth or traced():
             return
@@ -140,10 +139,10 @@ class Passes(Part):
     # -- hooks of the model ---------------------------------------------------------------------------------
 
     def quiet_before_root(self, args: tuple[Any, ...]) -> bool:
-        """Whether this begins a step that nobody records. Then it begins here, as `before_root` would begin it.
+        """Whether this begins a step that nobody records. If so, begin it here, as `before_root` would.
 
-        All methods called ``quiet_…`` save time in steps that nobody records, most of all where the network's numbers
-        fill the processor's caches, so that each object which is looked at has to be fetched.
+        The ``quiet_…`` methods save time in steps that nobody records. Where the network's numbers fill the processor's
+        caches, each object that a hook touches has to be fetched from memory.
         """
         running = self.gate.passes.now
         if self.clock.step >= self.demand.quiet_until or running.depth or self.user_tag is not None:
@@ -165,7 +164,7 @@ class Passes(Part):
         return True
 
     def before_root(self, _: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """See a forward of the model begin."""
+        """Called before a forward of the model."""
         if recomputing():
             return
         running = self.gate.passes.now
@@ -205,7 +204,7 @@ class Passes(Part):
             self.offered = None
 
     def quiet_after_root(self, args: tuple[Any, ...]) -> bool:
-        """Whether nobody records this pass. Then its end is noted here, and `after_root` has nothing to do."""
+        """Whether nobody records this pass. If so, its end is noted here, and `after_root` is not needed."""
         running = self.gate.passes.now
         if running.depth != 1 or running.listening or running.counts is not None or recomputing():
             return False
@@ -213,8 +212,8 @@ class Passes(Part):
         return True
 
     def after_root(self, _: str, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
-        """See a forward of the model end."""
-        # there is no output if the hook before this one has removed it, because nobody listens any more
+        """Called after a forward of the model."""
+        # there is no output if an earlier hook has removed this hook, because nobody listens any more
         if recomputing():
             return
         running = self.gate.passes.now
@@ -225,6 +224,6 @@ class Passes(Part):
             self.terms.whole(whole, running.tag)
         if running.tag == DEFAULT_TAG and is_grad_enabled():
             self.forwards.watch(one for _, one in leaves(output))
-        # where losses are observed, they publish the output that they get, together with the labels
+        # observed losses publish the output as they get it, together with the labels
         if not self.given_to_losses or self.publisher.collecting is not None:
             self.publisher.publish_leaves("network_output", None, output, running.tag)

@@ -35,16 +35,16 @@ NO_PROBES = (
     "the model's parameters are distributed, so a pass of one rank waits for all others; evaluate it yourself, on all "
     "ranks, within `run.tag(name)`"
 )
-"""Why sharded models are not probed."""
+"""The reason why sharded models are not probed."""
 
 _FARTHEST: Final = 1 << 20
-"""Steps between two passes are no more times what the plan says."""
+"""The largest factor by which `Probes.may_take` lengthens a plan's interval."""
 _HOOKED = "modules have forward hooks of the program, which would hear it; trace record --probe N takes it all the same"
-"""Why a program that has hooks is not probed unless it is asked for."""
+"""The reason why a program with hooks is probed only on request."""
 
 
 class ProbePlan(NamedTuple):
-    """A probe of the first datapoints that the model is given, as `Exporter.probe_first` takes it.
+    """How `Exporter.probe_first` probes the first datapoints that the model is called with.
 
     Examples
     --------
@@ -55,15 +55,15 @@ class ProbePlan(NamedTuple):
     Attributes
     ----------
     datapoints : int
-        At most; 0: there is no probe.
+        The largest number; 0 means no probe.
     every : int
         Steps between two passes.
     calls : int or None
-        Of how many calls they are taken at most; None: of as many as it takes.
+        The largest number of calls that they are taken from; None: as many as needed.
     spread : bool
-        Whether there are only `EACH_DOUBLING` passes more each time that the steps double, after the first few.
+        Whether passes become rarer: only `EACH_DOUBLING` more whenever the number of steps doubles.
     by_default : bool
-        Whether nobody asked for it: then the trace alone says why there is none.
+        Whether nobody requested the probe. If it cannot run, the trace says why, without a warning.
     """
 
     datapoints: int
@@ -76,7 +76,7 @@ class ProbePlan(NamedTuple):
         return self.datapoints > 0
 
     def due(self, step: int, apart: int = 1) -> bool:
-        """Whether there is a pass when so many steps are over, if they are at least so many times `every` apart."""
+        """Whether a pass is due after `step` steps; `apart` is the least factor on `every`."""
         return step % (self.every * max(apart, spread_factor(step, self.every) if self.spread else 1)) == 0
 
 
@@ -89,7 +89,7 @@ class Arguments:
 
     @classmethod
     def of(cls, inputs: Any) -> Arguments:
-        """Of what a user gives as inputs: a mapping has those with names, a tuple positional ones, else it is one."""
+        """From inputs: a mapping has keyword arguments, a tuple positional arguments; anything else is one argument."""
         if isinstance(inputs, Mapping):
             return cls((), dict(inputs))
         return cls(tuple(inputs) if isinstance(inputs, tuple) else (inputs,), {})
@@ -122,7 +122,7 @@ class Probe:
             yield map_tensors(self.inputs, functools.partial(rows_of, part))
 
     def due(self, step: int) -> bool:
-        """Whether it is run when so many steps are over."""
+        """Whether a pass is due after `step` steps."""
         return step % self.every == 0
 
     def ready(self, model: nn.Module) -> bool:
@@ -135,10 +135,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class FirstInputs(Probe):
-    """A probe whose inputs are the first datapoints that the model is given by the program.
+    """A probe whose inputs are the first datapoints that the program calls the model with.
 
-    Datapoints of evaluations are preferred, if there are any before the first pass; else those of the training are
-    taken.
+    Datapoints of evaluations before the first pass are preferred to those of the training.
 
     Parameters
     ----------
@@ -153,14 +152,14 @@ class FirstInputs(Probe):
         self._plan = plan
         self.by_default = plan.by_default
         self.apart = 1
-        """How many times as far apart as its plan says passes are at least."""
+        """The least factor by which `every` is multiplied."""
         self.refusal = "the model was never called"
         """The reason why there are no inputs."""
         self._given: dict[bool, list[tuple[int, Arguments]]] = {}
         self._model: weakref.ref[nn.Module] | None = None
 
     def due(self, step: int) -> bool:
-        """As its plan says, or less often."""
+        """Whether the plan, with the factor `apart`, has a pass after `step` steps."""
         return self._plan.due(step, self.apart)
 
     @property
@@ -169,7 +168,7 @@ class FirstInputs(Probe):
         return self.inputs is not None
 
     def offer(self, model: nn.Module, evaluation: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Keep copies of the arguments of a call, if they are still needed; returns whether no more are."""
+        """Keep copies of a call's arguments if they are still needed; returns whether the inputs are chosen."""
         if not self.settled:
             self._keep(model, evaluation, args, kwargs)
         return self.settled
@@ -188,7 +187,7 @@ class FirstInputs(Probe):
             self.refusal = "the model is called with something else than tensors and plain values, or without tensors"
             return
         if kept and not _alike(kept[0], (size, call)):
-            kept.append((0, call))  # marks that no more are kept
+            kept.append((0, call))  # marks that no more calls are kept
             return
         part = slice(0, self._plan.datapoints - have)
 
@@ -199,7 +198,7 @@ class FirstInputs(Probe):
         kept.append((min(size, self._plan.datapoints - have), map_tensors(call, copy_of)))
 
     def ready(self, model: nn.Module) -> bool:
-        """Choose the inputs from the calls that were kept, unless they are chosen; whether there are any."""
+        """Choose the inputs from the kept calls, unless they are chosen; whether there are inputs for this model."""
         if not self.settled and self._model is not None and self._model() is model:
             for evaluation in (True, False):
                 kept = [one for one in self._given.get(evaluation, ()) if one[0]]
@@ -214,7 +213,7 @@ def _has_rows(tensor: Tensor, size: int) -> bool:
 
 
 def _unchanging(value: Any) -> bool:
-    """Whether a value consists of tensors and of values that no forward can change; a cache does not."""
+    """Whether a value consists of tensors and values that no forward can change; a cache does not."""
     if value is None or isinstance(value, (Tensor, *_PLAIN)):
         return True
     if isinstance(value, Mapping):
@@ -227,7 +226,7 @@ def _unchanging(value: Any) -> bool:
 
 
 def _alike(first: tuple[int, Arguments], other: tuple[int, Arguments]) -> bool:
-    """Whether two calls have tensors of the same places, dtypes and shapes, except for the number of rows."""
+    """Whether two calls have tensors at the same paths, of equal dtypes and shapes apart from the number of rows."""
     one, another = leaves(first[1]), leaves(other[1])
     return [path for path, _ in one] == [path for path, _ in another] and all(
         a.dtype == b.dtype
@@ -238,7 +237,7 @@ def _alike(first: tuple[int, Arguments], other: tuple[int, Arguments]) -> bool:
 
 
 def _joined(calls: Sequence[tuple[int, Arguments]]) -> Arguments:
-    """One call with the rows of several."""
+    """One call with the rows of several calls."""
     size, first = calls[0]
     if len(calls) == 1:
         return first
@@ -258,11 +257,11 @@ def rows_of(part: slice, tensor: Tensor) -> Tensor:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of a structure in which a function has replaced each tensor that `leaves` finds."""
+    """A copy of a structure, in which a function has replaced each tensor that `leaves` finds."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, MutableMapping):
-        same: Any = copy.copy(value)  # an object of a class of its own may have attributes
+        same: Any = copy.copy(value)  # an instance of a subclass may have attributes
         for key, part in value.items():
             same[key] = map_tensors(part, function)
         return same
@@ -282,7 +281,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def joinable(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-    """Whether the tensors of batches of these sizes can be joined: each has the same number of rows for a datapoint."""
+    """Whether tensors of batches of these sizes can be joined: all have the same number of rows per datapoint."""
     if len(sizes) == 1:
         return True
     return len(parts) == len(sizes) and all(
@@ -292,18 +291,18 @@ def joinable(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
 
 
 class Collected:
-    """What the running probe has given so far, of a kind in `PROBED`.
+    """The tensors of the running probe, of kinds in `PROBED`.
 
     Parameters
     ----------
     joins : bool
-        Whether its inputs go through the model in several batches, whose tensors are held to be put together again.
-        Those of one batch are published as they come, so that no more of them is held than a capture keeps.
+        Whether the inputs are split into batches, whose tensors are held until they are joined. Without batches,
+        tensors are published at once, so that only what a capture keeps is held.
 
     Attributes
     ----------
     parts : dict of list of Tensor
-        By stream and call, the tensors that are held.
+        The held tensors by stream and call.
     outputs : set of str
         The leaves of the model's output.
     """
@@ -314,7 +313,7 @@ class Collected:
         self.outputs: set[str] = set()
 
     def take(self, stream: StreamKey, call: int | None, source: Tensor, owned: bool) -> bool:
-        """Hold a tensor, if it is to be held; returns whether it is not to be published now. See `Collecting`."""
+        """Hold a tensor if batches are joined; returns whether to withhold it for now. See `Collecting`."""
         if stream.kind not in PROBED:
             return True
         if stream.kind == "network_output":
@@ -331,7 +330,7 @@ class Probes(Part):
     Attributes
     ----------
     seconds : float
-        CPU time that this took of the thread that trains.
+        CPU time of the training thread spent on probes.
     """
 
     def __init__(self, ground: Ground, passes: Passes) -> None:
@@ -353,7 +352,7 @@ class Probes(Part):
                 f"probe {name!r} would make the parameters of a lazy model, and with other random numbers than the "
                 "training would: run the model once before"
             )
-        # one that a recording takes by itself gives way
+        # a probe of first inputs with the same name gives way
         known = [one for one in self._all if one.name != name or not isinstance(one, FirstInputs)]
         if not isinstance(name, str) or name in ("", DEFAULT_TAG, EVAL_TAG) or any(p.name == name for p in known):
             raise CaptureError(f"a probe's name is a tag of its own, not {name!r}")
@@ -364,33 +363,33 @@ class Probes(Part):
             labels = torch.as_tensor(labels, device="cpu")
         probe = Probe(name, Arguments.of(inputs), labels, every, batch_size)
         self.demand.leave_times(name)
-        self._run(probe)  # a probe that cannot run is an error of the caller, and is raised now
+        self._run(probe)  # now, so that the caller gets the error of a probe that cannot run
         if len(known) < len(self._all):
             self.passes.offered = None
         self._all = [*known, probe]
 
     def add_first(self, name: str, plan: ProbePlan) -> None:
-        """Run the model on the first inputs that it is given."""
+        """Run the model on the first inputs that the program calls it with."""
         probe = FirstInputs(name, plan)
         self._all.append(probe)
         self.demand.leave_times(name)
         self.passes.offered = probe.offer
 
     def run_due(self) -> None:
-        """Run the probes that are due after the step that has ended."""
+        """Run the probes that are due after the last step."""
         for probe in self._all:
             if probe.due(self.clock.step):
                 self.gate.guard(f"probe {probe.name}", functools.partial(self._run, probe))
 
     def may_take(self, seconds: float) -> None:
-        """Have the probe that nobody asked for come so seldom that it takes at most so many seconds a step."""
+        """Make the default probe so rare that it takes at most this many seconds per step."""
         for probe in self._all:
             if isinstance(probe, FirstInputs) and probe.by_default:
                 while probe.took > seconds * probe.every * probe.apart and probe.apart < _FARTHEST:
                     probe.apart *= 2
 
     def run(self, name: str) -> None:
-        """Run a probe now; what fails is raised."""
+        """Run a probe now, and raise its errors."""
         for probe in self._all:
             if probe.name == name:
                 self._run(probe)
@@ -408,7 +407,7 @@ class Probes(Part):
     def _run(self, probe: Probe) -> None:
         root = self.models.root
         probe.last = self.clock.step
-        if root is None or not probe.ready(root):  # only a probe of the first inputs may not be ready
+        if root is None or not probe.ready(root):  # only a probe of first inputs may not be ready
             return
         if not self.gate.open or not self.demand.hears(probe.name):
             return
@@ -423,7 +422,7 @@ class Probes(Part):
         sizes: list[int] = []
         before = self.gate.passes.now, passes.user_tag
         begin = thread_time()
-        seen = passes.forwards.seen  # of the program, which batches are counted against
+        seen = passes.forwards.seen  # restored after the pass: batches are matched to the program's forwards only
         try:
             self.gate.passes.now, passes.user_tag = Pass(), probe.name
             self.publisher.collecting = collected.take
@@ -452,6 +451,6 @@ class Probes(Part):
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
             self.publisher.publish(kind, path, whole, probe.name, leaf, call)
         if probe.labels is not None:
-            # labels join the output whose leaf they have
+            # labels get the output's leaf, to be joined with it
             leaf = next(iter(collected.outputs)) if len(collected.outputs) == 1 else ""
             self.publisher.publish("input_labels", None, probe.labels.clone(), probe.name, leaf, 0)

@@ -9,21 +9,21 @@ from tracer.observing.clock import Clock
 
 
 class Problems:
-    """Notes what is not observed, so that the training goes on; the first note of each sort is also a warning.
+    """Notes what is not observed, so that the training continues. The first note of each kind is also a warning.
 
     Parameters
     ----------
     clock : Clock
-        Its step stands in the notes.
+        Gives the step of a note.
     strict : bool
-        Whether what fails reaches the training loop.
+        Whether errors are raised in the training loop.
 
     Attributes
     ----------
     all : list of dict
-        The notes: `what`, `why`, their `count`, and the `global_step` of the first of a sort.
+        The notes: `what`, `why`, their `count`, and the `global_step` of the first occurrence.
     enabled : bool
-        Whether problems are noted now.
+        Whether problems are currently noted.
     """
 
     def __init__(self, clock: Clock, *, strict: bool) -> None:
@@ -34,8 +34,8 @@ class Problems:
         self._known: dict[tuple[str, str], dict[str, Any]] = {}
 
     def note(self, what: str, why: str, *, warn: bool = True) -> None:
-        """Note what is not observed, and why; without a warning if nothing is missing."""
-        if not self.enabled:  # nothing is observed any more, and the reason has been noted
+        """Note what is not observed, and why. `warn`: False if nothing is missing."""
+        if not self.enabled:  # observation has ended, for a reason already noted
             return
         known = self._known.get((what, why))
         if known is not None:
@@ -47,7 +47,7 @@ class Problems:
             warn_only(f"{what} is not observed: {why}; the training goes on", stacklevel=3)
 
     def failed(self, what: str, error: Exception) -> None:
-        """Note that an exception ended an observation; raise it under `strict`, or if a signal's handler raised it."""
+        """Note an exception that ended an observation; raise it under `strict` or if a signal handler raised it."""
         if self.strict or raised_by_signal(error):
             raise error
         self.note(what, f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""`profile`: captures with a name, for who does not want to say what is to be recorded."""
+"""`profile`: named sets of captures, for users who do not choose what to record."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tracer.observing.capture import DEFAULT_KINDS, Capture
 from tracer.observing.probes import PROBE, ProbePlan
 
 DEFAULT_PROFILE: Final = "standard"
-"""What is recorded where nobody says."""
+"""The profile that is used by default."""
 KEYFRAME_EVERY: Final = 50
-"""Steps from one keyframe to the next, and from one probe to the next, in the profile ``standard``."""
+"""Steps between keyframes, and between probes, in the profile ``standard``."""
 _LARGE: Final = 8 << 20
-"""Bytes of inputs, labels or outputs of a batch above which ``standard`` keeps only their hash."""
+"""Inputs, labels and outputs of a batch above this many bytes are kept only as a hash in ``standard``."""
 _WIDE: Final = "sketch:k=256"
-"""What ``standard`` keeps of the activations of a probe: of wider layers, estimates."""
+"""How ``standard`` reduces a probe's activations; for wider layers the sketch is an estimate."""
 
 _EVENTS = tuple(name for name, kind in KINDS.items() if kind.event and not kind.state)
 _LOSSES = ("loss_terms", "loss")
@@ -26,14 +26,14 @@ _OUTCOMES = ("network_output", "input_labels", *_LOSSES)
 
 
 class _Profile(NamedTuple):
-    """What a profile records.
+    """The captures and options of a profile.
 
     Attributes
     ----------
     captures : sequence of mapping
         The settings of the captures (`tracer.Capture.from_mapping`).
     options : Mapping of str to object
-        The options of the recording (`tracer.recording.options.Options`) that hold unless others are given.
+        Default options of the recording (`tracer.recording.options.Options`).
     """
 
     captures: Sequence[Mapping[str, Any]]
@@ -44,7 +44,7 @@ _TRAINING = [DEFAULT_TAG]
 _INPUTS = ["input_data", "input_labels"]
 _STEPS = [kind for kind in DEFAULT_KINDS if kind not in (*_EVENTS, *_LOSSES)]
 _STANDARD: Sequence[Mapping[str, Any]] = (
-    # before the keyframes, because the first capture that takes a stream decides on it
+    # before the keyframes, because the first capture that takes a stream decides
     {
         "kinds": [*_EVENTS, *_LOSSES, *_INPUTS, "sample_ids", "generators", "hyperparameters"],
         "tags": _TRAINING,
@@ -79,7 +79,7 @@ def _profile(name: str) -> _Profile:
 
 
 def settings_of(name: str) -> list[dict[str, Any]]:
-    """The settings of the captures of a profile, as a configuration file has them; a copy, which may be changed.
+    """The settings of a profile's captures, as in a configuration file; a copy, which may be changed.
 
     Raises
     ------
@@ -90,7 +90,7 @@ def settings_of(name: str) -> list[dict[str, Any]]:
 
 
 def options_of(name: str) -> Mapping[str, Any]:
-    """The options of a recording that hold with a profile, unless others are given.
+    """The default options of a recording with a profile.
 
     Raises
     ------
@@ -101,17 +101,17 @@ def options_of(name: str) -> Mapping[str, Any]:
 
 
 def profile(name: str) -> tuple[Capture, ...]:
-    """The captures of a profile, as `tracer.record` takes them.
+    """The captures of a profile, for `tracer.record`.
 
     ``light``
         Losses and hyperparameters.
     ``standard``
         The default. At every step losses, inputs, labels, sample ids, hyperparameters and the states of the random
-        generators; at every 50th step a keyframe; statistics and a hash of every tensor as often as 5 % of the
-        training's CPU time allow, after a first second. ``trace reenact`` brings back everything else. Of evaluations
-        outputs, labels and losses. Under the tag ``probe``, after every 50 steps, and in a long run less often,
-        activations of the first datapoints, at most 64 of one batch. Of inputs, labels and outputs of a batch above 8
-        MiB only a hash is kept. Parameters of which all together take more than 64 MiB take turns in having updates.
+        generators; at every 50th step a keyframe; statistics and a hash of every tensor, after the first second only as
+        often as 5 % of the training's CPU time allow. ``trace reenact`` recomputes everything else. Of evaluations
+        outputs, labels and losses. Under the tag ``probe``, after every 50 steps and less often in a long run,
+        activations of the first datapoints, at most 64 of one batch. Inputs, labels and outputs of a batch above 8 MiB
+        are kept only as a hash. If all parameters together exceed 64 MiB, they take turns in having updates recorded.
     ``full``
         Everything, at every step and of every evaluation.
 

@@ -25,36 +25,36 @@ from tracer.observing.problems import Problems
 from tracer.observing.pytorch.tensors import copied, leaves, ordinary, same_storage, space_for, unobservable, unscaled
 
 LARGE = 1 << 20
-"""Bytes of a tensor whose copy waits until the receivers have room for it."""
+"""Tensors of at least this many bytes are copied only when the receivers have room."""
 PROBED = ("layer_inputs", "activations", "network_output")
-"""The kinds that are published of a probe's pass. Its inputs are always the same, and the user has them."""
+"""The kinds published of a probe's pass. A probe's input is always the same, and the user has it."""
 
 Collecting: TypeAlias = "Callable[[StreamKey, int | None, Tensor, bool], bool]"
-"""Takes a tensor that a pass of a probe gives: the stream, the call, the tensor, and whether it is a copy already.
+"""Takes a tensor of a probe's pass: the stream, the call, the tensor, and whether it is already a copy.
 
-Returns whether the tensor is not to be published now.
+Returns whether to withhold the tensor for now.
 """
 
 
 @dataclass(eq=False, repr=False)
 class Publisher:
-    """Makes messages of the tensors that somebody wants, and publishes them on a bus.
+    """Makes messages of the wanted tensors, and publishes them on a bus.
 
     Parameters
     ----------
     demand : Demand
-        Who wants what.
+        Decides which captures want which tensors.
 
     Attributes
     ----------
     memory : Memory
-        Where copies are made.
+        The memory for copies.
     rank : int
-        Of this process, in each message.
+        This process's rank, which each message carries.
     overflows : Overflows
-        How many numbers were beyond the range of the dtype that a capture casts them to.
+        Counts numbers beyond the range of the dtype that a capture casts to.
     collecting : callable or None
-        See `Collecting`; None while no probe runs.
+        See `Collecting`; None unless a probe runs.
     """
 
     bus: MessageBus
@@ -70,16 +70,16 @@ class Publisher:
         self.collecting: Collecting | None = None
         self._running: dict[StreamKey, Tensor] = {}
         self._samplings: dict[tuple[Any, ...], dict[str, Any] | None] = {}
-        # the placements of distributed tensors, by torch's specification of these tensors
+        # by torch's specification of a distributed tensor
         self._placements: dict[Any, dict[str, Any]] = {}
 
     def can_record(self, kind: str, path: str | None, data: Tensor) -> bool:
-        """Whether the values of a tensor can be copied, and a trace can hold them; if not, that is a problem.
+        """Whether a tensor can be copied and a trace can hold it; if not, a problem is noted.
 
         Raises
         ------
         CaptureError
-            Under `strict`, if no trace can hold them.
+            Under `strict`, if no trace can hold it.
         """
         what = stream_name(kind, path)
         reason = unobservable(data)
@@ -93,13 +93,13 @@ class Publisher:
         return False
 
     def copy(self, data: Tensor) -> Tensor:
-        """A copy of an observable tensor; of a large one as soon as the receivers have room for it."""
+        """Copy an observable tensor; a large one waits until the receivers have room."""
         if data.layout is torch.strided and data.nbytes >= LARGE:
             self.bus.make_room(data.nbytes)
         return copied(data, self.memory)
 
     def space(self, like: Tensor) -> Tensor | None:
-        """Memory for a tensor like this one, as for a copy of it; None where new memory is as good."""
+        """Memory for a copy of a tensor; None where newly allocated memory is as good."""
         if like.nbytes >= LARGE:
             self.bus.make_room(like.nbytes)
         return space_for(like, self.memory)
@@ -123,7 +123,7 @@ class Publisher:
         *,
         owned: bool = True,
     ) -> None:
-        """Publish data that this exporter owns, or else a copy of it, if it is wanted."""
+        """Publish data if it is wanted; copy it unless this exporter owns it."""
         at = at if at is not None else self.demand.at(tag)
         captures = self.demand.wanted(kind, path, tag, at)
         if captures:
@@ -134,8 +134,8 @@ class Publisher:
     def publish_leaves(self, kind: str, path: str | None, value: Any, tag: str, call: int | None = None) -> None:
         """Publish copies of the tensors in a structure, if they are wanted.
 
-        Of an evaluation they are counted even if they are wanted of other passes only, so that they have one number
-        whatever is recorded.
+        In an evaluation, tensors are counted even if only other passes want them, so that their numbers do not depend
+        on what is recorded.
         """
         at = self.demand.at(tag)
         captures = self.demand.wanted(kind, path, tag, at)
@@ -159,15 +159,15 @@ class Publisher:
         owned: bool,
         scale: Tensor | None = None,
     ) -> None:
-        """Publish one tensor, divided by a loss scale if there is one, for each of the captures, that of the data last.
+        """Publish one tensor, divided by the loss scale if given, for each capture, the data's own capture last.
 
-        What a capture keeps of it is selected here; `release` does the rest.
+        This selects what each capture keeps; `release` does the rest.
         """
         kind, path, tag, leaf = stream
         first = captures[0]
         plain = len(captures) == 1 and first.keeps_whole(kind) and first.in_place_of(kind, data) is first
         if plain and scale is None and self.collecting is None and ordinary(data):
-            # what nearly all messages need: an ordinary tensor, as it is
+            # the fast way for nearly all messages: an ordinary tensor, unchanged
             if data.requires_grad:
                 data = data.detach()
             if not owned:
@@ -182,7 +182,7 @@ class Publisher:
             return
         placement = self.place(data)
         source = local(data)
-        # on a device it has to be a tensor of this call alone, of which a hash and statistics are of one reading
+        # on a device, the object must belong to this call alone, because hash and statistics of one object are cached
         if source.requires_grad or type(source) is not Tensor or source.is_cuda:
             source = source.detach()
         if source.layout is not torch.strided:
@@ -214,7 +214,7 @@ class Publisher:
         *,
         owned: bool,
     ) -> None:
-        """Condition, reduce, cast and publish what was chosen of `source`; copy it, if it is not `owned` already."""
+        """Condition, reduce, cast and publish the part `chosen` of `source`; copy it unless it is `owned`."""
         kind = stream.kind
         final = chosen
         if capture.choices or capture.condition is not None:
@@ -242,12 +242,12 @@ class Publisher:
     def tell(
         self, capture: Capture, stream: StreamKey, final: Tensor, call: int, at: At, sampling: dict[str, Any] | None
     ) -> None:
-        """Publish what a capture has made of a tensor. It is nobody else's."""
+        """Publish the final tensor of a capture, which nobody else owns."""
         kind = capture.published(stream.kind) if capture.choices else stream.kind
         self._send(capture, self._message(kind, stream, final, call, at, sampling))
 
     def _send(self, capture: Capture, message: Message) -> None:
-        """Give a message that a capture made to all who listen, or to the one listener for whom alone it observes."""
+        """Send a message to all receivers, or only to the receiver that the capture observes for."""
         apart = self.demand.apart
         if apart is None or all(one is not capture for one in apart.captures):
             self.bus.publish(message)
@@ -267,14 +267,14 @@ class Publisher:
         step, train_step, epoch, _ = at
         return checked(kind, path, step, train_step, epoch, tag, call, leaf, self.rank, data, sampling)
 
-    # -- what is said beside --------------------------------------------------------------------------------
+    # -- what a message says about its data -----------------------------------------------------------------
 
     def sampling(
         self, capture: Capture, stream: StreamKey, data: Tensor, placement: dict[str, Any] | None, twice: bool
     ) -> dict[str, Any] | None:
-        """What a message says of how it is made of a tensor; worked out once for each shape.
+        """How a message's data was made from a tensor; computed once per shape.
 
-        That is `Capture.sampling`, the placement, and `twice`: whether another message has the tensor's statistics.
+        Consists of `Capture.sampling`, the placement, and `twice`: whether another message carries the statistics.
         """
         if placement is None and not capture.choices and not twice:
             return None
@@ -292,7 +292,7 @@ class Publisher:
         return self._samplings[key]
 
     def place(self, tensor: Tensor) -> dict[str, Any] | None:
-        """`placement_of` a tensor, worked out once for all that are distributed like it; None for all others."""
+        """`placement_of` a distributed tensor, computed once per specification; None for other tensors."""
         if not is_distributed(tensor):
             return None
         key = tensor._spec  # type: ignore[attr-defined]  # of a DTensor
@@ -302,9 +302,9 @@ class Publisher:
         return found
 
     def forget_captures(self) -> None:
-        """Let go of what was worked out for captures, which others have replaced."""
+        """Drop what was computed for captures that have been replaced."""
         self._samplings = {}
 
     def forget_places(self) -> None:
-        """Let go of what `place` remembers."""
+        """Drop the cache of `place`."""
         self._placements = {}

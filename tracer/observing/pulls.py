@@ -1,4 +1,4 @@
-"""`Pulls`: the last batches that DataLoaders gave, and which of them a forward is of."""
+"""`Pulls`: the last batches that DataLoaders yielded, and the batch that each forward uses."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tracer.observing.pytorch.tensors import leaves
 
 _KEPT: Final = 16
-"""So many batches may be drawn ahead of the forwards that they are for."""
+"""How many batches may be drawn ahead of their forwards."""
 _ELEMENTS: Final = 256
-"""By so many elements of a tensor a copy of it is known."""
+"""How many elements of a tensor are compared to recognize a copy of it."""
 _COMPARED: Final = 8
-"""So many tensors of a batch are compared, at most."""
+"""The largest number of tensors of a batch that are compared."""
 
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """What is known of an iterator of a DataLoader.
+    """An iterator of a DataLoader.
 
     Attributes
     ----------
     given : int
-        How many batches it gave.
+        How many batches it has yielded.
     forwards : int
-        How many forwards there had been when it gave the last one.
+        How many forwards there had been when it yielded its last batch.
     in_turn : bool
-        Whether there was a forward between each two of its batches, so that none was drawn ahead or left out.
+        Whether a forward ran between every two of its batches, so that no batch was drawn ahead or skipped.
     """
 
     given: int = 0
@@ -46,20 +46,20 @@ class Source:
 
 @dataclass(slots=True, eq=False)
 class Pulled:
-    """A batch that a DataLoader gave. It keeps no tensor of the batch alive.
+    """A batch that a DataLoader yielded. Keeps no tensor of the batch alive.
 
     Attributes
     ----------
     ids : sequence of int
-        Which datapoints it is made of.
+        The datapoints of the batch.
     number : int
-        Which one it is of all batches.
+        Its number among the batches of all iterators.
     forwards : int
-        How many forwards there had been before.
+        How many forwards there had been when it was yielded.
     source : Source
-        The iterator that gave it.
+        The iterator that yielded it.
     place : int
-        Which one it is of those of its iterator.
+        Its number among the batches of its iterator.
     """
 
     ids: Sequence[int]
@@ -71,7 +71,7 @@ class Pulled:
     _elements: list[tuple[torch.Size, Tensor]] = field(default_factory=list)
 
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Note where its tensors are, and some of their elements."""
+        """Note the memory of the batch's tensors, and some of their elements."""
         for one in tensors:
             if not _is_plain(one):
                 continue
@@ -81,18 +81,18 @@ class Pulled:
                 self._elements.append((one.shape, elements_of(one)))
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of its tensors, or a view of one."""
+        """Whether a tensor is a tensor of the batch, or a view of one."""
         storage, offset = tensor.untyped_storage()._cdata, tensor.storage_offset()
         return any(
             memory.cdata == storage and start <= offset < start + extent for memory, start, extent in self._memory
         )
 
     def has_shape(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of some tensors has the shape of one of its own."""
+        """Whether any of some tensors has the shape of a tensor of the batch."""
         return any(one.shape == shape for one in tensors for shape, _ in self._elements)
 
     def is_copied(self, tensors: Iterable[Tensor], known: dict[int, Tensor]) -> bool:
-        """Whether tensors have the elements of its own, as far as they have their shapes; `known`: by tensor's id."""
+        """Whether tensors equal the batch's tensors of the same shapes; `known` caches elements by tensor id."""
         found = False
         for one in islice(tensors, _COMPARED):
             alike = [
@@ -110,25 +110,25 @@ class Pulled:
 
 
 class Pulls:
-    """The last batches that DataLoaders gave, and which of them a forward is of."""
+    """The last batches that DataLoaders yielded, and the batch that each forward uses."""
 
     def __init__(self) -> None:
         self._last: deque[Pulled] = deque(maxlen=_KEPT)
         self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
         self._count = 0
-        self._used = -1  # the number of the batch that the last forward was of
-        self._copied: tuple[Pulled, int] | None = None  # the last batch that was copied for a forward, and which one
+        self._used = -1  # the number of the batch that the last forward used
+        self._copied: tuple[Pulled, int] | None = None  # the last batch used through a copy, and the forward's number
 
     def __len__(self) -> int:
         return len(self._last)
 
     @property
     def waiting(self) -> list[Pulled]:
-        """The batches that were given after the one that the last forward was of, by iterators that are still there."""
+        """The batches yielded after the one that the last forward used, by iterators that are still alive."""
         return [one for one in self._there() if one.number > self._used]
 
     def _there(self) -> list[Pulled]:
-        """The last batches of iterators that are still there. What the others gave is used, or never will be."""
+        """The last batches of the iterators that are still alive; other batches were used or never will be."""
         there = [*self._sources.values()]
         return [one for one in self._last if one.source in there]
 
@@ -138,7 +138,7 @@ class Pulls:
         Parameters
         ----------
         iterator
-            Of the DataLoader that gave it.
+            The DataLoader's iterator.
         ids : sequence of int
         batch
             Any structure of tensors.
@@ -156,19 +156,20 @@ class Pulls:
         return pulled
 
     def of_forward(self, arguments: Any, forwards: int | None) -> Pulled | None:
-        """The batch that a forward is of; None if that is not known.
+        """The batch that a forward uses; None if that is unknown.
 
-        An input is a tensor of the batch, or a view of one. Or it is a copy, on another device say, which is known by
-        some of its elements; these are not looked at if it was so with the forward before, and its batch was followed
-        by one. Or it was computed from the batch, which is known where each batch is used before the next is drawn.
+        An input can be a tensor of the batch or a view of one. It can be a copy, for example on another device; then
+        some of its elements identify the batch, unless the previous forward used a copy too and only the next batch of
+        the same iterator was yielded since. Or it was computed from the batch; then the batch is identified only if
+        each batch is used before the next is drawn.
 
         Parameters
         ----------
         arguments
-            Any structure of tensors: what the model is given.
+            Any structure of tensors: the arguments of the model.
         forwards : int or None
-            How many forwards of the model there have been, this one included. None: they are not counted, as there are
-            several models.
+            How many forwards of the model there have been, including this one. None with several models, whose forwards
+            are not counted.
         """
         inputs = [one for _, one in leaves(arguments) if _is_plain(one)]
         found = next((one for one in reversed(self._last) if any(map(one.holds, inputs))), None)
@@ -183,13 +184,13 @@ class Pulls:
         return found
 
     def use_first(self) -> None:
-        """Take the first batch that waits for the one that the last forward was of."""
+        """Mark the first waiting batch as used."""
         waiting = self.waiting
         if waiting:
             self._used = waiting[0].number
 
     def _next_copied(self, inputs: Sequence[Tensor], forwards: int | None) -> Pulled | None:
-        """The batch that follows the one that was copied for the forward before."""
+        """The batch that follows the one that was copied for the previous forward."""
         if self._copied is None or forwards is None or self._copied[1] != forwards - 1:
             return None
         before = self._copied[0]
@@ -200,13 +201,13 @@ class Pulls:
         return next((one for one in following if one.has_shape(inputs)), None)
 
     def _copy(self, inputs: Sequence[Tensor]) -> Pulled | None:
-        """The batch of which the inputs are copies: of several that are alike the first that was not used."""
+        """The batch that the inputs are copies of. Of several equal batches, the first that is unused."""
         known: dict[int, Tensor] = {}
         alike = [one for one in self._last if one.is_copied(inputs, known)]
         return next((one for one in alike if one.number > self._used), alike[-1] if alike else None)
 
     def _in_turn(self, inputs: Sequence[Tensor]) -> Pulled | None:
-        """The last batch, if it is the only one that was given since the forward before, and none was left out."""
+        """The last batch, if it is the only one since the previous forward, and none was skipped."""
         last = self._last[-1] if self._last else None
         if last is None or not last.source.in_turn:
             return None
@@ -227,14 +228,14 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def elements_of(tensor: Tensor) -> Tensor:
-    """Some elements of a tensor, always at the same random places: of shape (elements,), on its device."""
+    """Some elements of a tensor, of shape (elements,), on its device. The places are random but fixed for a shape."""
     return tensor.detach()[_places(tensor.shape)] if tensor.ndim else tensor.detach().reshape(1).clone()
 
 
 @lru_cache(maxsize=256)
 def _places(shape: torch.Size) -> tuple[Tensor, ...]:
     count = int(np.prod(shape))
-    # with a generator of its own
+    # a generator of its own leaves the program's random numbers alone
     flat = np.random.Generator(np.random.PCG64(count)).integers(0, count, _ELEMENTS) if count > _ELEMENTS else None
     chosen = np.arange(count) if flat is None else np.sort(flat)
     return tuple(map(torch.from_numpy, np.unravel_index(chosen, tuple(shape))))

@@ -1,4 +1,4 @@
-"""Which parameters other ranks hold as this one does, and which of them others record."""
+"""Which parameters other ranks hold too, and which of these another rank records."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tracer.observing.pytorch.wrappers import wrapped_by
 
 
 class Ranks(Part):
-    """Finds out what other ranks hold, when the first step ends: a model may be wrapped after an exporter got it.
+    """Determines what other ranks hold when the first step ends, because a model may be wrapped after `set_model`.
 
     Attributes
     ----------
     around : WeakSet of Module
-        The DistributedDataParallel around the model.
+        DistributedDataParallel wrappers of the model.
     recorded : collection of int or None
-        The ranks that record; None if each does, for itself.
+        The ranks that record; None if each records for itself.
     elsewhere : set of (str, str)
-        Kinds and streams that another rank records, because it has the same.
+        Kinds and streams that another rank records with the same data.
     replicas : dict
-        By path, the placement of a parameter that other ranks hold, too.
+        By path, the placement of a parameter that other ranks hold too.
     surveyed : bool
-        Whether what other ranks hold is known.
+        Whether `survey` is up to date.
     """
 
     def __init__(self, ground: Ground) -> None:
@@ -41,20 +41,20 @@ class Ranks(Part):
         self.surveyed = False
 
     def note(self, wrapper: nn.Module) -> None:
-        """Note a wrapper around the model: of a DistributedDataParallel, other ranks hold the same."""
+        """Note a wrapper around the model, if it is a DistributedDataParallel, whose ranks hold equal parameters."""
         if isinstance(wrapper, DistributedDataParallel) and wrapper not in self.around:
             self.around.add(wrapper)
             self.surveyed = False
 
     def note_around(self, root: nn.Module, wrapper: nn.Module) -> None:
-        """Note all wrappers from an outermost one inwards to the model."""
+        """Note all wrappers from the outermost inwards to the model."""
         outer: nn.Module | None = wrapper
         while outer is not None and outer is not root:
             self.note(outer)
             outer = wrapped_by(outer)
 
     def survey(self) -> None:
-        """Find out which parameters other ranks hold, and which of them others record."""
+        """Find the parameters that other ranks hold, and those that another rank records."""
         self.surveyed = True
         ranks_of: dict[int, list[int]] = {}
         inside = (one for _, top in self.models.tops for one in walking.modules(top))
@@ -74,7 +74,7 @@ class Ranks(Part):
                 placement = self.replicas[parameter.path] = {"replicas": ranks}
             holders = placement["replicas"] if placement else [rank]
             if recorded is not None and min({*holders} & {*recorded}, default=rank) != rank:
-                # the gradient of what is computed is that of this rank's own loss
+                # the gradient of a computed weight comes from this rank's own loss
                 same = (parameter.values,) if parameter.computed else parameter.kinds
                 elsewhere |= {(kind, parameter.stream) for kind in same}
         if elsewhere != self.elsewhere:

@@ -1,6 +1,6 @@
-"""`REDUCTIONS`: the statistics of one tensor that `Capture.reduce` knows by name.
+"""`REDUCTIONS`: the statistics of a tensor that `Capture.reduce` accepts by name.
 
-They are float64 within its range, whatever the dtype and the size of the tensor.
+They are computed in float64, within its whole range, whatever the dtype and the size of the tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CONVERTED: Mapping[torch.dtype, torch.dtype] = {
     torch.uint32: torch.int64,
     torch.uint64: torch.float64,
 }
-"""Dtypes for which torch has no sums, norms or extremes, and the dtype to convert to (which rounds uint64)."""
+"""Dtypes for which torch has no sums, norms or extremes, and the dtypes to convert to (which round uint64)."""
 
 _LEAST = -(2**63)
 
@@ -53,7 +53,7 @@ def _precise(x: Tensor) -> torch.dtype:
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """Two to powers from -1022 to 1023, smaller ones as -1022; float64. `torch.ldexp` is not exact on every device.
+    """2**exponent in float64, exponents clamped to at least -1022. `torch.ldexp` is not exact on every device.
 
     Examples
     --------
@@ -64,7 +64,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _scale(x: Tensor) -> Tensor | None:
-    """A power of two to divide by, so that squares and sums stay within float64; None if they do anyway."""
+    """A power of two to divide by so that squares and sums stay within float64's range; None if they do without."""
     if x.dtype not in (torch.float64, torch.complex128):
         return None
     size = _size_of_largest(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)
@@ -75,7 +75,7 @@ def _scale(x: Tensor) -> Tensor | None:
 
 
 def _in_range(statistic: Callable[[Tensor, Tensor | None], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wraps a statistic, so that its intermediate results stay within float64 if its result does."""
+    """Wrap a statistic so that its intermediate results stay within float64's range if its result does."""
 
     def of(x: Tensor) -> Tensor:
         scale = _scale(x)
@@ -95,13 +95,13 @@ def _mean(x: Tensor, scale: Tensor | None) -> Tensor:
 
 def _norm(x: Tensor, scale: Tensor | None) -> Tensor:
     if x.is_cuda and scale is None and x.dtype in DTYPES.values():
-        # one kernel that converts what it reads; `vector_norm` first writes all of it once more in float64
+        # one kernel that converts while reading; `vector_norm` would first write a float64 copy
         norm: Tensor = torch._foreach_norm([x], 2, dtype=torch.float64)[0]
         return norm
     parts = []
     for one in _pieces(x, scale):
         if not (one.is_floating_point() or one.is_complex()):
-            one = one.to(_precise(x))  # torch has norms of floating-point numbers only
+            one = one.to(_precise(x))  # torch computes norms of floating-point numbers only
         parts.append(torch.linalg.vector_norm(one.flatten(), dtype=_precise(x)))
     whole: Tensor = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts))
     return whole
@@ -122,7 +122,7 @@ def _std(x: Tensor, scale: Tensor | None) -> Tensor:
         return torch.full((), math.nan, dtype=torch.float64, device=x.device)
     mean = _sum(x, scale) / x.numel()
     squares, rests = zip(*[_about(mean, one) for one in _pieces(x, scale)], strict=True)
-    # the mean is rounded, so deviations do not sum to 0; the rest is corrected for (Chan, Golub, LeVeque 1983)
+    # the mean is rounded, so deviations do not sum to 0; correct for the rest (Chan, Golub, LeVeque 1983)
     rest = torch.stack(rests).sum().abs().square() / x.numel()
     spread = (torch.stack(squares).sum() - rest).clamp(min=0)
     return (spread / (x.numel() - 1)).sqrt()
@@ -132,7 +132,7 @@ def _extreme(x: Tensor, which: Literal["min", "max"]) -> Tensor:
     if x.is_complex():
         raise CaptureError(f"complex numbers have no order, so no {which}; absmax is their greatest modulus")
     of: Callable[[Tensor], Tensor] = torch.amin if which == "min" else torch.amax
-    if x.dtype is torch.uint64:  # with the first bit inverted, the order is that of signed numbers
+    if x.dtype is torch.uint64:  # inverting the first bit gives the order of signed numbers
         return (of(x.view(torch.int64) ^ _LEAST) ^ _LEAST).view(torch.uint64)
     if x.dtype in _CONVERTED:
         return of(torch.stack([of(one) for one in _pieces(x)])).to(x.dtype)
@@ -140,11 +140,11 @@ def _extreme(x: Tensor, which: Literal["min", "max"]) -> Tensor:
 
 
 def _size_of_largest(x: Tensor) -> Tensor:
-    """The greatest modulus of real numbers, computed from their extremes only."""
+    """The greatest modulus of real numbers, from their extremes."""
     low, high = _extreme(x, "min"), _extreme(x, "max")
     if x.dtype is torch.bool:
         return high
-    if not x.is_floating_point():  # the modulus of the least integer of a dtype does not fit into the dtype
+    if not x.is_floating_point():  # the modulus of a dtype's least integer does not fit into the dtype
         return torch.maximum(low.double().abs(), high.double().abs())
     return torch.maximum(_reducible(low).abs(), _reducible(high).abs()).to(x.dtype)
 
@@ -166,10 +166,10 @@ REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "rms": _in_range(_rms),
     "std": _in_range(_std),
 }
-"""Statistics that `Capture.reduce` knows by name; each maps a tensor to a 0-d tensor.
+"""Statistics that `Capture.reduce` accepts by name; each maps a tensor to a 0-d tensor.
 
-Means, sums, norms and deviations are float64 (or complex128); extremes keep the dtype, but the greatest modulus of
-whole numbers is float64.
+Means, sums, norms and deviations are float64 (or complex128). Extremes keep the dtype, except that the greatest modulus
+of integers is float64.
 """
 
 

@@ -1,4 +1,4 @@
-"""What a pass of our own through a model leaves behind: nothing, as all that it may change is put back."""
+"""Restores everything that a pass of our own through a model may change."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Leave autocast; restore the buffers of a model, the attributes of its modules, and all random generators.
+    """Disable autocast; restore a model's buffers, its modules' attributes, and all random generators.
 
-    Of attributes that are tensors or containers of Python, and of what these contain, the contents are restored, too.
+    The contents of attributes that are tensors or Python containers are restored too, recursively.
     """
     buffers = [
         (one, name, buffer, buffer.detach().clone(), buffer._version)
@@ -61,28 +61,28 @@ def restored(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for one, name, buffer, content, version in buffers:
                 if buffer._version != version or not _same_bytes(buffer, content):
-                    buffer.data.copy_(content)  # a graph that keeps the buffer for its backward takes no notice
+                    buffer.data.copy_(content)  # through `data`, which a graph that saved the buffer does not notice
                 if one._buffers.get(name) is not buffer:
                     one._buffers[name] = buffer
 
 
 class _Contents:
-    """What lists, dictionaries, sets and tensors hold, and the containers in these; to be put back.
+    """The contents of lists, dictionaries, sets and tensors, recursively, to be restored.
 
-    A module may hold its whole data set. So tensors above `_LARGE` bytes, and what comes after `_MOST` values, stay as
-    a pass leaves them.
+    A module may hold its whole data set, so tensors above `_LARGE` bytes, and values after the first `_MOST`, are not
+    restored.
 
     Parameters
     ----------
     values : iterable
-        Those of other classes are passed over.
+        Values of other classes are ignored.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor, int]] = []
         seen, waiting = set[int](), deque(values)
-        while waiting and len(seen) < _MOST:  # the attributes first, and then what they hold
+        while waiting and len(seen) < _MOST:  # breadth first: attributes before their contents
             value = waiting.popleft()
             if id(value) in seen:
                 continue
@@ -96,9 +96,9 @@ class _Contents:
                 self._tensors.append((value, value.detach().clone(), value._version))
 
     def restore(self) -> None:
-        """Put back what was there, in place."""
+        """Restore the contents in place."""
         for container, before in self._containers:
-            if _held(container) != _held(before):  # else a loop over it may be going on
+            if _held(container) != _held(before):  # an unchanged container may be in use by a loop
                 container.clear()
                 (container.extend if isinstance(container, list | deque) else container.update)(before)
         with torch.no_grad():
@@ -108,7 +108,7 @@ class _Contents:
 
 
 def _held(container: Any) -> Any:
-    """What a container holds, by identity."""
+    """The items of a container, by identity."""
     ids = [*map(id, container), *map(id, container.values() if isinstance(container, Mapping) else ())]
     return set(ids) if isinstance(container, set) else ids
 
@@ -126,14 +126,14 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
-    """The attributes that a module's own class has given it, such as the state of a recurrent network."""
+    """The attributes that a module's class adds to those of `nn.Module`, such as a recurrent network's state."""
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors hold the same bytes; True if they cannot be compared easily.
 
-    The versions do not tell, because torch's batch norm changes buffers without counting one.
+    Versions do not suffice, because torch's batch norm changes buffers without counting a version.
     """
     easy = type(one) is Tensor and one.layout is torch.strided and not (one.is_quantized or one.is_meta)
     if not easy or one.is_conj() or one.is_neg():

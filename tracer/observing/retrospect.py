@@ -1,4 +1,4 @@
-"""Notes at the end of a run what was not observed, and why."""
+"""Notes at the end of a run what was not observed, with the reasons."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from tracer.observing.optimizer_steps import OptimizerSteps
 from tracer.observing.part import Ground, Part
 
 _LATE = 10
-"""If the open step has more than so many times the usual number of forwards at the end, that is noted."""
+"""A note is made if the open step has more than this many times the usual number of forwards at the end."""
 
 
 class Retrospect(Part):
-    """Notes at the end of a run what was not observed, and why.
+    """Notes at the end of a run what was not observed, with the reasons.
 
     Attributes
     ----------
     unended : dict or None
-        The step that was open when the run ended, with its `passes`: they are of no training step.
+        The step that was open when the run ended, with its `passes`, which belong to no training step.
     """
 
     def __init__(self, ground: Ground, optimizer_steps: OptimizerSteps) -> None:
@@ -26,13 +26,13 @@ class Retrospect(Part):
         self.unended: dict[str, int] | None = None
 
     def tell(self, steps: int) -> None:
-        """Note what was not seen in a run of so many steps."""
+        """Note what was not seen in a run of this many steps."""
         self._tell_of_steps(steps)
         self._tell_of_passes(steps)
         self._tell_own_calls(steps)
 
     def _tell_of_steps(self, steps: int) -> None:
-        """Say that the optimizer that was given never stepped, or stepped no more."""
+        """Note if the given optimizer never stepped, or stopped stepping."""
         forwards, stepped = self.forwards, self.optimizer_steps
         if self.optimizers and forwards.training > 1 and not stepped.calls and not stepped.skipped:
             why = (
@@ -49,7 +49,7 @@ class Retrospect(Part):
             self.problems.note("the end of the last step", why)
 
     def _tell_of_passes(self, steps: int) -> None:
-        """Note which passes in training mode were none of a training, as far as that is known at the end."""
+        """Note the passes in training mode that belong to no training step, as far as known at the end."""
         late = self.forwards.of_open_step
         if self.clock.open and late and steps and not self.clock.idle:
             step, train_step, epoch, _ = self.clock.began
@@ -64,7 +64,7 @@ class Retrospect(Part):
             self.problems.note("what forwards are for", why, warn=False)
 
     def _tell_own_calls(self, steps: int) -> None:
-        """Say of which modules no forward was seen because their classes have a ``__call__`` that calls no hooks."""
+        """Note the modules whose forward was not seen because their class's ``__call__`` calls no hooks."""
         modules, root = self.demand.modules, self.models.root
         unseen = [(path, modules[path]) for path in self.wiring.silent(modules)]
         if root is not None and steps and not self.forwards.seen:

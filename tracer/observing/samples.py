@@ -1,4 +1,4 @@
-"""Publishes which datapoints of its data set a batch is made of."""
+"""Publishes the datapoints that a batch consists of."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tracer.observing.pulls import Pulls
 
 
 class _Given(NamedTuple):
-    """Ids that the user gave, how many training forwards there had been, and the step."""
+    """Ids that the user gave, the number of training forwards until then, and the step."""
 
     ids: Tensor
     forwards: int
@@ -25,32 +25,32 @@ class _Given(NamedTuple):
 
 
 class Samples(Part):
-    """Publishes the sample ids of forwards: those of the batch that a DataLoader gave, or that the user gives."""
+    """Publishes the sample ids of each forward: those the user gave, or those of the DataLoader's batch."""
 
     def __init__(self, ground: Ground) -> None:
         super().__init__(ground)
         self._pulls = Pulls()
         self._given: _Given | None = None
-        self._calls: dict[str, int] = {}  # the training forwards of a step, by the name of the model
-        self._step = -1  # which step that is
+        self._calls: dict[str, int] = {}  # the number of training forwards in a step, by model name
+        self._step = -1  # the step of `_calls`
         self._pid = os.getpid()
 
     def chosen(self, iterator: object) -> Sequence[int] | None:
-        """None: an observer leaves to the loader what it gives."""
+        """Choose no ids (None): an observer leaves the loader's choice alone."""
         return None
 
     def pulled(self, iterator: object, ids: Sequence[int], batch: Any) -> None:
-        """Take note of a batch that a DataLoader gave."""
-        if os.getpid() == self._pid:  # else it is one of a worker's own
+        """Note a batch that a DataLoader yielded."""
+        if os.getpid() == self._pid:  # false in a worker process
             self._pulls.add(iterator, ids, batch, self.forwards.seen)
 
     def give(self, ids: Any) -> None:
-        """Publish these with the next training forward, in the place of what a DataLoader gave.
+        """Publish these ids with the next training forward, instead of those of the DataLoader's batch.
 
         Raises
         ------
         MessageError
-            If they are no integers in one dimension.
+            If they are not integers in one dimension.
         """
         tensor = _as_ids(ids)
         if self.gate.open:
@@ -58,7 +58,7 @@ class Samples(Part):
                 self._given = _Given(tensor, self.forwards.training, self.clock.step)
 
     def forward_begins(self, name: str, arguments: Any) -> None:
-        """Publish the ids of a forward that is recorded; `name`: of which of several models."""
+        """Publish the ids of a recorded forward; `name` is the model's, if there are several."""
         running = self.gate.passes.now
         training = running.tag == DEFAULT_TAG
         call = self._count(name) if training else running.batch
@@ -70,7 +70,7 @@ class Samples(Part):
                 self.publisher.publish("sample_ids", None, ids, running.tag, name, call)
 
     def _pulled(self, name: str, arguments: Any) -> Tensor | None:
-        """The ids of the batch that a forward is of."""
+        """The ids of the batch that a forward uses."""
         pulled = self._pulls.of_forward(arguments, None if name else self.forwards.seen) if self._pulls else None
         return None if pulled is None else torch.tensor(pulled.ids, dtype=torch.int64, device="cpu")
 
@@ -84,7 +84,7 @@ class Samples(Part):
         return call
 
     def _taken(self, name: str) -> Tensor | None:
-        """What the user gave for this forward. What was given for one that is not recorded is dropped."""
+        """The ids that the user gave for this forward. Ids for a forward that is not recorded are dropped."""
         given, self._given = self._given, None
         if given is None:
             return None

@@ -1,6 +1,6 @@
 """`Sketch`: a fixed random projection of the neurons of activations, from which similarities can be estimated.
 
-Shapes: activations ``x_nd`` of n datapoints and d neurons become ``x_nd @ projection_dk``, of k columns.
+Shapes: activations ``x_nd`` of n datapoints and d neurons become ``x_nd @ projection_dk`` with k columns.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from tracer.errors import CaptureError
 
 _PRECISE = (torch.float64, torch.complex128, torch.int32, torch.int64, torch.uint32, torch.uint64)
-"""What float32 would round."""
+"""Dtypes that float32 would round."""
 _KEPT_BYTES = 1 << 28
-"""The most bytes of all projections that are kept, on all devices: 256 MB."""
+"""The most bytes of projections that are kept, on all devices together: 256 MB."""
 _BLOCK = 1 << 20
 """How many numbers of a projection are drawn at once: 8 MB."""
 
@@ -32,20 +32,20 @@ class Sketch:
     Parameters
     ----------
     k : int
-        Columns, 4 at least.
+        The number of columns, at least 4.
     seed : int
-        From 0.
+        At least 0.
 
     Raises
     ------
     CaptureError
-        If `k` or `seed` is out of its range.
+        If `k` or `seed` is out of range.
 
     Notes
     -----
-    The projection's entries are independent, with mean 0 and variance 1/k, so that scalar products of datapoints stay
-    as they are on average: E[(xP)·(yP)] = x·y. Its columns are independent of each other, too, which is what intervals
-    of estimates rest on. Layers of different widths share the first rows.
+    The projection's entries are independent, with mean 0 and variance 1/k, so that scalar products of datapoints are
+    preserved on average: E[(xP)·(yP)] = x·y. The columns are independent too, which confidence intervals of estimates
+    rely on. Layers of different widths share the first rows.
 
     Examples
     --------
@@ -64,12 +64,12 @@ class Sketch:
 
     @classmethod
     def parse(cls, text: str, seed: int = 0) -> Sketch | None:
-        """The sketch that a reduction of a capture names, as ``"sketch:k=256"``; None if it names something else.
+        """The sketch that a capture's reduction names, as ``"sketch:k=256"``; None for other reductions.
 
         Raises
         ------
         CaptureError
-            If it begins with ``sketch``, but is not of this form.
+            If the text begins with ``sketch``, but does not have this form.
         """
         if not re.match(r"sketch\b", text):
             return None
@@ -82,11 +82,11 @@ class Sketch:
         return f"sketch:k={self.k}"
 
     def projects(self, d: int) -> bool:
-        """Whether activations of so many neurons are projected; those of fewer than k are kept as they are."""
+        """Whether activations of d neurons are projected. With fewer than k neurons they are kept unchanged."""
         return d >= self.k
 
     def of(self, data: Tensor, axis: int) -> Tensor:
-        """The sketch of activations whose neurons are in an axis; they themselves, if they have fewer than k.
+        """The sketch of activations with neurons along an axis; the activations themselves if these are fewer than k.
 
         Parameters
         ----------
@@ -97,12 +97,12 @@ class Sketch:
         Returns
         -------
         Tensor
-            Of float32, or float64 and complex numbers if the data is.
+            Of float32; of float64 or complex numbers if the data is.
 
         Notes
         -----
-        A projection is kept for the next time, unless it takes more than 256 MB: then its rows are drawn each time, a
-        block after the other.
+        A projection is kept for the next call, unless it takes more than 256 MB. Then its rows are drawn at each call,
+        block by block.
         """
         if data.ndim < 2 or not self.projects(data.shape[axis]):
             return data
@@ -127,7 +127,7 @@ class Sketch:
         return found.to(kept).movedim(-1, axis).contiguous()
 
     def told(self, d: int, axis: int) -> dict[str, Any]:
-        """What was done, for the declaration of a stream, so that a reader can do it again: see `projection`."""
+        """Describe the sketch for the declaration of a stream, so that a reader can reproduce it with `projection`."""
         return {"k": self.k, "of": d, "axis": axis, "seed": self.seed, "projection": "gaussian"}
 
 
@@ -137,8 +137,8 @@ _Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 def projection(d: int, k: int, seed: int) -> _Numbers:
     """The projection of d neurons to k columns.
 
-    Drawn as ``numpy.random.Generator(numpy.random.PCG64([seed, k])).standard_normal((d, k)) / sqrt(k)``, which no other
-    generator can disturb.
+    Drawn by ``numpy.random.Generator(numpy.random.PCG64([seed, k])).standard_normal((d, k)) / sqrt(k)``, independently
+    of other generators.
 
     Examples
     --------
@@ -152,7 +152,7 @@ def projection(d: int, k: int, seed: int) -> _Numbers:
 
 
 def _drawn(d: int, k: int, seed: int) -> Iterator[tuple[int, _Numbers]]:
-    """The rows of a projection, in blocks, each with the number of its first."""
+    """The rows of a projection in blocks, each with the number of its first row."""
     generator = np.random.Generator(np.random.PCG64([seed, k]))
     rows = max(1, _BLOCK // k)
     for start in range(0, d, rows):
@@ -160,9 +160,9 @@ def _drawn(d: int, k: int, seed: int) -> Iterator[tuple[int, _Numbers]]:
 
 
 class _Projections:
-    """Keeps one projection of each sketch, dtype and device: the widest so far, whose first rows all others are.
+    """Keeps one projection for each sketch, dtype and device: the widest so far. Narrower ones are its first rows.
 
-    If all take more than `_KEPT_BYTES`, those go that were not used for longest.
+    If all take more than `_KEPT_BYTES`, the least recently used are dropped.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class _Projections:
                 found = torch.empty((d, sketch.k), dtype=dtype, device=device)
                 for start, block in _drawn(d, sketch.k, sketch.seed):
                     found[start : start + len(block)] = torch.from_numpy(block).to(dtype)
-            self._kept[key] = found  # as the last
+            self._kept[key] = found  # moves it to the end
             while sum(one.nbytes for one in self._kept.values()) > _KEPT_BYTES:
                 del self._kept[next(iter(self._kept))]
         return found[:d]
@@ -190,10 +190,10 @@ _KEPT = _Projections()
 
 
 def _coarse(device: torch.device) -> bool:
-    """Whether products of float32 may be made of fewer digits on this device."""
+    """Whether float32 products may have reduced precision on this device."""
     try:
         return torch.get_float32_matmul_precision() != "highest" or (
             device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
         )
-    except RuntimeError:  # the precision was chosen in PyTorch's newer way, which these do not read
+    except RuntimeError:  # the precision was set through PyTorch's newer interface, which these functions cannot read
         return True

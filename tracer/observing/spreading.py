@@ -1,18 +1,18 @@
-"""How what is dear is spread over the steps of a run of which nobody knows how long it will be."""
+"""Spreads expensive work over the steps of a run of unknown length."""
 
 from __future__ import annotations
 
 from typing import Final
 
 EACH_DOUBLING: Final = 4
-"""How many times it comes between a step and the one of twice its number."""
+"""How many times the work is done between a step and twice that step."""
 
 
 def spread_factor(step: int, every: int) -> int:
-    """How many times `every` steps are from one time to the next, at a step: a power of two.
+    """The interval between two times at a step, in multiples of `every`: a power of two.
 
-    So what comes has a number that grows with the logarithm of the steps, and was last there no longer ago than a
-    quarter of the run.
+    The number of times grows with the logarithm of the steps, and the last time was no longer ago than a quarter of the
+    run.
 
     Examples
     --------

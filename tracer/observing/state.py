@@ -1,4 +1,4 @@
-"""What a training goes on from besides its parameters: buffers, optimizer states, generators, hyperparameters."""
+"""The state of a training besides its parameters: buffers, optimizer states, generators, hyperparameters."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from tracer.observing.pytorch.optimizer_states import SCALE, flat, hyperparamete
 from tracer.observing.ranks import Ranks
 
 SCALER = "scaler"
-"""The leaf of the hyperparameters of a GradScaler; those of an optimizer's group have ``optimizer.group``, such as
+"""The leaf of a GradScaler's hyperparameters; those of an optimizer's group have ``optimizer.group``, such as
 ``0.1``."""
 
 
 LEFT = ".left"
-"""Ends the leaf of a generator's state in which the step before left it, where something was drawn in between."""
+"""Suffix of the leaf of a generator state at the end of the previous step, if it changed between the steps."""
 
 
 class State(Part):
-    """Publishes the state that a step begins with, as far as somebody asks for it.
+    """Publishes the wanted state at the beginning of a step.
 
-    Generators are those at the beginning of each training forward; and before the first of a step with a keyframe, also
-    as the step before left them, where something was drawn in between. Buffers are those at the beginning of the first
-    forward. Optimizer states and hyperparameters are those with which an optimizer steps. A step of which the whole
-    state was published has a ``keyframe`` at its end. An optimizer that does not step in such a step is as it was when
-    the step began, so its state is published at the end.
+    Generators are published at the beginning of each training forward. Before the first forward of a step with a
+    keyframe, their states at the end of the previous step are published too, where they differ. Buffers are published
+    at the beginning of the first forward, optimizer states and hyperparameters before the optimizer steps. A step whose
+    whole state was published has a ``keyframe`` at its end. The state of an optimizer that does not step has not
+    changed, so it is published at the end.
 
     Attributes
     ----------
     whole_at : collection of int
-        Steps whose whole state is published, as far as it is asked for, although nobody asks for a keyframe.
+        Steps whose whole wanted state is published, even if nobody wants a keyframe.
     """
 
     def __init__(self, ground: Ground, ranks: Ranks) -> None:
@@ -48,16 +48,16 @@ class State(Part):
         self.whole_at: Collection[int] = ()
         self._ranks = ranks
         self._forwards = 0  # training forwards of the open step
-        self._generators: dict[str, Tensor] = {}  # as they were published last
-        self._left: tuple[int, dict[str, Tensor]] = -1, {}  # a step, and how the one before left them
-        self._stepped: set[int] = set()  # ids of the parameters whose optimizer's state is published in this step
+        self._generators: dict[str, Tensor] = {}  # the states published last
+        self._left: tuple[int, dict[str, Tensor]] = -1, {}  # a step, and the states at the end of the previous step
+        self._stepped: set[int] = set()  # ids of the parameters whose optimizer state is published in this step
         self._scaled = False
-        self._waiting: tuple[Optimizer, Iterable[Parameter]] | None = None  # what steps before its forward
+        self._waiting: tuple[Optimizer, Iterable[Parameter]] | None = None  # an optimizer that steps before its forward
 
     # -- in the order of a step -----------------------------------------------------------------------------
 
     def forward_begins(self) -> None:
-        """Publish what a training forward begins with."""
+        """Publish the state at the beginning of a training forward."""
         if "generators" in self.demand.of_state and self.demand.wanted("generators", None, DEFAULT_TAG):
             self._publish_generators()
         if not self._forwards and "buffers" in self.demand.of_state:
@@ -74,7 +74,7 @@ class State(Part):
         if step != self.clock.step or self._forwards:
             left = {}
         for name, state in generators.states():
-            # torch's differs in nearly every step, and those of NumPy and Python in few
+            # torch's state differs in nearly every step, NumPy's and Python's in few
             known = self._generators.get(name)
             if whole or name == "torch" or known is None or not torch.equal(known, state):
                 self._generators[name] = state
@@ -85,7 +85,7 @@ class State(Part):
     def optimizer_steps(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> None:
         """Publish the hyperparameters of an optimizer that is about to step, and its states of its parameters.
 
-        One that computes the forward in its step has changed neither when the forward begins, and the step with it.
+        An optimizer that computes the forward inside its step (LBFGS) has changed nothing yet when that forward begins.
         """
         if not self.clock.open:
             self._waiting = optimizer, parameters
@@ -111,7 +111,7 @@ class State(Part):
                     )
 
     def _publish_numbers(self, vector: Tensor, names: list[str], leaf: str, call: int | None = None) -> None:
-        """Publish hyperparameters, each of them with a name, if they are wanted."""
+        """Publish hyperparameters with their names, if they are wanted."""
         at = self.clock.now()
         if self.demand.wanted("hyperparameters", None, DEFAULT_TAG, at):
             number = self.numbers.message(StreamKey("hyperparameters", None, DEFAULT_TAG, leaf), call)
@@ -128,7 +128,7 @@ class State(Part):
                 self._publish_numbers(vector, [*SCALE], SCALER, call=0)
 
     def left_out(self) -> list[Optimizer]:
-        """The optimizers that have not stepped in the open step, if its whole state is to be published."""
+        """The optimizers that have not stepped in the open step, if the whole state is wanted."""
         at = self.clock.began
         if not (self._is_keyframe(at) or at.global_step in self.whole_at):
             return []
@@ -136,7 +136,7 @@ class State(Part):
         return [one for one in self.optimizers.all if not left.isdisjoint(map(id, walking.trained(one)))]
 
     def end(self) -> None:
-        """Publish the keyframe, if all of the step's state was there to be published."""
+        """Publish the keyframe, if the step's whole state was published."""
         at = self.clock.began
         if not self._is_keyframe(at):
             return
@@ -147,7 +147,7 @@ class State(Part):
             self.problems.note("a keyframe", missing)
 
     def _missing(self) -> str | None:
-        """What of the state the open step was published without; None if nothing is missing."""
+        """The reason why the published state is incomplete; None if it is complete."""
         if not self._forwards:
             return "no training forward of the model was seen in its step, so it has no buffers and generators"
         for optimizer in self.optimizers.all:
@@ -161,7 +161,7 @@ class State(Part):
                     f"observed (shapes {shapes})"
                 )
         for kind, path in self._needed():
-            if (kind, path) in self._ranks.elsewhere:  # another rank records it, for this one, too
+            if (kind, path) in self._ranks.elsewhere:  # another rank records it, for this one too
                 continue
             captures = self.demand.wanted(kind, path, DEFAULT_TAG, self.clock.began)
             if not any(one.keeps_whole(kind) for one in captures):
@@ -182,7 +182,7 @@ class State(Part):
             yield "hyperparameters", None
 
     def look_ahead(self) -> None:
-        """Read the generators as the step that has ended leaves them, if the next one is to have a keyframe."""
+        """Read the generators at the end of a step, if the next step has a keyframe."""
         if "generators" in self.demand.of_state and self._is_keyframe(self.clock.now()):
             self._left = self.clock.step, dict(generators.states())
 
@@ -191,7 +191,7 @@ class State(Part):
         return "keyframe" in self.demand.of_state and bool(self.demand.wanted("keyframe", None, DEFAULT_TAG, at))
 
     def forget(self) -> None:
-        """Forget the step."""
+        """Reset for the next step."""
         self._forwards, self._scaled, self._waiting = 0, False, None
         if self._stepped:
             self._stepped = set()

@@ -1,4 +1,4 @@
-"""Begins and ends steps and epochs, and publishes what is known at these times."""
+"""Begins and ends steps and epochs, and publishes their data."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tracer.observing.state import State
 
 @dataclass(slots=True)
 class Epochs:
-    """Whether an epoch is open.
+    """The state of the current epoch.
 
     Attributes
     ----------
     open : bool
         Whether its begin was published.
     over : bool
-        Whether it is over as soon as the next step begins.
+        Whether it ends when the next step begins.
     seen : bool
-        Whether somebody said that an epoch is over.
+        Whether `Steps.finish_epoch` was ever called.
     """
 
     open: bool = False
@@ -45,7 +45,7 @@ class Steps(Part):
     Attributes
     ----------
     over : bool
-        Whether the open step ends as soon as the running backward is over.
+        Whether the open step ends when the running backward is over.
     epochs : Epochs
     """
 
@@ -61,19 +61,19 @@ class Steps(Part):
         self._between: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def call_between(self, between: Callable[[], None]) -> None:
-        """Call a bound method between two steps, after those before it; its object is not kept alive."""
+        """Call a bound method between steps, after earlier such methods; its object is not kept alive."""
         self._between = [one for one in self._between if one() is not None] + [weakref.WeakMethod(between)]
 
     # -- beginning ------------------------------------------------------------------------------------------
 
     def start_at(self, global_step: int, train_step: int, epoch: int) -> None:
-        """Count from here. With a `train_step` above 0, the epoch counts as begun."""
+        """Set the counters. With a `train_step` above 0, the epoch counts as begun."""
         self.clock.start_at(global_step, train_step, epoch)
         self.demand.look_ahead_anew()
         self.epochs.open = train_step > 0
 
     def go_on_in_epoch(self, train_step: int, epoch: int) -> None:
-        """Let the next step have these counters, whether or not the data of the program has come to an end."""
+        """Set the next step's epoch counters, even if the program's data has come to an end."""
         self.clock.train_step, self.clock.epoch = train_step, epoch
         self.epochs.open, self.epochs.over = True, False
 
@@ -111,9 +111,9 @@ class Steps(Part):
         return True
 
     def snapshot(self, parameters: Sequence[Parameter], *, releases: bool = False, gradients: bool = False) -> None:
-        """Copy the wanted weights, before an optimizer changes them.
+        """Copy the wanted weights before an optimizer changes them.
 
-        If this `releases`, large ones are published, and so are their `gradients`, if these are final.
+        `releases`: publish large weights instead, and large `gradients` if these are final.
         """
         if not self.ranks.surveyed:
             self.forwards.note_mode(observed=self.wiring.listens(Role.BEFORE_FORWARD, Role.AFTER_FORWARD))
@@ -126,13 +126,13 @@ class Steps(Part):
     # -- ending ---------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """End a step whose optimizers stepped in a backward, once that backward is over."""
+        """End a step whose optimizers stepped in a backward, once the backward is over."""
         if self.over and not recomputing():
             self.over = False
             self.gate.guard("step", self.end)
 
     def end_by_hand(self) -> None:
-        """End the step because the user says so."""
+        """End the step at the user's call."""
         with self.gate.lock:
             if self.over:
                 self.settle()
@@ -140,8 +140,8 @@ class Steps(Part):
                 self.gate.guard("step", self.end)
 
     def end(self) -> None:
-        """Publish losses, weights, gradients and updates, and begin to count the next step."""
-        self.begin()  # if nothing of the forward was seen (compiled, bypassed), the step took place all the same
+        """Publish losses, weights, gradients and updates, and end the step."""
+        self.begin()  # the step counts even if its forward was not seen (compiled, bypassed)
         try:
             if not self.clock.idle:
                 self.objectives.end_step()
@@ -162,7 +162,7 @@ class Steps(Part):
         self._look_back()
 
     def _complete_state(self) -> None:
-        """Publish what optimizers that did not step would have stepped from, where the whole state is wanted."""
+        """Publish the states of optimizers that did not step, if the whole state is wanted."""
         for optimizer in self.state.left_out():
             parameters = self.table.of(optimizer, self.optimizers.in_order)
             self.snapshot(parameters)
@@ -175,14 +175,14 @@ class Steps(Part):
             self._look_back()
 
     def end_later(self) -> None:
-        """End the step as soon as the running backward is over. All that comes before belongs to the step."""
+        """End the step when the running backward is over. Everything until then belongs to the step."""
         self.begin()
         self.forwards.ended_at = next_of_thread()
         self.over = True
 
     def _advance(self) -> None:
-        """Forget the open step, and count it."""
-        if not self.over:  # a step that ended in a backward has noted this then
+        """Drop the open step's data, and count the step."""
+        if not self.over:  # a step that ended in a backward has already noted this
             self.forwards.ended_at = next_of_thread()
         self.over = self.clock.idle = False
         self.optimizers.step_ended()
@@ -195,34 +195,34 @@ class Steps(Part):
         self.forwards.end_step()
 
     def _look_back(self) -> None:
-        """Do what comes between steps, and after the first one look for hooks that are never called."""
+        """Do the work between steps; after the first step, also detect hooks that are never called."""
         if self.wiring.compiled_before:
             self.gate.guard("compiled", functools.partial(self.wiring.tell_unseen_regions, self.demand.modules))
         for known in self._between:
             between = known()
             if between is not None:
                 between()
-        self.state.look_ahead()  # at what is due by now
+        self.state.look_ahead()  # last, because the other work may change what is due
 
     def finish(self) -> None:
-        """End a step that is open: of a loop without an optimizer, or one in which some optimizer has stepped."""
+        """End an open step: in a loop without an optimizer, or if some optimizer has stepped."""
         self.settle()
         if self.optimizers.moved or (self.clock.open and self.optimizers.forwards_end_steps):
             self.gate.guard("step", self.end)
 
     def forget(self) -> None:
-        """Forget the open step."""
+        """Drop the open step's data."""
         self.gradients.forget()
         self.parameters.forget()
         self.state.forget()
         self.numbers.end_step()
 
     def settle_losses(self) -> None:
-        """Publish the losses of passes aside, because all of these are over."""
+        """Publish the losses of passes outside the training, all of which are over."""
         self.gate.guard("loss", functools.partial(self.objectives.terms.settle, everywhere=True))
 
     def release_losses(self) -> None:
-        """Publish the losses that wait for an optimizer to step."""
+        """Publish the losses that are held until an optimizer steps."""
         self.gate.guard("loss", self.objectives.release)
 
     # -- epochs ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`Turns`: which parameters have their updates recorded in a step, where the memory for all of them is not allowed."""
+"""`Turns`: chooses the parameters whose updates are recorded in a step, if memory is limited."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Candidate(NamedTuple):
     ----------
     path : str
     nbytes : int
-        Of its weights, which are kept through the step.
+        The size of its weights, which are kept through the step.
     copied : bool
-        Whether the step copies its weights for a message, too.
+        Whether the step also copies its weights for a message.
     """
 
     path: str
@@ -26,17 +26,17 @@ class Candidate(NamedTuple):
 
 
 class Turns:
-    """Lets parameters take turns, those that waited for the longest first, so that no step keeps more than a bound.
+    """Lets parameters take turns, the longest-waiting first, so that no step keeps more than a limit.
 
-    A parameter that is larger than the bound is the only one of its step, and not of one that copies its weights for
-    a message as well.
+    A parameter above the limit is alone in its step, and has no turn in a step that also copies its weights for a
+    message.
 
     Parameters
     ----------
     bound : int
-        Bytes of weights that a step keeps.
+        The most bytes of weights that a step keeps.
     problems : Problems
-        Where it is noted that parameters take turns.
+        Gets a note that parameters take turns.
     """
 
     def __init__(self, bound: int, problems: Problems) -> None:
@@ -45,10 +45,10 @@ class Turns:
         self._step = -1
         self._chosen: frozenset[str] = frozenset()
         self._turns = 0
-        self._last: dict[str, int] = {}  # by path, the number of the last turn
+        self._last: dict[str, int] = {}  # by path: the number of the last turn
 
     def of(self, step: int, candidates: Callable[[], Iterable[Candidate]]) -> frozenset[str]:
-        """The paths of the parameters whose turn it is in a step, chosen when this is first asked for it."""
+        """The paths of the parameters whose turn it is in a step; chosen at the first call of a step."""
         if step != self._step:
             self._step, self._chosen = step, self._choose(list(candidates()))
         return self._chosen

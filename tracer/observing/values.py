@@ -23,11 +23,11 @@ class Values(Part):
         super().__init__(ground)
         self.passes = passes
         self.objectives = passes.steps.objectives
-        # by kind and tag, the step and the number of the last value
+        # by kind and tag: the step and the number of the last value
         self._logged: dict[tuple[str, str], tuple[At, int]] = {}
 
     def log(self, kind: str, value: Any) -> None:
-        """Publish a value, of the open step, or of the last one if none is open."""
+        """Publish a value in the open step, or in the last step if none is open."""
         if not self.gate.open:
             return
         if not isinstance(kind, str) or not kind:
@@ -48,14 +48,14 @@ class Values(Part):
                 self.objectives.terms.logged(tag)
                 if user_tag is None and self.objectives.logs(data, at):
                     return
-            # logged values are counted apart from observed ones, as they may come before, in and after a step
+            # logged values are counted apart from observed ones, because they may come before, in and after a step
             before, count = self._logged.get((kind, tag), (at, 0))
             call = max(count if before == at else 0, self.numbers.next_message(StreamKey(kind, None, tag, "")))
             self._logged[kind, tag] = (at, call + 1)
             self.publisher.publish(kind, None, data, tag, call=call, at=at)
 
     def loss_is_logged(self, *tags: str) -> None:
-        """Leave it to the user to say what the loss of the training is, and that of passes of these tags."""
+        """Let the user log the training's loss, and the loss of passes with these tags."""
         for tag in tags:
             self.objectives.terms.logged(tag)
         self.objectives.logged()
@@ -71,6 +71,6 @@ class Values(Part):
             return None
         try:
             return value.detach().clone()
-        except Exception as error:  # noqa: BLE001 - there is no memory for it
+        except Exception as error:  # noqa: BLE001 - out of memory
             self.demand.give_up(kind, None, error)
             return None

@@ -1,4 +1,4 @@
-"""Hangs hooks, puts back those that the program removes, and takes them off."""
+"""Hangs hooks, restores those that the program removes, and removes them in the end."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from tracer.observing.pytorch.hooks import Hook, Role, Site, is_heard_last, leav
 from tracer.observing.pytorch.wrappers import compiled_parts, named_parts
 
 _FEW_NAMES = 8
-"""How many modules a problem names."""
+"""How many modules a problem message names."""
 
 
 @dataclass(eq=False, repr=False)
 class Wiring:
-    """Hangs hooks on what is observed.
+    """Hangs hooks on modules, optimizers and parameters.
 
     Parameters
     ----------
     table : ParameterTable
-        Tells whether the model has changed since hooks were put on.
+        Detects that the model has changed since the hooks were hung.
 
     Attributes
     ----------
     asides : Asides
         The layers with a fast path, for which hooks step aside.
     compiled_before : bool or None
-        Whether torch had compiled code when the model's hook came; None: there is none yet.
+        Whether torch had compiled code when the model's hook was hung; None before that.
     """
 
     gate: Gate
@@ -58,30 +58,30 @@ class Wiring:
         self.asides = Asides()
         self.compiled_before: bool | None = None
         self._hang_all: weakref.WeakMethod[Callable[[], None]] | None = None
-        # by the id of the owner, role and name: the owner, the hook, and how it hangs there
+        # by owner id, role and name: the owner, the hook and its handle
         self._hung: dict[tuple[int, Role, str], tuple[Any, Hook, Hanging]] = {}
         self._former: dict[tuple[int, Role, str], tuple[Any, Hook, Hanging]] = {}
-        self._known: dict[tuple[str, Role], tuple[bool, bool]] = {}  # whether a hook was called, and whether it is off
-        self._check = Checklist()  # of all hooks
-        self._check_steps = Checklist()  # of the hooks on optimizers
+        self._known: dict[tuple[str, Role], tuple[bool, bool]] = {}  # per hook: has it fired, and is it off
+        self._check = Checklist()  # all hooks
+        self._check_steps = Checklist()  # the hooks on optimizers
         self._untouched: set[int] = set()  # ids of modules that torch would compile if they had a hook
         self._silent: list[str] = []
 
     # -- hanging --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin to hang hooks anew. Those that are not hung again are removed by `finish`."""
-        # kept for all hooks there ever were, because one may be needed again later
+        """Begin to hang hooks anew. `finish` removes the hooks that are not hung again."""
+        # kept for every hook, because it may be needed again later
         for (_, role, name), (_, hook, _) in self._hung.items():
             if not hook.lasts:
                 self._known[name, role] = hook.fired, hook.off
-        self._former.update(self._hung)  # in addition to those of an interrupted call of this
+        self._former.update(self._hung)  # adds to the rest of an interrupted rewiring
         self._hung = {}
 
     def hang(self, site: Site) -> None:
         """Hang a hook, unless it hangs there already.
 
-        A hook that is there stays, because torch calls one that is removed during a call with other arguments, and
+        An existing hook stays. If a hook is removed during a call, torch calls it with other arguments, and torch
         forbids changing an optimizer's hooks while they run.
         """
         key = id(site.on), site.role, site.name
@@ -94,9 +94,9 @@ class Wiring:
             self.compiled_before = compiled_anything()
         hook = Hook(self.gate, site)
         self._hung[key] = site.on, hook, site.put(site.on, hook)
-        # the root's own activations belong before the network's output
+        # activations of the root module precede the network's output
         if site.role is Role.AFTER_FORWARD and (last := self._former.pop((id(site.on), Role.AFTER_ROOT, ""), None)):
-            last[2].remove()  # it is hung again later
+            last[2].remove()  # a later site hangs it again
 
     def finish(self) -> None:
         """Remove the hooks that were not hung again."""
@@ -110,7 +110,7 @@ class Wiring:
         self._list_hooks()
 
     def takes_hooks(self, path: str, module: nn.Module) -> bool:
-        """Whether hooks can hang on a module, and change nothing there."""
+        """Whether hooks can hang on a module without changing its behaviour."""
         if isinstance(module, torch.jit.ScriptModule):
             self.gate.problems.note(
                 f"module {path!r}", "a ScriptModule takes no hooks; its activations are not observed"
@@ -119,7 +119,7 @@ class Wiring:
         return id(module) not in self._untouched
 
     def leave_untouched(self, losses: Iterable[nn.Module]) -> None:
-        """Find the modules where a hook would change what torch compiles, and so the training."""
+        """Find the modules where a hook would change what torch compiles, and thereby the training."""
         tops = [*self.models.tops, *(("", one) for one in losses)]
         untouched = [(prefix, top, left_uncompiled(top, Hook)) for prefix, top in tops]
         self._untouched = {id(one) for _, _, found in untouched for one in found}
@@ -137,42 +137,42 @@ class Wiring:
     # -- staying --------------------------------------------------------------------------------------------
 
     def call_to_rewire(self, hang_all: Callable[[], None]) -> None:
-        """Call a bound method to put all hooks on again; its object is not kept alive."""
+        """Set the bound method that hangs all hooks again; its object is not kept alive."""
         self._hang_all = weakref.WeakMethod(hang_all)
 
     def rewire(self) -> None:
-        """Put the hooks on again."""
+        """Hang all hooks again."""
         hang_all = None if self._hang_all is None else self._hang_all()
         if hang_all is not None:
             hang_all()
 
     def look(self) -> None:
-        """Put the hooks on again if modules or parameters have come, gone or been replaced."""
+        """Hang all hooks again if modules or parameters were added, removed or replaced."""
         if self.table.changed(self.optimizers.forwards_end_steps):
             self.rewire()
 
     @property
     def on_optimizers(self) -> bool:
-        """Whether the hooks on optimizers hang."""
+        """Whether no hook on an optimizer was removed."""
         return self._check_steps.is_complete()
 
     def check(self) -> None:
-        """Put back hooks that the program removed, unless some are aside."""
+        """Restore hooks that the program removed, unless hooks have stepped aside for a fast path."""
         if not self._check.is_complete() and self.asides.over:
             self._hang_again()
 
     def check_optimizers(self) -> None:
-        """Put back hooks if the program removed some from optimizers."""
+        """Restore hooks that the program removed from optimizers."""
         if not self._check_steps.is_complete():
             self._hang_again()
 
     def _list_hooks(self) -> None:
-        """Make the lists of hooks that should hang."""
+        """List the hooks that should hang."""
         self._check = Checklist((on, hanging) for on, _, hanging in self._hung.values())
         self._check_steps = Checklist((on, hanging) for on, hook, hanging in self._hung.values() if hook.of_optimizer)
 
     def _hang_again(self) -> None:
-        """Put back the hooks that the program removed, and note what was missed."""
+        """Restore the hooks that the program removed, and note what was missed."""
         again = [(on, hook) for on, hook, hanging in self._hung.values() if hanging.hang_again(on)]
         self._list_hooks()
         why = "the program took the recorder's hooks off; they are back from this step on"
@@ -186,9 +186,9 @@ class Wiring:
             note(f"what {name} did meanwhile", f"{why}, and steps that it took are counted as one")
 
     def come_last(self) -> None:
-        """Move our hooks before steps behind those of the program, which may change gradients.
+        """Move our before-step hooks behind the program's, which may change gradients.
 
-        This is done for optimizers that overwrite gradients in a step, whose gradients are copied before it.
+        Needed for optimizers that overwrite gradients in a step: their gradients are copied before it.
         """
         for optimizer in self.optimizers.all:
             if not leaves_gradients(optimizer) and not is_heard_last(optimizer):
@@ -201,14 +201,14 @@ class Wiring:
     # -- going ----------------------------------------------------------------------------------------------
 
     def let_go_of_replaced(self) -> None:
-        """Forget optimizers that others have replaced, and the hooks on them."""
+        """Forget replaced optimizers and the hooks on them."""
         take_back = self.let_go()
         self.optimizers.let_go_of_replaced()
         take_back()
         self._list_hooks()
 
     def let_go(self) -> Callable[[], None]:
-        """Refer to no module and no optimizer; what is returned takes those back that somebody else still has."""
+        """Drop all references to modules and optimizers; the returned function restores those that are still alive."""
         hung = {key: (weakref.ref(on), hook, handle) for key, (on, hook, handle) in self._hung.items()}
         self._hung = {}
         self._check = self._check_steps = Checklist()
@@ -220,7 +220,7 @@ class Wiring:
         return back
 
     def detach(self, observed: Mapping[str, nn.Module]) -> None:
-        """Remove all hooks. `silent` keeps its answer."""
+        """Remove all hooks. `silent` keeps its last answer."""
         self.asides.end()
         self._silent = self.silent(observed)
         for _, _, handle in (*self._former.values(), *self._hung.values()):
@@ -231,7 +231,7 @@ class Wiring:
     # -- what was called ------------------------------------------------------------------------------------
 
     def listens(self, *roles: Role) -> bool:
-        """Whether hooks hang that have one of these roles."""
+        """Whether any hook has one of these roles."""
         return any(role in roles for _, role, _ in self._hung)
 
     def silent(self, observed: Mapping[str, nn.Module]) -> list[str]:
@@ -243,9 +243,9 @@ class Wiring:
         return [name for name, one in observed.items() if has_forward(one) and name in names and name not in fired]
 
     def tell_unseen_regions(self, observed: Mapping[str, nn.Module]) -> None:
-        """After the first step, note compiled regions whose hooks are not called, because they came too late."""
+        """After the first step, note compiled regions whose hooks do not fire because they were compiled earlier."""
         self.compiled_before = False
-        # the output layer of an attention is never called: torch passes its weight to a function
+        # an attention's output layer is never called: torch passes its weight to a function
         never = {name for name, one in observed.items() if isinstance(one, NonDynamicallyQuantizableLinear)}
         names = {hook.name for _, hook, _ in self._hung.values() if hook.role is Role.AFTER_FORWARD}
         hooked = [name for name in observed if name in names - never]

@@ -1,1 +1,1 @@
-"""Hashes and statistics of CUDA tensors, computed where the tensors are."""
+"""Hashes and statistics of CUDA tensors, computed on the device."""

@@ -1,15 +1,15 @@
 """Triton kernels that read a tensor once, for its hash and its statistics.
 
-`read` has a program for each piece of 64 KiB. A program goes through its piece in tiles. Of each tile it adds the
-moments to those of the piece, and keeps the sums of blocks of 1024 bytes from which XXH3 makes a digest. Only the chain
-of these sums has to be gone through one after the other. `unite` makes the hash of the tensor of its pieces' digests,
-and its statistics of their moments. A tensor of one piece needs no second kernel.
+`read` runs a program for each piece of 64 KiB, which it reads tile by tile. For each tile it adds moments to those of
+the piece, and stores the sums of blocks of 1024 bytes that make up XXH3's digest. Only the chain of these sums has to
+be computed sequentially. `unite` computes the tensor's hash from its pieces' digests, and its statistics from their
+moments. A tensor of a single piece needs no second kernel.
 
-The names and constants of XXH3 are those of its reference (https://xxhash.com). The words that it reads are put
-together of elements, so that no tensor has to be aligned to them. All sums of numbers are float64.
+Names and constants of XXH3 are those of its reference (https://xxhash.com). Words are assembled from elements, so that
+tensors need no alignment. All sums of numbers are float64.
 """
 
-# Triton compiles these functions, and gives types to their arguments.
+# Triton compiles these functions, and types their arguments.
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ TABLE: Final = (
     *(0xC2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
     *(0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1),
 )
-"""The word at each byte of XXH3's secret, and from `START` on what its eight accumulators begin with."""
+"""The word at each byte of XXH3's secret; from `START` on, the initial values of its eight accumulators."""
 ROWS = tl.constexpr(12)
-"""Moments of a piece: counts of numbers, zeros, NaN and infinities; the sums of the numbers, of squares and of moduli;
-the least, the greatest; the sum of squared deviations, a number near the mean, the sum of the deviations from it."""
+"""Moments of a piece: counts of numbers, zeros, NaN and infinities; sums of the numbers, of squares and of moduli;
+minimum, maximum; the sum of squared deviations, a number near the mean, the sum of the deviations from that number."""
 SUMS = tl.constexpr(512)
-"""Words that a piece needs for the sums of its blocks."""
+"""Words for the sums of a piece's blocks."""
 TEXT = tl.constexpr(64)
-"""Bytes that there is room for in front of the digests."""
+"""Bytes reserved for the text in front of the digests."""
 
 
 # -- XXH3 ---------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ TEXT = tl.constexpr(64)
 
 @triton.jit
 def _folded(a, b):
-    """The two halves of a product of 128 bits, exclusively or-ed."""
+    """The exclusive or of the two halves of a 128-bit product."""
     return (a * b) ^ tl.umulhi(a, b)
 
 
@@ -66,14 +66,14 @@ def _avalanche(digest):
 
 @triton.jit
 def _swapped(words, SHAPE: tl.constexpr, PAIRS: tl.constexpr):
-    """Each two words that lie beside each other, the second one first."""
+    """Swap the two words of each pair of neighbours."""
     even, odd = tl.split(tl.reshape(words, PAIRS))
     return tl.reshape(tl.join(odd, even), SHAPE)
 
 
 @triton.jit
 def _word(data, at, BYTES: tl.constexpr):
-    """The number of so many bytes at a place."""
+    """The integer in this many bytes at an offset."""
     each = tl.arange(0, BYTES)
     parts = tl.load(data + at + each).to(tl.uint64)
     return tl.sum(parts << (8 * each).to(tl.uint64), 0)
@@ -81,7 +81,7 @@ def _word(data, at, BYTES: tl.constexpr):
 
 @triton.jit
 def _words(data, at):
-    """The words at several places."""
+    """The words at several offsets."""
     each = tl.arange(0, 8)
     parts = tl.load(data + at[:, None] + each[None, :]).to(tl.uint64)
     return tl.sum(parts << (8 * each).to(tl.uint64)[None, :], 1)
@@ -89,7 +89,7 @@ def _words(data, at):
 
 @triton.jit
 def _mixed(data, at, table, key):
-    """What the 16 bytes at several places give with the 16 bytes at some of the secret."""
+    """Mix the 16 bytes at several offsets with 16 bytes of the secret each."""
     return _folded(_words(data, at) ^ tl.load(table + key), _words(data, at + 8) ^ tl.load(table + key + 8))
 
 
@@ -156,13 +156,13 @@ def _of_240(data, size, table):
 
 @triton.jit
 def _keys(table, STRIPES: tl.constexpr):
-    """The words of the secret that belong to those of so many stripes."""
+    """The words of the secret that are combined with those of the stripes."""
     return tl.load(table + 8 * ((tl.arange(0, STRIPES) % 16)[:, None] + tl.arange(0, 8)[None, :]))
 
 
 @triton.jit
 def _block_sums(bits, keys, first, size, sums, PARTS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Store what each of the blocks of a tile, of which `first` is the first, adds to the accumulators."""
+    """Store what each block of a tile adds to the accumulators; `first` is the number of its first block."""
     words = bits.to(tl.uint64)
     if PARTS > 1:
         shift = (tl.arange(0, PARTS) * (64 // PARTS)).to(tl.uint64)
@@ -181,7 +181,7 @@ def _block_sums(bits, keys, first, size, sums, PARTS: tl.constexpr, BLOCKS: tl.c
 
 @triton.jit
 def _of_blocks(data, size, sums, table):
-    """The digest of more than 240 bytes, of the sums of whose blocks are there."""
+    """The digest of more than 240 bytes, whose block sums are stored."""
     lane = tl.arange(0, 8)
     state = tl.load(table + START + lane)
     key = tl.load(table + 128 + 8 * lane)
@@ -203,7 +203,7 @@ def _of_blocks(data, size, sums, table):
 
 @triton.jit
 def _digest(data, size, sums, table):
-    """The XXH3 of so many bytes, at least one; of more than 240 the sums of their blocks are there."""
+    """The XXH3 digest of at least one byte; beyond 240 bytes, the block sums must be stored."""
     if size > 240:
         digest = _of_blocks(data, size, sums, table)
     elif size > 128:
@@ -224,13 +224,13 @@ def _digest(data, size, sums, table):
 
 @triton.jit
 def _power(exponent):
-    """Two to a power of at most 1022."""
+    """2**exponent, for exponents of at most 1022."""
     return ((1023 + exponent.to(tl.int64)) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def _raised(value, exponent):
-    """A number times two to a power, which may be beyond what a number can be."""
+    """Return value * 2**exponent, where 2**exponent itself may overflow."""
     half = exponent >> 1
     return value * _power(half) * _power(exponent - half)
 
@@ -243,9 +243,9 @@ def _grouped(numbers, COUNT: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _piece(size, pivot, deviations, second, absolute, low, high, counts, exponent):
-    """The moments of a piece, of what groups of its numbers gave with a number that all deviations are from.
+    """The moments of a piece, from those of groups of its numbers; deviations are from `pivot`.
 
-    The extremes are not divided by two to the power yet.
+    The extremes have not yet been divided by the power of two.
     """
     count = size.to(tl.float64)
     zeros = tl.sum(counts & 1023, 0).to(tl.float64)
@@ -268,7 +268,7 @@ def _piece(size, pivot, deviations, second, absolute, low, high, counts, exponen
 
 @triton.jit
 def _merged(a, b):
-    """The moments of the numbers of both; the formulas are those of `tracer.numbers.moments`."""
+    """The moments of both sets of numbers, by the formulas of `tracer.numbers.moments`."""
     count = a[0] + b[0]
     origin = tl.where(a[0] > 0, a[10], b[10])
     mean_a = tl.where(a[0] > 0, a[11] / tl.maximum(a[0], 1.0), 0.0)
@@ -293,7 +293,7 @@ def _nothing():
 
 @triton.jit
 def _store_entries(entries, of, exponent):
-    """Store the statistics that moments give, in the order of `ENTRIES`."""
+    """Store the statistics computed from moments, in the order of `ENTRIES`."""
     count, nan, undefined = of[0], of[2], float("nan")
     spread = tl.where(count > 1, of[9] / tl.maximum(count - 1, 1.0), undefined)
     tl.store(entries, _raised(of[4] / count, exponent))
@@ -329,7 +329,7 @@ def _numbers_of(words):
 
 @triton.jit
 def _store_text(message, letters, w0, w1, w2, w3, w4, w5, w6, w7):
-    """Store the first bytes of eight words."""
+    """Store the first `letters` bytes of eight words."""
     at = tl.arange(0, TEXT)
     word = tl.where(at < 8, w0, tl.where(at < 16, w1, tl.where(at < 24, w2, w3)))
     word = tl.where(at < 32, word, tl.where(at < 40, w4, tl.where(at < 48, w5, tl.where(at < 56, w6, w7))))
@@ -350,32 +350,32 @@ def read(
     PARTS: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     STATISTICS: tl.constexpr, PRECISE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Read a piece; of a tensor of one piece, make the statistics and the hash.
+    """Read a piece; for a tensor of one piece, also store the statistics and the hash.
 
     Parameters
     ----------
     x : pointer
-        To the elements in C order, `PARTS` of which make a word.
+        The elements in C order, `PARTS` of which make a word.
     size, pieces : int
-        The elements and pieces of the tensor.
+        The numbers of elements and pieces of the tensor.
     work : pointer to uint64
-        To `SUMS` words of each piece, `ROWS` of each piece, and the message: `TEXT` bytes and a word of each piece.
+        `SUMS` words of each piece, `ROWS` of each piece, and the message: `TEXT` bytes and a word of each piece.
     table : pointer to uint64
-        To `TABLE`.
+        `TABLE`.
     entries, hashed : pointers to float64 and int64
-        To the results.
+        The results.
     exponent : pointer to float64
-        To the power of two to divide the numbers by, if they are `WIDE`.
+        The numbers are divided by two to this power, if they are `WIDE`.
     letters, w0, …, w7 : int
-        The text of the hash: how many bytes, and these bytes.
+        The text of the hash: its length, and its bytes.
     BLOCKS, STAGES : int
-        The blocks of 1024 bytes in a tile, and how many tiles are loaded at a time.
+        The number of 1024-byte blocks in a tile, and of tiles loaded at a time.
     EVEN : bool
         Whether `size` is a multiple of 16, so that a thread loads several elements at once.
     STATISTICS : bool
-        Whether statistics are made; else the hash alone.
+        Whether to compute statistics in addition to the hash.
     PRECISE : bool
-        Whether float32 does not hold the elements.
+        Whether float32 cannot represent the elements.
     """
     TILE: tl.constexpr = 128 * PARTS * BLOCKS
     PIECE: tl.constexpr = 8192 * PARTS
@@ -434,7 +434,7 @@ def read(
             absolute += tl.sum(_grouped(tl.abs(numbers), TILE, GROUP), 1)
             low = tl.minimum(low, tl.min(_grouped(tl.where(known, compared, float("inf")), TILE, GROUP), 1))
             high = tl.maximum(high, tl.max(_grouped(tl.where(known, compared, float("-inf")), TILE, GROUP), 1))
-    tl.debug_barrier()  # what threads of this program have stored, others of it read
+    tl.debug_barrier()  # other threads of this program read what is stored above
     digest = _digest(_bytes_of(start), here * (8 // PARTS), sums, table)
     message = _bytes_of(work + pieces * (SUMS + ROWS))
     each = tl.arange(0, 8)
@@ -459,7 +459,7 @@ def unite(
     pieces: tl.int64, work, table, entries, hashed, exponent, letters: tl.int64,
     STATISTICS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Make the statistics and the hash of a tensor of several pieces of what `read` left in `work`."""
+    """Compute the statistics and the hash of a tensor of several pieces from what `read` stored in `work`."""
     TOGETHER: tl.constexpr = 1024
     BLOCKS: tl.constexpr = 4
     pieces, letters = pieces.to(tl.int64), letters.to(tl.int64)

@@ -1,4 +1,4 @@
-"""Statistics of a tensor by operations of torch alone, on the tensor's device, without waiting for it."""
+"""Statistics of a tensor by torch operations alone, on the tensor's device, without waiting for it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from tracer.observing.reductions import power_of_two
 
 PART: Final = 1 << 24
-"""So many numbers at once become float64, which bounds the memory that they take."""
+"""How many numbers are converted to float64 at once, to limit memory."""
 _NAN, _INF, _ZERO, _COUNT, _TOTAL, _SQUARES, _ABSOLUTE, _SECOND, _CENTRE, _REST, _LOW, _HIGH = range(12)
 
 
 def statistics_by_operations(tensor: Tensor) -> Tensor:
-    """What `tracer.numbers.statistics.statistics_of` gives, to about 1e-13; float64 (16,), on the tensor's device.
+    """`tracer.numbers.statistics.statistics_of`, accurate to about 1e-13; float64 (16,), on the tensor's device.
 
-    It takes about fifty launches, and thirty more for each `PART` but the first.
+    Takes about fifty kernel launches, and thirty more for each further `PART`.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def statistics_by_operations(tensor: Tensor) -> Tensor:
 
 
 def exponent_of(flat: Tensor) -> Tensor:
-    """The power of two by which `tracer.numbers.moments` divides such float64 numbers; float64, of shape ().
+    """The exponent of the power of two by which `tracer.numbers.moments` divides float64 numbers; float64 ().
 
     Parameters
     ----------
@@ -59,13 +59,13 @@ def exponent_of(flat: Tensor) -> Tensor:
 
 
 def _raised(values: Tensor, exponent: Tensor) -> Tensor:
-    """Numbers times two to a power, which may be beyond what a number can be."""
+    """Return values * 2**exponent, where 2**exponent itself may overflow."""
     half = (exponent / 2).floor()
     return values * power_of_two(half) * power_of_two(exponent - half)
 
 
 def _moments(part: Tensor, exponent: Tensor | None) -> Tensor:
-    """The moments of some numbers, divided by two to a power; float64 (12,)."""
+    """The moments of some numbers, divided by 2**exponent; float64 (12,)."""
     x = part.double() if exponent is None else _raised(part, -exponent)
     low, high = x.aminmax()
     total = x.sum()
@@ -104,7 +104,7 @@ def _united(rows: Tensor) -> Tensor:
 
 
 def _counts_of_complex(flat: Tensor) -> Tensor:
-    """The counts alone; all other entries are NaN."""
+    """The counts; all other entries are NaN."""
     found = flat.isnan().sum(), flat.isinf().sum(), (flat == 0).sum(), torch.full_like(flat.real[0], flat.numel())
     counts = torch.stack([one.double() for one in found])
     return torch.cat([torch.full_like(counts[:1], torch.nan).expand(5), counts, counts.new_full((7,), torch.nan)])

@@ -1,7 +1,7 @@
-"""Hashes and statistics of CUDA tensors, made where the tensors are: the training does not wait for them.
+"""Hashes and statistics of CUDA tensors, computed on the device without making the training wait.
 
-Triton's kernels read a tensor once for both. Where Triton is missing or fails, statistics are made by operations of
-torch, and hashes of a copy on the host, for which the training waits; a warning says so once.
+Triton kernels read a tensor once for both. If Triton is missing or fails, statistics are computed by torch operations,
+and hashes of a copy on the host, for which the training waits; a single warning says so.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _COUNTED: Final = frozenset(
         *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
     }
 )
-"""The dtypes of which the kernels make statistics."""
+"""The dtypes whose statistics the kernels compute."""
 _PRECISE: Final = frozenset({torch.float64, torch.int32, torch.int64})
-"""Those of them whose numbers float32 does not hold."""
+"""The dtypes among them that float32 cannot represent."""
 _BLOCKS, _STAGES, _WARPS = 4, 3, 8
-"""How the kernels go through a piece: the blocks in a tile, how many tiles are under way, and a program's warps."""
+"""How the kernels read a piece: the blocks in a tile, the tiles loaded at a time, and the warps of a program."""
 
 
 _readers: dict[torch.device, Reader | None] = {}
@@ -50,7 +50,7 @@ def hash_on_device(tensor: Tensor) -> Tensor:
 
 
 def statistics_on_device(tensor: Tensor) -> Tensor:
-    """The entries that `tracer.numbers.statistics.statistics_of` gives, to about 1e-13; float64 (16,).
+    """The entries of `tracer.numbers.statistics.statistics_of`, accurate to about 1e-13; float64 (16,).
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def statistics_on_device(tensor: Tensor) -> Tensor:
 
 
 def _asked(tensor: Tensor, question: Callable[[Reader, Tensor], Tensor]) -> Tensor | None:
-    """What the reader of the tensor's device says; None where there can be no reader, or of shapes with many axes."""
+    """The answer of the reader for the tensor's device; None if there is no reader, or the shape has too many axes."""
     device = tensor.device
     try:
         if device not in _readers:
@@ -71,7 +71,7 @@ def _asked(tensor: Tensor, question: Callable[[Reader, Tensor], Tensor]) -> Tens
         return None if reader is None or _text(tensor.dtype, tensor.shape) is None else question(reader, tensor)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of Triton, of a compiler or of a driver
+    except Exception as error:  # from Triton, a compiler or a driver
         if raised_by_signal(error):
             raise
         _readers[device] = None
@@ -83,7 +83,7 @@ def _asked(tensor: Tensor, question: Callable[[Reader, Tensor], Tensor]) -> Tens
 
 
 class _Reading(NamedTuple):
-    """What one reading of a tensor gave."""
+    """The results of reading a tensor once."""
 
     tensor: weakref.ref[Tensor]
     version: int
@@ -94,7 +94,7 @@ class _Reading(NamedTuple):
 class Reader:
     """Reads tensors on one device.
 
-    A second question about the tensor that was read last is answered of the same reading.
+    Hash and statistics of the same tensor, requested one after the other, share one reading.
 
     Parameters
     ----------
@@ -116,17 +116,17 @@ class Reader:
         return self._read(tensor).hashed
 
     def statistics(self, tensor: Tensor) -> Tensor:
-        """The entries of `tracer.numbers.statistics.statistics_of`, of a dtype of `_COUNTED`; float64 (16,)."""
+        """The entries of `tracer.numbers.statistics.statistics_of`, for a dtype in `_COUNTED`; float64 (16,)."""
         found = self._read(tensor).statistics
-        assert found is not None  # or `statistics_on_device` had not asked
+        assert found is not None  # `statistics_on_device` has checked the dtype
         return found
 
     def _read(self, tensor: Tensor) -> _Reading:
-        last, self._last = self._last, None  # an answer is given again once: memory may change without a new version
+        last, self._last = self._last, None  # used again only once: memory may change without a new version
         version = 0 if tensor.is_inference() else tensor._version
         if last is not None and last.tensor() is tensor and last.version == version:
             return last
-        # Triton's interpreter, in tests, reads tensors of the processor
+        # in tests, Triton's interpreter reads CPU tensors
         with torch.cuda.device(self._device) if tensor.is_cuda else contextlib.nullcontext():
             statistics, hashed = self._launch(tensor)
         self._last = _Reading(weakref.ref(tensor), version, statistics, hashed)
@@ -139,7 +139,7 @@ class Reader:
         flat = plain.contiguous().reshape(-1) if whole else bytes_of(plain)
         parts = 8 // flat.itemsize
         size, text = flat.numel(), _text(plain.dtype, plain.shape)
-        assert text is not None  # or `_asked` had not asked
+        assert text is not None  # `_asked` has checked it
         pieces = -(-flat.nbytes // PIECE)
         kernels = self._kernels
         words = pieces * (kernels.SUMS.value + kernels.ROWS.value + 1) + kernels.TEXT.value // 8
@@ -164,7 +164,7 @@ class Reader:
     def _run(
         self, kernel: Any, programs: int, variant: Any, given: tuple[Any, ...], constants: tuple[Any, ...]
     ) -> None:
-        """Launch a kernel; one that was compiled before by itself, because Triton takes long to find it again."""
+        """Launch a kernel. A compiled kernel is launched directly, because Triton's lookup is slow."""
         compiled = self._compiled.get(variant)
         if compiled is not None:
             compiled[programs, 1, 1](*given, *constants)
@@ -174,7 +174,7 @@ class Reader:
 
 @lru_cache(maxsize=4096)
 def _text(dtype: torch.dtype, shape: torch.Size) -> tuple[int, ...] | None:
-    """The length of the text that begins a hash, and its bytes as eight words; None if these are too few."""
+    """The length of the text at the beginning of a hash, and its bytes as eight words; None if it is longer."""
     text = text_of(dtype, shape)
     if len(text) > 64:
         return None

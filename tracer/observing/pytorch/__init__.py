@@ -1,1 +1,1 @@
-"""All that is known of PyTorch's insides."""
+"""Everything that depends on PyTorch's internals."""

@@ -1,4 +1,4 @@
-"""Where in a forward or backward of PyTorch's the program is."""
+"""Determines which PyTorch forward or backward is running."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 _CALL = nn.Module._call_impl.__code__
-"""What torch runs for each call of a module, with its hooks."""
+"""The code that torch runs for each call of a module, including its hooks."""
 
 
 def frames() -> Iterator[FrameType]:
-    """The calls of this thread that have not returned, the innermost first."""
+    """The running calls of this thread, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -26,41 +26,41 @@ def frames() -> Iterator[FrameType]:
 
 
 def _running(function: Any) -> FrameType | None:
-    """The innermost call of a function that has not returned."""
+    """The innermost running call of a function."""
     return next((frame for frame in frames() if frame.f_code is function.__code__), None)
 
 
 def calls_running(module: nn.Module) -> int:
-    """How many calls of a module in this thread have not returned."""
+    """How many calls of a module are running in this thread."""
     return sum(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in frames())
 
 
 def checkpointing() -> bool:
-    """Whether a forward without gradients is the first one of a reentrant checkpoint, so part of a training."""
+    """Whether a forward without gradients is the first forward of a reentrant checkpoint, thus part of a training."""
     return _running(CheckpointFunction.forward) is not None
 
 
 def checkpointed_inputs() -> tuple[Any, ...] | None:
-    """What a reentrant checkpoint gets whose first forward runs; None if none does."""
+    """The arguments of a reentrant checkpoint whose first forward is running; None if there is none."""
     frame = _running(CheckpointFunction.forward)
     return None if frame is None else tuple(frame.f_locals.get("args", ()))
 
 
 def recomputing_reentrant() -> bool:
-    """Whether this is the second forward of a reentrant checkpoint."""
+    """Whether the second forward of a reentrant checkpoint is running."""
     return _running(CheckpointFunction.backward) is not None
 
 
 def recomputing() -> bool:
-    """Whether this forward runs inside a backward pass: a checkpoint's second forward."""
+    """Whether this forward runs inside a backward: a checkpoint's second forward."""
     return _current_graph_task_id() != -1
 
 
 next_node: Callable[[], int] = _get_sequence_nr
-"""The number that the next node of this thread's graph gets."""
+"""The number that the next node in this thread's graph gets."""
 
 
 def backward_node() -> int | None:
-    """The number of the checkpoint (or other function written in Python) whose backward runs."""
+    """The number of the checkpoint (or other function written in Python) whose backward is running."""
     node: Any = _current_autograd_node()
     return int(node._sequence_nr()) if isinstance(node, BackwardCFunction) else None

@@ -1,10 +1,10 @@
-"""Observing inside what ``torch.compile`` compiles: two operators that stay in the graph, opaque to the compiler.
+"""Observes modules inside ``torch.compile``, by two operators that stay in the graph and are opaque to the compiler.
 
-A hook that runs Python for each module would run once, while the graph is traced, and never again. So while it is
-traced, a hook puts `observe` into the graph, which gets the module's tensors and returns a *ticket* (which call of
-which step this is); and around an output whose gradient may be wanted `_Watched`, an identity whose backward gives
-gradient and ticket to `observe_gradient`. Both have effects, so they are neither removed, merged, nor reordered, and
-whether anybody wants the tensor is asked when they run: no step, and no receiver's choice, recompiles the graph.
+A Python hook on a module would run once, while the graph is traced, and never again. Therefore a traced hook puts
+`observe` into the graph, which gets the module's tensors and returns a *ticket* (which call of which step this is).
+Around an output whose gradient may be wanted it puts `_Watched`, an identity whose backward passes gradient and ticket
+to `observe_gradient`. Both operators have effects, so they are not removed, merged or reordered. Whether anybody wants
+the tensor is decided when they run, so neither a step nor a receiver's choice recompiles the graph.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tracer import walking
 from tracer.observing.pytorch.leaves import Named, arguments_of, collect
 
 SUPPORTED = hasattr(library, "_register_effectful_op") and hasattr(torch.compiler, "is_exporting")
-"""Whether this torch knows operators with effects, as 2.13 does; else hooks stay silent in compiled regions."""
+"""Whether torch has operators with effects, as 2.13 does. Without them, hooks stay silent in compiled regions."""
 
 Ticket: TypeAlias = "tuple[int, int, int, int, int, int]"
-"""Which call of which step this is, in numbers: call, global step, train step, epoch, batch, the number of the tag."""
+"""Identifies a call of a step by numbers: call, global step, train step, epoch, batch, number of the tag."""
 
 
 class Hook(Protocol):
-    """What is asked of a hook on a module."""
+    """The interface of a hook on a module."""
 
     name: str
     graph_name: str
@@ -38,23 +38,23 @@ class Hook(Protocol):
 
     @property
     def on(self) -> Any:
-        """What it hangs on."""
+        """The module that it hangs on."""
 
     def __call__(self, *args: Any) -> Any:
-        """Take what it sees of a call."""
+        """Observe a call."""
 
     def ticket(self) -> Ticket:
-        """The ticket of the call that it has just seen."""
+        """The ticket of the call observed last."""
 
     def gradient_seen(self, leaf: str, gradient: Tensor, ticket: Ticket) -> None:
-        """Take the gradient of what it saw in a call."""
+        """Take the gradient of a tensor observed in a call."""
 
     def lacks(self, kind: str, why: str) -> None:
-        """Note what is missing of what it sees."""
+        """Note that messages of a kind are missing."""
 
 
 hooks: weakref.WeakValueDictionary[str, Hook] = weakref.WeakValueDictionary()
-"""The hooks that graphs call, by the name that stands in the graph; one that is gone makes its operators do nothing."""
+"""The hooks that graphs call, by their names in the graph. The operators of a hook that is gone do nothing."""
 
 NOBODY: Ticket = (-1, 0, 0, 0, 0, 0)
 """The ticket of a call that nobody records."""
@@ -77,7 +77,7 @@ TOO_LATE = (
 
 
 def name_hook(hook: Hook, name: str) -> str:
-    """Let graphs call a hook by a name, and give that back; empty if there are no operators that could."""
+    """Let graphs call a hook by a name, and return the name; empty if operators are not supported."""
     if not SUPPORTED:
         return ""
     hooks[name] = hook
@@ -85,10 +85,10 @@ def name_hook(hook: Hook, name: str) -> str:
 
 
 def run_uncompiled(function: Any, *, with_callees: bool = True) -> None:
-    """Let the interpreter run a function, and what it calls, although a compiled module's call is under way.
+    """Let the interpreter run a function and its callees, even during a compiled module's call.
 
-    A compiled module calls its own hooks from outside of its graph; each would else be compiled as a graph of its own.
-    Inside a graph the function is traced all the same. Without `with_callees`, what it calls is compiled as ever.
+    A compiled module calls its own hooks outside its graph; each would otherwise be compiled as a separate graph.
+    Inside a graph the function is still traced. Without `with_callees`, its callees are compiled as usual.
     """
     frames = getattr(torch._C._dynamo, "eval_frame", None)
     if frames is not None and hasattr(frames, "set_code_exec_strategy"):
@@ -98,17 +98,17 @@ def run_uncompiled(function: Any, *, with_callees: bool = True) -> None:
 
 
 def compiled_anything() -> bool:
-    """Whether ``torch.compile`` has compiled anything in this process, and not forgotten it since."""
-    dynamo = sys.modules.get("torch._dynamo")  # not imported for this: that takes a second
+    """Whether ``torch.compile`` has compiled anything in this process since its last reset."""
+    dynamo = sys.modules.get("torch._dynamo")  # not imported here, because that takes a second
     return dynamo is not None and bool(dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def left_uncompiled(top: nn.Module, own: type) -> list[nn.Module]:
-    """Modules of which torch compiles nothing, though ``compile()`` was called on them or around them.
+    """Modules that torch leaves uncompiled, although ``compile()`` was called on them or around them.
 
     ``nn.Sequential(…).compile()`` changes nothing: Dynamo skips the code of torch's own modules. But it does not skip
-    what torch runs for a module with hooks, so with one on it, such a module would be compiled, and train otherwise.
-    What is inside, and of the user's own classes, or has hooks of another class than `own`, is compiled by itself.
+    the code that torch runs for a module with hooks, so a hook would cause such a module to be compiled, and to train
+    differently. Inner modules of the user's classes, or with hooks of a class other than `own`, are compiled anyway.
     """
     found: dict[int, nn.Module] = {}
     regions = [top]
@@ -132,7 +132,7 @@ def _has_hooks(module: nn.Module, own: type) -> bool:
 
 
 def _is_skipped(module: nn.Module) -> bool:
-    """Whether Dynamo, which is imported where anything was compiled, leaves the forward of a module as it is."""
+    """Whether Dynamo skips the forward of a module. Imports Dynamo, which is loaded if anything was compiled."""
     from torch._dynamo import trace_rules
 
     forward = getattr(type(module), "forward", None)
@@ -140,7 +140,7 @@ def _is_skipped(module: nn.Module) -> bool:
 
 
 def unseen_regions(compiled: Iterable[str], hooked: Iterable[str], silent: Collection[str]) -> list[str]:
-    """The model, and the parts of it that were compiled by themselves, of whose hooked modules none was ever seen."""
+    """The model and its separately compiled parts of which no hooked module was ever seen."""
     hooked = list(hooked)
     unseen = []
     for region in ("", *compiled):
@@ -154,10 +154,10 @@ def unseen_regions(compiled: Iterable[str], hooked: Iterable[str], silent: Colle
 
 
 def observe_in_graph(hook: Hook, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> Any:
-    """Put the operators for one call of a module into the graph; what the module returns in the place of `output`.
+    """Put the operators for a call of a module into the graph; returns the replacement of `output`, if any.
 
-    Dynamo traces this function, so it is written in what Dynamo knows, and branches on nothing that changes from one
-    step to the next.
+    Dynamo traces this function. It therefore uses only what Dynamo supports, and branches on nothing that changes from
+    step to step.
     """
     if not torch.compiler.is_dynamo_compiling():
         return None
@@ -199,7 +199,7 @@ def observe_in_graph(hook: Hook, module: nn.Module, args: Any, kwargs: Any, outp
 
 
 def _passed_on(hook: Hook, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """In a checkpoint, what has effects cannot be computed again: let the output go through an operator without."""
+    """In a checkpoint, operators with effects cannot be recomputed: pass the output through one without effects."""
     if hook.of_root or hook.sees_inputs or not isinstance(output, Tensor):
         return None
     shared, _ = _shared_with(module, args, kwargs, output, [("", output)])
@@ -212,8 +212,9 @@ def _passed_on(hook: Hook, module: nn.Module, args: Any, kwargs: Any, output: An
 def _shared_with(
     module: nn.Module, args: Any, kwargs: Any, output: Any, found: list[tuple[str, Tensor]]
 ) -> tuple[list[bool], str]:
-    """Of each output, whether the caller may have the same memory, or container, from elsewhere too; and then why a
-    gradient is missing. Such an output must be given on as it is: what is done to it in place is seen there.
+    """Whether the memory or container of each output is also held elsewhere, and the reason why a gradient is missing.
+
+    Such an output must be returned unchanged, because changes made to it in place are visible elsewhere.
     """
     strange = _not_rebuilt(output)
     if strange:
@@ -221,7 +222,7 @@ def _shared_with(
     given: list[tuple[str, Tensor]] = []
     collect(args, "", given)
     collect(kwargs, "", given)
-    # in place, by its own word: whoever calls it goes on with what it returns
+    # a module with `inplace` says that it works in place, so its caller uses the returned tensor
     inputs = [] if getattr(module, "inplace", False) else [tensor for _, tensor in given]
     handed_back = not isinstance(output, Tensor) and any(output is one for one in (*args, *kwargs.values()))
     shared = []
@@ -238,7 +239,7 @@ def _shared_with(
 
 
 def _not_rebuilt(value: Any) -> str:
-    """The class of a container of tensors that is not one of Python's own; else nothing."""
+    """The class of a tensor container that is not one of Python's own; else empty."""
     if type(value) in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         parts = list(value)
     elif type(value) is dict:
@@ -269,23 +270,23 @@ def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
     return value
 
 
-# What the compiler is asked while it traces. Functions of the standard kind cannot ask, so these run beside the graph,
-# leave the answer here, and another, whose result is a constant for Dynamo, takes it up.
+# Questions to the compiler during tracing. Traced functions cannot ask them, so these functions run beside the graph
+# and leave the answer here; another function, whose result Dynamo takes for a constant, reads it.
 _answer: Any = None
 
 
 def _compare_storages(context: Any) -> None:
-    """Whether the tensors that `_shared_with` looks at are views of the same memory."""
+    """Whether the tensors that `_shared_with` compares are views of the same memory."""
     global _answer
     one, other = (context.get_local(name).as_fake() for name in ("tensor", "other"))
     _answer = one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _find_region(context: Any) -> None:
-    """What the module is called in: the graph itself (""), a checkpoint of it, or another part, such as a branch.
+    """Where a module is called: in the graph itself (""), in a checkpoint of it, or elsewhere, such as in a branch.
 
-    In no part of it if it is exported, because an exported model is used without us. Before 2.13, Dynamo takes
-    ``is_exporting`` for true wherever it traces it, so that it can only be asked here.
+    An exported model counts as elsewhere, because it is used without us. Before 2.13, Dynamo takes ``is_exporting`` for
+    true wherever it traces it, so it can only be called here.
     """
     global _answer
     if torch.compiler.is_exporting():
@@ -301,10 +302,10 @@ def _find_region(context: Any) -> None:
 
 
 def _stay_out_of_cuda_graphs() -> None:
-    """Let inductor end a CUDA graph before each of our operators, and begin another behind it.
+    """Let inductor end a CUDA graph before each of our operators, and begin another one after it.
 
-    In a graph they would run once, and what they copy would lie in memory that is the graph's. They have the tag that
-    says so, but inductor looks for it in the graph's node, which is that of the effect, and this list is by name.
+    In a CUDA graph they would run once, and their copies would be in the graph's memory. Their tag says so, but
+    inductor looks for it in the graph's node, which is the effect's node; this list works by name.
     """
     config: Any = sys.modules.get("torch._inductor.config")
     listed = getattr(config, "custom_should_partition_ops", None)
@@ -321,7 +322,7 @@ def _region() -> str:
 
 
 def _is_constant(*functions: Any) -> None:
-    # what ``torch.compiler.assume_constant_result`` does, which would import all of Dynamo with this module
+    # as ``torch.compiler.assume_constant_result``, which would import all of Dynamo with this module
     for one in functions:
         one._dynamo_marked_constant = True
 
@@ -330,7 +331,7 @@ _is_constant(_same_storage, _region)
 
 
 class _Watched(torch.autograd.Function):
-    """The identity, whose backward shows the gradient. A copy, since views made by a function take nothing in place."""
+    """The identity, whose backward reports the gradient. Copies, because a function's views forbid in-place changes."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ticket: Tensor, site: str, leaf: str) -> Tensor:
@@ -346,7 +347,7 @@ class _Watched(torch.autograd.Function):
 
 
 class _PassedOn(torch.autograd.Function):
-    """The same where it may be computed again: its operators return what they are given, so that they stay."""
+    """As `_Watched`, for recomputation: its operators return their arguments, so they are not removed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, site: str, grad: bool, gradients: bool) -> Tensor:
@@ -372,7 +373,7 @@ def _observe(tensors: list[Tensor], site: str, names: str, grad: bool, without: 
     numbers = NOBODY
     if hook is not None:
         found = Named(zip(names.split("\n"), tensors, strict=True)) if tensors else Named()
-        with torch.set_grad_enabled(grad):  # what tells a training pass; a compiled graph runs without
+        with torch.set_grad_enabled(grad):  # identifies a training pass; a compiled graph runs without gradients
             hook(hook.on, (), found, *(() if hook.sees_inputs else (found,)))
         numbers = hook.ticket()
         if without:
@@ -396,7 +397,7 @@ def tag_number(tag: str) -> int:
 
 
 def tag_of(number: int) -> str:
-    """The tag that has a number in tickets."""
+    """The tag with a number in tickets."""
     return _tags[number]
 
 
@@ -439,12 +440,12 @@ _OPERATORS: tuple[tuple[str, str, Any, Any], ...] = (
         lambda gradient, *_: torch.empty_like(gradient),
     ),
 )
-"""Name, schema, what it does, and what is known of its result without running it."""
+"""Name, schema, implementation, and a function that gives the result's metadata without running it."""
 _QUALIFIED = [f"tracereel::{name}" for name, *_ in _OPERATORS]
 
 
 def _define() -> library.Library:
-    """Register the operators; they are there as long as what is returned is."""
+    """Register the operators; they exist as long as the returned library."""
     ours = library.Library("tracereel", "FRAGMENT")  # `custom_op` would add 10 us to each call
     for name, schema, function, fake in _OPERATORS:
         ours.define(name + schema, tags=_TAGS)
@@ -454,7 +455,7 @@ def _define() -> library.Library:
         if name.startswith("observe"):
             ours._register_effectful_op(f"tracereel::{name}", EffectType.ORDERED)
             operator = getattr(torch.ops.tracereel, name)
-            for one in (operator, operator.default):  # before 2.13, Dynamo itself asks only here what has effects
+            for one in (operator, operator.default):  # before 2.13, Dynamo looks for effects only here
                 torch.fx.node.has_side_effect(one)
     return ours
 

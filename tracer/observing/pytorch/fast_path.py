@@ -1,9 +1,9 @@
-"""Torch's fast path in evaluations: hooks step aside for it where nobody asked for what is inside.
+"""Hooks step aside for torch's fast path in evaluations, where nobody wants what is inside.
 
-`nn.TransformerEncoderLayer` computes all of itself in one function in evaluations, unless a hook hangs on it or on a
-module inside. So that evaluations are what they are unwatched, an exporter's hooks are off while such a layer runs, and
-two hooks of all modules wait for what it does: for its end, or for a call of something inside, with which torch shows
-that it goes the other way.
+In evaluations, `nn.TransformerEncoderLayer` computes everything in one function, unless it or a module inside has a
+hook. To leave evaluations unchanged, an exporter's hooks are removed while such a layer runs. Meanwhile two global
+module hooks wait for the layer's end, or for a call of a module inside, which shows that torch does not take the fast
+path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Hung = tuple[Any, Hanging]
 
 
 def may_take_it(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether torch may take the fast path of a layer in this call, as far as that is easily told; else it does not."""
+    """Whether torch may take a layer's fast path in this call. If False, it surely does not."""
     source = args[0] if args else kwargs.get("src")
     attention = layer.self_attn
     return (
@@ -51,14 +51,14 @@ def may_take_it(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 class Aside:
-    """The hooks on a layer and inside, while they are off for one call of it.
+    """The hooks on a layer and inside it, while they are removed for one call.
 
     Parameters
     ----------
     layer : Layer
         The layer, whose hooks before its forward are running.
     hung : sequence of (Module, Hanging)
-        Our hooks on it and on what is inside, each with what it hangs on.
+        Our hooks on the layer and inside it, each with its owner.
     """
 
     def __init__(self, layer: Layer, hung: Sequence[Hung]) -> None:
@@ -78,13 +78,13 @@ class Aside:
     def _before_any(self, module: nn.Module, args: Any) -> None:
         if self.over or threading.get_ident() != self._thread:
             return
-        self.end()  # something inside is called, so torch does not take the fast path
+        self.end()  # a module inside is called, so torch does not take the fast path
         self._call(module, Role.BEFORE_FORWARD, args, {})
 
     def _after_any(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.over or module is not self._layer or threading.get_ident() != self._thread:
             return
-        if output is None:  # the forward raised; torch calls what hangs on the layer itself after this
+        if output is None:  # the forward raised; torch calls the layer's own hooks afterwards
             self._put_back()
             return
         self.end()
@@ -92,7 +92,7 @@ class Aside:
             self._call(module, role, args, {}, output)
 
     def _call(self, module: nn.Module, role: Role, *arguments: Any) -> None:
-        """Call our hooks on a module, which torch does not find any more in this call."""
+        """Call our hooks on a module, which torch no longer finds in this call."""
         for on, hanging in self._hung:
             if on is module and isinstance(hanging.hook, Hook) and hanging.hook.role is role:
                 hanging.hook(module, *arguments)
@@ -104,7 +104,7 @@ class Aside:
                 hanging.hang_again(on)
 
     def end(self) -> None:
-        """Put the hooks back, and wait no longer."""
+        """Put the hooks back, and stop waiting."""
         self._put_back()
         for one in self._waiting:
             one.remove()
@@ -117,12 +117,12 @@ class Asides:
     Attributes
     ----------
     layers : dict
-        By id, the layers that have a fast path: what of ours hangs on them and inside.
+        By id, the layers that have a fast path: our hooks on them and inside them.
     """
 
     def __init__(self) -> None:
         self.layers: dict[int, list[Hung]] = {}
-        self._last: dict[int, Aside] = {}  # by thread, the last one
+        self._last: dict[int, Aside] = {}  # the last one of each thread
 
     @property
     def over(self) -> bool:
@@ -130,15 +130,15 @@ class Asides:
         return all(one.over for one in self._last.values())
 
     def begin(self, layer: Layer) -> None:
-        """Take the hooks of a layer off for the call that begins."""
+        """Remove a layer's hooks for the call that begins."""
         self._last[threading.get_ident()] = Aside(layer, self.inside(layer))
 
     def inside(self, layer: Layer) -> list[Hung]:
-        """Our hooks on a layer and in it, each with what it hangs on."""
+        """Our hooks on a layer and inside it, each with its owner."""
         return self.layers.get(id(layer), [])
 
     def end_last(self) -> None:
-        """Put back what this thread has taken off."""
+        """Put back the hooks that this thread has removed."""
         last = self._last.pop(threading.get_ident(), None)
         if last is not None:
             last.end()

@@ -1,4 +1,4 @@
-"""What the hooks of an exporter share: whether they are let through, and the pass that runs in each thread."""
+"""The state that an exporter's hooks share: whether they are active, and the pass that runs in each thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tracer.observing.pytorch.modes import without_modes
 
 
 class Numbered(Protocol):
-    """The hook on the gradient of an input, which learns the number of its call when that is over."""
+    """The hook on the gradient of an input, which gets the number of its call when the call ends."""
 
     call: int
 
@@ -28,11 +28,11 @@ class OpenCall(NamedTuple):
     copies: list[tuple[str, Tensor]]
     """Its inputs, each with its leaf."""
     hooks: Sequence[Numbered]
-    """Those on the gradients of its inputs."""
+    """The hooks on the gradients of its inputs."""
 
 
 class Pass:
-    """The forward that runs in a thread, or else the last one there."""
+    """The forward that runs in a thread, or else the thread's last forward."""
 
     __slots__ = ("batch", "counts", "depth", "in_loss", "inputs", "inside", "listening", "tag")
 
@@ -40,27 +40,27 @@ class Pass:
         self.depth = 0  # how many forwards of the root are running
         self.in_loss = False
         self.tag = DEFAULT_TAG
-        self.batch = 0  # which one it is of its evaluation
-        self.listening = False  # whether hooks have anything to do in it
-        self.inside = False  # and whether those inside the model have
-        self.counts: dict[str, int] | None = None  # where its calls are counted, if no more is done with them
+        self.batch = 0  # its number within its evaluation
+        self.listening = False  # whether hooks have work in it
+        self.inside = False  # whether hooks inside the model have work in it
+        self.counts: dict[str, int] | None = None  # counts its calls, if nothing else is done with them
         self.inputs: list[OpenCall] = []
 
     def count(self, path: str) -> None:
-        """Count the call of a module that nobody records, so that later calls in the evaluation have their numbers."""
+        """Count a call that nobody records, so that later calls in the evaluation have the right numbers."""
         if self.counts is not None:
             self.counts[path] = self.counts.get(path, 0) + 1
 
 
 class PassOfThread(threading.local):
-    """For each thread, the pass that is now."""
+    """The current pass of each thread."""
 
     def __init__(self) -> None:
-        self.now = Pass()  # one object, because each look at an attribute of this one takes longer
+        self.now = Pass()  # a single object, because attributes of a `threading.local` are slow
 
 
 class Notes(Protocol):
-    """Where a gate notes what is not observed."""
+    """Collects notes of what is not observed."""
 
     def note(self, what: str, why: str, *, warn: bool = True) -> None:
         """Note what is not observed, and why."""
@@ -70,12 +70,12 @@ class Notes(Protocol):
 
 
 class Meter:
-    """The lock of a gate that also measures the CPU time of whoever holds it, on the thread that does.
+    """Wraps a gate's lock, and measures the CPU time of the threads that hold it.
 
     Parameters
     ----------
     lock : RLock
-        Which it holds.
+        The wrapped lock.
     """
 
     __slots__ = ("_began", "_depth", "_lock", "_seconds")
@@ -105,31 +105,31 @@ class Meter:
         self._lock.release()
 
     def seconds(self) -> float:
-        """CPU seconds so far, for who holds it."""
+        """CPU seconds so far; called by the holder of the lock."""
         return self._seconds + (thread_time() - self._began if self._depth else 0.0)
 
     def _is_owned(self) -> bool:
-        """As that of an `RLock`."""
+        """Whether this thread holds the lock, as `RLock` has it."""
         return bool(self._lock._is_owned())
 
 
 class Gate:
-    """What lets the hooks of an exporter through, and what they share; none of them knows the exporter itself.
+    """Lets an exporter's hooks through, and holds their shared state. Has no reference to the exporter.
 
     Parameters
     ----------
     problems : Notes
     number : int
-        In the names by which compiled graphs call hooks; each exporter has another one.
+        Distinguishes exporters in the names by which compiled graphs call hooks.
 
     Attributes
     ----------
     attached : bool
         Whether hooks may hang.
     open : bool
-        Whether anything is observed now.
+        Whether anything is currently observed.
     lock : RLock or Meter
-        Held by whatever runs: hooks may fire in several threads.
+        Held by running observations, because hooks may fire in several threads.
     passes : PassOfThread
     """
 
@@ -144,14 +144,14 @@ class Gate:
         self.number = number
 
     def measured(self) -> Meter:
-        """What measures, from now on, the CPU time of all that goes through the gate."""
+        """Measure the CPU time of everything that goes through the gate from now on."""
         if not isinstance(self.lock, Meter):
             self.lock = Meter(self.lock)
         return self.lock
 
     @property
     def held(self) -> bool:
-        """Whether this thread runs code of the exporter, or code that the exporter calls, such as a receiver's."""
+        """Whether this thread runs code of the exporter, or code called by it, such as a receiver's."""
         return bool(self.lock._is_owned())  # type: ignore[union-attr]  # which threading itself uses
 
     def guard(self, what: str, work: Callable[[], object]) -> None:

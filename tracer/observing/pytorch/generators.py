@@ -1,4 +1,4 @@
-"""The states of the random generators of a process, as tensors: read, and put back."""
+"""The states of the process's random generators, as tensors: reading and restoring."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor
 from tracer.errors import CaptureError
 
 _WORDS = 624
-"""Words of 32 bits in the state of a Mersenne Twister, of which NumPy and Python have one each."""
+"""32-bit words in the state of a Mersenne Twister, which both NumPy and Python use."""
 
 
 def states() -> Iterator[tuple[str, Tensor]]:
-    """The state of each generator by its name, as `restore` takes it.
+    """The state of each generator by name, for `restore`.
 
-    ``torch`` and ``cuda.0`` (of each device that is in use) are bytes as PyTorch gives them. ``numpy`` and ``python``
-    are 627 int64: the 624 words of their Mersenne Twister, the position in these, and the normal number that the
-    generator has in reserve: whether there is one, and its bits.
+    ``torch`` and ``cuda.0`` (for each device in use) are bytes from PyTorch. ``numpy`` and ``python`` are 627 int64:
+    the 624 words of the Mersenne Twister, the position in them, whether a normal number is in reserve, and that
+    number's bits.
 
     Examples
     --------
@@ -44,12 +44,12 @@ def states() -> Iterator[tuple[str, Tensor]]:
 
 
 def restore(name: str, state: Tensor) -> None:
-    """Put a generator into a state that `states` gave.
+    """Restore a generator's state from `states`.
 
     Raises
     ------
     CaptureError
-        If there is no such generator here, or the state is none of it.
+        If there is no such generator here, or the state does not fit it.
     """
     place, _, number = name.partition(".")
     known: dict[str, Callable[[Tensor], None]] = {
@@ -73,7 +73,7 @@ def restore(name: str, state: Tensor) -> None:
 
 
 def _numpy() -> NDArray[np.int64] | None:
-    """The state of NumPy's global generator; None if the program has replaced it by one of another sort."""
+    """The state of NumPy's global generator; None if the program has replaced the generator by one of another kind."""
     found = np.random.get_state(legacy=False)  # noqa: NPY002 - what programs draw from
     if found["bit_generator"] != "MT19937":
         return None

@@ -1,8 +1,8 @@
-"""Hooks in the dictionaries of PyTorch: put there, found again, taken off, and left out of copies and pickles.
+"""Hooks in PyTorch's dictionaries: hung, checked, removed, and left out of copies and pickles.
 
-The dictionaries are attributes of modules, optimizers and tensors, so whatever copies or pickles these copies what the
-dictionaries hold. Our hooks have numbers of their own, below zero, so that hooks of the user's have the numbers that
-they have without us, and while any of ours hangs somewhere, every `OrderedDict` is copied and pickled without them.
+The dictionaries are attributes of modules, optimizers and tensors, so copies and pickles of these include their hooks.
+Our hooks have negative numbers of their own, so that the user's hooks have the same numbers as without us. While any of
+our hooks hangs, every `OrderedDict` is copied and pickled without them.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from torch.optim import Optimizer
 _Hooks: TypeAlias = "MutableMapping[int, Any]"
 
 _NUMBERS = itertools.count(-(2**62))
-"""Below zero, where torch numbers no hook, and far from what anybody else has as a key."""
+"""Negative, as torch's own numbers never are, and far from any other keys."""
 
 _hung: set[int] = set()  # the numbers of all hooks that hang somewhere
-_pickled_before: Any = None  # what pickled an OrderedDict before; None if nothing did
+_pickled_before: Any = None  # the previous reducer of OrderedDict; None if there was none
 
 
 class Hanging:
-    """A hook of ours in a dictionary of PyTorch's.
+    """One of our hooks in a dictionary of PyTorch.
 
     Parameters
     ----------
     owner : Module, Optimizer, Tensor or module of Python
-        Whose dictionary it is. It is not kept alive.
+        The owner of the dictionary. It is not kept alive.
     place : str
         The attribute that is the dictionary, which exists.
     hook : callable
-        What torch calls.
+        Called by torch.
     marks : tuple of str
-        Attributes that are dictionaries in which torch notes how the hook is to be called.
+        Attributes that are dictionaries in which torch notes how to call the hook.
     first : bool
-        Whether the hook comes before those that are there.
+        Whether the hook is put before existing hooks.
     """
 
     __slots__ = ("_dictionaries", "_first", "_marks", "_unnoted", "hook", "number", "place")
@@ -56,7 +56,7 @@ class Hanging:
         self._marks = marks
         self._first = first
         _note(self.number)
-        self._unnoted = weakref.finalize(hook, _forget, self.number)  # also where the owner is dropped with its hooks
+        self._unnoted = weakref.finalize(hook, _forget, self.number)  # also if the owner is dropped with its hooks
         self._unnoted.atexit = False
         self._dictionaries = self._put(owner)
 
@@ -70,23 +70,23 @@ class Hanging:
         return [_reference(one) for one in (hooks, *noted)]
 
     def hang_again(self, owner: Any) -> bool:
-        """Put the hook back where somebody else took it off; whether that was so."""
+        """Put the hook back if somebody else removed it; whether that was so."""
         if self.hangs_on(owner):
             return False
         self._dictionaries = self._put(owner)
         return True
 
     def hangs_on(self, owner: Any) -> bool:
-        """Whether the hook is still in the dictionary that its owner has now."""
+        """Whether the hook is in its owner's current dictionary."""
         return self.number in _dictionary(owner, self.place)
 
     def remove(self) -> None:
-        """Take the hook off for good, if it still hangs there."""
+        """Remove the hook for good."""
         self.take_off()
         self._unnoted()
 
     def take_off(self) -> None:
-        """Take the hook off until `hang_again`."""
+        """Remove the hook until `hang_again`."""
         for reference in self._dictionaries:
             one = reference()
             if one is not None:
@@ -94,7 +94,7 @@ class Hanging:
 
 
 class Checklist:
-    """Hooks that should hang on modules and optimizers, and whether they do, at a few nanoseconds each.
+    """Checks whether hooks hang on modules and optimizers, at a few nanoseconds each.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ class Checklist:
         self._spots = [(held, one.place, one.number) for held, one in spots if one.place in held]
 
     def is_complete(self) -> bool:
-        """Whether all of them hang."""
+        """Whether all hooks hang."""
         for held, place, number in self._spots:  # noqa: SIM110 - a generator takes twice as long
             if number not in held[place]:
                 return False
@@ -115,34 +115,34 @@ class Checklist:
 
 
 def before_forward(module: nn.Module, hook: Callable[..., Any], *, first: bool = False) -> Hanging:
-    """Have a hook called with a module and its arguments, positional and others, before its forward."""
+    """Have a hook called with a module and its positional and keyword arguments before its forward."""
     return Hanging(module, "_forward_pre_hooks", hook, ("_forward_pre_hooks_with_kwargs",), first=first)
 
 
 def after_forward(module: nn.Module, hook: Callable[..., Any], *, always: bool = False, first: bool = False) -> Hanging:
-    """Have a hook called with a module, its arguments and its output after its forward; `always`: if it raised, too."""
+    """Have a hook called with module, arguments and output after the forward; `always`: even if it raised."""
     called = ("_forward_hooks_always_called",) if always else ()
     return Hanging(module, "_forward_hooks", hook, ("_forward_hooks_with_kwargs", *called), first=first)
 
 
 def before_step(optimizer: Optimizer, hook: Callable[..., Any]) -> Hanging:
-    """Have a hook called with an optimizer and the arguments of its step before it."""
+    """Have a hook called before an optimizer's step, with the optimizer and the step's arguments."""
     return Hanging(optimizer, "_optimizer_step_pre_hooks", hook)
 
 
 def after_step(optimizer: Optimizer, hook: Callable[..., Any]) -> Hanging:
-    """Have a hook called with an optimizer and the arguments of its step after it."""
+    """Have a hook called after an optimizer's step, with the optimizer and the step's arguments."""
     return Hanging(optimizer, "_optimizer_step_post_hooks", hook)
 
 
 def before_any_step(hook: Callable[..., Any]) -> Hanging:
-    """Have a hook called with each optimizer of the process and the arguments of its step before it."""
+    """Have a hook called before each step of any optimizer, with the optimizer and the step's arguments."""
     return Hanging(sys.modules[Optimizer.__module__], "_global_optimizer_pre_hooks", hook)
 
 
 def after_accumulation(tensor: Tensor, hook: Callable[..., Any]) -> Hanging:
     """Have a hook called with a leaf tensor whenever its gradient has been accumulated."""
-    held: Any = tensor  # torch says nothing of the attribute's type
+    held: Any = tensor  # torch does not declare the attribute's type
     if held._post_accumulate_grad_hooks is None:
         held._post_accumulate_grad_hooks = OrderedDict()
     return Hanging(tensor, "_post_accumulate_grad_hooks", hook)
@@ -155,12 +155,12 @@ def on_gradient(tensor: Tensor, hook: Callable[..., Any]) -> Hanging:
 
 
 def on_gradient_once(tensor: Tensor, hook: Callable[..., Any]) -> None:
-    """Have a hook called with the gradient of a tensor of this step's graph, with which it goes."""
+    """Have a hook called with the gradient of a tensor in this step's graph; it is dropped with the tensor."""
     _with_gradient_hooks(tensor)[next(_NUMBERS)] = hook
 
 
 class Told:
-    """A hook on a tensor that calls a bound method when a gradient comes. It does not keep the method's object alive.
+    """A hook on a tensor that calls a bound method with the gradient. Does not keep the method's object alive.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ class Told:
 
     __slots__ = ("__weakref__", "_about", "_method")
 
-    __torch_unserializable__ = True  # torch warns of every other hook on a tensor that is pickled
+    __torch_unserializable__ = True  # otherwise torch warns when a tensor with the hook is pickled
 
     def __init__(self, method: Callable[..., object], *about: Any) -> None:
         self._method = weakref.WeakMethod(method)
@@ -184,7 +184,7 @@ class Told:
 
 
 def _with_gradient_hooks(tensor: Tensor) -> _Hooks:
-    """The hooks of a tensor that needs a gradient, as `Tensor.register_hook` makes their dictionary."""
+    """The hooks of a tensor that requires gradients, created as by `Tensor.register_hook`."""
     hooks: Any = tensor._backward_hooks
     if hooks is None:
         hooks = tensor._backward_hooks = OrderedDict()
@@ -194,13 +194,13 @@ def _with_gradient_hooks(tensor: Tensor) -> _Hooks:
 
 
 def _dictionary(owner: Any, place: str) -> _Hooks:
-    """What an owner of hooks has there now; of a module without a look at what its class may define."""
+    """An owner's current dictionary of hooks; for a module, bypassing attributes that its class defines."""
     found: _Hooks = vars(owner)[place] if isinstance(owner, nn.Module) else getattr(owner, place)
     return found
 
 
 def _reference(hooks: _Hooks) -> Callable[[], _Hooks | None]:
-    # a plain dict, which somebody may have put there, takes no weak reference
+    # a plain dict, which a program may have put there, cannot be weakly referenced
     return weakref.ref(hooks) if isinstance(hooks, OrderedDict) else lambda: hooks
 
 
@@ -214,7 +214,7 @@ def _note(number: int) -> None:
 
 
 def _forget(number: int) -> None:
-    """Undo `_note`; without any hook of ours, what stood in the table of pickle is back."""
+    """Undo `_note`; after the last hook, restore the previous reducer."""
     global _pickled_before
     _hung.discard(number)
     if not _hung and copyreg.dispatch_table.get(OrderedDict) is _reduced:
@@ -226,7 +226,7 @@ def _forget(number: int) -> None:
 
 
 def _reduced(one: OrderedDict[Any, Any]) -> Any:
-    """What `copy` and `pickle` make of a dictionary: of one that has hooks of ours what it is without them."""
+    """How `copy` and `pickle` reduce an OrderedDict: without our hooks."""
     ours = any(key in _hung for key in one)
     if _pickled_before is not None:
         left = OrderedDict((key, value) for key, value in one.items() if key not in _hung) if ours else one

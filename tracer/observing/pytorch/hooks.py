@@ -1,4 +1,4 @@
-"""What PyTorch calls: the hooks of an exporter, and the gate that all of them go through."""
+"""The hooks that PyTorch calls for an exporter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tracer.observing.pytorch.modes import traced, without_modes
 
 
 class Role(enum.Enum):
-    """What a hook is there for; the values are names in problems."""
+    """The purpose of a hook; the values are names in problems."""
 
     BEFORE_ROOT = "before root"
     AFTER_ROOT = "after root"
@@ -42,27 +42,27 @@ _OF_ROOT = (Role.BEFORE_ROOT, Role.AFTER_ROOT)
 _OF_OPTIMIZER = (Role.BEFORE_OPTIMIZER, Role.AFTER_OPTIMIZER)
 _IN_GRAPHS = (*_OF_ROOT, Role.BEFORE_FORWARD, Role.AFTER_FORWARD)
 _INNER = (Role.BEFORE_FORWARD, Role.AFTER_FORWARD, Role.AFTER_PARAMETRIZATION, Role.AFTER_REPLACED)
-"""Hooks inside the model, which have nothing to do in a pass of whose inside nobody records anything."""
+"""Hooks inside the model, which have no work in a pass whose inside nobody records."""
 
 
 class Site(NamedTuple):
-    """A place where a hook is to hang, and what it is to call.
+    """A place to hang a hook, and the method that the hook calls.
 
     Attributes
     ----------
     on : Module, Optimizer or Tensor
     role : Role
     name : str
-        The path of the module or parameter; ``""`` where there is one thing only.
+        The path of the module or parameter; ``""`` where only one thing is meant.
     put : callable
         Hangs a hook on it.
     call : callable
-        A bound method that takes the name, and then what PyTorch gives the hook. Its object is not kept alive.
+        A bound method that takes the name and the hook's arguments. Its object is not kept alive.
     quiet : callable or None
-        A bound method of the same object. It takes what PyTorch gives the hook, and tells whether the hook has nothing
-        more to do, before the lock is taken.
+        A bound method of the same object, called before the lock is taken. Takes the hook's arguments, and returns
+        whether the hook has no more work.
     gradients : bool
-        Whether they may be wanted of what the hook sees.
+        Whether gradients of the observed tensors may be wanted.
     """
 
     on: Any
@@ -75,17 +75,17 @@ class Site(NamedTuple):
 
 
 class Calls(Protocol):
-    """What compiled graphs ask of the object whose method sees the calls of modules."""
+    """The interface for compiled graphs of the object that observes calls of modules."""
 
     def ticket(self, path: str) -> Ticket:
-        """What a graph keeps of the call of a module that was just seen: call, step, train step, epoch, tag."""
+        """The ticket of a module's call that was just observed: call, step, train step, epoch, tag."""
 
     def gradient_seen(self, path: str, leaf: str, gradient: Tensor, ticket: Ticket) -> None:
-        """Take the gradient of the output of a module, in the call of the ticket."""
+        """Take the gradient of a module's output in the ticket's call."""
 
 
 class Hook:
-    """A hook of an exporter: goes through the gate, and calls what its site says.
+    """A hook of an exporter: goes through the gate, and calls its site's method.
 
     Parameters
     ----------
@@ -134,12 +134,12 @@ class Hook:
         )
 
     def __call__(self, *args: Any) -> Any:
-        """Tell the exporter what this hook saw; what fails there does not reach the training."""
-        if is_dynamo_compiling():  # state that changes would recompile the graph at every step
+        """Report what the hook observed; an error in the exporter does not reach the training."""
+        if is_dynamo_compiling():  # changing state would recompile the graph at every step
             if self.graph_name:
                 return observe_in_graph(self, *args)
             if self.of_optimizer:
-                # Runs this between graphs. A step is never one graph: it has breaks of torch's own.
+                # Runs this hook between graphs. A step is never a single graph, because torch's code breaks it anyway.
                 torch._dynamo.graph_break()
             return None
         owner, gate = self._owner(), self._gate
@@ -147,7 +147,7 @@ class Hook:
             return None
         if self._inner and self.fired:
             running = gate.passes.now
-            if running.depth and not running.inside:  # a pass that nobody records inside: no more than this
+            if running.depth and not running.inside:  # a pass whose inside nobody records
                 if running.counts is not None and self.role is Role.AFTER_FORWARD:
                     running.count(self.name)
                 return None
@@ -168,38 +168,38 @@ class Hook:
 
     @property
     def lasts(self) -> bool:
-        """Whether it is hung for as long as its owner is observed."""
+        """Whether it hangs as long as its owner is observed."""
         return self.of_optimizer or self.role is Role.BEFORE_ROOT
 
     # -- for compiled graphs --------------------------------------------------------------------------------
 
     @property
     def on(self) -> Any:
-        """What it hangs on; None if that is gone."""
+        """The object that it hangs on; None if it is gone."""
         return self._on()
 
     def ticket(self) -> Ticket:
-        """What a graph keeps of the call that this hook, which comes after the forward, has just seen."""
+        """The ticket of the call that this hook has just observed after the forward."""
         owner = self._owner()
         return (
             NOBODY if owner is None or self.role is not Role.AFTER_FORWARD else cast("Calls", owner).ticket(self.name)
         )
 
     def gradient_seen(self, leaf: str, gradient: Tensor, ticket: Ticket) -> None:
-        """Take the gradient of what this hook saw in a call."""
+        """Take the gradient of a tensor that this hook observed in a call."""
         owner = self._owner()
         if owner is not None and not self.off:
             cast("Calls", owner).gradient_seen(self.name, leaf, gradient, ticket)
 
     def lacks(self, kind: str, why: str) -> None:
-        """Note that messages of a kind are missing of what this hook sees, if anybody listens."""
+        """Note that messages of a kind are missing, if anybody listens."""
         gate = self._gate
         if self._owner() is not None and gate.passes.now.listening:
             gate.guard(kind, lambda: gate.problems.note(f"{kind} of {self.name!r}", why))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # for a pickler that does not leave hooks out as `hanging` has it: a callable of the library, which takes
-        # anything and returns None
+        # for picklers that do not leave hooks out (see `hanging`): a callable of the standard library that accepts any
+        # arguments and returns None
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
@@ -207,10 +207,10 @@ run_uncompiled(Hook.__call__)
 
 
 def leaves_gradients(optimizer: Optimizer) -> bool:
-    """Whether gradients are after a step what they were before: torch's own optimizers do not change them.
+    """Whether an optimizer's step leaves gradients unchanged, as those of torch do.
 
-    But SGD with Nesterov's momentum does, where it moves many parameters at once; and what hooks do that come before an
-    exporter's, nobody knows.
+    The exceptions are SGD with Nesterov momentum, if it updates many parameters at once, and hooks of others that come
+    before an exporter's.
     """
     first = next(iter(optimizer._optimizer_step_post_hooks.values()), None)
     return (
@@ -237,7 +237,7 @@ def is_heard_by_others(model: nn.Module) -> bool:
 
 
 def _origin(hook: Any) -> str:
-    """The name of the Python module that a hook was written in."""
+    """The name of the Python module that defines a hook."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return str(getattr(hook, "__module__", None) or type(hook).__module__)

@@ -1,4 +1,4 @@
-"""`WeakIdentitySet`: objects of a user's program, compared by identity, whatever their classes define."""
+"""`WeakIdentitySet`: compares objects of a user's program by identity, whatever their classes define."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of tensors in a structure: paths that say where each stands, whatever else is there."""
+"""Paths of tensors in a structure, which do not depend on the structure's other contents."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 
 class Named(dict[str, Any]):
-    """Tensors by their paths, as `below` makes them: already found, of a structure that is not there any more."""
+    """Tensors by path, as made by `below`, of a structure that no longer exists."""
 
 
 def below(path: str, key: object, number: int) -> str:
-    """The path of what stands under a key of a mapping that is at `path`; no other key has the same.
+    """The path of the value under a key of the mapping at `path`; no other key has the same path.
 
-    Text is taken as it is where that cannot be mistaken. Everything else is in brackets: other text in quotes, numbers
-    and None, members of enumerations, and tuples of such. Of other keys, which may tell nothing but where they lie in
-    memory, the class and the number stand for the key.
+    A string is used unchanged if it is unambiguous. All other keys are in brackets: other strings in quotes; numbers,
+    None, members of enumerations, and tuples of these as literals. Any other key is represented by its class and
+    number, because its text may only be its memory address.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ def below(path: str, key: object, number: int) -> str:
         ``""`` for the outermost structure.
     key : object
     number : int
-        Of the key, in the order of the mapping.
+        The key's position in the mapping.
 
     Examples
     --------
@@ -36,7 +36,7 @@ def below(path: str, key: object, number: int) -> str:
     >>> below(below("", "a", 0), "b", 0)
     'a.b'
     """
-    # in words that Dynamo can trace: graphs that are compiled name what they see by it, too
+    # Dynamo must be able to trace this, because compiled graphs use these names too
     if isinstance(key, str) and key and "." not in key and "\n" not in key and key[0] != "[":
         name = str.__str__(key)
     else:
@@ -45,9 +45,9 @@ def below(path: str, key: object, number: int) -> str:
 
 
 def collect(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
-    """Add to `found` the tensors of a structure that is at `path`, each with its path.
+    """Add the tensors of a structure at `path` to `found`, each with its path.
 
-    Dynamo traces this function, so it is written in what Dynamo knows.
+    Dynamo traces this function, so it uses only what Dynamo supports.
     """
     if isinstance(value, Tensor):
         found.append((path, value))
@@ -82,9 +82,9 @@ def _literal(key: object, number: int) -> str:
 
 
 def arguments_of(args: Any, kwargs: Any) -> Any:
-    """A call's arguments as one structure: positional ones by their numbers, the others by their names.
+    """A call's arguments as one structure: positional arguments by number, keyword arguments by name.
 
-    A tensor that is the only argument is no structure. Dynamo traces this function, too.
+    A tensor that is the only argument is returned itself. Dynamo traces this function too.
     """
     if not kwargs:
         return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
@@ -95,5 +95,5 @@ def arguments_of(args: Any, kwargs: Any) -> Any:
 
 
 def _argument(name: str) -> str:
-    """The name of a keyword argument, if positional ones are named by their numbers."""
+    """The name of a keyword argument that cannot be mistaken for the number of a positional argument."""
     return "[" + name if name.isdecimal() or name.startswith("[") else name

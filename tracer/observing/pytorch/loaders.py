@@ -1,4 +1,4 @@
-"""Tells which datapoints of its data set each batch of a DataLoader is made of, and has other datapoints fetched."""
+"""Reports the datapoints that each batch of a DataLoader consists of, and lets others be fetched instead."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from tracer.observing.pytorch.patches import Patch
 
 
 class Loading(Protocol):
-    """Is told of the batches that DataLoaders of map-style data sets give."""
+    """A watcher of `LOADERS`, which gets the batches of map-style data sets."""
 
     gate: Gate
 
     def chosen(self, iterator: object) -> Sequence[int] | None:
-        """The datapoints that the next batch is to be made of; None: those that the loader's sampler gives."""
+        """The datapoints of the next batch; None: those of the loader's sampler."""
 
     def pulled(self, iterator: object, ids: Sequence[int], batch: Any) -> None:
         """Take a batch, and the indices of its datapoints."""
 
 
 class _Drawn(NamedTuple):
-    """What a sampler gave for a batch."""
+    """The indices that a sampler gave for a batch."""
 
     ids: list[int]
     alone: bool
-    """Whether it gave one index, not several."""
+    """Whether the sampler gave a single index instead of several."""
 
 
-# by iterator, and by the number of the task that a worker has of it; without workers that is 0
+# by iterator, and by the number of its worker's task (0 without workers)
 _DRAWN: weakref.WeakKeyDictionary[Any, dict[int, _Drawn]] = weakref.WeakKeyDictionary()
 
 
 def indices_of(given: object) -> list[int] | None:
-    """What a sampler gave as indices; None of other keys, and of what can be gone through only once.
+    """The indices that a sampler gave; None for other keys, and for iterators, which can be consumed only once.
 
     Examples
     --------
@@ -73,9 +73,9 @@ def _replace_loading() -> None:
 
 
 LOADERS: Patch[Loading] = Patch(_replace_loading)
-"""The batches of DataLoaders are told, with the indices of their datapoints.
+"""Reports the batches of DataLoaders, with the indices of their datapoints.
 
-Of iterable-style data sets, whose datapoints have no indices, and of samplers that give other keys, nothing is.
+Iterable-style data sets, whose datapoints have no indices, and samplers that give other keys are not reported.
 """
 
 
@@ -119,7 +119,7 @@ def _giving_of_workers(original: Callable[..., Any]) -> Callable[..., Any]:
         before = {*iterator._task_info}
         batch = original(iterator)
         over = [number for number in before if number not in iterator._task_info]
-        # a task that failed before is over, too, and was no batch
+        # a task that failed before is finished too, but was no batch
         found = [tasks.pop(number, None) for number in over]
         drawn = found[0] if len(found) == 1 else None
         chosen = _chosen(iterator)
@@ -132,7 +132,7 @@ def _giving_of_workers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _chosen(iterator: Any) -> Sequence[int] | None:
-    """The datapoints that somebody chooses for the next batch."""
+    """The datapoints that a watcher chooses for the next batch; None if none does."""
     if iterator._dataset_kind != _DatasetKind.Map:
         return None
     choices = (one.chosen(iterator) for one in [*LOADERS.watchers] if one.gate.open)

@@ -1,4 +1,4 @@
-"""Loss functions: which there are, what their arguments are, and what stands in for them."""
+"""Loss functions: their names, the meaning of their arguments, and stand-ins for them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class LossFunction:
     ----------
     gate : Gate
     seen : callable
-        A bound method that takes the name of the function, the function, its arguments, and what it gave. Its object is
-        not kept alive.
+        A bound method that takes the function's name, the function, its arguments and its result. Its object is not
+        kept alive.
     original : callable
         The function.
     """
@@ -49,21 +49,21 @@ class LossFunction:
         functools.update_wrapper(self, original, updated=())
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)  # as functions are in a class
+        return self if instance is None else types.MethodType(self, instance)  # binds as functions do in a class
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        # what holds the function, such as a model, is copied and pickled as with torch's own, by its name
+        # objects that hold the function, such as a model, are copied and pickled with its name, as torch's own
         name: str = self.__name__
         if getattr(torch.nn.functional, name) is self:
             return name
-        return pkgutil.resolve_name, (f"torch.nn.functional:{name}",)  # pickle refuses the name of something else
+        return pkgutil.resolve_name, (f"torch.nn.functional:{name}",)  # pickle refuses a name of another object
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner: Any = self._owner()
         gate = self._gate
         if owner is None or gate.passes.now.in_loss or traced():
             return self.__wrapped__(*args, **kwargs)
-        gate.passes.now.in_loss = True  # some losses are made of others
+        gate.passes.now.in_loss = True  # some losses call others
         try:
             if owner.fed is not None:
                 owner.fed(self.__wrapped__, args, kwargs)
@@ -76,18 +76,18 @@ class LossFunction:
 
 
 class ModelLoss(torch.nn.Module):
-    """Stands for the loss that a model computes itself: called with it, it shows an exporter output, labels and loss.
+    """Represents the loss that a model computes itself: calling it shows an exporter output, labels and loss.
 
-    That is the loss of an evaluation whatever the training makes of it, because the model calls it so.
+    This is the loss of an evaluation whatever the training's loss is made of, because the model returns it as its loss.
     """
 
     def forward(self, input: Tensor, target: Tensor, loss: Tensor) -> Tensor:  # noqa: A002 - torch's names
-        """Give the loss back."""
+        """Return the loss."""
         return loss
 
 
 def unpatch(patched: dict[str, LossFunction]) -> None:
-    """Take stand-ins for functions of torch away, even if another exporter has put its own around them since."""
+    """Remove stand-ins for torch's functions, even if another exporter has since wrapped them."""
     for name, wrapper in patched.items():
         outer = getattr(torch.nn.functional, name)
         if outer is wrapper:
@@ -102,17 +102,17 @@ def unpatch(patched: dict[str, LossFunction]) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    # looked up at every loss; of the function below a bound method, so that no module is kept alive
+    # cached for use at every loss, by the function of a bound method, so that no module is kept alive
     return inspect.signature(function)
 
 
 def output_and_labels(
     loss: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Which arguments of a call of a loss are the network's output and the labels, whatever their order.
+    """The network's output and the labels among the arguments of a loss's call, in any order.
 
-    Labels are the parameter called ``target`` or ``targets``, or in a loss of the user's own the second tensor; a loss
-    such as ``triplet_margin_loss`` has none.
+    Labels are the parameter called ``target`` or ``targets``, or for other losses the second tensor. A loss such as
+    ``triplet_margin_loss`` has no labels.
 
     Examples
     --------

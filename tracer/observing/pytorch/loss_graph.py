@@ -1,4 +1,4 @@
-"""Looks into the graph behind a tensor, to find out what a loss is made of."""
+"""Inspects the autograd graph behind a tensor, to determine what a loss is made of."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor
 from tracer.observing.pytorch.autograd import next_node
 
 _NEAREST = 1024
-"""How many nodes of a graph are looked at for what is near."""
+"""How many nodes of a graph are searched for something near the tensor."""
 _WHOLE = 100_000
-"""And at most for what may be anywhere."""
+"""How many nodes are searched for something that may be anywhere."""
 
 Node: TypeAlias = "tuple[int, int]"
-"""A node of a graph: the number of its thread, and its own number there."""
+"""A node of a graph: the number of its thread, and its sequence number in the thread."""
 
 
 class _Thread(threading.local):
-    """A number that no other thread has, or had: torch numbers the nodes of each thread anew."""
+    """A number that no other thread has or had, because torch numbers nodes within each thread."""
 
     def __init__(self) -> None:
         self.number = next(_THREADS)
@@ -34,13 +34,13 @@ _thread = _Thread()
 
 
 def node_of(tensor: Tensor) -> Node | None:
-    """A tensor's node in its graph, as the thread and the number that no other node of it has; None without one."""
-    function = tensor.grad_fn  # each look at it makes an object
+    """A tensor's node in its graph; None if it has no graph."""
+    function = tensor.grad_fn  # each access creates an object
     return None if function is None else (_thread.number, function._sequence_nr())
 
 
 def next_of_thread() -> Node:
-    """The node that this thread's graph gets next."""
+    """The next node of this thread's graph."""
     return _thread.number, next_node()
 
 
@@ -51,11 +51,11 @@ def behind(tensor: Tensor, inner_of: Callable[[Any], Iterable[Any]] | None = Non
     ----------
     tensor : Tensor
     inner_of : callable, optional
-        Gives the nodes behind a node that are looked at; by default all.
+        Returns the nodes behind a node that are to be visited; by default all.
     """
     inner_of = inner_of or _inner_of
     waiting: deque[Any] = deque([] if tensor.grad_fn is None else [tensor.grad_fn])
-    seen = {*waiting}  # which keeps them, so that torch makes no other objects of them
+    seen = {*waiting}  # keeps the objects alive, so that torch creates no others for the same nodes
     while waiting:
         node = waiting.popleft()
         yield node
@@ -70,9 +70,9 @@ def _inner_of(node: Any) -> list[Any]:
 
 
 def looks_back(tensor: Tensor, since: Node | None) -> bool:
-    """Whether a tensor was made of others that there were before some node of this thread, and of nothing else.
+    """Whether a tensor was computed only from tensors created before some node of this thread.
 
-    As a metric that is asked for after a step, of what the network gave in it. A new forward begins with parameters.
+    An example is a metric that is computed after a step from the step's output. A new forward begins with parameters.
 
     Examples
     --------
@@ -94,7 +94,7 @@ def looks_back(tensor: Tensor, since: Node | None) -> bool:
 
 
 def is_made_of(tensor: Tensor, nodes: Collection[Node]) -> bool:
-    """Whether one of some nodes is among the nearest that a tensor was made of."""
+    """Whether a tensor was made of one of the nodes, searching only the nearest nodes."""
     thread = _thread.number
     first = min((number for one, number in nodes if one == thread), default=None)
     if first is None:
@@ -110,11 +110,11 @@ _SAME_BUT_FOR_A_FACTOR = (
     "Mul", "Div", "Mean", "Sum", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Alias",
     "ToCopy",
 )  # fmt: skip
-"""Operations whose result is what they got, or its sum or mean, multiplied with a number."""
+"""Operations whose result is their input, or its sum or mean, times a number."""
 
 
 def multiple_of(tensor: Tensor, nodes: Container[Node]) -> Node | None:
-    """The one of some nodes that a tensor is, or is a sum, a mean or a multiple of, and of nothing else.
+    """The node, among some nodes, that a tensor is a multiple, a sum or a mean of, and of nothing else.
 
     Examples
     --------
@@ -142,19 +142,19 @@ def multiple_of(tensor: Tensor, nodes: Container[Node]) -> Node | None:
 
 
 def _is_times_a_number(node: Any) -> bool:
-    """Whether a product or quotient of something that has a graph is one with a single number, which has none."""
+    """Whether a product or quotient has a single number without a graph as its other factor."""
     at = next(place for place, (one, _) in enumerate(node.next_functions) if one is not None)
     try:
         factor = getattr(node, "_saved_self" if at else "_saved_other", None)
-    except RuntimeError:  # a backward has freed what the node kept
+    except RuntimeError:  # a backward has freed the node's saved tensors
         return False
     return not isinstance(factor, Tensor) or factor.numel() == 1
 
 
 def belongs_to_others(tensor: Tensor, own: Container[int]) -> bool:
-    """Whether a tensor was made of parameters, and of none of those with these ids.
+    """Whether a tensor was computed from parameters, none of which has one of these ids.
 
-    A tensor of which no parameters are found, as one that came through a reentrant checkpoint, belongs to nobody else.
+    A tensor without known parameters, such as one that came through a reentrant checkpoint, does not belong to others.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What intercepts PyTorch's operations: modes, subclasses of tensors, and tracers. Observing steps around it."""
+"""Keeps observing out of reach of what intercepts PyTorch's operations: modes, tensor subclasses and tracers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Let what the program has in torch's way see only what the program does.
+    """Hide our operations from whatever the program uses to intercept operations.
 
-    Those are modes of dispatch and of ``__torch_function__``, and that method of subclasses of tensors.
+    These are modes of dispatch and of ``__torch_function__``, and the ``__torch_function__`` of tensor subclasses.
     """
     if _len_torch_dispatch_stack() or _len_torch_function_stack():
         return _without_modes()
@@ -25,8 +25,8 @@ def without_modes() -> AbstractContextManager[Any]:
 
 
 def with_subclasses() -> AbstractContextManager[Any]:
-    """Let subclasses of tensors do what they do, for a forward of the program's within `without_modes`."""
-    if _len_torch_function_stack():  # whose modes would see it, too
+    """Enable tensor subclasses again, for a forward of the program within `without_modes`."""
+    if _len_torch_function_stack():  # its modes would see the forward too
         return contextlib.nullcontext()
     return cast("AbstractContextManager[Any]", torch._C._EnableTorchFunction())
 
@@ -38,10 +38,10 @@ def _without_modes() -> Iterator[None]:
 
 
 def traced() -> bool:
-    """Whether a forward only serves to find out what it does, and is none of the training.
+    """Whether a forward only serves to trace the model, and is no pass of the training.
 
-    As under ``torch.jit.trace``, ``torch.fx.symbolic_trace``, ``make_fx`` and an export without Dynamo. Our copies
-    would become a part of what is found.
+    This is the case under ``torch.jit.trace``, ``torch.fx.symbolic_trace``, ``make_fx``, and an export without Dynamo.
+    Our copies would become a part of the traced graph.
     """
     if _get_tracing_state() is not None or is_compiling() or _traces_symbolically():
         return True
@@ -49,7 +49,7 @@ def traced() -> bool:
 
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
-# its older name warns in newer versions
+# the older name gives a warning in newer versions
 _traces_symbolically: Callable[[], bool] = getattr(
     _symbolic_trace, "is_fx_symbolic_tracing", _symbolic_trace.is_fx_tracing
 )

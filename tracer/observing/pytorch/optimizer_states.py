@@ -1,4 +1,4 @@
-"""What an optimizer and a GradScaler go on from: tensors by names, read and put back."""
+"""The states of an optimizer and a GradScaler as named tensors: reading and restoring."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.optim import Optimizer
 from tracer.errors import CaptureError
 
 SCALE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "growth_tracker")
-"""The entries of the state of a GradScaler."""
+"""The entries of a GradScaler's state."""
 
 Number = bool | int | float
 
 
 def flat(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors and numbers in the state that an optimizer has of a parameter, by their names.
+    """The tensors and numbers in an optimizer's state of a parameter, by name.
 
-    Names of inner parts are joined by dots. A number is a float64 or int64 scalar, and its name ends in ``<float>``,
-    ``<int>`` or ``<bool>``; the parts of a list have numbers, as in ``old_dirs.<list>.0``. Texts, None and functions
-    are left out: an optimizer has these as it is made.
+    Names of nested parts are joined by dots. A number is a float64 or int64 scalar, and its name ends in ``<float>``,
+    ``<int>`` or ``<bool>``. The parts of a list are numbered, as in ``old_dirs.<list>.0``. Strings, None and functions
+    are left out, because a new optimizer has them already.
 
     Examples
     --------
@@ -50,7 +50,7 @@ def _below(name: str, key: str) -> str:
 
 
 def deep(found: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The state whose parts `flat` gave.
+    """The state that `flat` has flattened.
 
     Examples
     --------
@@ -80,7 +80,7 @@ def _made(value: Any) -> Any:
 
 
 def put_state(optimizer: Optimizer, parameter: Tensor, found: Mapping[str, Tensor]) -> None:
-    """Give an optimizer its state of a parameter back. Tensors are copied to the parameter's device.
+    """Restore an optimizer's state of a parameter. Tensors are copied to the parameter's device.
 
     Parameters
     ----------
@@ -88,14 +88,14 @@ def put_state(optimizer: Optimizer, parameter: Tensor, found: Mapping[str, Tenso
     parameter : torch.Tensor
         One of its parameters.
     found : mapping of str to Tensor
-        As `flat` gave them; empty if it had no state of the parameter.
+        As from `flat`; empty if there was no state of the parameter.
     """
     before = optimizer.state.pop(parameter, {})
     if not found:
         return
     state = deep({name: value.clone() for name, value in found.items()})
     for name, value in state.items():
-        # a counter of steps may be on the processor though the parameter is on a device
+        # a step counter may be on the CPU although the parameter is on a device
         like = before.get(name) if isinstance(before, Mapping) else None
         if isinstance(value, Tensor):
             device = like.device if isinstance(like, Tensor) else value.device if not value.ndim else parameter.device
@@ -104,7 +104,7 @@ def put_state(optimizer: Optimizer, parameter: Tensor, found: Mapping[str, Tenso
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers in a group of parameters, such as the learning rate, by their names.
+    """The numbers in a parameter group, such as the learning rate, by name.
 
     Examples
     --------
@@ -123,12 +123,12 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, float]:
 
 
 def set_hyperparameters(group: dict[str, Any], numbers: Mapping[str, float]) -> None:
-    """Put numbers that `hyperparameters` gave back into a group. Each keeps the type that it has there.
+    """Put numbers from `hyperparameters` back into a group. Each keeps its type in the group.
 
     Raises
     ------
     CaptureError
-        If the group has no number of such a name.
+        If the group has no such number.
     """
     now = hyperparameters(group)
     for name, number in numbers.items():
@@ -153,7 +153,7 @@ def _of_type(old: Any, number: float) -> Any:
 
 
 def scale_of(scaler: GradScaler) -> Tensor | None:
-    """The state of a GradScaler: a float64 vector with the entries `SCALE`; None if it is not enabled."""
+    """The state of a GradScaler as a float64 vector with the entries `SCALE`; None if the scaler is disabled."""
     state = {key.lstrip("_"): value for key, value in scaler.state_dict().items()}
     if not state:
         return None
@@ -161,7 +161,7 @@ def scale_of(scaler: GradScaler) -> Tensor | None:
 
 
 def set_scale(scaler: GradScaler, numbers: Sequence[float]) -> None:
-    """Give a GradScaler a state that `scale_of` gave."""
+    """Restore a state from `scale_of`."""
     state = scaler.state_dict()
     given = dict(zip(SCALE, numbers, strict=True))
     scaler.load_state_dict({key: type(state[key])(given[key.lstrip("_")]) for key in state})

@@ -1,6 +1,6 @@
-"""What of PyTorch is changed while an exporter is there: ``torch.jit.script``, GradScaler, ``backward``.
+"""Patches of PyTorch while an exporter needs them: ``torch.jit.script``, GradScaler, ``backward``.
 
-Each stands as it was as soon as no exporter needs it any more.
+Each is undone when no exporter needs it any more.
 """
 
 from __future__ import annotations
@@ -28,77 +28,77 @@ from tracer.observing.pytorch.tensors import leaves
 
 
 class Differentiation(Protocol):
-    """Is told what is differentiated."""
+    """A watcher of `BACKWARD`."""
 
     gate: Gate
 
     def backward(self, *tensors: Tensor) -> None:
-        """Take what ``backward`` is called on."""
+        """Take the tensors that ``backward`` is called on."""
 
     def grad(self, tensor: Tensor, inputs: Iterable[Any], *, derivable: bool) -> None:
-        """Take what ``autograd.grad`` differentiates by which inputs, and whether it can be differentiated again."""
+        """Take a tensor that ``autograd.grad`` differentiates, the inputs, and whether the result is differentiable."""
 
 
 class Scaling(Protocol):
-    """Is told what a GradScaler does."""
+    """A watcher of `SCALERS`."""
 
     gate: Gate
     calls: int
-    """How many steps of optimizers were seen."""
+    """How many optimizer steps were seen."""
 
     def knows(self, optimizer: object) -> bool:
-        """Whether an optimizer is one of those that are observed."""
+        """Whether an optimizer is observed."""
 
     def scales(self, scaler: GradScaler) -> None:
-        """Take note that a GradScaler multiplies losses."""
+        """Note that a GradScaler multiplies losses."""
 
     def scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
-        """Take what a GradScaler has made of a loss, and by which factor."""
+        """Take a loss before and after scaling by a GradScaler, and the factor."""
 
     def skip(self, optimizer: Any) -> None:
-        """Take note of an optimizer's step that a GradScaler skipped."""
+        """Note that a GradScaler skipped an optimizer's step."""
 
 
 class Compiling(Protocol):
-    """Is told of compilations."""
+    """A watcher of `COMPILING`."""
 
     def compile_called(self) -> None:
-        """Take note that ``compile()`` was called on some module."""
+        """Note that ``compile()`` was called on some module."""
 
 
 Watcher = TypeVar("Watcher")
 
 
 class Patch(Generic[Watcher]):
-    """Something of PyTorch's that stands otherwise while anybody watches it.
+    """A part of PyTorch that is replaced while there are watchers.
 
     Parameters
     ----------
     begin : callable
-        Puts stand-ins in the places of PyTorch's functions, with `replace`.
+        Replaces PyTorch's functions by stand-ins, with `replace`.
     """
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         self._begin = begin
-        # by owner and name, what stands there now, and what stood there, if anything did
+        # by owner and name: the stand-in, and the original (None if the attribute did not exist)
         self._replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell a watcher, as long as it is there, until `unwatch`."""
+        """Inform a watcher, as long as it exists, until `unwatch`."""
         if watcher not in self.watchers:
             self.watchers.add(watcher)
-            weakref.finalize(watcher, self._settle).atexit = False  # one that is dropped leaves nothing, either
+            weakref.finalize(watcher, self._settle).atexit = False  # a dropped watcher leaves no patches behind either
         if not self._replaced:
             self._begin()
 
     def unwatch(self, watcher: Watcher) -> None:
-        """Tell a watcher nothing any more."""
+        """Stop informing a watcher."""
         self.watchers.discard(watcher)
         self._settle()
 
     def replace(self, owner: Any, name: str, ours: Any) -> None:
-        """Put something in the place of an attribute, until nobody watches any more."""
+        """Replace an attribute until there are no watchers."""
         self._replaced[owner, name] = ours, vars(owner).get(name)
         setattr(owner, name, ours)
 
@@ -106,7 +106,7 @@ class Patch(Generic[Watcher]):
         if [*self.watchers]:
             return
         for (owner, name), (ours, original) in self._replaced.items():
-            if vars(owner).get(name) is not ours:  # another has put its own around it, which may stay
+            if vars(owner).get(name) is not ours:  # somebody else has wrapped it, and the wrapper may stay
                 continue
             if original is None:
                 delattr(owner, name)
@@ -131,22 +131,22 @@ def _replace_scalers() -> None:
 
 
 def _replace_backward() -> None:
-    # `Tensor.backward` calls the first of these
+    # `Tensor.backward` calls `torch.autograd.backward`
     for name, tell in (("backward", _tell_of_backward), ("grad", _tell_of_grad)):
         BACKWARD.replace(torch.autograd, name, _observed(getattr(torch.autograd, name), tell))
 
 
 SCRIPTING: Patch[object] = Patch(_replace_scripting)
-"""``torch.jit.script``, which compiles what it finds, finds no hooks and stand-ins."""
+"""Hides hooks and stand-ins from ``torch.jit.script``, which compiles everything that it finds."""
 COMPILING: Patch[Compiling] = Patch(_replace_compiling)
-"""Each ``compile()`` of a module, which decides what may have hooks, is told."""
+"""Reports each ``compile()`` of a module, which decides which modules may have hooks."""
 SCALERS: Patch[Scaling] = Patch(_replace_scalers)
-"""Losses that a GradScaler multiplies, and steps that it skips, are told: in these torch calls no optimizer's hooks.
+"""Reports losses that a GradScaler multiplies, and steps that it skips, for which torch calls no optimizer hooks.
 
-Subclasses may have methods of their own, as that of FSDP has.
+Subclasses may override the methods, as FSDP's does.
 """
 BACKWARD: Patch[Differentiation] = Patch(_replace_backward)
-"""On what ``backward`` is called, and what ``autograd.grad`` differentiates, is told."""
+"""Reports the tensors that ``backward`` is called on and that ``autograd.grad`` differentiates."""
 
 
 def _telling(original: Callable[..., Any]) -> Any:
@@ -162,7 +162,7 @@ def _telling(original: Callable[..., Any]) -> Any:
 
 def _as_unwatched(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def script(obj: Any, *args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:  # as torch calls its own: by name
+    def script(obj: Any, *args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:  # torch passes `_frames_up` by name
         functional = vars(torch.nn.functional)
         stand_ins = {name: one for name, one in functional.items() if isinstance(one, LossFunction)}
         hooked: list[tuple[dict[str, Any], str, dict[int, Any]]] = []
@@ -180,17 +180,17 @@ def _as_unwatched(original: Callable[..., Any]) -> Callable[..., Any]:
             for attributes, name, hooks in hooked:
                 others = ((key, hook) for key, hook in hooks.items() if not isinstance(hook, Hook))
                 attributes[name] = type(hooks)(others)
-            # names are looked up so many frames further up, and this is one more
+            # names are looked up this many frames up, and this function adds one
             return original(obj, *args, _frames_up=_frames_up + 1, **kwargs)
         finally:
-            for attributes, name, hooks in hooked:  # the same dictionaries, which the handles of the hooks know
+            for attributes, name, hooks in hooked:  # the same dictionaries, which the hooks' handles refer to
                 attributes[name] = hooks
             functional.update(stand_ins)
 
     return script
 
 
-_in_scaler: set[tuple[int, str]] = set()  # scalers and methods that run, because one may call that of its parent
+_in_scaler: set[tuple[int, str]] = set()  # running scalers and methods, because one may call its parent's
 
 
 def _observe_scalers(owner: type[GradScaler]) -> None:
@@ -209,7 +209,7 @@ def _new_scaler(owner: type[Any], /, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def _inside(scaler: GradScaler, method: str) -> Iterator[bool]:
-    """Run a method of a scaler; whether it is not called by the same method of a subclass."""
+    """Mark a scaler's method as running; yields whether it was not called by the same method of a subclass."""
     key = id(scaler), method
     outermost = key not in _in_scaler
     _in_scaler.add(key)
@@ -226,9 +226,9 @@ def _observed_scale(original: Callable[..., Any]) -> Callable[..., Any]:
         with _inside(scaler, "scale") as outermost:
             result = original(scaler, outputs)
         watching = [one for one in SCALERS.watchers if one.gate.open] if outermost and scaler.is_enabled() else []
-        factor = scaler._scale if watching else None  # a scaler that is not enabled has none
+        factor = scaler._scale if watching else None  # a disabled scaler has no factor
         if factor is not None:
-            factor = factor.detach().clone()  # which the scaler changes in place
+            factor = factor.detach().clone()  # the scaler changes it in place
             for one in watching:
                 one.gate.guard("the state of a GradScaler", functools.partial(one.scales, scaler))
             for (_, tensor), (_, loss) in zip(leaves(result), leaves(outputs), strict=False):
@@ -256,7 +256,7 @@ def _observed_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Differentiating(threading.local):
-    """Whether this thread is in a function that differentiates: torch's call each other, and some call themselves."""
+    """Whether this thread is in a differentiating function; torch's functions call each other and themselves."""
 
     now: bool = False
 
@@ -269,7 +269,7 @@ def _observed(original: Callable[..., Any], tell: Callable[..., None]) -> Callab
     def differentiate(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling() or _differentiating.now or not BACKWARD.watchers:
             return original(*args, **kwargs)
-        # what can be gone through only once, as `model.parameters()`, is gone through here
+        # iterators such as `model.parameters()` can be consumed only once
         args = tuple(tuple(one) if isinstance(one, Iterator) else one for one in args)
         kwargs = {name: tuple(one) if isinstance(one, Iterator) else one for name, one in kwargs.items()}
         _tell(tell, args, kwargs)
@@ -285,7 +285,7 @@ def _observed(original: Callable[..., Any], tell: Callable[..., None]) -> Callab
 
 def _tell(tell: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for one in list(BACKWARD.watchers):
-        if not one.gate.held:  # what a receiver or a condition of the user's differentiates is no loss of the training
+        if not one.gate.held:  # what a receiver or a user's condition differentiates is no loss of the training
             one.gate.guard("loss", functools.partial(tell, one, *args, **kwargs))
 
 
@@ -294,7 +294,7 @@ run_uncompiled(_tell)
 
 def _tell_of_backward(watcher: Differentiation, tensors: Any, *args: Any, **kwargs: Any) -> None:
     roots = _as_tuple(tensors)
-    if roots and all(isinstance(one, Tensor) for one in roots):  # edges of the graph have no values
+    if roots and all(isinstance(one, Tensor) for one in roots):  # graph edges have no values
         watcher.backward(*roots)
 
 

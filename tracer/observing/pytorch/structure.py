@@ -1,4 +1,4 @@
-"""A model as JSON: what a trace's header says of it."""
+"""A model as JSON, for the header of a trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tracer.observing.pytorch.wrappers import named_parts
 
 
 def summary_of(name: str, model: nn.Module) -> dict[str, Any]:
-    """What a model is, in a line of JSON: its name, its class and the number of its parameters.
+    """A short description of a model as JSON: its name, class and number of parameters.
 
     Examples
     --------
@@ -24,7 +24,7 @@ def summary_of(name: str, model: nn.Module) -> dict[str, Any]:
 
 
 def structure_of(root: nn.Module) -> dict[str, Any]:
-    """The model as JSON: names and classes of modules, what convolutions are, parameters, tied aliases."""
+    """The model as JSON: names and classes of modules, settings of convolutions, parameters, tied aliases."""
     names_of: dict[int, list[str]] = {}
     parameters: dict[int, Tensor] = {}
     for path, one in named_parts(root, repeat=True):
@@ -54,7 +54,7 @@ def class_name(one: nn.Module) -> str:
 
 
 def _settings(one: nn.Module) -> dict[str, Any]:
-    """What neither class nor weights of a convolution or a dropout tell, as JSON."""
+    """Settings of a convolution or dropout that neither its class nor its weights show, as JSON."""
     if isinstance(one, nn.modules.dropout._DropoutNd):
         return {"probability": one.p}
     if not isinstance(one, nn.modules.conv._ConvNd):

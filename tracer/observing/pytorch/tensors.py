@@ -1,4 +1,4 @@
-"""The tensors that PyTorch hands over: where they are in a structure, what can be told of them, and copies."""
+"""The tensors in PyTorch's structures: their paths, whether they can be observed, and copies."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ _HELD = held()
 def leaves(value: Any) -> list[tuple[str, Tensor]]:
     """The tensors in a structure, each with its path; a tensor that is no structure has the empty path.
 
-    A path says where the tensor stands, and does not depend on what else is there.
-    Knows tuples, named tuples, lists, mappings and dataclasses (which ``torch.utils._pytree`` does not flatten), also
-    nested; everything else is no tensor and is left out.
+    A path does not depend on the structure's other contents. Tuples, named tuples, lists, mappings and dataclasses
+    (which ``torch.utils._pytree`` does not flatten) are searched, also nested; everything else is ignored.
 
     Examples
     --------
@@ -35,7 +34,7 @@ def leaves(value: Any) -> list[tuple[str, Tensor]]:
     >>> [path for path, _ in leaves((x, None))], [path for path, _ in leaves({0: x, "0": x, "a.b": x})]
     (['0'], ['[0]', '0', '["a.b"]'])
     """
-    if type(value) is Tensor:  # what nearly all modules return
+    if type(value) is Tensor:  # the common case
         return [("", value)]
     if type(value) is Named:
         return list(value.items())
@@ -45,7 +44,7 @@ def leaves(value: Any) -> list[tuple[str, Tensor]]:
 
 
 def unobservable(tensor: Tensor) -> str | None:
-    """Why a tensor's values cannot be copied, or None if they can."""
+    """The reason why a tensor's values cannot be copied; None if they can."""
     if type(tensor) is not Tensor and is_lazy(tensor):
         return "a lazy parameter has no values before the first forward"
     if tensor.is_meta or (type(tensor) is not Tensor and isinstance(tensor, FakeTensor)):
@@ -69,7 +68,7 @@ def opaque(output: Any) -> bool:
 
 
 def ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor is a plain one, which can be copied, with nothing special to it that a copy of it would keep."""
+    """Whether a tensor is plain: it can be copied, and has no special properties that a copy would keep."""
     return (
         type(tensor) is Tensor
         and tensor.dtype in _HELD
@@ -83,7 +82,7 @@ def ordinary(tensor: Tensor) -> bool:
 
 
 def freed(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor was given back, as that of weights which sharding gathers for a forward."""
+    """Whether a tensor's memory was freed, as sharding does with weights that it gathers for a forward."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -99,9 +98,9 @@ def same_storage(one: Tensor, other: Tensor) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor in C order, of shape (bytes,): a view, where they lie so in its memory.
+    """The bytes of a dense tensor in C order, of shape (bytes,); a view if they lie so in memory.
 
-    A tensor that lies so may still have other strides along axes of size 1, with which torch makes no view of bytes.
+    A tensor in C order may still have unusual strides along axes of size 1, which prevent torch's view as bytes.
 
     Examples
     --------
@@ -112,9 +111,9 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def copied(tensor: Tensor, memory: Memory) -> Tensor:
-    """A dense copy of an observable tensor that needs no gradient, in memory that was used before where that pays.
+    """A dense copy of an observable tensor without gradients, in reused memory where that is faster.
 
-    What is only marked as conjugated or negated is so in the copy.
+    Lazy conjugation or negation is resolved in the copy.
     """
     if tensor.layout is not torch.strided:
         return tensor.to_dense()
@@ -123,17 +122,17 @@ def copied(tensor: Tensor, memory: Memory) -> Tensor:
         whole = tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
         if torch.get_num_threads() > 1 or not whole:
             return target.copy_(tensor)
-        # what a single thread copies is sooner there: the lines of the target are not fetched to be written over
+        # a single thread copies faster with NumPy, which does not load the target's cache lines before overwriting them
         np.copyto(bytes_of(target).numpy(), bytes_of(tensor).numpy())
         return target
-    # to name a memory format takes a third as long as a small copy
+    # passing a memory format takes a third as long as a small copy
     return tensor.clone() if tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def space_for(like: Tensor, memory: Memory) -> Tensor | None:
-    """A tensor of the dtype and shape of a dense tensor of the processor; None where torch's own memory is as good.
+    """A tensor with the dtype and shape of a dense CPU tensor; None where torch's own memory is as good.
 
-    Where no memory is to be used again, it is new, and begins at a page: it is then written without another copy.
+    If no memory can be reused, it is new and aligned to a page, so that it can be written to a file without a copy.
     """
     if not like.is_cpu or type(like) is not Tensor:
         return None
@@ -158,6 +157,6 @@ _NUMPY: dict[torch.dtype, type[np.generic]] = {
 
 
 def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
-    """A gradient without what its loss was multiplied with; of float16 in float32, because it may be too small."""
+    """A gradient divided by its loss scale; for float16 in float32, because the result may be too small."""
     wide = gradient.float() if gradient.dtype is torch.float16 else gradient
     return wide / scale.to(wide.device)

@@ -1,7 +1,7 @@
-"""Modules around modules, and the names of what is inside: the same with and without them.
+"""Wrappers of modules, and paths of inner modules that do not depend on the wrappers.
 
-``DDP(torch.compile(model))`` calls the weights of ``model`` ``module._orig_mod.0.weight``. A wrapper only passes on, so
-its name says nothing of the network, and a trace that had it could not be laid beside one of the bare model.
+``DDP(torch.compile(model))`` calls the weights of ``model`` ``module._orig_mod.0.weight``. A wrapper's name says
+nothing of the network, and a trace with such paths could not be compared with a trace of the bare model.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from torch import nn
 
 _AROUND = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""What torch's checkpoint wrapper and the first FSDP call the module inside."""
+"""The names of the inner module in torch's checkpoint wrapper and the first FSDP."""
 _INNER = ("_orig_mod", *_AROUND)
-"""And torch.compile."""
+"""These names, and that of torch.compile."""
 
 
 def wrapped_by(module: nn.Module) -> nn.Module | None:
-    """The module inside a wrapper that only passes on; None of any other module.
+    """The module inside a wrapper that only forwards calls; None for other modules.
 
     Examples
     --------
@@ -34,9 +34,9 @@ def wrapped_by(module: nn.Module) -> nn.Module | None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside wrappers whose call is its own: compiled, DistributedDataParallel, DataParallel.
+    """The module inside wrappers that call it once per call: compiled, DistributedDataParallel, DataParallel.
 
-    Not inside a checkpoint, where the forward runs a second time.
+    Checkpoint wrappers stay, because the inner forward runs a second time.
     """
     while (inner := wrapped_by(model)) is not None and not set(_AROUND).intersection(model._modules):
         model = inner
@@ -44,11 +44,11 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def named_parts(top: nn.Module, prefix: str = "", *, repeat: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, by its dotted path, as ``named_modules`` lists them, with wrappers left out.
+    """Every module once with its dotted path, as by ``named_modules``, without wrappers.
 
-    What is inside a wrapper has the wrapper's path. Where two modules would then share a path, the later one's gets an
-    underscore at its end. A wrapper that has parameters of its own is listed, after what is inside. `repeat`: modules
-    that stand in several places are listed by each.
+    The module inside a wrapper has the wrapper's path. If two modules would share a path, an underscore is appended to
+    the later one's. A wrapper with parameters of its own is listed after its inner module. `repeat`: modules in several
+    places are listed once for each.
 
     Examples
     --------
@@ -67,7 +67,7 @@ def named_parts(top: nn.Module, prefix: str = "", *, repeat: bool = False) -> It
 
 
 def paths_of(top: nn.Module, prefix: str = "") -> Iterator[str]:
-    """The dotted paths of a module, of all below it, and of their parameters."""
+    """The dotted paths of a module, of all modules below it, and of their parameters."""
     for path, one in named_parts(top, prefix):
         yield path
         for name in one._parameters.keys():  # noqa: SIM118 - those of a ScriptModule are no dict
@@ -75,7 +75,7 @@ def paths_of(top: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def compiled_parts(root: nn.Module) -> list[str]:
-    """The paths, below the root, of the modules that are compiled by themselves."""
+    """The paths of the modules below the root that are compiled separately."""
     found = []
     for path, one, _ in _walk(root, "", set()):
         if path and path not in found and ("_orig_mod" in one._modules or getattr(one, "_compiled_call_impl", None)):
@@ -84,7 +84,7 @@ def compiled_parts(root: nn.Module) -> list[str]:
 
 
 def _walk(one: nn.Module, path: str, seen: set[int] | None) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Every module, and whether it is a wrapper, which follows what is inside; each once, if `seen` is a set."""
+    """Every module, and whether it is a wrapper (listed after its inner module); each once, if `seen` is a set."""
     if seen is not None:
         if id(one) in seen:
             return
