@@ -4,16 +4,16 @@
 
     TracerError
     ├─ MessageError (ValueError)             malformed message, unknown kind, duplicate or incomplete bundle
-    ├─ CaptureError (ValueError)             nothing matches, contradictory capture, a needed stream cannot be had
+    ├─ CaptureError (ValueError)             nothing matches, contradictory capture, a needed stream is unavailable
     ├─ TraceError
     │  ├─ TraceNotFoundError (FileNotFoundError)
     │  ├─ TraceExistsError (FileExistsError)     a trace is never overwritten unasked
     │  ├─ TraceFormatError (ValueError)          not a trace; unknown version
     │  ├─ TraceCorruptError (ValueError)         committed data fails its checksum
     │  │  └─ TraceLostError                      so damaged that nothing could be saved of it
-    │  └─ TraceUnreadableError (OSError)         it is there, but may not or cannot be read
+    │  └─ TraceUnreadableError (OSError)         a trace exists, but cannot be read
     │     └─ TraceUnreachableError (ConnectionError)  an object store does not answer, or refuses
-    └─ UnknownNameError (LookupError)        subscriber, store, sink: lists what is known and suggests
+    └─ UnknownNameError (LookupError)        subscriber, store, sink: lists the known names and suggests
 
 Most of them also derive from the builtin exception that a caller would expect, so ``except FileNotFoundError`` works.
 `StopTraining` is not among them, because it is no error, but ends a training.

@@ -30,8 +30,8 @@ class Options:
     Attributes
     ----------
     probe : ProbePlan, optional
-        Run the model on its first datapoints again and again, under the tag ``probe``; see `Exporter.probe_first`.
-        Only ``trace record`` and profiles set it.
+        Regularly run the model on its first datapoints, under the tag ``probe``; see `Exporter.probe_first`. Only
+        ``trace record`` and profiles set it.
     overhead_credit : float, optional
         Seconds that the recording may take before `max_overhead` holds. Only profiles set it, with their bound.
     keyframe_bytes : int, optional

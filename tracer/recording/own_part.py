@@ -221,7 +221,7 @@ class OwnPart:
             return
         if any(one.began for one in there(self._path, self._process)):
             go_on(self._path, self._process.rank, options, self._exporter)
-        elif options.first_step is not None:  # the only earlier attempts were killed before their first message
+        elif options.first_step is not None:  # no earlier attempt has a message, but the user gives the step
             self._exporter.start_at(options.first_step, 0, options.first_epoch or 0)
 
     def make_writer(self) -> TraceWriter:

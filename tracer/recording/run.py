@@ -36,7 +36,7 @@ class Run:
         self.bus.watch(self._know_answers)
 
     def _know_answers(self) -> None:
-        """Count the kinds of subscribers that join during the run as answers, not observations."""
+        """Treat the kinds that subscribers produce as answers, also if the subscribers join during the run."""
         if self.recorder is not None:
             self.recorder.derived |= answers_of(self.bus.receivers)
 

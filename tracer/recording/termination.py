@@ -109,7 +109,7 @@ def _end_recordings() -> None:
         except KeyboardInterrupt:
             interrupted += 1
             if interrupted == 1 or give_up is None:
-                with suppress(Exception):  # there may be no stderr any more
+                with suppress(Exception):  # stderr may be closed
                     sys.stderr.write("what was recorded is still being written; ^C again gives up what waits\n")
             else:
                 give_up()
@@ -329,7 +329,7 @@ def _loops_at(code: CodeType, line: int) -> bool:
 
 
 def last_unhandled() -> object:
-    """The last exception that nobody handled. In a notebook the program may go on after it."""
+    """The last unhandled exception. In a notebook the program may continue after it."""
     return getattr(sys, "last_value", None)
 
 

@@ -141,7 +141,7 @@ class Transfers:
     def forget(self) -> None:
         """Drop all copies. Only for the thread that requests copies, once no thread waits for them."""
         self._waiting.clear()
-        self._under_way.clear()  # the device may still read them, and their memory may be used again meanwhile
+        self._under_way.clear()  # reuse of their memory during a copy spoils only dropped copies
 
     def _settle(self) -> None:
         """Release the device memory of finished copies, even if nobody has waited for them yet."""

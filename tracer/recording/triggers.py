@@ -47,7 +47,7 @@ class Trigger(ABC):
 class NonFinite(Trigger):
     """A NaN or an infinity in losses, activations or gradients.
 
-    Ignores gradients in a step that a GradScaler skips, because it causes overflows on purpose.
+    Ignores gradients in a step that a GradScaler skips, because it expects overflows.
     """
 
     def __init__(self) -> None:

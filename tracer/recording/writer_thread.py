@@ -78,7 +78,7 @@ class MessageQueue:
         return waiting > 0 and waiting + size > self._bound
 
     def make_room(self, kind: str, size: int) -> bool:
-        """Wait until a message fits or the writer thread has failed; or, if set, drop and count it and return False."""
+        """Wait until a message fits or the writer thread has failed; or count it as dropped and return False."""
         if self._on_full == "wait":
             try:
                 self.wait_for_room(size)

@@ -43,8 +43,9 @@ def dry_run(
     dict
         JSON values. ``streams``: for each its ``kind``, ``module``, ``leaf``, ``tag``, ``dtype``, ``shapes``,
         ``bytes_per_message``, ``messages_per_recorded_step``, ``every``, ``burst``, ``start``, ``stop``, and
-        ``clock``: ``step``, ``epoch`` (not in the sums), or ``aside`` for passes that are not training; for ``aside``,
-        ``every`` counts the passes of an evaluation, and the sums assume as many evaluations as were seen.
+        ``clock``: ``step``, ``epoch`` (not in the sums), or ``aside`` for passes that are not training. For ``aside``,
+        ``every`` counts the passes of an evaluation and is already part of the sums; later evaluations may be more or
+        fewer.
         ``bytes_per_recorded_step``: bytes of a step in which all streams are recorded; ``bytes_per_step``: mean over
         many steps; ``run_steps`` and ``bytes_per_run``: None if the number of steps is unknown; ``max_overhead``,
         ``max_bytes`` and ``max_bytes_thins_from_step``, ``stop_at_bytes`` and ``stop_at_bytes_reached_at_step``;

@@ -68,7 +68,7 @@ class Verdict:
     keyframe : int
         The step whose keyframe it began with.
     steps : (int, int)
-        The requested steps, without the second.
+        The requested global steps; the end is excluded.
     compared, equal : int
         How many values were compared with recorded values, and how many were equal to the bit.
     complete : bool
@@ -120,7 +120,7 @@ class Comparison(Receiver):
     keyframe : int
         The step whose keyframe the re-enactment begins with.
     steps : (int, int)
-        The requested steps, without the second.
+        The requested global steps; the end is excluded.
     step_over : callable
         Called at the end of each step with the verdict so far.
     """

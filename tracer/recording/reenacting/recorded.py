@@ -208,7 +208,7 @@ class Recorded:
 
     @property
     def has_samples(self) -> bool:
-        """Whether there are sample ids."""
+        """Whether the run has sample ids."""
         return "sample_ids" in self._observed
 
     @property

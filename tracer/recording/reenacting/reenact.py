@@ -44,7 +44,7 @@ class Plan:
     recorded : Recorded
     keyframe : Keyframe
     steps : (int, int)
-        The requested steps, without the second.
+        The requested global steps; the end is excluded.
     """
 
     recorded: Recorded
