@@ -298,8 +298,8 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 def ends_in_order(error: BaseException | None) -> bool:
     """Whether an exception that ended a program (or none) means that the program came to its intended end.
 
-    None and ``sys.exit()`` do. ``sys.exit("bye")``, whose exit status is always 1, does if it stands outside of all
-    loops; inside a loop it ends something that would have gone on.
+    None and ``sys.exit()`` do. ``sys.exit("bye")``, whose exit status is always 1, does only outside of all loops;
+    inside a loop it cuts the loop short.
     """
     if not isinstance(error, SystemExit):
         return error is None

@@ -94,9 +94,9 @@ class Transfers:
         self._of_training: dict[Any, Any] = {}
         self._waiting: deque[Copy] = deque()
         self._under_way: deque[_Batch] = deque()
-        self._spare: dict[int, deque[Any]] = {}  # events of each device, which are used again
+        self._spare: dict[int, deque[Any]] = {}  # each device's events for reuse
         self._lock = threading.Lock()  # held while copies are begun
-        self._asked = 0  # bytes; each counter is of one thread at a time
+        self._asked = 0  # bytes; only one thread at a time changes each counter
         self._begun = 0
 
     def start(self, data: Tensor) -> Copy:

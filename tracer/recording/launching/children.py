@@ -1,7 +1,8 @@
 """Processes that a script starts under ``trace record``: each process that trains is recorded as a rank.
 
-A process is recorded if it is started with `multiprocessing` (or `torch.multiprocessing`, ``spawn``, an executor),
-imports torch, and trains. Daemons, which are killed without notice, and helpers of `multiprocessing` are not recorded.
+A process is recorded if it is started with `multiprocessing` (or `torch.multiprocessing`, ``spawn``, an executor), has
+imported torch when its work begins, and trains. Daemons, which are killed without notice, and helpers of
+`multiprocessing` are not recorded.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class TrainedModels:
         self._many = 1  # not `_MANY`: garbage of torch's lazy imports may keep even a first model alive
 
     def add(self, optimizer: Optimizer) -> CaptureError | None:
-        """Add an optimizer, or one that has new parameters, and find the models.
+        """Find the models again, after an optimizer was made or has got new parameters.
 
         Returns
         -------
