@@ -328,7 +328,7 @@ def restore(keyframe: Keyframe, exporter: Exporter) -> None:
     Raises
     ------
     CaptureError
-        If the model's parameters or buffers are not those of the keyframe.
+        If the keyframe lacks a parameter or buffer of the model, or has it in another shape or dtype.
     """
     table = exporter.parts.table
     own = {(one.values, one.stream): one.tensor for one in table.all if not one.computed}
