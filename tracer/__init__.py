@@ -1,7 +1,7 @@
 """Record a training run once; ask it anything later.
 
-A public name is imported when it is first used, so that ``import tracer`` costs nothing. The types of all these names
-stand in ``__init__.pyi``, which `make docs` writes.
+A public name is imported when it is first used, so that ``import tracer`` costs nothing. ``__init__.pyi``, which
+`make docs` writes, has the types of all public names.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-# not when it is used: what a program has called at its end, from now on, may still end what it records
+# not lazily: exit functions that a program registers after this import may still end its recordings
 from tracer.recording import termination as _termination  # noqa: F401
 from tracer.version import __version__ as __version__
 
@@ -49,7 +49,7 @@ HOMES: dict[str, str] = {name: home for home, names in _OF_HOME.items() for name
 """Public name → its module."""
 
 ALIASES = {"open": "TraceReader"}
-"""What a public name is called in its module, where that is another name; `tracer.open` is used as ``gzip.open`` is."""
+"""Public name → its name in its module, if that differs; `tracer.open` reads like ``gzip.open``."""
 
 __all__ = sorted(HOMES)
 

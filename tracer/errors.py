@@ -1,22 +1,22 @@
-"""Every exception that this project raises on purpose, and warnings that are never raised.
+"""Every exception that this project raises on purpose, and warnings that no filter turns into exceptions.
 
 ::
 
     TracerError
     ├─ MessageError (ValueError)             malformed message, unknown kind, duplicate or incomplete bundle
-    ├─ CaptureError (ValueError)             nothing matches, contradictory capture, a needed stream cannot be had
+    ├─ CaptureError (ValueError)             nothing matches, contradictory capture, a needed stream is unavailable
     ├─ TraceError
     │  ├─ TraceNotFoundError (FileNotFoundError)
     │  ├─ TraceExistsError (FileExistsError)     a trace is never overwritten unasked
     │  ├─ TraceFormatError (ValueError)          not a trace; unknown version
     │  ├─ TraceCorruptError (ValueError)         committed data fails its checksum
     │  │  └─ TraceLostError                      so damaged that nothing could be saved of it
-    │  └─ TraceUnreadableError (OSError)         it is there, but may not or cannot be read
+    │  └─ TraceUnreadableError (OSError)         a trace exists, but cannot be read
     │     └─ TraceUnreachableError (ConnectionError)  an object store does not answer, or refuses
-    └─ UnknownNameError (LookupError)        subscriber, store, sink: lists what is known and suggests
+    └─ UnknownNameError (LookupError)        subscriber, store, sink: lists the known names and suggests
 
-Each also derives from the builtin exception that a caller would expect, so ``except FileNotFoundError`` works.
-`StopTraining` is none of them: it is no error, but the end of a training.
+Most of them also derive from the builtin exception that a caller would expect, so ``except FileNotFoundError`` works.
+`StopTraining` is not among them, because it is no error, but ends a training.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from tracer.secrets import masked_text, masked_urls
 
 
 class TracerError(Exception):
-    """The root of all errors of this project; the command line prints it as one sentence.
+    """The base of all errors of this project; the command line prints an error as one sentence.
 
-    URLs in it have no user part and no signature.
+    The user part and the signature of URLs are masked.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -46,10 +46,10 @@ class TracerError(Exception):
 
 
 class StopTraining(BaseException):
-    """What a receiver raises to end the training that it listens to.
+    """A receiver raises this to end the training that it listens to.
 
-    It is no `Exception`, as `KeyboardInterrupt` is none, so that neither a bus nor a loop that goes on after errors
-    swallows it.
+    Like `KeyboardInterrupt` it is no `Exception`, so that neither a bus nor a loop that continues after errors swallows
+    it.
     """
 
 
@@ -58,7 +58,7 @@ class MessageError(TracerError, ValueError):
 
 
 class CaptureError(TracerError, ValueError):
-    """What was asked to be observed or read is contradictory, matches nothing, or is not there."""
+    """A request to observe or read is contradictory, matches nothing, or needs data that does not exist."""
 
 
 class TraceError(TracerError):
@@ -74,7 +74,7 @@ class TraceExistsError(TraceError, FileExistsError):
 
     @classmethod
     def at(cls, path: object) -> TraceExistsError:
-        """The error of who may choose: another path, or to overwrite what is there."""
+        """The error where the user can choose another path, or overwrite the existing trace."""
         return cls(
             f"{path} already exists; give another path, or overwrite it (overwrite=True, on the command line "
             "--overwrite)"
@@ -82,7 +82,7 @@ class TraceExistsError(TraceError, FileExistsError):
 
 
 class TraceFormatError(TraceError, ValueError):
-    """This is not a trace, or not one of a version that this release reads."""
+    """This is not a trace, or a trace of a version that this release does not read."""
 
 
 class TraceCorruptError(TraceError, ValueError):
@@ -104,11 +104,11 @@ class TraceLostError(TraceCorruptError):
 
 
 class TraceUnreadableError(TraceError, OSError):
-    """A file may not be read, or no more files can be opened: what is there is not known."""
+    """A file cannot be read, or no more files can be opened, so its content is unknown."""
 
 
 class TraceUnreachableError(TraceUnreadableError, ConnectionError):
-    """An object store does not answer, or refuses: what is there is not known."""
+    """An object store does not answer, or refuses, so its content is unknown."""
 
 
 class UnknownNameError(TracerError, LookupError):
@@ -130,13 +130,13 @@ class UnknownNameError(TracerError, LookupError):
 
 
 _MOST_NAMES = 60
-"""Names that an error lists."""
+"""The most names that an error lists."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a name that is not among the known ones: those that are nearest to it; or nothing.
+    """Suggestions for an unknown name, to append to an error; empty if no known name is close.
 
-    Of dotted names the last part alone may be meant, and upper case is as lower case.
+    Compares without case, and also the last parts of dotted names alone.
 
     Examples
     --------
@@ -158,7 +158,7 @@ def _closest(name: str, known: Mapping[str, str]) -> list[str]:
 
 
 def raised_by_signal(error: BaseException) -> bool:
-    """Whether a handler of the program's for a signal raised this: a time limit, say, wherever it happened to come."""
+    """Whether a signal handler of the program raised this error; a time limit, for example, can strike anywhere."""
     handlers: set[object] = set()
     for number in signal.valid_signals():
         handler: Any = signal.getsignal(number)
@@ -175,9 +175,9 @@ def raised_by_signal(error: BaseException) -> bool:
 
 
 def warn_only(sentence: str, stacklevel: int = 1) -> None:
-    """Warn, as `warnings.warn` does; where a program has warnings raised, say it on stderr instead.
+    """Warn as `warnings.warn` does, but write to stderr if the program turns warnings into errors.
 
-    A warning of what only watches must not end what it watches.
+    A warning about observing must not end the training.
     """
     sentence = masked_urls(sentence)
     try:
@@ -187,7 +187,7 @@ def warn_only(sentence: str, stacklevel: int = 1) -> None:
 
 
 def _say(sentence: str) -> None:
-    with contextlib.suppress(Exception):  # there may be no stderr any more
+    with contextlib.suppress(Exception):  # stderr may be closed
         sys.stderr.write(f"RuntimeWarning: {sentence}\n")
 
 
@@ -196,7 +196,7 @@ def summary(error: BaseException) -> str:
     name = type(error).__name__
     try:
         lines = plain(str(error)).splitlines()
-    except Exception:  # noqa: BLE001 - an exception of a program may fail to say what it is
+    except Exception:  # noqa: BLE001 - the `__str__` of a program's exception may fail
         return name
     first_line = masked_text(next((line.strip() for line in lines if line.strip()), ""))
     return f"{name}: {first_line}" if first_line else name
@@ -211,7 +211,7 @@ _ESCAPES = re.compile(
 
 
 def plain(text: str) -> str:
-    r"""A text without what steers a terminal: colours, other control characters, and those that turn the direction.
+    r"""A text without colours, control characters, and characters that change the writing direction.
 
     Line ends and tabs stay.
 

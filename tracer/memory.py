@@ -1,4 +1,4 @@
-"""Memory that is used again, as new memory costs as much as what is copied into it; and a collector that waits."""
+"""Reused memory, because new memory takes as long as the copy into it; and pauses of the garbage collector."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 PAGE: Final = 4096
 SMALLEST: Final = 1 << 17
-"""Bytes from which memory is worth using again: less comes from where the allocator keeps what was freed."""
+"""The fewest bytes that are worth reusing here: the allocator itself reuses smaller freed memory."""
 MOST: Final = 64 << 20
-"""Bytes that are kept to be used again, in all."""
+"""The most bytes that are kept for reuse."""
 LARGE_PAGE: Final = 2 << 20
 _SPACE: Final = 4 * LARGE_PAGE
 _MUCH: Final = 16 * PAGE
@@ -27,10 +27,10 @@ _LOOKED_AT: Final = 64
 
 @contextmanager
 def collector_waits() -> Iterator[None]:
-    """Make many objects that stay, and the cyclic garbage collector does not go over them again and again.
+    """Turn the cyclic garbage collector off inside this context, in which many lasting objects are made.
 
-    It starts with the number of new objects. While they only become more it finds nothing, and takes a third of the
-    time. A collector that is off already stays off.
+    The number of new objects triggers collections, which find nothing while all objects stay, and take a third of the
+    time. A collector that is already off stays off.
 
     Examples
     --------
@@ -50,10 +50,11 @@ def collector_waits() -> Iterator[None]:
 
 
 def new_memory(nbytes: int) -> NDArray[np.uint8]:
-    """Memory whose content is undefined; where that is much, it begins at a page.
+    """Memory with undefined content; large memory begins at a page.
 
-    So do large chunks in their files. Where memory lies a few bytes further in its page than what is copied into it
-    lies in its own, which is where large allocations begin, processors take up to six times as long for the copy.
+    Large allocations usually begin a few bytes after the start of a page. If the target of a copy lies a few bytes
+    further in its page than the source in its own, processors take up to six times as long. Large chunks begin at a
+    page in their files, too.
     """
     if nbytes < _MUCH:
         return np.empty(nbytes, np.uint8)
@@ -63,15 +64,15 @@ def new_memory(nbytes: int) -> NDArray[np.uint8]:
 
 
 def _references(blocks: Sequence[NDArray[np.uint8]], number: int) -> int:
-    """What refers to the memory of a block: who keeps the block, all that was made of it, and what counts them."""
+    """The reference count of a block: its list, the arrays made from it, and the references of this call itself."""
     return sys.getrefcount(blocks[number])
 
 
 def _references_of_unused() -> int | None:
-    """What `_references` says of a block that nobody uses; None where it cannot tell such a block from a used one.
+    """The value of `_references` for an unused block; None if this cannot tell unused from used blocks.
 
-    Which references of its own a call counts differs from one version of Python to the next; without the global
-    interpreter lock, the number may change while it is looked up.
+    The number of references of the call itself depends on the version of Python. Without the global interpreter lock,
+    the count may change while it is read.
     """
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return None
@@ -87,31 +88,31 @@ def _references_of_unused() -> int | None:
 
 
 class _Space:
-    """A stretch of memory that blocks are cut from, one behind the other; it is given back when none is left.
+    """Memory from which consecutive blocks are cut; it is freed when no block of it is left.
 
-    Where the system has large pages, it is made of them. Small ones are made one by one when they are first written
-    to, which takes longer than what is copied there, and the processor forgets soon where they lie.
+    It uses large pages if the system has them. Small pages are created one by one at their first write, which takes
+    longer than the copy, and the processor can cache few of their addresses.
     """
 
     __slots__ = ("_end", "_memory", "_next")
 
     def __init__(self, nbytes: int) -> None:
-        # private: a forked process must not write into what this one holds
+        # private: a forked process must not write into this process's memory
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
         self._memory = mmap.mmap(-1, nbytes + LARGE_PAGE, **private)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a system that was built without them
+            with suppress(OSError):  # the system was built without large pages
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._next = -int(np.frombuffer(self._memory, np.uint8).ctypes.data) % LARGE_PAGE
         self._end = self._next + nbytes
 
     def block(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """The next bytes, which begin at a page; None where not so many are left."""
+        """The next `nbytes`, beginning at a page; None if fewer are left."""
         begin, end = self._next, self._next + nbytes
         if end > self._end:
             return None
         self._next = -(-end // PAGE) * PAGE
-        # an array of its own, and no view: what is made of it then refers to it, and not to the whole
+        # no view of a larger array: arrays made from the block then refer to the block itself
         return np.frombuffer(self._memory, np.uint8, nbytes, begin)
 
 
@@ -119,12 +120,12 @@ _UNUSED: Final = _references_of_unused()
 
 
 class Memory:
-    """Blocks of memory, each used again as soon as nobody refers to it; the array and what is made of it refer to it.
+    """Blocks of memory; a block is reused once neither its array nor any array made from that exists any more.
 
     Parameters
     ----------
     most : int
-        Bytes of all blocks; beyond them, memory is new.
+        The most bytes of all blocks; beyond them, callers use new memory.
 
     Examples
     --------
@@ -146,19 +147,19 @@ class Memory:
         self._lock = threading.Lock()
 
     def allow(self, nbytes: int) -> None:
-        """Have so many bytes more in blocks, for somebody who keeps what is made of them."""
+        """Allow `nbytes` more in blocks, for a caller that keeps arrays made from them."""
         with self._lock:
             self._left += nbytes
 
     def take(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """A block of at least `nbytes` that nobody refers to, for this caller; None where new memory is as good."""
+        """An unused block of at least `nbytes`; None if new memory is as good, or all memory is used."""
         if nbytes < SMALLEST or _UNUSED is None:
             return None
         with self._lock:
             blocks = self._blocks
             count = len(blocks)
-            # Blocks become free in the order in which they were taken, so the search goes on where it ended; but where
-            # all are free, the same few as last time are better than others: the processor may still have them.
+            # Blocks become free in the order in which they were taken, so the search continues where it ended. But the
+            # first block is tried first: if all are free, always using the same few keeps them in the CPU's caches.
             turns = range(self._next, self._next + min(count, _LOOKED_AT))
             for turn in itertools.chain((0,), turns) if count else ():
                 number = turn % count
@@ -173,13 +174,13 @@ class Memory:
             return block[:]
 
     def _new(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """A new block; None where all memory is in blocks."""
+        """A new block; None if the bound is reached."""
         block = None if self._space is None else self._space.block(nbytes)
         if block is None and nbytes <= self._left:
             size = min(max(_SPACE, -(-nbytes // LARGE_PAGE) * LARGE_PAGE), self._left)
             try:
                 self._space = _Space(size)
-            except OSError:  # the system has no more: what is new may be had elsewhere, or is refused there
+            except OSError:  # the system has no more memory here; the caller's own allocation may still succeed
                 self._left = 0
                 return None
             self._left -= size

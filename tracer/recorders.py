@@ -1,15 +1,15 @@
-"""torchfunc's five recorders: what goes into and comes out of chosen modules, forwards and backwards, kept in memory.
+"""torchfunc's five recorders: inputs and outputs of chosen modules, and their gradients, kept in memory.
 
-Each is a receiver with an exporter of its own for every network, so its numbers are those of a trace. ::
+A recorder has a receiver and an exporter for each network, so its numbers are those of a trace. ::
 
     outputs = ForwardOutput(reduction=torch.maximum).modules(net, types=nn.ReLU)
     ...  # train
     outputs[0]  # the elementwise maximum of the first ReLU's outputs
     outputs.close()
 
-What torchfunc did otherwise: layers were told apart by the order in which they fired, nothing was copied, backward
-recorders used the hooks that PyTorch has given up, of several tensors only the first was kept, of a batch only the
-first row, ``samples`` counted batches, and the results of ``apply`` were lost.
+In contrast, torchfunc tells layers apart by the order in which they fire, copies nothing, uses deprecated backward
+hooks, keeps only the first of several tensors and only the first row of a batch, counts batches as ``samples``, and
+loses the results of ``apply``.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _Reduction = Callable[[Any, Tensor], Any]
 
 
 class Subrecorder:
-    """What a recorder has of one module.
+    """A recorder's data of one module.
 
     Attributes
     ----------
     module : str
         The dotted path of the module in its network; empty for the network itself.
     type : str
-        The name of its class.
+        The name of the module's class.
     samples : int
-        How many datapoints were recorded: rows of the first tensor of each call.
+        The number of recorded datapoints: rows of the first tensor of each call.
     steps : list of int
         The global step of each recorded call.
     """
@@ -69,9 +69,9 @@ class Subrecorder:
 
     @property
     def data(self) -> Any:
-        """What was recorded: a list of tensors, or their reduction (None before the first).
+        """The recorded tensors as a list, or their reduction (None before the first).
 
-        A module with several inputs or outputs has a dictionary of such, by their places (``"0"``, ``"1.0"``) or names.
+        For a module with several inputs or outputs, a dictionary of these by place (``"0"``, ``"1.0"``) or name.
         """
         if not self._values:
             return [] if self._reduction is None else None
@@ -83,18 +83,18 @@ class Subrecorder:
         self._values = dict(data) if several and isinstance(data, Mapping) else {"": data}
 
     def asks(self, call: tuple[Any, ...], condition: Callable[[], bool]) -> bool:
-        """What the condition says of a call; it is asked once, however many tensors the call has."""
+        """The result of `condition` for a call; evaluated once, however many tensors the call has."""
         if self._asked is None or self._asked[0] != call:
             self._asked = (call, bool(condition()))
         return self._asked[1]
 
     def add(self, message: Message, *, shared: bool) -> None:
-        """Keep the tensor of a message; a copy of it, if it is `shared` with others.
+        """Keep the tensor of a message, or a copy if it is `shared` with other receivers.
 
         Raises
         ------
         CaptureError
-            If there is no list any more to keep it in.
+            If `data` was set to something other than a list.
         """
         data = message.data
         if data is None:
@@ -109,7 +109,7 @@ class Subrecorder:
                 )
             kept.append(data.clone() if shared else data)
         elif leaf not in self._values:
-            self._values[leaf] = data.clone()  # a reduction may write into what it has so far
+            self._values[leaf] = data.clone()  # a reduction may write into its first argument
         else:
             reduced = self._reduction(self._values[leaf], data)
             self._values[leaf] = data.clone() if reduced is data else reduced
@@ -137,26 +137,26 @@ class _Network(Receiver):
 
 
 class TensorRecorder:
-    """What the five recorders have in common.
+    """The base of the five recorders.
 
     Parameters
     ----------
     condition : callable, optional
-        ``condition() -> bool``, asked at each call of a module; False: nothing of the call is recorded or counted.
+        ``condition() -> bool``, called at each call of a module; False: nothing of the call is recorded or counted.
     reduction : callable, optional
-        ``reduction(so_far, new)``: what to keep of a module's tensors, as in `functools.reduce`. By default all are
+        ``reduction(so_far, new)`` combines a module's tensors, as in `functools.reduce`. By default all tensors are
         kept in a list, which takes as much memory as they do.
     tags : iterable of str, optional
         Globs over the tags of passes: ``"default"`` for training, ``"eval"`` for passes in eval mode or without
         gradients, ``"!eval"`` for all others. By default all passes are recorded.
     optimizer : Optimizer, optional
-        Whose step ends a step. By default each training forward of the network is a step.
+        Its steps end the steps. By default each training forward of the network is a step.
     trace : path or URL, optional
-        A new trace to which everything that is recorded is written too. It holds one network, so `modules` or
-        `children` can then be called once.
+        A new trace to which all recorded tensors are written, too. It holds one network, so `modules` or `children` can
+        then be called only once.
     strict : bool
-        Whether an exception while recording reaches the training loop. By default what fails is disabled with a
-        warning.
+        Whether an exception while recording reaches the training loop. By default the part that fails is disabled with
+        a warning.
 
     Raises
     ------
@@ -200,16 +200,16 @@ class TensorRecorder:
         module : nn.Module
             The network; wrappers (compiled, DistributedDataParallel) are looked through.
         types : type or tuple of type, optional
-            Only instances of these.
+            Only instances of these types.
         indices : iterable of int, optional
-            Only these of the list; with `types`, those of them that are also instances.
+            Only the modules at these indices; with `types`, only those that are also instances.
 
         Raises
         ------
         CaptureError
-            If it is no module, an index is not in the list, nothing is left, or the trace has a network already.
+            If `module` is no module, an index is out of range, no module is left, or the trace already has a network.
         TraceExistsError
-            If something is where the trace shall be.
+            If something is at the path of the trace.
         """
         return self._choose(module, lambda root: root.named_modules(), types, indices)
 
@@ -257,7 +257,7 @@ class TensorRecorder:
                 exporter.message_bus.register(receiver)
             else:
                 run = self._run = start(self._trace, exporter, [receiver])
-                # at the latest when the program ends: a trace that is dropped is not lost
+                # a recorder that is dropped or never closed ends its trace at the latest with the program
                 self._ending = termination.Ending(self, functools.partial(end, run))
         except BaseException:
             exporter.detach()
@@ -270,7 +270,7 @@ class TensorRecorder:
 
     @property
     def data(self) -> list[Any]:
-        """What each subrecorder has; see `Subrecorder.data`."""
+        """The data of each subrecorder; see `Subrecorder.data`."""
         return [one.data for one in self.subrecorders]
 
     def __len__(self) -> int:
@@ -286,18 +286,18 @@ class TensorRecorder:
         self.subrecorders[index].data = data
 
     def _repr_html_(self) -> str:
-        """What there is of each module, for notebooks."""
+        """A table of the recorded modules, for notebooks."""
         rows = [
             (one.module or "the root", one.type, f"{len(one.steps):,}", f"{one.samples:,}") for one in self.subrecorders
         ]
         return table(("module", "type", "calls", "datapoints"), rows, f"{type(self).__name__} of {self.kind}")
 
     def samples(self, index: int) -> int:
-        """How many datapoints a subrecorder has recorded."""
+        """The number of datapoints of a subrecorder."""
         return self.subrecorders[index].samples
 
     def iter_samples(self) -> Iterator[int]:
-        """How many datapoints each subrecorder has recorded."""
+        """The number of datapoints of each subrecorder."""
         return (one.samples for one in self.subrecorders)
 
     def apply(self, function: Callable[[Any], Any]) -> None:
@@ -311,21 +311,21 @@ class TensorRecorder:
             one.data = function(one.data, one.samples)
 
     def save(self, path: str | Path, mkdir: bool = False, *args: Any, **kwargs: Any) -> None:
-        """Write the data of each subrecorder to a file ``{index}.pt``, and ``index.json``, which says whose it is.
+        """Write the data of each subrecorder to a file ``{index}.pt``, and a list of the files to ``index.json``.
 
         Parameters
         ----------
         path : path
-            Of the folder.
+            The folder.
         mkdir : bool
-            Whether to make it, with ``Path.mkdir(*args, **kwargs)``.
+            Whether to create the folder, with ``Path.mkdir(*args, **kwargs)``.
 
         Raises
         ------
         TraceExistsError
-            If it is to be made and is there already.
+            If the folder is to be created and exists already.
         TraceNotFoundError
-            If it is not there, or cannot be made because its parent is not there.
+            If the folder does not exist, or cannot be created because its parent does not exist.
         """
         folder = Path(path)
         if mkdir:
@@ -347,9 +347,9 @@ class TensorRecorder:
     # -- the end --------------------------------------------------------------------------------------------
 
     def remove(self, index: int) -> Any:
-        """Stop recording one module; returns its data. Those after it move up by one.
+        """Stop recording a module, and return its data. The indices of later modules decrease by one.
 
-        With the last of a network all hooks are off it, unless there is a trace, which `close` ends.
+        With a network's last module all hooks are removed, unless there is a trace, which `close` ends.
         """
         gone = self.subrecorders.pop(index)
         for exporter, receiver in self._networks:
@@ -358,13 +358,13 @@ class TensorRecorder:
                 if not receiver.chosen and self._trace is None:
                     exporter.detach()
                 elif receiver in exporter.message_bus.receivers:
-                    # the exporter asks anew who wants what, and takes off the hooks that nobody needs
+                    # registering again makes the exporter remove the hooks that no receiver needs any more
                     exporter.message_bus.unregister(receiver)
                     exporter.message_bus.register(receiver)
         return gone.data
 
     def close(self) -> None:
-        """Take all hooks off and close the trace; what was recorded stays. Closing twice is fine."""
+        """Remove all hooks and close the trace; the recorded data stays. Closing twice is fine."""
         self._end(None)
 
     def __enter__(self) -> Self:
@@ -386,7 +386,7 @@ class TensorRecorder:
 
 
 class ForwardPre(TensorRecorder):
-    """Records what goes into modules, as it is before their forward, whatever that does to it in place.
+    """Records the inputs of modules as they are before the forward, which may change them in place.
 
     Examples
     --------
@@ -403,13 +403,13 @@ class ForwardPre(TensorRecorder):
 
 
 class ForwardInput(TensorRecorder):
-    """Records what goes into modules: the same values as `ForwardPre`."""
+    """Records the inputs of modules: the same values as `ForwardPre`."""
 
     kind = "layer_inputs"
 
 
 class ForwardOutput(TensorRecorder):
-    """Records what comes out of modules, as it is before anything else works on it in place."""
+    """Records the outputs of modules, before any later code changes them in place."""
 
     kind = "activations"
 
@@ -417,8 +417,8 @@ class ForwardOutput(TensorRecorder):
 class BackwardInput(TensorRecorder):
     """Records the gradients of the loss with respect to the inputs of modules.
 
-    They are gradients of the tensors: an input that several modules use has the sum over all its uses. An input that
-    needs no gradient has none.
+    They are gradients of the tensors: the gradient of an input that several modules use is the sum over all its uses.
+    An input that needs no gradient has none.
     """
 
     kind = "input_gradients"

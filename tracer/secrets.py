@@ -1,8 +1,8 @@
-"""Secrets in what is written or printed about a run: command lines, URLs, errors and headers show ``***`` instead.
+"""Replaces secrets by ``***`` in command lines, URLs, errors and headers that are written or printed.
 
-A secret is known by the name before it (``--api-key X``, ``PASSWORD=X``, ``{"token": "X"}``), by its place in a URL
-(``https://user:X@host``, ``?sig=X``), or by its own form (``hf_…``, ``ghp_…``, ``AKIA…``). A secret without a name and
-without such a form cannot be told from any other word.
+A secret is recognized by the name before it (``--api-key X``, ``PASSWORD=X``, ``{"token": "X"}``), by its place in a
+URL (``https://user:X@host``, ``?sig=X``), or by its own form (``hf_…``, ``ghp_…``, ``AKIA…``). Any other secret cannot
+be distinguished from an ordinary word.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _SECRET = frozenset(
         *("cookies", "webhook"),
     }
 )
-"""Words that make any name one of a secret."""
+"""Words that mark every name they are part of as a secret's."""
 _HEADS = frozenset({"key", "token", "pass"})
-"""Words that do so where they end a name, unless one of `_ORDINARY` is before them."""
+"""Words that mark a name as a secret's if they end it, unless a word of `_ORDINARY` precedes them."""
 _ORDINARY = frozenset(
     {
         *("pad", "padding", "eos", "bos", "eot", "sep", "cls", "unk", "mask", "special", "start", "end", "begin"),
@@ -32,28 +32,28 @@ _ORDINARY = frozenset(
         *("two", "multi", "one", "decoder", "encoder", "loss", "dict", "config", "group", "state"),
     }
 )
-"""``--pad-token``, ``--sort-key``, ``--forward-pass``: words of machine learning before what else would be a secret."""
+"""Words before `_HEADS` in ordinary names of machine learning: ``--pad-token``, ``--sort-key``, ``--forward-pass``."""
 _QUALIFIERS = frozenset(
     {
         *("access", "api", "auth", "secret", "private", "shared", "signing", "encryption", "client", "account"),
         *("refresh", "bearer", "security", "service", "ssh", "hf", "wandb", "openai", "github", "aws", "azure"),
     }
 )
-"""Words before ``keys``, ``tokens`` and ``key_id`` that make them secrets."""
+"""Words that, before ``keys``, ``tokens`` or ``key_id``, mark a name as a secret's."""
 _GLUED = re.compile(
     r"passw(or)?d|passphrase|secret|credential"
     r"|(access|account|api|auth|aws|azure|encryption|hf|master|openai|private|shared|signing|ssh|storage|wandb)keys?$"
     r"|(access|api|auth|bearer|bot|github|gitlab|hf|id|personal|refresh|session|slack|wandb)tokens?$"
 )
-"""The same in words that nothing divides, as in ``mydbpassword``."""
+"""Such words without a divider, as in ``mydbpassword``."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _OF_A_QUERY = frozenset({"sig", "signature", "code", "hmac", "key"})
-"""Names that say it only in the query of a URL."""
+"""Names that mark a secret only in the query of a URL."""
 
 _NAME = r"[A-Za-z_][\w.\-/]*"
 _QUOTED = r"""\\?"(?:[^"\\]|\\[^"])*\\?"|\\?'(?:[^'\\]|\\[^'])*\\?'"""
 _USER = re.compile(
-    # a password of an object store may have slashes in it; what comes after a host's port is no password
+    # an object store's password may contain slashes; text after a host and its port is no password
     r"(?P<before>[A-Za-z][A-Za-z0-9+.\-]{0,30}://)"
     r"(?:(?!\[?[\w.\-]{0,300}\]?:\d{1,5}(?:[/?#]|$))[^\s/@:'\"<>]{0,100}:[^\s'\"<>@]{0,1000}"
     r"(?:@[^\s/'\"<>@?#]{0,300}(?=@)){0,9}|[^\s/?#'\"<>]{1,2000})@"
@@ -84,7 +84,7 @@ _PROSE = frozenset(
         *("should", "was", "were", "with"),
     }
 )
-"""What may follow the name of an option in a sentence."""
+"""Words that may follow an option's name in a sentence, and so are no values."""
 _FLAG = re.compile(rf"(?P<dashes>--?)(?P<name>{_NAME})")
 _SET = re.compile(r"(?P<before>[\-+~]*(?P<name>[A-Za-z_][\w.\-/\[\]]*?)\s*(?::=|=|:(?!//)\s*))(?P<value>.+)", re.DOTALL)
 
@@ -129,7 +129,7 @@ def masked_urls(text: str) -> str:
 
 
 def _starred(pattern: re.Pattern[str], text: str, secret: Callable[[re.Match[str]], bool]) -> str:
-    """A text with stars in the place of each ``value`` that is a secret; in any other one may be another secret."""
+    """Replace each ``value`` that is a secret by stars, and search other values again, as they may contain secrets."""
     told, position = [], 0
     while (found := pattern.search(text, position)) is not None:
         is_secret = secret(found) and not found["value"].startswith(STARS)
@@ -139,7 +139,7 @@ def _starred(pattern: re.Pattern[str], text: str, secret: Callable[[re.Match[str
 
 
 def masked_text(text: str) -> str:
-    """A text without the secrets that can be told in it: an error, an argument, a value of a header.
+    """A text, such as an error or an argument, without its recognizable secrets.
 
     Examples
     --------
@@ -174,7 +174,7 @@ def masked_command(arguments: Sequence[str]) -> list[str]:
     expected, many = False, False  # whether a secret comes next, and whether more may follow it
     for one in arguments:
         flag = _FLAG.fullmatch(one)
-        # of one dash, only a word that says so itself is the next option, and no secret that begins with a dash
+        # a longer word with one dash is an option only if it names a secret; else it may be a secret with a dash
         is_option = flag is not None and (flag["dashes"] == "--" or len(one) == 2 or names_secret(flag["name"]))
         if expected and not is_option and not (many and one.startswith("--")):
             told.append(STARS)
@@ -196,7 +196,7 @@ def _masked_argument(argument: str) -> str:
 
 
 def masked(value: Any) -> Any:
-    """A JSON value without the secrets that can be told in it; lists of texts are taken for command lines.
+    """A JSON value without its recognizable secrets; lists of texts are treated as command lines.
 
     Examples
     --------
@@ -218,5 +218,5 @@ def masked(value: Any) -> Any:
 
 
 def _holds(value: Any) -> bool:
-    """Whether a value may be a secret: none, yes, no and nothing are not."""
+    """Whether a value may be a secret: not None, a bool, or empty."""
     return value is not None and not isinstance(value, bool) and value not in ("", [], {}, ())

@@ -1,4 +1,4 @@
-"""Names and small tables as people see them: without effect on a terminal, and never markup in a notebook."""
+"""Names and small tables for display: safe in a terminal, and escaped in a notebook."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import html
 from collections.abc import Iterable, Sequence
 
 _MOST = 40
-"""The most rows of a table; a line says how many more there are."""
+"""The most rows of a table; a line below gives the number of further rows."""
 
 
 def printable(text: str) -> str:
-    r"""A text on one line and without effect on a terminal; for names, which may hold any character.
+    r"""A text on one line without control characters; for names, which may contain any character.
 
     Examples
     --------
@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
-    """An HTML table for a notebook, of the first rows where there are many.
+    """An HTML table for a notebook, of the first `_MOST` rows.
 
     Examples
     --------

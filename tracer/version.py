@@ -1,3 +1,3 @@
-"""The version of this software, which traces and converted copies name."""
+"""The version of this software, which is written into traces and converted copies."""
 
 __version__ = "0.1.0"

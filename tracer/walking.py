@@ -1,7 +1,7 @@
-"""What a module holds: its parts, parameters and buffers, found without calling any method that its class may override.
+"""Finds a module's parts, parameters and buffers without calling any method that its class may override.
 
-A class may use the names ``parameters`` or ``modules`` for something else, and define its own equality, hash or truth
-value. PyTorch's functions call such methods. So modules are compared by identity here.
+A class may use the names ``parameters`` or ``modules`` for something else, or define its own equality, hash or truth
+value, and PyTorch's functions call such methods. Here modules are compared by identity.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Callbacks for training libraries, one module for each; importing `tracer` imports none of them."""
+"""Callbacks for training libraries, a module for each; importing `tracer` imports none of them."""

@@ -19,31 +19,31 @@ else:
 
 
 class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is a plain object that cannot be made
-    """Records what ``trainer.fit`` does; validation passes in it are tagged ``"eval"``.
+    """Records ``trainer.fit``; its validation passes are tagged ``"eval"``.
 
-    Steps and epochs are the trainer's: with gradient accumulation the batches of a step are calls of it, and of several
-    optimizers the last one ends a step (where Lightning counts a step for each). The sanity check before the training
-    is not recorded. The loss is what Lightning takes the gradient of: with accumulation that is divided by the number
-    of batches, and what a GradScaler multiplies it with is left out. Labels and the terms of the loss are those of the
+    Steps and epochs are the trainer's: with gradient accumulation, the batches of a step are calls within it. With
+    several optimizers the last optimizer ends a step, whereas Lightning counts a step for each. The sanity check before
+    the training is not recorded. The loss is the tensor whose gradient Lightning takes: with accumulation, it is
+    divided by the number of batches; the factor of a GradScaler is left out. Labels and loss terms are those of the
     functions of ``torch.nn.functional`` that the training step calls, itself or through a module of ``torch.nn``.
 
     Parameters
     ----------
     path : path or URL
-        Of the trace.
+        The trace.
     module : str
         The dotted path, in the LightningModule, of the network whose modules are observed. By default the whole
         LightningModule; its input and output are observed only if the training step calls ``self(...)``.
     **options
-        Of `tracer.record`: ``capture``, ``compression``, ``receivers``, … With ``resume=True`` a run that the trainer
-        goes on with (``ckpt_path``) goes on in its trace.
+        Options of `tracer.record`: ``capture``, ``compression``, ``receivers``, … With ``resume=True``, a run that the
+        trainer resumes (``ckpt_path``) continues its trace.
 
     Raises
     ------
     TracerError
         If Lightning is not installed.
     UnknownNameError
-        If `tracer.record` has no such option.
+        If an option is none of `tracer.record`.
     """
 
     def __init__(self, path: Anywhere, *, module: str = "", **options: Any) -> None:
@@ -51,7 +51,7 @@ class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is 
         super().__init__()
         self._module = module
         self._recording = Recording(path, options)
-        # the step that comes next when nothing is recorded, and Lightning's count then; None: it is of a checkpoint
+        # between recordings: the next step, and Lightning's count at the end of the last (None: from a checkpoint)
         self._next: tuple[int, int | None] | None = None
 
     @property
@@ -60,7 +60,7 @@ class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is 
         return self._recording.run
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin, now that models, optimizers and counters are as they go on."""
+        """Begin, now that models, optimizers and counters are final."""
         try:
             network = pl_module.get_submodule(self._module)
         except AttributeError as error:
@@ -82,7 +82,7 @@ class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is 
         self._end(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Close the trace; it says what happened."""
+        """Close the trace, with the exception as its status."""
         self._end(trainer, exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -98,13 +98,13 @@ class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is 
                 self._next = run.global_step, trainer.global_step
 
     def state_dict(self) -> dict[str, Any]:
-        """For Lightning's checkpoint: the step that comes next, which with several optimizers is not Lightning's."""
+        """The next step, for Lightning's checkpoint; with several optimizers, it differs from Lightning's own count."""
         if self._recording.active:
             return {"global_step": self.run.global_step}
         return {} if self._next is None else {"global_step": self._next[0]}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Forget what was counted before; `load_state_dict` follows, if the checkpoint has a step."""
+        """Forget the earlier count; `load_state_dict` follows, if the checkpoint has a step."""
         self._next = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the callbacks have in common: a recording that begins, counts epochs and ends when a library says so."""
+"""What the callbacks share: a recording that begins, counts epochs and ends when a training library says so."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tracer.recording.termination import Ending, last_unhandled, what_ends_the_p
 from tracer.stores.locations import Anywhere, location
 
 _FROM_THE_TRAINER = frozenset({"self", "path", "model", "optimizer", "first_step", "first_epoch"})
-"""What `tracer.record` is told by a callback, not by its user."""
+"""Parameters of `tracer.record` that a callback sets itself, not its user."""
 
 
 def require(library: str, missing: ImportError | None) -> None:
-    """Raise `TracerError` if a library that a callback is for could not be imported."""
+    """Raise `TracerError` if a callback's library could not be imported."""
     if missing is not None:
         raise TracerError(
             f"this callback needs {library}, which cannot be imported ({missing}): pip install 'tracereel[{library}]'"
@@ -35,14 +35,14 @@ class Recording:
     Parameters
     ----------
     path : path or URL
-        Of the trace.
+        The trace.
     options : dict
-        Of `tracer.record`, apart from those that the trainer knows: model, optimizer, first step and epoch.
+        Options of `tracer.record` without those that the trainer knows: model, optimizer, first step and epoch.
 
     Raises
     ------
     UnknownNameError
-        If there is no such option.
+        If an option is unknown.
     """
 
     def __init__(self, path: Anywhere, options: dict[str, Any]) -> None:
@@ -50,19 +50,19 @@ class Recording:
         for name in options:
             if name not in known:
                 raise UnknownNameError.of("option of a trace callback", name, known)
-        self._path = location(path)  # the script may go to another folder before the training begins
-        # the functions that losses are made of, unless one is named: all of torch.nn's modules call them
+        self._path = location(path)  # absolute now: the script may change its folder before the training begins
+        # by default all loss functions of torch.nn.functional, which the losses of torch.nn call, too
         self._options = {"loss": LOSS_FUNCTIONS, **options}
         self._run: Run | None = None
         self._ending: Ending | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or what is pickled, records nothing until it begins: one alone can write a trace."""
+        """Leave out the recording in progress: only the original, no copy or pickle, can write its trace."""
         return self.__dict__ | {"_run": None, "_ending": None}
 
     @property
     def active(self) -> bool:
-        """Whether it has begun and not ended."""
+        """Whether the recording has begun and not ended."""
         return self._run is not None
 
     @property
@@ -72,22 +72,22 @@ class Recording:
         Raises
         ------
         CaptureError
-            If it has not begun, or has ended.
+            If the recording has not begun, or has ended.
         """
         if self._run is None:
             raise CaptureError(f"nothing is being recorded to {self._path}: the training has not begun, or has ended")
         return self._run
 
     def begin(self, model: nn.Module, optimizers: Iterable[Optimizer], step: int, epoch: int) -> None:
-        """Begin to record, at the trainer's step and epoch; what was being recorded before is given up."""
+        """Begin to record at the trainer's step and epoch; an unfinished recording ends as failed."""
         self.end(TraceError("the training was begun again before it had ended"))
         resume: dict[str, Any] = {"first_step": step, "first_epoch": epoch} if self._options.get("resume") else {}
         run = record(self._path, model, list(optimizers), **self._options, **resume).__enter__()
         if (run.exporter.global_step, run.exporter.epoch) != (step, epoch):
-            # a new trace of a run that is not: it has the trainer's counters, too
+            # also in a new trace of a run that the trainer resumes, use the trainer's counters
             run.exporter.start_at(step, 0, epoch)
         self._run = run
-        # not every trainer says that it was interrupted, but every program ends
+        # not every trainer reports that it was interrupted, so the end of the program ends the recording
         self._ending = Ending(self, partial(_end_unended, run, last_unhandled()))
 
     def epoch_finished(self) -> None:
@@ -96,7 +96,7 @@ class Recording:
             self._run.epoch_finished()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Take the hooks off and close the trace, if it is open; its status says which exception ended it."""
+        """Remove the hooks and close the trace, if it is open; `error` becomes its status."""
         run, self._run = self._run, None
         ending, self._ending = self._ending, None
         if ending is not None:
@@ -106,5 +106,5 @@ class Recording:
 
 
 def _end_unended(run: Run, before: object, *, wait: bool) -> None:
-    """Close the trace of a training that nobody ended; the exception that ends the program is why."""
+    """Close the trace of a training that did not end, with the exception that ends the program as its status."""
     end(run, what_ends_the_program(before), wait=wait)

@@ -1,4 +1,4 @@
-"""A callback that records what a Hugging Face trainer trains: ``Trainer(…, callbacks=[TraceCallback("run.zarr")])``."""
+"""A callback that records a Hugging Face trainer: ``Trainer(…, callbacks=[TraceCallback("run.zarr")])``."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ else:
 
 
 class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transformers a plain object that cannot be made
-    """Records what ``trainer.train`` does; evaluations in it are tagged ``"eval"``.
+    """Records ``trainer.train``; its evaluations are tagged ``"eval"``.
 
-    Steps and epochs are the trainer's; the batches of gradient accumulation are calls of one step. The loss is what the
-    trainer calls ``backward`` on: with accumulation that is each batch's share. In an evaluation it is the one that the
-    model returns. Outputs and labels are its ``logits`` and the ``labels`` it was given, which a causal language model
-    shifts only inside. Where it returns no loss (with label smoothing, or a loss of one's own), ``loss=``, as for
-    `tracer.record`, gives them.
+    Steps and epochs are the trainer's; the batches of gradient accumulation are calls within a step. The loss is the
+    tensor that the trainer calls ``backward`` on: with accumulation, each batch's share. In an evaluation the loss is
+    the model's own. Outputs and labels are the model's ``logits`` and the ``labels`` it was given; a causal language
+    model shifts labels only internally. If the model returns no loss (with label smoothing, or a custom loss), pass
+    ``loss=`` as for `tracer.record`.
 
     The trainer does not tell a callback that it was interrupted. The trace is then closed when the program ends, and
-    says why; where the program goes on, `close` does so, or a ``with`` block::
+    its status says why. If the program continues, call `close` or use a ``with`` block::
 
         with TraceCallback("run.zarr") as callback:
             Trainer(model, args, …, callbacks=[callback]).train()
@@ -44,17 +44,17 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
     Parameters
     ----------
     path : path or URL
-        Of the trace.
+        The trace.
     **options
-        Of `tracer.record`: ``capture``, ``compression``, ``receivers``, … With ``resume=True`` a run that the trainer
-        goes on with (``resume_from_checkpoint``) goes on in its trace.
+        Options of `tracer.record`: ``capture``, ``compression``, ``receivers``, … With ``resume=True``, a run that the
+        trainer resumes (``resume_from_checkpoint``) continues its trace.
 
     Raises
     ------
     TracerError
         If transformers is not installed.
     UnknownNameError
-        If `tracer.record` has no such option.
+        If an option is none of `tracer.record`.
     """
 
     def __init__(self, path: Anywhere, **options: Any) -> None:
@@ -71,7 +71,7 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
         return self._recording.run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin, now that model, optimizer and counters are as they go on."""
+        """Begin, now that model, optimizer and counters are final."""
         self._epoch_over = False
         optimizer = _inner(kwargs["optimizer"])
         self._unhook()
@@ -81,11 +81,11 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
             self._handle = after_forward(root, _ModelHook(self._loss))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the epoch before."""
+        """End the previous epoch."""
         self._end_epoch()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let the evaluation that comes now belong to the epoch."""
+        """Keep the epoch open for the evaluation that follows."""
         self._epoch_over = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -104,7 +104,7 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
         Parameters
         ----------
         error : BaseException, optional
-            Why it did not, for the trace's status.
+            Why the training did not end, for the trace's status.
         """
         self._unhook()
         self._recording.end(error)
@@ -122,7 +122,7 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
 
 
 class _ModelHook:
-    """Tells what a model's own loss was; copies and pickles of the model are without it."""
+    """A forward hook that reports the model's own loss; copies and pickles of the model do not have it."""
 
     def __init__(self, loss: ModelLoss) -> None:
         self._loss = weakref.ref(loss)
@@ -137,7 +137,7 @@ class _ModelHook:
                 loss(logits, labels, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # as the exporter's hooks: what is loaded needs no tracer
+        # like the exporter's hooks: a pickled model can be loaded without this package
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 

@@ -19,9 +19,9 @@ from tracer.trace.merging import Parts
 ROW_BYTES: Final = 8 * COLUMNS
 """Bytes of a row of the journal."""
 STREAM_BYTES: Final = 1 << 10
-"""Bytes of the declaration of a stream, at most."""
+"""The most bytes that the declaration of a stream takes."""
 CHUNK_BYTES: Final = 64 << 10
-"""Bytes of a chunk. The disk holds the last chunk of an array twice: as it is, and as it was one commit ago."""
+"""Bytes of a chunk. The disk holds the last chunk of an array twice: its current state and that of the last commit."""
 ARRAY_BYTES: Final = 2 * CHUNK_BYTES + (5 << 10)
 """Bytes that an array takes besides its elements: two chunks, and its description."""
 BASE_BYTES: Final = 2 * ARRAY_BYTES + (16 << 10)
@@ -30,7 +30,7 @@ BASE_BYTES: Final = 2 * ARRAY_BYTES + (16 << 10)
 NOTES_BYTES: Final = 32 << 10
 """Bytes that notes about the schedule may take."""
 MOST_LEFT_OUT: Final = 16
-"""After so many steps for which there was no room, a recording that becomes thinner has ended, too."""
+"""A recording that thins out ends after this many steps that did not fit."""
 
 PER_CHUNK: Final = 80
 """Bytes that a chunk takes besides its data: its checksum, and its entries in the indexes."""
@@ -74,19 +74,19 @@ class Budget:
     ----------
     max_bytes : int
     thins : bool
-        Whether a step that does not fit is left out, and the next ones may fit. Else it is the end, and what is held
-        from then on is not given out.
+        Whether a step that does not fit is left out, and later steps may fit. Otherwise nothing more is given out
+        after the first step that does not fit.
 
     Attributes
     ----------
     name : str
-        The option that bounds.
+        The option that sets the bound.
     spent : int
-        Bytes that were given out. Who knows of more, such as what earlier attempts took, adds to it.
+        Bytes that were given out. The owner adds bytes spent elsewhere, such as those of earlier attempts.
     stopped : int or None
-        The first global step of the end.
+        The global step from which on nothing is given out.
     left_out : list of int
-        Global steps that were left out before.
+        Earlier global steps that were left out.
 
     Examples
     --------
@@ -114,7 +114,7 @@ class Budget:
         self._held: list[Held] = []
         self._step = -1
         self._cost = 0
-        self._once = 0  # of that, what streams and arrays cost that are new
+        self._once = 0  # the part of `_cost` for new streams and arrays
         self._known: set[tuple[Any, ...]] = set()
         self._new: set[tuple[Any, ...]] = set()
 
@@ -124,12 +124,12 @@ class Budget:
 
     @property
     def total(self) -> int:
-        """Bytes that were spent, and those of what is held."""
+        """Bytes spent, and the cost of the held messages."""
         return self.spent + self._cost
 
     @property
     def of_step(self) -> int:
-        """Bytes that what is held costs, and would cost again in another step."""
+        """The cost of the held messages, without new streams and arrays: what another such step would cost."""
         return self._cost - self._once
 
     def hold(self, entry: Held) -> None:
@@ -153,8 +153,8 @@ class Budget:
     def over(self, step: int | None = None) -> list[Held]:
         """Give out the held messages if their step is over and all of them fit.
 
-        The step is over when a message of a later `step` comes, or with None, at the end. A message of an earlier step,
-        such as one of an evaluation, ends nothing.
+        The step is over when a message of a later `step` comes, or, with None, at the end of the recording. A message
+        of an earlier step, such as that of an evaluation, ends nothing.
         """
         if self.stopped is not None or not self._held or (step is not None and step <= self._step):
             return []

@@ -1,13 +1,13 @@
-"""What a launcher can say with environment variables, where it cannot change the training script.
+"""Environment variables through which a launcher controls recording without changing the training script.
 
 ==================  ============================================================================================
 ``TRACE_DISABLE``   ``1``: `tracer.record` and ``trace record`` record nothing, and the training runs as without them
 ``TRACE_PATH``      where `tracer.record` writes its trace, instead of the path that the script gives
-``TRACE_MAX_BYTES`` the most that either may write (``500MB``, ``2GiB``); of two bounds the smaller one holds. What is
-                    recorded becomes thinner within it, unless ``stop_at_bytes`` was given: then the recording ends
+``TRACE_MAX_BYTES`` the most that either may write (``500MB``, ``2GiB``); the smaller of two bounds holds. Messages
+                    become rarer to stay within it, unless ``stop_at_bytes`` is given: then the recording ends
 ==================  ============================================================================================
 
-Every option of ``trace record`` has a variable too, ``TRACE_RECORD_`` and its name; see its ``--help``.
+Every option of ``trace record`` has a variable too, ``TRACE_RECORD_`` and the option's name; see its ``--help``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tracer.errors import CaptureError
 
 DISABLE, PATH, MAX_BYTES = "TRACE_DISABLE", "TRACE_PATH", "TRACE_MAX_BYTES"
 REHEARSAL = "TRACE_REHEARSAL"
-"""Set to ``certify`` or ``dry-run`` in a script that runs only for its first steps, so that it can tell."""
+"""Set to ``certify`` or ``dry-run`` where a script runs for its first steps only, so that the script can tell."""
 
 Given = TypeVar("Given")
 
@@ -30,12 +30,12 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
 
 
 def size_of(text: str | int, least: int = 1) -> int:
-    """A number of bytes, written as people write it.
+    """The number of bytes in a text such as ``"500MB"``.
 
     Raises
     ------
     CaptureError
-        If it is none, or less than `least`.
+        If the text is not a size, or the size is less than `least`.
 
     Examples
     --------
@@ -59,12 +59,12 @@ def size_of(text: str | int, least: int = 1) -> int:
 
 
 def share_of(text: str | float) -> float:
-    """A share of something, as a number or in per cent.
+    """The share in a number, or in a text such as ``"3%"``.
 
     Raises
     ------
     CaptureError
-        If it is none, or not above 0 and at most 1.
+        If the text is not a share, or the share is not above 0 and at most 1.
 
     Examples
     --------
@@ -91,7 +91,7 @@ def disabled(environment: Mapping[str, str] = os.environ) -> bool:
     Raises
     ------
     CaptureError
-        If it says neither yes nor no.
+        If the variable is neither a yes nor a no.
 
     Examples
     --------
@@ -107,14 +107,16 @@ def disabled(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def path_or(given: Given, environment: Mapping[str, str] = os.environ) -> Given | str:
-    """What ``TRACE_PATH`` says, else the path that was given."""
+    """The value of ``TRACE_PATH``, else the given path."""
     return environment.get(PATH) or given
 
 
 def bounds_or(
     max_bytes: int | None, stop_at_bytes: int | None, environment: Mapping[str, str] = os.environ
 ) -> tuple[int | None, int | None]:
-    """Both bounds of a trace, none above that of ``TRACE_MAX_BYTES``, which thins out unless `stop_at_bytes` ends.
+    """Both bounds of a trace, lowered to ``TRACE_MAX_BYTES``.
+
+    The variable bounds `stop_at_bytes` if that is given, else `max_bytes`.
 
     Raises
     ------

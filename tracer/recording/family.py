@@ -1,4 +1,4 @@
-"""The processes that one recorded script starts: each that trains is a rank of the script's trace."""
+"""A recorded script and the processes that it starts: each process that trains is a rank of the script's trace."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tracer.trace.claiming import OF_SCRIPT, Process, this_process
 
 @dataclass(frozen=True)
 class Member:
-    """One of these processes.
+    """A process of the family.
 
     Attributes
     ----------
     number : int
         0 for the script itself, 1, 2 and so on for the processes that it starts.
     name : str
-        The same for all members, and for no others.
+        Names the family: all its members share it.
     """
 
     number: int = 0
@@ -33,7 +33,7 @@ class Member:
         return replace(self, number=number)
 
     def process(self) -> Process:
-        """Its place in the run: the rank that torch.distributed or its launcher gives it, else its number."""
+        """The rank that torch.distributed or its launcher gives this process, else `number`."""
         here = this_process()
         if here.size == 1:
             return Process(self.number, 1, OF_SCRIPT + self.name)
@@ -41,13 +41,13 @@ class Member:
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
-        """Let no other member begin its part of the trace meanwhile."""
+        """Keep other members from beginning their parts of the trace inside this context."""
         with open(self._lock, "ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # it ends when the file is closed
+            fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file releases the lock
             yield
 
     def end(self) -> None:
-        """Remove the lock of `beginning`, when all members have ended."""
+        """Remove the lock file of `beginning`, once all members have ended."""
         with contextlib.suppress(OSError):
             os.remove(self._lock)
 

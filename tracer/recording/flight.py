@@ -1,4 +1,4 @@
-"""`Flight`: how a flight recorder is set; `Ring`: the last steps of a training, in memory."""
+"""`Flight`: the settings of a flight recorder; `Ring`: the last steps of a training, in memory."""
 
 from __future__ import annotations
 
@@ -23,44 +23,43 @@ BEFORE: Final = 8
 AFTER: Final = 4
 BYTES: Final = 1 << 30
 WHEN: Final = ("non_finite", "loss", EXCEPTION, SIGNAL)
-"""When a flight recorder writes what it holds, by default."""
+"""By default, the triggers that make a flight recorder write."""
 NAMES: Final = (*BY_NAME, EXCEPTION, SIGNAL)
 """All names that `Flight` takes as `when`."""
 PER_MESSAGE: Final = 512
-"""Bytes that a message takes besides its data: so a bound holds for a million empty ones, too."""
+"""Bytes that a message takes besides its data, so that a bound also holds for a million empty messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flight:
-    """A flight recorder: the last steps are held in memory in full, and reach the trace when something happens.
+    """A flight recorder: holds the last steps in memory in full, and writes them when something happens.
 
-    Every step is observed as `capture` says, beside what is recorded anyway. What is recorded is not held as well. When
-    something of `when` happens in a step, the steps held before it, that step and those after it are in the trace in
-    full: as ordinary messages, and with a note ``flight`` that says why. Of all other steps the trace has what it has
-    without a flight recorder.
+    Every step is observed as `capture` says, besides what is recorded anyway; recorded messages are not held as well.
+    When a trigger of `when` fires in a step, the trace gets the steps held before it, that step and the next steps in
+    full, as ordinary messages, and a note ``flight`` with the reason. All other steps are recorded as usual.
 
     Parameters
     ----------
     before, after : int
-        Steps before the one in which something happens, and after it.
+        Steps before and after the step in which a trigger fires.
     when : iterable of (str or Receiver)
-        ``"non_finite"``: a NaN or an infinity comes up in losses, activations or gradients. ``"loss"``: the loss is far
-        above its recent past, as the rule ``loss_spike`` says. ``"norm"``: so is the norm of all gradients.
-        ``"exception"``: the recording ends with an error. ``"signal"``: SIGUSR1 arrives, where the recording begins in
-        the main thread; a handler that is there is called, too. A `Receiver`, such as a rule: it gives an answer; it
-        hears all that is observed in each step. `Run.keep` serves in any case.
+        Triggers. ``"non_finite"``: a NaN or an infinity appears in losses, activations or gradients. ``"loss"``: the
+        loss is far above its recent past, as in the rule ``loss_spike``. ``"norm"``: the norm of all gradients is.
+        ``"exception"``: the recording ends with an error. ``"signal"``: SIGUSR1 arrives, if the recording begins in
+        the main thread; an existing handler is called, too. A `Receiver`, such as a rule, hears every observed message
+        and fires when it gives an answer. `Run.keep` always works.
     bytes : int or str
-        How much may be held, such as ``"1GiB"``. The oldest steps leave first, and of a step that is larger nothing is
-        held.
+        The most that may be held, such as ``"1GiB"``. The oldest steps are dropped first; a step that alone is larger
+        is not held.
     capture : Capture or iterable of Capture, optional
-        What is held. By default all of the training's passes that `Capture` takes by default.
+        What is held. By default everything in training passes that a default `Capture` takes.
 
     Raises
     ------
     CaptureError
         If a value is out of range, or `bytes` is more than the memory of this machine.
     UnknownNameError
-        If `when` has a name that is none of these.
+        If `when` has an unknown name.
 
     Examples
     --------
@@ -103,27 +102,27 @@ class Flight:
 
     @property
     def captures(self) -> tuple[Capture, ...]:
-        """What is held, as captures that are nobody else's."""
+        """What is held; copies, distinct from all other captures."""
         return tuple(replace(one) for one in _several(self.capture))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those of `when` that are names."""
+        """The names in `when`."""
         return tuple(one for one in self.when if isinstance(one, str))
 
     @property
     def receivers(self) -> tuple[Receiver, ...]:
-        """Those of `when` that are receivers."""
+        """The receivers in `when`."""
         return tuple(one for one in self.when if isinstance(one, Receiver))
 
     @property
     def nbytes(self) -> int:
-        """How many bytes may be held."""
+        """The most bytes that may be held."""
         return environment.size_of(self.bytes)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Flight:
-        """The one of which `dataclasses.asdict` made these settings."""
+        """The flight from which `dataclasses.asdict` made these settings."""
         given = settings.get("capture")
         several = [given] if isinstance(given, Mapping) else given
         return cls(**{**settings, "capture": None if several is None else [Capture(**one) for one in several]})
@@ -136,7 +135,7 @@ class Flight:
 
 
 def _several(given: Capture | Iterable[Capture] | None) -> tuple[Capture, ...]:
-    """The captures that were given; without any, all of the training's passes that a capture takes by default."""
+    """The given captures as a tuple; None means everything in training passes that a default capture takes."""
     if given is None:
         return (Capture(tags=[DEFAULT_TAG]),)
     if isinstance(given, Capture):
@@ -148,19 +147,19 @@ def _several(given: Capture | Iterable[Capture] | None) -> tuple[Capture, ...]:
 class Ring:
     """The messages of the last steps, within a bound of bytes.
 
-    Data on a device is held as the copy that was requested of it, until `settle`.
+    Data on a device is held as its requested `Copy`, until `settle`.
 
     Parameters
     ----------
     bound : int
-        Bytes. They are never exceeded: the oldest steps leave before a message comes.
+        The most bytes, never exceeded: the oldest steps are dropped before a message is added.
 
     Attributes
     ----------
     nbytes : int
-        What the messages take.
+        Bytes that the messages take.
     whole_from : int
-        A step from which on no message was dropped.
+        No message of this step or a later one was dropped.
     too_large : int or None
         The last step that was larger than the bound.
 
@@ -179,14 +178,14 @@ class Ring:
         self.whole_from = 0
         self.too_large: int | None = None
         self._bound = bound
-        # with their bytes, and with the copy of their data that is on its way, if one is
+        # each message with its bytes, and the copy of its data while that is under way
         self._messages: deque[tuple[Message, int, Copy | None]] = deque()
-        self._settled = True  # whether none is on its way
+        self._settled = True  # whether no copy is under way
 
     def hold(self, message: Message, copy: Copy | None = None) -> None:
-        """Take a message, whose data is on its way if it is a copy.
+        """Take a message; `copy` is its data while that is under way to the host.
 
-        Older steps leave where there is no room for it, and if that is not enough, the step that it is of.
+        To make room, older steps are dropped, and, if that is not enough, the message's own step.
         """
         step, size = message.global_step, size_of(message, copy)
         if step < self.whole_from:
@@ -201,7 +200,7 @@ class Ring:
         self._settled &= copy is None
 
     def settle(self, wait: Callable[[Copy], Tensor | None]) -> None:
-        """Wait for the data that is on its way; what somebody wrote into meanwhile is left out."""
+        """Wait for data that is under way; drop messages whose data was changed before the copy."""
         if self._settled:
             return
         self._settled = True
@@ -217,27 +216,27 @@ class Ring:
         self._messages = settled
 
     def drop_before(self, step: int) -> None:
-        """Let go of the messages of all steps before one."""
+        """Drop the messages of all steps before `step`."""
         messages = self._messages
         while messages and messages[0][0].global_step < step:
             self.nbytes -= messages.popleft()[1]
         self.whole_from = max(self.whole_from, step)
 
     def emptied(self) -> Iterator[Message]:
-        """The messages in their order, each of which leaves as it is given out."""
+        """Give out the messages in order, and remove each from the ring."""
         while self._messages:
             message, size, _ = self._messages.popleft()
             self.nbytes -= size
             yield message
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Drop all messages."""
         self._messages.clear()
         self.nbytes = 0
 
 
 def size_of(message: Message, copy: Copy | None = None) -> int:
-    """The bytes that a message takes in memory; of data that is a part of something, all of that."""
+    """The bytes that a message takes in memory; for data that is a view, those of its whole storage."""
     data = message.data
     if copy is not None:
         return PER_MESSAGE + copy.nbytes

@@ -20,18 +20,18 @@ from tracer.recording.triggers import BY_NAME, Answer, Trigger
 
 @final
 class FlightRecorder(Receiver):
-    """Holds of the last steps, from now on, what is not recorded of them, and publishes it when something happens.
+    """Holds the unrecorded messages of the last steps, and publishes them when something happens.
 
-    It overhears the bus, and gets what is observed for it alone. What it publishes goes to the recorder and to all who
-    listen live, as all that is recorded does: so they hear what a replay of the trace will say, in its order. Steps
-    after one in which something happened are published as they come.
+    It hears all messages on the bus, and gets messages that are observed for it alone. The recorder and all live
+    receivers get what it publishes, so they hear exactly what a replay of the trace will say. Messages of the `after`
+    next steps are published as they come.
 
     Parameters
     ----------
     flight : Flight
     exporter : Exporter
     recorder : Recorder
-        Records what this one publishes. Once the recorder has left the bus, nothing is held any more.
+        Records what the flight recorder publishes. Once the recorder has left the bus, nothing is held any more.
     """
 
     name = "flight recorder"
@@ -47,10 +47,10 @@ class FlightRecorder(Receiver):
             *((name, BY_NAME[name]()) for name in flight.names if name in BY_NAME),
             *((one.name or type(one).__name__, Answer(one)) for one in flight.receivers),
         ]
-        self._step = -1  # the last one of which something was heard
-        self._published_until = -1  # the last step that is published as it comes
-        self._reasons: list[tuple[str, str]] = []  # why the running step is to be written: triggers and sentences
-        self._own: dict[int, Message] = {}  # what it published and did not hear yet, by id
+        self._step = -1  # the step of the last message
+        self._published_until = -1  # messages up to this step are published as they come
+        self._reasons: list[tuple[str, str]] = []  # why to write the running step: (trigger, sentence)
+        self._own: dict[int, Message] = {}  # by id, messages that it published and the bus has not delivered back yet
         self._signalled = False
         self._holds = True
         exporter.parts.publisher.memory.allow(flight.nbytes)
@@ -61,14 +61,14 @@ class FlightRecorder(Receiver):
             user_signal.listen(self._signal)
 
     def keep(self, why: str) -> None:
-        """Have the steps written that are held now, and those that follow; in the middle of a step, when it is over."""
+        """Write the held steps and the next ones; within a step, when that step is over."""
         with self._exporter.parts.gate.lock:
             self._reasons.append(("keep", why))
             if not self._exporter.parts.clock.open:
                 self._step_over()
 
     def finish_with(self, error: BaseException | None) -> None:
-        """Publish what is due at the end of the recording, and hold nothing any more.
+        """Publish what is due at the end of the recording, and stop holding messages.
 
         Parameters
         ----------
@@ -77,7 +77,7 @@ class FlightRecorder(Receiver):
         """
         if not self._holds:
             return
-        # of what was on its way when a receiver stopped the training, all but the first was lost
+        # when a receiver stopped the training, the bus had delivered the first of these messages, and dropped the rest
         lost, self._own = [*self._own.values()][1:], {}
         try:
             is_due = self._has_reason(error if EXCEPTION in self._flight.names else None)
@@ -89,29 +89,29 @@ class FlightRecorder(Receiver):
             self._stop()
 
     def let_go(self) -> None:
-        """Refer to nothing that was observed, once the hooks are off."""
+        """Drop the references to observed objects, once the hooks are removed."""
         self._exporter.message_bus.unwatch(self._receivers_changed)
         self._exporter.set_apart(None)
 
     # -- what it hears --------------------------------------------------------------------------------------
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """All that is recorded."""
+        """Whatever the recorder wants."""
         return self._holds and self._recorder.wants(kind, module, tag, step)
 
     def know_model(self, model: Mapping[str, Any]) -> None:
-        """Tell the receivers that may give an answer of the model."""
+        """Tell the receivers among the triggers of the model."""
         for one in self._flight.receivers:
             one.know_model(model)
 
     def receive(self, message: Message) -> Iterable[Message]:
-        """Overhear what is recorded anyway."""
+        """Hear a message that is recorded anyway."""
         if self._own.pop(id(message), None) is None and self._holds:
             self._hear(message, lambda: None)
         return ()
 
     def hold(self, message: Message) -> None:
-        """Take what is observed for it alone: hold it, or publish it if its step is to be in the trace."""
+        """Take a message that is observed for the flight recorder alone: hold it, or publish it if its step is due."""
         if self._holds:
             self._hear(message, lambda: self._put(message))
 
@@ -143,13 +143,13 @@ class FlightRecorder(Receiver):
     # -- what it says ---------------------------------------------------------------------------------------
 
     def _step_over(self) -> None:
-        """Publish what is held, if there is a reason."""
+        """Publish the held messages, if there is a reason."""
         if self._has_reason():
             for message in self._ring.emptied():
                 self._publish(message)
 
     def _has_reason(self, error: BaseException | None = None) -> bool:
-        """Whether what is held is to be written; if so, the trace gets the notes that say why."""
+        """Whether to write the held messages; if so, notes in the trace say why."""
         self._ring.settle(self._transfers.wait)
         self._each_trigger(lambda trigger: trigger.judge())
         if self._signalled:
@@ -173,7 +173,7 @@ class FlightRecorder(Receiver):
         self._exporter.message_bus.publish(message)
 
     def _each_trigger(self, ask: Callable[[Trigger], str | None]) -> None:
-        """Ask all triggers, and go on without one that fails."""
+        """Ask all triggers; a trigger that fails is removed."""
         for known in tuple(self._triggers):
             name, trigger = known
             try:
@@ -195,7 +195,7 @@ class FlightRecorder(Receiver):
     # -- how it ends ----------------------------------------------------------------------------------------
 
     def _receivers_changed(self) -> None:
-        """Hold nothing any more, once nobody records or this one does not listen any more."""
+        """Stop holding messages once the recorder or the flight recorder has left the bus."""
         receivers = self._exporter.message_bus.receivers
         if self._holds and not (self._recorder in receivers and self in receivers):
             self._stop()

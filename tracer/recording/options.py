@@ -1,4 +1,4 @@
-"""`Options`: how a recording begins, writes and ends, as one value that every way of recording hands on."""
+"""`Options`: how a recording begins, writes and ends, as a single value that every way of recording passes on."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from tracer.trace.certificate import Certificate
 from tracer.trace.compression import Compression
 
 QUEUE_BYTES: Final = 256 << 20
-"""How much data may wait for the writer thread before the training waits for it."""
+"""How much data may wait for the writer thread before the training waits."""
 COMMIT_SECONDS: Final = 2.0
-"""After how many seconds at most what was recorded is safe."""
+"""The most seconds between commits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How a recording begins, writes and ends.
 
-    An option is a field here, with its default and its check. `tracer.record` and ``trace record`` spell it out for
-    their users, `tracer.record` with its description; everything between them and the writer passes this value.
+    Each option is a field here, with its default and its check. Its description is in `tracer.record`. `tracer.record`
+    and ``trace record`` repeat the options for their users; all code between them and the writer passes this value.
 
     Attributes
     ----------
     probe : ProbePlan, optional
-        Record under the tag ``probe`` what the model makes of its first datapoints; see `Exporter.probe_first`. Only
-        ``trace record`` and profiles give it.
+        Regularly run the model on its first datapoints, under the tag ``probe``; see `Exporter.probe_first`. Only
+        ``trace record`` and profiles set it.
     overhead_credit : float, optional
-        Seconds that the recording may take before `max_overhead` holds. Only profiles give it, with their bound.
+        Seconds that the recording may take before `max_overhead` holds. Only profiles set it, with their bound.
     keyframe_bytes : int, optional
-        What keyframes may take as often as they were asked for; from then on they are spread. Only profiles give it.
+        Bytes that keyframes may take at their given frequency, before they are spread. Only profiles set it.
     update_bytes : int, optional
-        The weights that a step keeps to make updates from; see `Exporter.take_turns`. Only profiles give it.
+        The most bytes of weights that a step keeps to compute updates; see `Exporter.take_turns`. Only profiles set it.
     disabled : bool
         Whether steps are only counted and nothing is recorded (``TRACE_DISABLE``).
     reenacts : mapping, optional
-        For the header: which steps of which run a training runs again.
+        For the header: which steps of which run this training runs again.
 
     Raises
     ------
     CaptureError
-        If one has no such value, or two of them exclude each other.
+        If an option has an invalid value, or two options exclude each other.
     UnknownNameError
-        If there is no such compression.
+        If `compression` names no codec.
     """
 
     overwrite: bool = False
@@ -100,7 +100,7 @@ class Options:
             raise CaptureError(f"flight is a tracer.Flight, not {self.flight!r}")
         if self.replicated not in ("once", "every"):
             raise CaptureError(f"replicated is 'once' or 'every', not {self.replicated!r}")
-        # what may be given in several forms is held in one
+        # normalize the options that can be given in several forms
         held = {
             "max_bytes": None if self.max_bytes is None else environment.size_of(self.max_bytes),
             "stop_at_bytes": None if self.stop_at_bytes is None else environment.size_of(self.stop_at_bytes),
@@ -116,16 +116,16 @@ class Options:
 
     @classmethod
     def among(cls, given: Mapping[str, Any]) -> Options:
-        """The options among values by their names, such as all parameters of a function."""
+        """Options from a mapping of names to values, such as all parameters of a function; other names are ignored."""
         return cls(**{one.name: given[one.name] for one in fields(cls) if one.name in given})
 
     def of_profile(self, name: str) -> Options:
-        """The same, with the options of a profile where none were given.
+        """These options, with those of a profile where they are None.
 
         Raises
         ------
         UnknownNameError
-            If there is no such profile.
+            If `name` is no profile.
         """
         missing = {one: value for one, value in options_of(name).items() if getattr(self, one) is None}
         if self.max_overhead is not None:
@@ -133,18 +133,18 @@ class Options:
         return replace(self, **missing)
 
     def in_this_environment(self) -> Options:
-        """The same, within what ``TRACE_MAX_BYTES`` and ``TRACE_DISABLE`` allow."""
+        """These options, within what ``TRACE_MAX_BYTES`` and ``TRACE_DISABLE`` allow."""
         max_bytes, stop_at_bytes = environment.bounds_or(self.max_bytes, self.stop_at_bytes)
         return replace(self, max_bytes=max_bytes, stop_at_bytes=stop_at_bytes, disabled=environment.disabled())
 
     def unbounded(self) -> Options:
-        """The same, without bounds of bytes and of overhead."""
+        """These options, without bounds of bytes and of overhead."""
         return replace(
             self, max_bytes=None, stop_at_bytes=None, max_overhead=None, overhead_credit=None, keyframe_bytes=None
         )
 
     def describe(self) -> dict[str, Any]:
-        """Those that a trace's header tells, as JSON."""
+        """The options that a trace's header has, as JSON."""
         told = ("queue_bytes", "on_full", "commit_steps", "commit_seconds", "durable")
         of_profile = ("overhead_credit", "keyframe_bytes", "update_bytes")
         bounds = ("max_overhead", *of_profile, "max_bytes", "stop_at_bytes", "min_free_disk")
@@ -152,7 +152,7 @@ class Options:
 
 
 def check_queue(queue_bytes: int, on_full: str) -> None:
-    """Raise `CaptureError` unless a `Recorder` could have such a queue."""
+    """Raise `CaptureError` unless these are valid settings of a `Recorder`'s queue."""
     if type(queue_bytes) is not int or queue_bytes < 1:
         raise CaptureError(f"queue_bytes is a whole number from 1, not {queue_bytes!r}")
     if on_full not in ("wait", "drop"):

@@ -1,4 +1,4 @@
-"""The part of a trace that this process writes: where it goes on, what it says of the run, and its writer."""
+"""The part of a trace that this process writes: its first step, its header and notes, and its writer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NO_EPOCHS = (
 
 
 def header(exporter: Exporter, options: Options) -> dict[str, Any]:
-    """The header of a trace: what is known of a run before its first message, as JSON."""
+    """The header of a trace as JSON: the facts about a run that are known before its first message."""
     models, optimizers = exporter.parts.models, exporter.parts.optimizers.all
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__}
     for package in ("tracereel", "zarr", "h5py"):
@@ -57,7 +57,7 @@ def header(exporter: Exporter, options: Options) -> dict[str, Any]:
 
 
 def notes(exporter: Exporter) -> Iterator[Mapping[str, Any]]:
-    """The notes at the end of a trace, as JSON: what a reader should know about how the run was observed."""
+    """The notes at the end of a trace as JSON: problems and gaps in how the run was observed."""
     parts, steps = exporter.parts, exporter.steps_seen
     for problem in exporter.problems:
         yield {"problem": {**problem, "why": plain(problem["why"])}}
@@ -98,12 +98,12 @@ def _steps_counted(optimizers: Iterable[Optimizer]) -> int | None:
 
 
 def go_on(path: Location, rank: int, options: Options, exporter: Exporter) -> None:
-    """Let an exporter count on where an earlier attempt, of which there is a trace at `path`, was left.
+    """Let an exporter count on from where the earlier attempts in the trace at `path` ended.
 
     Raises
     ------
     CaptureError
-        If the step cannot be told.
+        If the step is unknown.
     TraceError
         If the trace cannot be read.
     """
@@ -114,9 +114,9 @@ def go_on(path: Location, rank: int, options: Options, exporter: Exporter) -> No
             "(--first-step) which global step the checkpoint goes on with"
         )
     with TraceReader(path) as trace:
-        # an evaluation after an epoch's last step has the number of the next one, but counts with the old epoch
+        # only training: an evaluation after an epoch's last step has the next step's number, but the old epoch
         training = [one for one in trace.streams if one.tag == DEFAULT_TAG and one.count]
-        # without messages of this rank, those of others tell the step
+        # other ranks tell the step if this rank has no messages
         mine = [one.id for one in training if one.rank == rank] or [one.id for one in training]
         ended = [one.id for one in trace.streams if one.kind == "epoch_finished"]
         train_step, epoch = _counted(_last_rows(trace, mine, step), step, ended)
@@ -126,7 +126,7 @@ def go_on(path: Location, rank: int, options: Options, exporter: Exporter) -> No
 
 
 def _last_rows(trace: TraceReader, streams: Sequence[int], step: int) -> NDArray[np.int64]:
-    """The rows of some streams in a step, or in the last one before it that has some; few others are read for them."""
+    """The last rows of some streams up to a step. The window of steps doubles until it has rows, to read few others."""
     steps = 1
     while True:
         first = max(0, step + 1 - steps)
@@ -138,22 +138,22 @@ def _last_rows(trace: TraceReader, streams: Sequence[int], step: int) -> NDArray
 
 
 def _counted(journal: NDArray[np.int64], step: int, ended: Sequence[int]) -> tuple[int, int]:
-    """The train step and the epoch that a global step has, or would have as the next one.
+    """The train step and the epoch of a global step, which may be the step after the journal's last.
 
     Parameters
     ----------
     journal : (messages, columns) array
-        Of the training passes, and of what was said of steps and epochs, up to this step.
+        Rows of the training and of ends of epochs, up to this step.
     step : int
         The global step.
     ended : sequence of int
-        The streams of messages that say that an epoch has ended.
+        The streams of the messages that end an epoch.
     """
     if not len(journal):
         return 0, 0
     numbers = journal[:, Column.GLOBAL_STEP]
     over = np.isin(journal[:, Column.STREAM], ended)
-    # of the step itself, unless all that is there is the end of its epoch
+    # the step's own rows; the end of its epoch only if the step has no others
     for found in (journal[(numbers == step) & ~over], journal[(numbers == step) & over]):
         if len(found):
             return int(found[-1, Column.TRAIN_STEP]), int(found[-1, Column.EPOCH])
@@ -168,17 +168,17 @@ class OwnPart:
     """The part of a trace that this process writes.
 
     The rank is looked up again when the part begins and when its writer is made, because a script may get its rank only
-    as it begins to train.
+    when its training begins.
 
     Parameters
     ----------
     path : Location
-        Of the trace.
+        The trace.
     exporter : Exporter
-        Observes the training. It gets the rank, and the step at which a resumed training goes on.
+        Observes the training. It is given the rank, and the step at which a resumed training continues.
     options : Options
     member : Member, optional
-        Which of the processes of a script this is.
+        This process's place among the processes of a script.
 
     Attributes
     ----------
@@ -211,7 +211,7 @@ class OwnPart:
         Raises
         ------
         CaptureError
-            If the step cannot be told, or this process cannot have a share of the bound.
+            If the step is unknown, or this process cannot have a share of the bound.
         TraceError
             If the trace cannot be read.
         """
@@ -221,7 +221,7 @@ class OwnPart:
             return
         if any(one.began for one in there(self._path, self._process)):
             go_on(self._path, self._process.rank, options, self._exporter)
-        elif options.first_step is not None:  # nothing is there but what a process left that was killed as it began
+        elif options.first_step is not None:  # no earlier attempt has a message, but the user gives the step
             self._exporter.start_at(options.first_step, 0, options.first_epoch or 0)
 
     def make_writer(self) -> TraceWriter:
@@ -231,9 +231,9 @@ class OwnPart:
             return self._make_writer()
 
     def _find_place(self) -> None:
-        """Find the rank of this process, and the ranks that are recorded as far as it knows."""
+        """Find the rank of this process, and the recorded ranks that this process knows of."""
         process = this_process() if self._member is None else self._member.process()
-        if process.related and process.size == 1:  # how many others there will be is not known
+        if process.related and process.size == 1:  # the number of other processes is unknown
             recorded = [process.rank]
         else:
             recorded = sorted(set(range(process.size) if self._options.ranks is None else self._options.ranks))
@@ -245,7 +245,7 @@ class OwnPart:
         self._exporter.parts.steps.ranks.recorded = recorded if self._options.replicated == "once" else None
 
     def _settle(self) -> None:
-        """Find the place, and the share of the bound that goes with it."""
+        """Find the rank, and this rank's share of the bound."""
         self._find_place()
         if self.budget is not None and self._bound is not None:
             if self._recorded != [0] and len(self._recorded) == 1 and self._process.related:
@@ -262,7 +262,7 @@ class OwnPart:
         if options.resume or not alone:
             refuse_here(path, process.rank)
             attempt, run_id = claim(path, process, self._recorded, overwrite=options.overwrite, resume=options.resume)
-        # a part of its own is needed where other processes write theirs, or a killed process has left something
+        # without other processes and without remains of an earlier attempt, the part is the whole trace
         whole = alone and not attempt and not (options.resume and exists(path))
         about = header(self._exporter, options)
         if self.budget is not None:
@@ -280,7 +280,7 @@ class OwnPart:
         )
 
     def _describe(self, attempt: int, run_id: str | None) -> dict[str, Any]:
-        """What the header says of this part among the others, as JSON."""
+        """The header's entries about this part's place among the parts, as JSON."""
         told: dict[str, Any] = {
             "ranks": self._recorded,
             "launch": self._process.launch,

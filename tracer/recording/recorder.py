@@ -23,37 +23,37 @@ from tracer.trace.writer import TraceWriter
 
 
 class Recorder(Receiver):
-    """Writes what it receives to a trace, from a thread of its own.
+    """Writes the messages that it receives to a trace, from its own thread.
 
     Parameters
     ----------
-    writer : TraceWriter, or callable that makes one
-        A callable is asked at the first message, so that nothing is created for a run that never trains.
+    writer : TraceWriter or callable that returns a TraceWriter
+        A callable is called at the first message, so that a run that never trains creates no trace.
     queue_bytes : int
-        Bound of the data that waits for the thread. Never less than one message.
+        The most data that may wait for the thread. A single message always fits.
     on_full : {"wait", "drop"}
-        What `receive` does when the bound is reached: it waits until there is room, or drops the message. What was
-        dropped is counted for each kind; the counts stand in the trace, in notes and in its ``info``.
+        What `receive` does when the queue is full: wait until there is room, or drop the message. Drops are counted
+        for each kind; the trace has the counts in notes and in its ``info``.
     derived : container of str
-        Kinds that are answers of subscribers: a trace holds what was observed, so they are not recorded.
+        Kinds that are subscribers' answers. They are not recorded, because a trace holds only what was observed.
     budget : Budget, optional
-        The bound of the trace. A step that it has no room for is not recorded, and a note says so. If that is the end,
+        The bound of the trace. A step that does not fit is not recorded, and a note says so. When the budget stops,
         the trace is closed.
     stopped : callable, optional
-        Called when nothing more is recorded, before the trace is closed, in the thread that calls `receive` or `stop`,
-        with what the trace says of it: ``by`` which bound, that bound by its name, and the first ``global_step`` that
-        is missing.
+        Called when a bound ends the recording, before the trace is closed, in the thread that calls `receive` or
+        `stop`. Its argument is the trace's note: ``by`` (the bound's name), the bound under that name, and the first
+        ``global_step`` that is missing.
     elsewhere : collection of (str, str or None)
-        Kinds and modules that another rank records, because it has the same; the collection may change.
+        Kinds and modules that another rank records, because they are equal there; the collection may change.
 
     Attributes
     ----------
     seen, seen_bytes : int
-        How many messages it received to record, and their bytes, each message with some for itself.
+        How many messages it received to record, and their bytes, including `PER_MESSAGE` for each.
     overhears : callable or None
         Called with each message that is to be recorded.
     closed : bool
-        Whether it takes no more messages.
+        Whether the recorder takes no more messages.
 
     Examples
     --------
@@ -92,7 +92,7 @@ class Recorder(Receiver):
         self._queue = MessageQueue(queue_bytes, on_full)
         self._transfers = Transfers()
         self.closed = False
-        self._ended = False  # whether whoever closes it was told how that went
+        self._ended = False  # whether a call of `close` has waited for the end, and reported errors
         self._pid = os.getpid()
         self._raised_before = termination.last_unhandled()
         made = writer if isinstance(writer, TraceWriter) else None
@@ -103,36 +103,36 @@ class Recorder(Receiver):
 
     @property
     def writer(self) -> TraceWriter | None:
-        """What writes the trace; None until the first message, if it is made then."""
+        """The writer of the trace; None before the first message, if it is made then."""
         return self._thread.writer
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """Everything that is observed, and nothing that is derived from it, or recorded elsewhere."""
+        """Everything that is observed, unless another rank records it; no answers."""
         return kind not in self.derived and not (self._elsewhere and (kind, module) in self._elsewhere)
 
     def receive(self, message: Message) -> Iterable[Message]:
-        """Queue a message; waits while the queue is full, or drops it. For one thread at a time.
+        """Queue a message; if the queue is full, wait or drop it. Only one thread at a time may call this.
 
         Raises
         ------
         TraceError
-            If the writer thread has failed: what was committed before is safe, the rest is lost.
+            If the writer thread has failed: committed messages are safe, the rest is lost.
         """
-        # a forked child has this object, but not the thread: the trace is the parent's
+        # a forked child has this object, but not the thread: only the parent writes the trace
         if self.closed or os.getpid() != self._pid:
             return ()
         queue, thread = self._queue, self._thread
         if thread.writer is None and self._make is not None:
             thread.writer = self._make()
             queue.commit_steps = thread.writer.commit_steps
-            queue.wake()  # the thread waits for as long as it may without a writer
-            termination.at_exit(self._close_at_exit, thread.give_up)  # what writes may have been imported just now
+            queue.wake()  # the thread computed how long it may sleep without knowing the writer
+            termination.at_exit(self._close_at_exit, thread.give_up)  # again, as the writer may have imported h5py
         if queue.error is not None:
             self._check()
         data = message.data
         try:
             size = PER_MESSAGE if data is None else PER_MESSAGE + data.nbytes
-        except RuntimeError:  # what is sparse or nested does not say
+        except RuntimeError:  # sparse and nested tensors have no `nbytes`
             size = 0
         if data is not None and (not size or not (data.is_cpu or data.is_cuda)):
             try:
@@ -152,29 +152,29 @@ class Recorder(Receiver):
         version: int | Copy = version_of(message)
         if data is not None and not data.is_cpu:
             version = self._transfers.start(data)
-            message = with_data(message, ELSEWHERE)  # so that it can be given back as soon as it is copied
+            message = with_data(message, ELSEWHERE)  # so that the device memory is free as soon as it is copied
         queue.put(message, size, version)
         return ()
 
     def make_room(self, nbytes: int) -> None:
-        """Wait until a message of so many bytes fits into the queue, unless what does not fit is dropped."""
+        """Wait until a message of `nbytes` fits into the queue; does nothing with ``on_full="drop"``."""
         if not self.closed and os.getpid() == self._pid and threading.current_thread() is not self._thread:
             self._queue.wait_for_room(PER_MESSAGE + nbytes)
 
     def _within(self, budget: Budget, message: Message, size: int) -> None:
-        """Hold a message until its step is over, and queue those of the step before, if there is room for all."""
+        """Hold a message until its step is over, and queue the messages of the step before, if all of them fit."""
         if budget.exhausted():
             return
         self._give_out(budget, message.global_step)
         if budget.exhausted():
             return
         if message.data is not None and not message.data.is_cpu:
-            # at once: a whole step may wait here, which is too much for memory that is pinned, or for the device
+            # copied at once, because a whole step may be held: too much for pinned memory or for the device
             message = with_data(message, message.data.cpu())
         budget.hold((message, size, version_of(message)))
 
     def _give_out(self, budget: Budget, step: int | None = None) -> None:
-        """Queue what is held of a step that is over, if there is room for it; else say that it is left out."""
+        """Queue the held messages of a finished step if all fit, or else note that the step is left out."""
         left_out = len(budget.left_out)
         self._put(budget.over(step))
         for one in budget.left_out[left_out:]:
@@ -188,14 +188,15 @@ class Recorder(Receiver):
                 self._queue.put(message, size, version)
 
     def stop(self, by: str, bound: int, step: int) -> None:
-        """Record nothing more from a global step on, in which nothing has happened yet, because of a bound.
+        """Record nothing more, because of a bound.
 
         Parameters
         ----------
         by : str
-            What the bound is called.
+            The bound's name.
         bound : int
         step : int
+            The first global step that is not recorded; none of its messages was received yet.
         """
         if self.closed:
             return
@@ -205,8 +206,8 @@ class Recorder(Receiver):
             self._end_at(by, bound, step)
 
     def _end_at(self, by: str, bound: int, step: int) -> None:
-        """Record nothing more: tell those who should know, and let the thread close the trace."""
-        self._thread.status = "finished"  # complete up to here, whatever becomes of the training
+        """Record nothing more: note why, call `stopped`, and let the thread close the trace."""
+        self._thread.status = "finished"  # the trace is complete up to here, however the training ends
         about = {"by": by, by: bound, "global_step": step}
         self.note({"stopped": about})
         try:
@@ -217,8 +218,8 @@ class Recorder(Receiver):
             self._queue.close()
 
     def _make_room(self, kind: str, size: int) -> bool:
-        """Wait until a message fits into the queue; or count it as dropped and say that it does not."""
-        if threading.current_thread() is self._thread:  # garbage collected in it may end a recording, and so a step
+        """Wait until a message fits into the queue, or count it as dropped and return False."""
+        if threading.current_thread() is self._thread:  # garbage collection in it may end a recording, and so a step
             return True
         has_room = self._queue.make_room(kind, size)
         if has_room:
@@ -227,40 +228,40 @@ class Recorder(Receiver):
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that wait for the thread, each message with some for itself."""
+        """Bytes that wait for the thread, including `PER_MESSAGE` for each message."""
         return self._queue.received - self._queue.written
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of the thread, as of its last look at the clock."""
+        """CPU time of the thread when it last read its clock."""
         return self._thread.cpu_seconds
 
     def wake(self) -> None:
-        """Let the thread write what waits."""
+        """Wake the thread, so that it writes all waiting messages."""
         self._queue.wake()
 
     def wait_until_written(self) -> None:
-        """Wait until nothing waits for the thread any more."""
+        """Wait until the thread has written all queued messages."""
         queue = self._queue
         queue.wake()
         while queue.received != queue.written and not self._thread.done.is_set():
             time.sleep(0.001)
 
     def note(self, note: Mapping[str, Any]) -> None:
-        """Put a remark into the trace: a stream that was disabled, a module that was never seen."""
+        """Put a note into the trace, such as that a stream was disabled."""
         if not self.closed:
             self._queue.put_note(note)
 
     def close(self, status: str = "finished", *, patience: float | None = None) -> None:
-        """Write all that waits, then the status, and close the trace; closing twice is fine.
+        """Let the thread write all waiting messages and the status, and close the trace; closing twice is fine.
 
-        The thread does it. Where waiting for it is interrupted, it goes on, and the program's end waits for it.
+        If the wait for the thread is interrupted, the thread continues, and the end of the program waits for it.
 
         Parameters
         ----------
         status : str
         patience : float, optional
-            How many seconds to wait, at most, until it is done.
+            The most seconds to wait for the thread.
 
         Raises
         ------
@@ -273,22 +274,22 @@ class Recorder(Receiver):
             if not self.closed:
                 self._thread.status = status
                 if self.budget is not None and self._queue.error is None:
-                    self._give_out(self.budget)  # which notes it, as long as this takes notes
+                    self._give_out(self.budget)  # before `closed`, which ends notes
         finally:
             self.closed = True
             self._queue.close()
-        if threading.current_thread() is self._thread:  # garbage collected in it may end a recording
+        if threading.current_thread() is self._thread:  # garbage collection in it may end a recording
             return
         if self._thread.done.wait(patience) and not self._ended:
             self._ended = True
             self._thread.join()
             termination.not_at_exit(self._close_at_exit)
             self._transfers.forget()
-            self.stopped = self.overhears = None  # through which it would keep the exporter, and that the model
+            self.stopped = self.overhears = None  # they refer to the exporter, and so to the model
             self._check()
 
     def _close_at_exit(self) -> None:
-        """Close what nobody closed; the exception that ends the program is why."""
+        """Close a recording that is still open; its status is the exception that ends the program."""
         try:
             self.close(f"failed: {summary(termination.what_ends_the_program(self._raised_before))}")
         except TraceError as error:
@@ -296,7 +297,7 @@ class Recorder(Receiver):
 
     def _thread_ended(self) -> None:
         if self.closed:
-            termination.not_at_exit(self._close_at_exit)  # there is nothing left to be done, or told
+            termination.not_at_exit(self._close_at_exit)  # nothing is left to do or report
 
     def _check(self) -> None:
         """Raise `TraceError` if the thread has failed."""

@@ -1,4 +1,4 @@
-"""`record`: a whole recording, wired from exporter, bus, receivers and recorder; how it starts and how it ends."""
+"""`record`: wires exporter, bus, receivers and recorder together, and starts and ends the recording."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tracer.trace.certificate import Certificate
 from tracer.trace.compression import Compression
 
 _PATIENCE = 5.0
-"""Seconds that the end of a recording that was dropped waits for the thread, at most."""
+"""The most seconds that `end` with ``wait=False`` waits for the recorder's thread."""
 
 
 class record:  # noqa: N801 - a context manager that reads as a verb, as in contextlib
@@ -41,95 +41,93 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
     Parameters
     ----------
     path : path or URL
-        Of the trace: a new ``.zarr`` directory or ``.h5`` file, or a URL that ends in ``.zarr`` (``s3://bucket/run.zarr``).
+        The trace: a new ``.zarr`` directory or ``.h5`` file, or a URL that ends in ``.zarr`` (``s3://bucket/run.zarr``).
     model : nn.Module
         The root of the network; wrappers (compiled, DistributedDataParallel) are looked through.
     optimizer : Optimizer or iterable of Optimizer, optional
-        The last one's step ends a step. None: each training forward of the model is a step. An empty sequence: you call
-        ``run.step()``.
+        A step ends when the last optimizer steps. None: each training forward of the model is a step. An empty
+        sequence: you call ``run.step()``.
     loss : nn.Module or callable, optional
-        A loss module, or a function of ``torch.nn.functional`` that the loop calls by that path. It gives
-        ``network_output`` and ``input_labels``, what it returned as ``loss_terms``, and the ``loss`` of evaluations.
-        The ``loss`` of the training is what ``backward`` is called on, whether or not this is given; where you log
-        another with ``run.log("loss", value)``, it is that.
+        A loss module, or a function of ``torch.nn.functional`` that the loop calls by that path. Its arguments are
+        recorded as ``network_output`` and ``input_labels``, its results as ``loss_terms``, and in evaluations as
+        ``loss``. The training's ``loss`` is the tensor that ``backward`` is called on, with or without this argument,
+        or the value of ``run.log("loss", value)`` where the loop logs it.
     capture : Capture, iterable of Capture or str
-        What to observe; also the bound of what `receivers` can get. A name is that of a `tracer.profile`; by default
+        What to observe; `receivers` get nothing beyond it. A string names a `tracer.profile`; the default is
         ``"standard"``. ``tracer.Capture()`` observes everything.
     receivers : iterable of Receiver
         Subscribers that listen live, on the same bus, to the same messages that are recorded.
     logs : iterable of str
-        Kinds of your own that the loop will `Run.log`, so that `receivers` can ask for them.
+        Your own kinds that the loop will pass to `Run.log`, so that `receivers` can ask for them.
     overwrite : bool
         Whether to replace a trace that is at `path`. Anything else there is never replaced.
     strict : bool
-        Whether an exception while observing reaches the training loop. By default what fails is disabled, with a
-        warning and a note in the trace.
+        Whether an exception while observing reaches the training loop. By default the part that fails is disabled,
+        with a warning and a note in the trace.
     seeds : mapping, optional
         The seeds the run was given, for the header. By default torch's initial seed.
     queue_bytes : int
-        How much data may wait for the writer thread.
+        The most data that may wait for the writer thread.
     on_full : {"wait", "drop"}
-        What happens when so much waits: the training waits, or messages are dropped and counted.
+        What happens when `queue_bytes` wait: the training waits, or messages are dropped and counted.
     commit_steps, commit_seconds : int, float
-        What was recorded is made safe against ``kill -9`` after so many steps (None: however many) or seconds,
-        whichever comes first; also after 256 MiB or 65,536 messages.
+        Recorded messages are made safe against ``kill -9`` after this many steps (None: no limit) or seconds,
+        whichever comes first, and also after 256 MiB or 65,536 messages.
     durable : bool
-        Whether it is then safe against a power failure, too (``fsync``).
+        Whether each commit is also safe against a power failure (``fsync``).
     resume : bool
-        Whether to go on with the trace at `path`, if there is one, after a restart from a checkpoint: what it has of
-        the steps from `first_step` on is superseded by this attempt. Nothing that was recorded is written over.
+        Whether to continue the trace at `path`, if it exists, after a restart from a checkpoint. This attempt
+        supersedes the steps from `first_step` on; the earlier records of these steps stay in the trace.
     first_step : int, optional
-        The global step that the training goes on with. By default it is what the optimizer counted, if it counts its
-        steps (Adam and its kind do, SGD does not) and its state was loaded before this.
+        The global step that the training continues with. By default the optimizer's own count of its steps (Adam and
+        its relatives count, SGD does not), if its state was loaded before recording starts.
     first_epoch : int, optional
-        The epoch of that step; by default the one that the trace says.
+        The epoch of that step; by default the epoch in the trace.
     ranks : iterable of int, optional
-        The ranks of a distributed run that are recorded, each into a part of its own; by default all. On the others
-        this does nothing.
+        The ranks of a distributed run that are recorded, each into its own part; by default all. On other ranks
+        `record` does nothing.
     replicated : {"once", "every"}
-        Whether weights that several ranks hold alike, their gradients (as averaged) and their updates are recorded by
-        the lowest of these ranks only, or by each: to see whether they drift apart.
+        Who records weights that several ranks hold alike, their averaged gradients and their updates: the lowest of
+        these ranks only, or every rank, to see whether they drift apart.
     compression : str or mapping
-        How the data is compressed, on the writer thread: ``"auto"`` (integers and inputs are, other floats are not; in
-        HDF5 nothing), ``"none"``, ``"lz4"``, ``"lz4hc"`` or ``"zstd"``, or one of them for each kind, such as
-        ``{"activations": "zstd"}``.
+        How the writer thread compresses data: ``"auto"`` (integers and inputs, but no other floats; in HDF5 nothing),
+        ``"none"``, ``"lz4"``, ``"lz4hc"`` or ``"zstd"``, or a codec for each kind, such as ``{"activations": "zstd"}``.
     max_overhead : float or str, optional
         The share of the training's CPU time that recording may take, such as ``0.03`` or ``"3%"``; by default 5 % with
-        the profile ``standard``, else no bound. It is measured at
-        each step, and what is dear (tensors, their statistics and hashes) is recorded more seldom or more often; if
-        that is not enough, keyframes, too. Losses stay as often as they were asked for; inputs, labels, sample ids,
-        generators and hyperparameters until they have taken a minute more than the bound allows. Then they come in
-        bursts after keyframes. Each change stands in the trace, as a note ``schedule``.
+        the profile ``standard``, else no bound. Recording measures its share at each step and records expensive
+        messages (tensors, their statistics and hashes) more seldom or more often; if that is not enough, keyframes,
+        too. Losses keep their frequency. Inputs, labels, sample ids, generators and hyperparameters keep theirs until
+        they have taken a minute more than the bound allows; then they come in bursts after keyframes. A note
+        ``schedule`` in the trace tells each change.
     max_bytes : int or str, optional
-        The most that the trace may take, such as ``"2GiB"``, counted before compression, with what earlier attempts
-        took; of several ranks, each may take an equal share. As it is used up, what is recorded becomes rarer: tensors
-        first, then keyframes, inputs and losses. A step that does not fit is left out. To know that, a step's messages
-        are held in memory until it is over. A trace takes some 150 kB before its first message, whatever the bound is.
+        The most bytes that the trace may take, such as ``"2GiB"``, counted before compression and including earlier
+        attempts. Ranks get equal shares. As the bytes are used up, messages become rarer: tensors first, then
+        keyframes, inputs and losses. A step that does not fit is left out, so a step's messages are held in memory
+        until the step is over. A trace takes some 150 kB before its first message, whatever the bound is.
     stop_at_bytes : int or str, optional
-        The same, but everything stays as often as it was asked for, and the first step that does not fit as a whole
-        ends the recording: the trace is closed, complete up to there, and says so; the training, and `receivers`, go
-        on.
+        The same bound, but all messages keep their frequency, and the first step that does not fit as a whole ends
+        the recording. The trace is then complete up to that step and says so; the training and `receivers` continue.
     min_free_disk : int or str, optional
-        How much of the disk stays free; where less is left, the recording ends in the same way. By default 1 GiB, or
-        2 % of the file system if that is less; 0: it does not matter.
+        The recording ends in the same way when less than this is free on the disk. By default 1 GiB, or 2 % of the
+        file system if that is less. 0: no limit.
     flight : Flight, optional
         Also hold the last steps in full in memory, and write them when something happens, such as a NaN.
     certificate : Certificate, optional
-        What `tracer.certify` said of this training; it is kept in the trace.
+        The verdict of `tracer.certify` on this training; it is kept in the trace.
     command : bool
-        Whether the header has the command line; what it says of passwords, keys and tokens is ``***`` there.
+        Whether the header has the command line, with ``***`` for passwords, keys and tokens.
     reenacts : mapping, optional
         For the header: which steps of which run this training runs again; see `tracer.reenact`.
 
     Raises
     ------
     TraceExistsError
-        If something is at `path`; with `resume`, if it is still being recorded.
+        If something is at `path`; with `resume`, if the trace at `path` is still being recorded.
     CaptureError
-        If the capture matches nothing, a receiver needs a stream that the capture does not observe, or `resume` cannot
-        tell the step; or if a variable of the environment (`tracer.recording.environment`) has no such value.
+        If the capture matches nothing, a receiver needs a stream that the capture does not observe, `resume` cannot
+        tell the step, or an environment variable (`tracer.recording.environment`) has an invalid value.
     UnknownNameError
-        If there is no such compression.
+        If `compression` names no codec.
 
     Examples
     --------
@@ -229,14 +227,14 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
 
 
 def concluded(exporter: Exporter, error: BaseException | None) -> bool:
-    """Whether a training has come to its end where this left it: without an error, or with ``sys.exit("bye")``."""
+    """Whether a training ended in order (`ends_in_order`). A ``sys.exit("bye")`` must come after a whole step."""
     last_word = isinstance(error, SystemExit) and isinstance(error.code, str)
     amid = exporter.parts.clock.open or not exporter.steps_seen
     return termination.ends_in_order(error) and not (last_word and amid)
 
 
 def observer(path: Location, captures: Sequence[Capture], options: Options) -> Exporter:
-    """An exporter with a bus of its own, and the probe of the options, whose messages are to be recorded at `path`."""
+    """An exporter for a recording at `path`, with its own bus, and the probe of the options."""
     bus = MessageBus(f"recording to {path}", on_error="raise" if options.strict else "disable")
     exporter = Exporter(message_bus=bus, capture=captures, strict=options.strict)
     if options.probe:
@@ -263,8 +261,8 @@ def start(
     receivers : iterable of Receiver
     options : Options, optional
     member : Member, optional
-        Which of the processes of a script this is. Then the trace is created at the first message, when the script has
-        loaded its checkpoint, and its rank is asked for no earlier.
+        Given for a script under ``trace record``. The trace is then created at the first message, after the script has
+        loaded its checkpoint and knows its rank.
     """
     options = options if options is not None else Options()
     part = OwnPart(path, exporter, options, member)
@@ -278,7 +276,7 @@ def start(
     _try_to_register(exporter.message_bus, ordered)
 
     def stopped(about: Mapping[str, Any]) -> None:
-        if exporter.parts.gate.attached:  # else it has said already what is to be known
+        if exporter.parts.gate.attached:  # else `end` writes the notes
             for note in notes(exporter):
                 recorder.note(note)
         exporter.message_bus.unregister(recorder)
@@ -316,13 +314,13 @@ def start(
         run.paced_by(pacer)
     if folder is not None:
         run.paced_by(FreeDisk(folder, options.min_free_disk, exporter, recorder))
-    if not lazily:  # else SIGTERM raises SystemExit in the script
+    if not lazily:  # under `trace record`, SIGTERM raises SystemExit in the script
         termination.watch(recorder.close)
     return run
 
 
 def _try_to_register(bus: MessageBus, receivers: Iterable[Receiver]) -> None:
-    """Raise what registering the receivers on a bus would raise, before a file is there."""
+    """Raise the errors of registering the receivers before a file is created."""
     trial = MessageBus(bus.name)
     for kind, topic in bus.topics.items():
         trial.register_topic(kind, topic)
@@ -331,7 +329,7 @@ def _try_to_register(bus: MessageBus, receivers: Iterable[Receiver]) -> None:
 
 
 def _doubt_kinds(compression: Compression, known: set[str]) -> None:
-    """Warn of a kind that is probably misspelt; any other may be pushed by `Run.log` at any time."""
+    """Warn of kinds that are probably misspelt. Other unknown kinds are fine: `Run.log` may push them at any time."""
     for kind in compression.kinds:
         close = [] if kind in known else difflib.get_close_matches(kind, sorted(known), n=1)
         if close:
@@ -340,7 +338,7 @@ def _doubt_kinds(compression: Compression, known: set[str]) -> None:
 
 
 def _finish(flight: FlightRecorder | None, error: BaseException | None) -> None:
-    """Have a flight recorder write what is due at the end; where it fails, what it holds is lost."""
+    """Let a flight recorder write what is due at the end. If it fails, its held steps are lost."""
     if flight is not None:
         try:
             flight.finish_with(error)
@@ -350,9 +348,10 @@ def _finish(flight: FlightRecorder | None, error: BaseException | None) -> None:
 
 
 def end(run: Run, error: BaseException | None = None, *, wait: bool = True) -> None:
-    """Finish what is open, take the hooks off, and close the trace; a failure to write is a warning unless strict.
+    """Finish open steps, remove the hooks, and close the trace; a failure to write is a warning unless strict.
 
-    `wait`: until all is written, however long that takes; else the recorder's thread may still be at it.
+    `wait`: whether to wait until all is written, however long that takes. If not, the recorder's thread may still
+    write on return.
     """
     exporter, recorder, strict = run.exporter, run.recorder, run.exporter.strict
     if recorder is None:
@@ -364,7 +363,7 @@ def end(run: Run, error: BaseException | None = None, *, wait: bool = True) -> N
             exporter.finish()
             _finish(run.flight, None)
             run.bus.finish()
-    except BaseException as raised:  # an interrupt, or under strict what else is noted; it is raised below
+    except BaseException as raised:  # an interrupt, or under strict a failed receiver; raised below
         failure = raised
     exporter.detach()
     cause = error if error is not None else failure
@@ -375,7 +374,7 @@ def end(run: Run, error: BaseException | None = None, *, wait: bool = True) -> N
         recorder.note(note)
     status = "finished" if cause is None else f"failed: {summary(cause)}"
     try:
-        # what is dropped may be dropped where the thread cannot go on before this returns
+        # garbage collection may call this in a place where the recorder's thread cannot continue until it returns
         recorder.close(status, patience=None if wait else _PATIENCE)
     except TraceError as raised:
         if strict and cause is None:

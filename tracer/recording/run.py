@@ -1,4 +1,4 @@
-"""`Run`: a recording in progress, as its user has it."""
+"""`Run`: the user's handle on a recording in progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tracer.stores.locations import Location
 
 
 class Run:
-    """A recording in progress: what `record` gives inside its ``with`` block."""
+    """A recording in progress, as ``with record(...) as run`` gives it."""
 
     def __init__(
         self,
@@ -36,31 +36,31 @@ class Run:
         self.bus.watch(self._know_answers)
 
     def _know_answers(self) -> None:
-        """What a subscriber says that joins in the middle of the run is no observation either."""
+        """Treat the kinds that subscribers produce as answers, also if the subscribers join during the run."""
         if self.recorder is not None:
             self.recorder.derived |= answers_of(self.bus.receivers)
 
     def paced_by(self, one: Pacer | FreeDisk | FirstStep) -> None:
-        """Have something look after each step, as long as this recording is there."""
-        self._between.append(one)
+        """Call ``one.step_over`` after each step of this recording."""
+        self._between.append(one)  # the exporter holds no strong reference
         self.exporter.parts.steps.call_between(one.step_over)
 
     def tell_outlook(self, tell: Callable[[Outlook], None]) -> None:
-        """Call `tell` when the first step is over that is recorded, with what the recording will take."""
+        """After the first recorded step, call `tell` with an estimate of the disk space that the recording takes."""
         if self.recorder is not None:
             self.paced_by(FirstStep(self.path, self.exporter, self.recorder, tell))
 
     @property
     def global_step(self) -> int:
-        """The global step that comes next: what a checkpoint should hold, for `record` to resume from."""
+        """The next global step: save it in checkpoints, so that `record` can resume from it."""
         return self.exporter.global_step
 
     def log(self, kind: str, value: Any) -> None:
-        """Record a value of your own, as `Exporter.log`."""
+        """Record your own value, as `Exporter.log`."""
         self.exporter.log(kind, value)
 
     def samples(self, ids: Any) -> None:
-        """Say of which datapoints the next training forward is, as `Exporter.samples`, where no DataLoader tells."""
+        """Give the sample ids of the next training forward where no DataLoader tells them, as `Exporter.samples`."""
         self.exporter.samples(ids)
 
     def tag(self, name: str) -> AbstractContextManager[None]:
@@ -74,9 +74,9 @@ class Run:
         self.exporter.probe(name, inputs, labels, every=every, batch_size=batch_size)
 
     def keep(self, why: str) -> None:
-        """Write the last steps that the flight recorder holds, and those that follow; `why` stands in the trace.
+        """Write the steps that the flight recorder holds, and the next ones; `why` is kept in the trace.
 
-        In the middle of a step, they are written when it is over. Where nothing is recorded this does nothing.
+        Within a step, they are written when the step is over. Does nothing if nothing is recorded.
 
         Raises
         ------
@@ -98,5 +98,5 @@ class Run:
 
 
 def answers_of(receivers: Iterable[Receiver]) -> set[str]:
-    """The kinds of the receivers' own answers, which no trace holds beside what was observed."""
+    """The kinds of the receivers' own answers, which are not recorded."""
     return {kind for one in receivers for kind in one.produces}

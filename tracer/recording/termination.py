@@ -24,21 +24,21 @@ from typing import Any
 from tracer.errors import TraceError
 
 _closers: list[Callable[[str], None]] = []
-"""One function for each recording. It closes the trace, with the status that it is given."""
+"""For each recording, a function that closes its trace with a given status."""
 _endings: dict[Callable[[], Any], Callable[[], Any] | None] = {}
-"""Functions that are called when the program ends, the latest first. The values let them take less time."""
+"""Functions that are called when the program ends, the latest first. Each value makes its key finish sooner."""
 _first: dict[Callable[[], Any], Callable[[], Any] | None] = {}
-"""The same. All of these are called before any of `_endings`."""
+"""Like `_endings`, but called before all of `_endings`."""
 _h5py: ModuleType | None = None
-"""h5py, once its own function for the end of the program is called by this module."""
+"""h5py, once this module calls h5py's own function for the end of the program."""
 _ending = False
-"""Whether the program ends, and recordings are being closed."""
+"""Whether recordings are being closed because the program ends."""
 _signalled: int | None = None
 """The number of a signal that arrived while recordings were being closed."""
 _exit_raised = 0
-"""The ``id`` of the exception that `raises` has turned SIGTERM into; 0: of none."""
+"""The ``id`` of the exception that `raises` has turned SIGTERM into; 0: no exception."""
 _children: set[int] = set()
-"""Ids of processes, started by multiprocessing, that close their recordings when they end."""
+"""Ids of multiprocessing's processes that close their recordings when they end."""
 
 
 def at_exit(end: Callable[[], Any], give_up: Callable[[], Any] | None = None, *, first: bool = False) -> None:
@@ -47,11 +47,11 @@ def at_exit(end: Callable[[], Any], give_up: Callable[[], Any] | None = None, *,
     Parameters
     ----------
     end : callable
-        It is called once more if it is interrupted.
+        It is called again if the user interrupts it.
     give_up : callable, optional
         Makes `end` take less time. It is called when the user interrupts `end` twice.
     first : bool
-        Whether to call it before all functions that are not `first`.
+        Whether to call `end` before all functions that are not `first`.
     """
     (_first if first else _endings)[end] = give_up
     _before_h5py()
@@ -76,7 +76,7 @@ def _before_h5py() -> None:
     if hasattr(h5py, "_unregister_converters"):
         _h5py = h5py
         atexit.unregister(h5py._unregister_converters)
-    else:  # another version: it cleans up after us if we register last
+    else:  # another version of h5py, which cleans up after this module if this module registers last
         atexit.unregister(_end_all)
         atexit.register(_end_all)
 
@@ -109,11 +109,11 @@ def _end_recordings() -> None:
         except KeyboardInterrupt:
             interrupted += 1
             if interrupted == 1 or give_up is None:
-                with suppress(Exception):  # there may be no stderr any more
+                with suppress(Exception):  # stderr may be closed
                     sys.stderr.write("what was recorded is still being written; ^C again gives up what waits\n")
             else:
                 give_up()
-            continue  # while a thread still writes, the process could not end in order
+            continue  # the process cannot end properly while a thread still writes
         except BaseException:  # noqa: BLE001 - as atexit does; the other recordings must still be closed
             traceback.print_exc()
         not_at_exit(end)
@@ -135,14 +135,14 @@ class Ending:
     owner : object
         The object.
     end : callable
-        ``end(wait=...)``: it is told whether it may wait. It may not when the owner is collected, which can happen in
-        any thread. It must not refer to the owner.
+        ``end(wait=...)`` must not refer to the owner. `wait` is False when the owner is collected, which can happen in
+        any thread.
     """
 
     def __init__(self, owner: object, end: Callable[..., Any]) -> None:
         self._end = end
         self._finalizer = weakref.finalize(owner, self._dropped)
-        self._finalizer.atexit = False  # which would be too late
+        self._finalizer.atexit = False  # weakref's own exit function would call it too late
         at_exit(self._at_exit)
 
     def _dropped(self) -> None:
@@ -154,7 +154,7 @@ class Ending:
             self._end(wait=True)
 
     def cancel(self) -> None:
-        """Do not call it."""
+        """Never call the function."""
         self._finalizer.detach()
         not_at_exit(self._at_exit)
 
@@ -162,7 +162,7 @@ class Ending:
 def watch(close: Callable[[str], None]) -> None:
     """Call `close` with a status if SIGTERM ends the process, until `unwatch`.
 
-    This works in the main thread only, because no other can install a handler, and only if the program has none.
+    Works only in the main thread, which alone can install a handler, and only if the program has no handler.
     """
     _handle(_close_and_end)
     _closers.append(close)
@@ -178,17 +178,17 @@ def unwatch(close: Callable[[str], None]) -> None:
 
 @contextmanager
 def raises() -> Iterator[None]:
-    """Turn SIGTERM into a `SystemExit` in the main thread, so that open files are closed; not if a handler is there."""
+    """Turn SIGTERM into a `SystemExit` in the main thread, to close open files; the program's own handler stays."""
     mine, before = _handle(_exit), sys.unraisablehook
 
     def hook(ignored: Any) -> None:
-        if id(ignored.exc_value) != _exit_raised or sys._getframe().f_back is None:  # without a caller, it has ended
+        if id(ignored.exc_value) != _exit_raised or sys._getframe().f_back is None:  # no caller: the program has ended
             before(ignored)
             return
         # Python ignores exceptions in `__del__` and in callbacks of weak references, so the signal is sent once more
         again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM))
         again.daemon = True
-        with suppress(RuntimeError):  # the program ends already, and starts no threads any more
+        with suppress(RuntimeError):  # the program is ending, and starts no threads any more
             again.start()
 
     if mine:
@@ -221,18 +221,18 @@ def _close_and_end(number: int, frame: FrameType | None) -> None:
         return
     if signal.getsignal(number) is not _close_and_end:  # the program's later handler called this one, and decides
         return
-    signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
-    # another thread closes them, because the training, which goes on meanwhile, may hold locks that closing needs
+    signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
+    # in another thread, because the training may hold locks that closing needs, and must run on to release them
     try:
         threading.Thread(target=_close_all, args=(number,), name="trace-closer").start()
-    except RuntimeError:  # the program ends already, and starts no threads any more
+    except RuntimeError:  # the program is ending, and starts no threads any more
         _signalled = number
         if _waits_for_threads(frame):
             _close_all(number)
 
 
 def _waits_for_threads(frame: FrameType | None) -> bool:
-    """Whether the main thread only waits for other threads, which may train on. Python 3.12.1 then starts no thread."""
+    """Whether the main thread only waits for other threads to end. Python 3.12.1 then starts no thread."""
     while frame is not None and frame.f_code is not threading._shutdown.__code__:  # type: ignore[attr-defined]
         frame = frame.f_back
     return frame is not None
@@ -240,13 +240,13 @@ def _waits_for_threads(frame: FrameType | None) -> bool:
 
 def _close_all(number: int) -> None:
     for close in tuple(_closers):
-        with suppress(Exception):  # the process ends, and what was committed is safe
+        with suppress(Exception):  # the process ends, and committed messages are safe
             close(f"failed: {signal.Signals(number).name}")
     os.kill(os.getpid(), number)
 
 
 def _handle(handler: Callable[[int, Any], None]) -> bool:
-    """Install a handler of SIGTERM if this is the main thread and there is no other handler; whether it did."""
+    """Install a handler of SIGTERM in the main thread if the program has none; returns whether it was installed."""
     here = threading.current_thread() is threading.main_thread()
     if not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return False
@@ -298,8 +298,8 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 def ends_in_order(error: BaseException | None) -> bool:
     """Whether an exception that ended a program (or none) means that the program came to its intended end.
 
-    None and ``sys.exit()`` do. ``sys.exit("bye")``, whose exit status is always 1, does if it stands outside of all
-    loops; inside a loop it ends something that would have gone on.
+    None and ``sys.exit()`` do. ``sys.exit("bye")``, whose exit status is always 1, does only outside of all loops;
+    inside a loop it cuts the loop short.
     """
     if not isinstance(error, SystemExit):
         return error is None
@@ -320,7 +320,7 @@ def _loops_at(code: CodeType, line: int) -> bool:
         tree = ast.parse("".join(linecache.getlines(code.co_filename)))
     except (SyntaxError, ValueError, RecursionError):
         return False
-    # a loop that begins before the function contains its definition, and not the line
+    # a loop that begins before the function contains the function's definition, but does not run the line
     return any(
         one.lineno >= code.co_firstlineno and one.body[0].lineno <= line <= (one.body[-1].end_lineno or line)
         for one in ast.walk(tree)
@@ -329,12 +329,12 @@ def _loops_at(code: CodeType, line: int) -> bool:
 
 
 def last_unhandled() -> object:
-    """The last exception that nobody handled. In a notebook the program may go on after it."""
+    """The last unhandled exception. In a notebook the program may continue after it."""
     return getattr(sys, "last_value", None)
 
 
 def what_ends_the_program(before: object = None) -> BaseException:
-    """The exception that ends the program; if there is none, one that says that a recording was not ended.
+    """The exception that ends the program; if there is none, a `TraceError`: the training did not come to its end.
 
     `before`: the result of `last_unhandled` when the recording began.
     """

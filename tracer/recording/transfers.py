@@ -1,4 +1,4 @@
-"""Copies tensors from CUDA devices to the host, many at once. The training does not wait for them; the writer does."""
+"""Copies tensors from CUDA devices to the host, many at once. Only the writer waits for the copies."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 TOGETHER_BYTES: Final = 64 << 10
-"""Tensors of up to so many bytes are joined on the device and copied as one, because each copy has a fixed cost."""
+"""Tensors up to this size are joined on the device and copied together, because each copy has a fixed cost."""
 MOST_BYTES: Final = 16 << 20
 """If more bytes wait on the device, the thread that asks for copies begins them itself."""
 ELSEWHERE: Final = torch.empty(0, device="cpu")
 """Stands in a message for data that is still on a device."""
 _ALIKE: Final = 16
-"""So many tensors of one shape are stacked, which takes less time here than joining them end to end."""
+"""At least this many tensors of the same shape are stacked, which takes the host less time than concatenation."""
 _PUT_TOGETHER: Final = frozenset(
     {torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 )
@@ -35,9 +35,9 @@ class Copy:
     event, stream : CUDA event and stream
         The point of the training's stream at which the data was complete, and that stream.
     host : Tensor or None
-        The data on the host, once the copy was begun.
+        The data on the host, once the copy has begun.
     batch : _Batch or None
-        The copies that were begun together with this one.
+        The copies that began together with this copy.
     intact : bool
         Whether the data was unchanged until it was copied.
     device : int
@@ -59,7 +59,7 @@ class Copy:
 
     @classmethod
     def made(cls, host: Tensor) -> Copy:
-        """A copy of data that is on the host already."""
+        """A finished copy, of data that is already on the host."""
         one = cls(host, -1, None, None)
         one.source, one.host = None, host
         one.batch = _Batch()
@@ -67,7 +67,7 @@ class Copy:
         return one
 
     def settle(self) -> None:
-        """Release the data on the device, now that it is copied. Both threads may call this."""
+        """Release the device data after the copy. Both threads may call this."""
         source = self.source
         if source is not None:
             self.intact = _version(source) == self._version
@@ -77,11 +77,10 @@ class Copy:
 class Transfers:
     """Copies to the host, from the request to the result.
 
-    `start` only notes the tensor, and records an event on the training's stream. The copies are begun later, all at
-    once: by `wait`, or by `start` if too much waits. They go into pinned memory, on a stream beside the training's.
-    That stream waits for the training's events, and the training never waits for it. Small tensors are joined first,
-    because a model has hundreds of streams of messages, and a copy for each would take longer than the training's own
-    kernels take to launch.
+    `start` only notes the tensor, and records an event on the training's CUDA stream. `wait`, or `start` if too much
+    waits, later begins all copies at once. They go into pinned memory, on a separate CUDA stream, which waits for the
+    training's events; the training never waits for it. Small tensors are joined first: a model has hundreds of message
+    streams, and launching a copy for each would take longer than launching the training's own kernels.
 
     Examples
     --------
@@ -95,18 +94,18 @@ class Transfers:
         self._of_training: dict[Any, Any] = {}
         self._waiting: deque[Copy] = deque()
         self._under_way: deque[_Batch] = deque()
-        self._spare: dict[int, deque[Any]] = {}  # events of each device, which are used again
+        self._spare: dict[int, deque[Any]] = {}  # each device's events for reuse
         self._lock = threading.Lock()  # held while copies are begun
-        self._asked = 0  # bytes; each counter is of one thread at a time
+        self._asked = 0  # bytes; only one thread at a time changes each counter
         self._begun = 0
 
     def start(self, data: Tensor) -> Copy:
-        """Request a copy of data to the host. One thread at a time may do so.
+        """Request a copy of data to the host. Only one thread at a time may call this.
 
         Parameters
         ----------
         data : Tensor
-            It should not change any more, as the data of a message does not.
+            It should not change any more.
         """
         if not data.is_cuda:
             return Copy.made(data if data.is_cpu else data.cpu())  # other devices have no such streams
@@ -124,7 +123,7 @@ class Transfers:
         return copy
 
     def wait(self, copy: Copy) -> Tensor | None:
-        """Wait for the data on the host, and return it; None if it was changed before it was copied.
+        """Wait for the data on the host and return it; None if the tensor was changed before the copy.
 
         Raises
         ------
@@ -133,16 +132,16 @@ class Transfers:
         """
         if copy.batch is None:
             self._begin()
-        assert copy.batch is not None  # or an exception had said why
+        assert copy.batch is not None  # `_begin` gives each copy a batch or raises
         copy.batch.wait(copy.device)
         copy.settle()
         host, copy.host = copy.host, None
         return host if copy.intact else None
 
     def forget(self) -> None:
-        """Drop all copies. For the thread that requests them, once nobody waits any more."""
+        """Drop all copies. Only for the thread that requests copies, once no thread waits for them."""
         self._waiting.clear()
-        self._under_way.clear()  # the device may still read them, and their memory may be used again meanwhile
+        self._under_way.clear()  # reuse of their memory during a copy spoils only dropped copies
 
     def _settle(self) -> None:
         """Release the device memory of finished copies, even if nobody has waited for them yet."""
@@ -150,7 +149,7 @@ class Transfers:
             self._under_way.popleft().settle()
 
     def _begin(self) -> None:
-        """Begin all copies that wait. Those that an error or an interrupt leaves out go on waiting."""
+        """Begin all waiting copies. Copies that an error or an interrupt leaves out keep waiting."""
         with self._lock:
             count = len(self._waiting)
             copies = [one for one in (self._waiting[index] for index in range(count)) if one.batch is None]
@@ -162,11 +161,11 @@ class Transfers:
 
     def _begin_on(self, device: int, copies: list[Copy]) -> None:
         """Begin all copies from one device."""
-        last = {id(one.stream): one.event for one in copies}  # each follows those before it on its stream
+        last = {id(one.stream): one.event for one in copies}  # a stream's last event implies its earlier events
         batch = _Batch()
         hosts: list[tuple[Copy, Tensor]] = []
-        # Without the device, a thread that enters one of its streams would go back to the first device afterwards, and
-        # begin to use it. Under autocast, tensors of the other half precision could not be joined.
+        # Without `device`, leaving the stream would switch this thread to device 0 and initialize it. Under autocast,
+        # float16 and bfloat16 tensors could not be joined.
         with torch.cuda.device(device), torch.autocast("cuda", enabled=False):
             beside = self._beside(device)
             with torch.cuda.stream(beside):
@@ -174,19 +173,19 @@ class Transfers:
                     beside.wait_event(event)
                 for together in _groups(copies):
                     hosts += _copied(together)
-                batch.done = torch.cuda.Event(blocking=True)  # so that waiting for it takes no processor time
+                batch.done = torch.cuda.Event(blocking=True)  # waiting for it then takes no CPU time
                 batch.done.record(beside)
         events = [one.event for one in copies]
         for copy, host in hosts:
             copy.event, copy.host = None, host
             batch.copies.append(copy)
             self._begun += copy.nbytes
-            copy.batch = batch  # last, because the other thread takes this for the sign that the copy is begun
+            copy.batch = batch  # last, because it tells the other thread that the copy has begun
         self._under_way.append(batch)
         self._spare[device].extend(events)
 
     def _current(self, device: int) -> Any:
-        """The stream on which this thread works."""
+        """This thread's current CUDA stream."""
         number = torch._C._cuda_getCurrentStream(device)  # a tenth of the time of `torch.cuda.current_stream`
         stream = self._of_training.get(number)
         if stream is None:
@@ -200,7 +199,7 @@ class Transfers:
 
 
 class _Batch:
-    """Copies that were begun together."""
+    """Copies that began together."""
 
     __slots__ = ("copies", "done", "settled")
 
@@ -223,11 +222,11 @@ class _Batch:
 
 
 def _groups(copies: list[Copy]) -> Iterable[list[Copy]]:
-    """Groups of copies that can be made as one; each of the others alone."""
+    """Group the copies that can be joined; every other copy is its own group."""
     alike: dict[tuple[torch.dtype, torch.Size], list[Copy]] = {}
     for one in copies:
         source = one.source
-        assert source is not None  # it is kept until the copy is made
+        assert source is not None  # `settle` releases it only after the copy
         if one.nbytes > TOGETHER_BYTES or source.dtype not in _PUT_TOGETHER:
             yield [one]
         else:
@@ -242,7 +241,7 @@ def _groups(copies: list[Copy]) -> Iterable[list[Copy]]:
 
 
 def _copied(copies: list[Copy]) -> list[tuple[Copy, Tensor]]:
-    """Begin to copy tensors of one dtype on the current stream; returns where each will be on the host."""
+    """Begin to copy tensors of one dtype on the current stream; returns each copy with its host tensor."""
     sources = [one.source for one in copies if one.source is not None]
     if len(sources) == 1:
         return [(copies[0], _to_host(sources[0]))]
@@ -262,7 +261,7 @@ def _copied(copies: list[Copy]) -> list[tuple[Copy, Tensor]]:
 def _to_host(source: Tensor) -> Tensor:
     try:
         host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
-    except RuntimeError:  # no more memory can be pinned: slower, but right
+    except RuntimeError:  # no more memory can be pinned, so copy without pinning, which is slower
         return source.cpu()
     return host.copy_(source, non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""What makes a flight recorder write: something that a step has and the step before it has not."""
+"""Triggers of a flight recorder: each notices what begins in a step, such as the first NaN."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WINDOW: Final = 32
 _WARM_UP: Final = 16
 _DEVIATIONS: Final = 8.0
 _SHARE: Final = 0.6
-"""The bounds of the rule ``loss_spike``: steps of the past, robust deviations, and a share of what was fallen."""
+"""The bounds of the rule ``loss_spike``: steps of the past, robust deviations, share of the value's fall so far."""
 _GRADIENTS: Final = ("weight_gradients", "bias_gradients")
 _WATCHED: Final = frozenset(
     {"loss", "loss_terms", "network_output", "activations", "layer_gradients", "input_gradients", *_GRADIENTS}
@@ -26,9 +26,9 @@ _WATCHED: Final = frozenset(
 
 
 class Trigger(ABC):
-    """Listens to all that is observed of a training, and says after each step whether something began in it.
+    """Hears all observed messages of a training, and judges after each step whether something began in it.
 
-    What goes on for many steps is said once, in the first of them.
+    A condition that lasts many steps is reported only in the first.
     """
 
     @abstractmethod
@@ -37,9 +37,9 @@ class Trigger(ABC):
 
     @abstractmethod
     def judge(self) -> str | None:
-        """What began in the step that is over, as a sentence; None if nothing did.
+        """A sentence about what began in the finished step; None if nothing did.
 
-        It may be asked again, as messages of a step may come when it is over.
+        It may be called more than once for a step, because messages may still come after the step is over.
         """
 
 
@@ -47,17 +47,17 @@ class Trigger(ABC):
 class NonFinite(Trigger):
     """A NaN or an infinity in losses, activations or gradients.
 
-    Gradients of a step that a GradScaler skips are left out, because it expects such.
+    Ignores gradients in a step that a GradScaler skips, because it expects overflows.
     """
 
     def __init__(self) -> None:
         self._found: tuple[str, str | None] | None = None
-        # the kinds and modules of data on devices, and the sums of it
+        # data on devices: kind and module, and sum
         self._on_devices: list[tuple[tuple[str, str | None], Tensor]] = []
         self._step = self._step_before = self._last_bad = -1
 
     def hear(self, message: Message) -> None:
-        """Look for NaN and infinities; of data on a device that is asked when the step is over."""
+        """Look for NaN and infinities; for data on a device, the result is read when the step is over."""
         data, stream = message.data, (message.kind, message.key)
         if message.global_step > self._step:
             self._step_before, self._step = self._step, message.global_step
@@ -78,7 +78,7 @@ class NonFinite(Trigger):
         self._on_devices = [one for one in self._on_devices if not one[0][0].endswith("gradients")]
 
     def judge(self) -> str | None:
-        """Whether the step has such numbers, and the one before it had none."""
+        """Name a kind with NaN or infinities, if the step before had none."""
         waiting, self._on_devices = self._on_devices, []
         found, self._found = self._found, None
         if found is None and waiting:
@@ -94,7 +94,7 @@ class NonFinite(Trigger):
 
 
 def _precise_sum(data: Tensor) -> Tensor:
-    """The sum of all elements, which finite ones cannot make infinite; of complex ones that of both parts."""
+    """The float64 sum, which is finite if all elements are; for complex data, of real and imaginary parts."""
     if data.is_complex():
         data = torch.view_as_real(data.resolve_conj())
     return (data.float() if data.itemsize == 1 else data).sum(dtype=torch.float64)
@@ -103,27 +103,27 @@ def _precise_sum(data: Tensor) -> Tensor:
 def _is_finite(data: Tensor) -> bool:
     if data.itemsize == 1:
         data = data.float()
-    # a sum allocates nothing; where it is not finite, the numbers may only be large
+    # a sum allocates nothing, but large finite elements can overflow it
     total = data.sum()
     return math.isfinite(float(total.abs() if total.is_complex() else total)) or bool(torch.isfinite(data).all())
 
 
 @final
 class Leaves(Trigger):
-    """A number of each step is far above its recent past, by both bounds of the rule ``loss_spike``.
+    """A number of each step rises far above its recent past, by both bounds of the rule ``loss_spike``.
 
     Parameters
     ----------
     what : str
-        What it is, in a sentence.
+        The number's name in a sentence.
     kinds : iterable of str
-        Of the messages that the number is made of.
+        The kinds of messages from which the number is computed.
     of_message : callable
-        ``of_message(tensor) -> tensor``: the number of a message, of no axes.
+        ``of_message(tensor) -> tensor``: the number of a message, a 0-d tensor.
     of_step : callable
-        ``of_step(numbers) -> float``: the number of a step, of those of its messages.
+        ``of_step(numbers) -> float``: combines the numbers of a step's messages.
     by_leaf : bool
-        Whether messages of several leaves make a number each.
+        Whether each leaf has its own number.
     """
 
     def __init__(
@@ -144,14 +144,14 @@ class Leaves(Trigger):
         self._usual: dict[str, _Usual] = {}
 
     def hear(self, message: Message) -> None:
-        """Take the number of a message."""
+        """Compute the number of a message."""
         data = message.data
         if message.kind in self._kinds and data is not None and data.numel() and data.is_floating_point():
             leaf = message.leaf if self._by_leaf else ""
             self._heard.setdefault(leaf, []).append(self._of_message(data))
 
     def judge(self) -> str | None:
-        """Whether the number of the step is the first to leave its past."""
+        """Describe the first number that left its past in this step."""
         heard, self._heard = self._heard, {}
         said = None
         for leaf, numbers in heard.items():
@@ -169,7 +169,7 @@ class _Usual:
     Attributes
     ----------
     centre : float
-        The median of the values before the last one.
+        The median of the values before the last value.
     """
 
     def __init__(self) -> None:
@@ -179,13 +179,13 @@ class _Usual:
         self._left = False
 
     def is_left_by(self, value: float) -> bool:
-        """Whether a value is far above those before it, and the last one was not; the value is then one of them."""
+        """Add a value to the past; whether it is far above the past while the value before it was not."""
         past, start, left = self._past, self._start, False
         if len(past) >= _WARM_UP:
             self.centre = usual = past.centre
             begun = max(start[:4])
             fallen = max(begun - usual, 0.25 * abs(begun))
-            left = not value <= usual + max(_DEVIATIONS * past.scale, _SHARE * fallen)  # NaN leaves it, too
+            left = not value <= usual + max(_DEVIATIONS * past.scale, _SHARE * fallen)  # also if the value is NaN
         first, self._left = left and not self._left, left
         if math.isfinite(value):
             past.add(value)
@@ -225,10 +225,10 @@ class Answer(Trigger):
             self._answered |= bool(list(self.receiver.receive(message) or ()))
 
     def judge(self) -> str | None:
-        """Whether it gave an answer in the step."""
+        """Whether the receiver gave an answer in the step."""
         answered, self._answered = self._answered, False
         return f"{describe(self.receiver)} answered" if answered else None
 
 
 BY_NAME: Final[Mapping[str, Callable[[], Trigger]]] = {"non_finite": NonFinite, "loss": _of_loss, "norm": _of_norm}
-"""The triggers that have names."""
+"""The triggers that `Flight` takes by name."""

@@ -1,4 +1,4 @@
-"""SIGUSR1, which asks a flight recorder to write; whoever handled the signal before is called, too."""
+"""SIGUSR1, which asks a flight recorder to write; the handler that the program had before is called, too."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from typing import Any
 _asked: list[Callable[[], None]] = []
 """One function for each recording that waits for the signal."""
 _before: Any = signal.SIG_DFL
-"""Who handled the signal before this module did."""
+"""The handler before this module installed its own."""
 _pid = 0
-"""The process in which this module handles it."""
+"""The process in which this module handles the signal."""
 
 
 def listen(ask: Callable[[], None]) -> None:
     """Call a function when the signal arrives, until `ignore`.
 
-    In other threads than the main one this does nothing, and where the handler is one that Python knows nothing of,
-    such as that of ``faulthandler``. The function may be called between any two instructions, so it should do nothing
-    but take note.
+    Does nothing outside the main thread, or if the current handler was not installed from Python (``faulthandler``).
+    The function may be called between any two instructions, so it should only set a flag.
     """
     global _before, _pid
     there = signal.getsignal(signal.SIGUSR1)
@@ -34,7 +33,7 @@ def listen(ask: Callable[[], None]) -> None:
 
 
 def ignore(ask: Callable[[], None]) -> None:
-    """Undo `listen`; after the last one, the signal is handled as before, if nobody else has begun to handle it."""
+    """Undo `listen`. The last call restores the earlier handler, unless the program has installed another since."""
     if ask in _asked:
         _asked.remove(ask)
     here = threading.current_thread() is threading.main_thread()
@@ -43,12 +42,12 @@ def ignore(ask: Callable[[], None]) -> None:
 
 
 def _handle(number: int, frame: Any) -> None:
-    mine = os.getpid() == _pid  # a child that was forked records nothing
+    mine = os.getpid() == _pid  # a forked child records nothing
     if mine:
         for ask in tuple(_asked):
             ask()
     if callable(_before):
         _before(number, frame)
-    elif _before is signal.SIG_DFL and not (mine and _asked):  # as if this module had never been there
+    elif _before is signal.SIG_DFL and not (mine and _asked):  # the default action: the signal ends the process
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""`WriterThread`: writes to a trace what waits in its `MessageQueue`, beside the training."""
+"""`WriterThread`: writes the messages of its `MessageQueue` to a trace, concurrently with the training."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from tracer.recording.transfers import Copy, Transfers
 from tracer.trace.writer import TraceWriter
 
 _WAKE_BYTES: Final = 4 << 20
-"""The thread wakes when so many bytes wait. It does not wake more often, as its code is cold in the caches then."""
+"""The thread wakes when this many bytes wait. More frequent wakes cost more, with the thread's code cold in caches."""
 
 Entry = tuple[Message | Mapping[str, Any], int, int | Copy]
-"""A message or a note, the bytes of the message, and the version of its data, or the copy that was requested."""
+"""A message or a note, the message's bytes, and its data's version, or the requested copy of data on a device."""
 
 
 @final
 class MessageQueue:
     """Messages and notes that wait to be written.
 
-    One thread puts messages (a bus delivers one at a time) and another takes them. Each has its own counter of bytes,
-    and they share only the deque, so that no lock is needed for a message.
+    At any time only one thread puts messages (a bus delivers one at a time), and the writer thread takes them. Each
+    side has its own counter of bytes, and they share only the deque, so that no message needs a lock.
 
     Parameters
     ----------
     bound : int
-        How many bytes may wait. Never less than one message.
+        The most bytes that may wait. A single message always fits.
     on_full : {"wait", "drop"}
         What happens to a message that does not fit.
 
@@ -46,20 +46,20 @@ class MessageQueue:
     dropped : Counter
         How many messages of each kind did not fit, since `take_drops`.
     commit_steps : int or None
-        After so many steps, the messages that wait have to be written.
+        After this many steps, the waiting messages must be written.
     due_since : int or None
-        The first step that is not committed.
+        The first uncommitted step.
     closing : bool
-        Whether nothing more will be put.
+        Whether no more entries will be put.
     error : Exception or None
-        The error that ended the thread that takes.
+        The error that ended the writer thread.
     """
 
     def __init__(self, bound: int, on_full: Literal["wait", "drop"]) -> None:
         self._bound = bound
         self._on_full = on_full
-        self._idle = False  # whether the thread that takes waits for messages
-        self._stalled = False  # whether the one that puts waits for room
+        self._idle = False  # whether the writer thread waits for messages
+        self._stalled = False  # whether the putting thread waits for room
         self.changed = threading.Condition()
         self.entries: deque[Entry] = deque()
         self.received = 0
@@ -73,12 +73,12 @@ class MessageQueue:
     # -- for the thread that puts -------------------------------------------------------------------------------
 
     def is_full(self, size: int) -> bool:
-        """Whether a message of so many bytes does not fit."""
+        """Whether a message of `size` bytes does not fit."""
         waiting = self.received - self.written
         return waiting > 0 and waiting + size > self._bound
 
     def make_room(self, kind: str, size: int) -> bool:
-        """Wait until a message fits, or the other thread has failed; or count it as dropped, and return False."""
+        """Wait until a message fits or the writer thread has failed; or count it as dropped and return False."""
         if self._on_full == "wait":
             try:
                 self.wait_for_room(size)
@@ -93,14 +93,14 @@ class MessageQueue:
         return False
 
     def wait_for_room(self, size: int) -> None:
-        """Wait until a message fits, or the other thread has failed; not where messages that do not fit are dropped."""
+        """Wait until a message fits or the writer thread has failed; does nothing with ``on_full="drop"``."""
         if self._on_full == "drop" or not self.is_full(size):
             return
         with self.changed:
             self.changed.notify_all()
             try:
                 while self.error is None:
-                    self._stalled = True  # before looking: the thread counts first, then looks whether somebody waits
+                    self._stalled = True  # set before `is_full`: `count_written` counts first, then reads `_stalled`
                     if not self.is_full(size):
                         break
                     self.changed.wait()
@@ -111,7 +111,7 @@ class MessageQueue:
         """Add a message that fits."""
         self.received += size
         self.entries.append((message, size, version))
-        # a thread that woke for each message would fight for the GIL
+        # waking the thread for each message would make both threads contend for the GIL
         if self._idle and (self.received - self.written >= _WAKE_BYTES or self._due(message)):
             self.wake()
 
@@ -123,7 +123,7 @@ class MessageQueue:
                 self.changed.notify_all()
 
     def wake(self) -> None:
-        """Let the waiting threads look again."""
+        """Let waiting threads check again."""
         with self.changed:
             self.changed.notify_all()
 
@@ -143,13 +143,13 @@ class MessageQueue:
     # -- for the thread that takes ------------------------------------------------------------------------------
 
     def is_half_empty(self) -> bool:
-        """Whether less waits than half of what may."""
+        """Whether less than half of the bound waits."""
         return 2 * (self.received - self.written) < self._bound
 
     def wait_for_more(self, seconds: float, *, in_vain: bool) -> bool:
-        """Wait until another thread wakes this one, or so many seconds; False if nothing more will be put.
+        """Wait until another thread wakes this thread, or for `seconds`; False if no more entries will be put.
 
-        `in_vain`: wait even if there are entries, because this thread takes no more of them.
+        `in_vain`: wait even if there are entries, because the thread has given up and takes no more.
         """
         with self.changed:
             if in_vain or not self.entries:
@@ -162,7 +162,7 @@ class MessageQueue:
         return True
 
     def count_written(self, size: int) -> None:
-        """Count bytes as written. Their memory is free."""
+        """Count bytes as written, once their memory is free."""
         self.written += size
         if self._stalled:
             self.wake()
@@ -174,7 +174,7 @@ class MessageQueue:
         return dict(dropped)
 
     def fail(self, error: Exception) -> None:
-        """Drop all entries, because nothing can be written any more."""
+        """Drop all entries, because an error ended the writing."""
         with self.changed:
             self.error = error
             self.entries.clear()
@@ -183,12 +183,12 @@ class MessageQueue:
 
 _LONGEST: Final = 2.0
 _SHORTEST: Final = 0.05
-"""Where nothing else wakes the thread, it wakes when a commit is due, after so many seconds at most, or at least."""
+"""If not woken, the thread wakes when a commit is due, within these bounds in seconds."""
 _BATCH_BYTES: Final = 8 << 20
 _BATCH_MESSAGES = 4096
-"""The thread writes so many bytes or messages at once, and then says that their memory is free."""
+"""The thread writes this many bytes or messages at once, and then frees their memory."""
 _DROPS_SECONDS = 2.0
-"""How often the trace is told what was dropped: a run that is killed should have said nearly all."""
+"""The least seconds between notes about drops. Even a killed run's trace then has nearly all drops."""
 
 
 class WriterThread(threading.Thread):
@@ -198,20 +198,20 @@ class WriterThread(threading.Thread):
     ----------
     queue : MessageQueue
     writer : TraceWriter or None
-        None: it is set when the first message comes. Until then notes are dropped.
+        None: the writer is set at the first message. Until then notes are dropped.
     transfers : Transfers
-        In which messages wait whose data is still on a device.
+        Copies message data from devices.
     on_end : callable
         Called when all is written and the trace is closed.
 
     Attributes
     ----------
     status : str
-        Which the trace gets at its end.
+        The trace's final status.
     done : Event
-        Set when the thread is at its end. Python takes a thread for ended when waiting for it is interrupted.
+        Set at the end of the thread. `join` is not enough: Python may take a thread for ended if `join` is interrupted.
     cpu_seconds : float
-        CPU time of the thread, as of the last batch that it wrote, or commit.
+        CPU time of the thread after its last batch or commit.
     """
 
     def __init__(
@@ -225,18 +225,18 @@ class WriterThread(threading.Thread):
         self.status = "finished"
         self.done = threading.Event()
         self.cpu_seconds = 0.0
-        self._gives_up = False  # whether what waits is no longer written
+        self._gives_up = False  # whether waiting messages are no longer written
         self._spoilt: Counter[str] = Counter()
-        self._unheld: dict[tuple[str, str], dict[str, Any]] = {}  # problems of messages that no trace can hold
-        self._noted = 0.0  # when drops were noted last
+        self._unheld: dict[tuple[str, str], dict[str, Any]] = {}  # notes about messages that no trace can hold
+        self._noted = 0.0  # the time of the last note about drops
         self._indices: set[tuple[int, int, int]] = set()
 
     def give_up(self) -> None:
-        """Write no more of what waits."""
+        """Write no more of the waiting messages."""
         self._gives_up = True
 
     def leave_out(self, message: Message, error: MessageError) -> None:
-        """Count a message that no trace can hold, and warn of the first one of its sort; for any thread."""
+        """Count a message that no trace can hold, and warn at the first of its sort. Any thread may call this."""
         what = message.kind if message.key is None else f"{message.kind} of {message.key!r}"
         with self._queue.changed:
             known = self._unheld.get((what, str(error)))
@@ -248,14 +248,14 @@ class WriterThread(threading.Thread):
         warn_only(f"{what} is not recorded: {error}; the training goes on", stacklevel=3)
 
     def run(self) -> None:
-        """What the thread does."""
+        """Write until the queue is closed and empty."""
         queue = self._queue
         try:
             while True:
                 while queue.entries and not self._gives_up:
                     self._write_batch()
                     self.cpu_seconds = time.thread_time()
-                    if queue.dropped and self.writer is not None:  # as long as it drops, something waits
+                    if queue.dropped and self.writer is not None:  # a queue that drops may never be empty
                         self._note_drops(self.writer)
                 writer = self.writer
                 if writer is not None:
@@ -273,11 +273,11 @@ class WriterThread(threading.Thread):
             queue.fail(error)
         finally:
             if self.writer is not None:
-                self.writer.last_notes = tuple  # or each would keep the other
+                self.writer.last_notes = tuple  # breaks a reference cycle
             self.done.set()
 
     def _write_batch(self) -> None:
-        """Write some of the messages that wait, up to the next note, or the note that is the first of them."""
+        """Write a batch of waiting messages, up to the next note; or a note, if that is first."""
         queue, writer = self._queue, self.writer
         entries = queue.entries
         batch: list[Message] = []
@@ -288,7 +288,7 @@ class WriterThread(threading.Thread):
                 if batch:
                     break
                 entries.popleft()
-                if writer is not None:  # None: a note on a run that had no message
+                if writer is not None:  # None: the run has had no message yet
                     writer.note(message)
                 return
             entries.popleft()
@@ -302,16 +302,16 @@ class WriterThread(threading.Thread):
                 intact = version == version_of(message)
             if intact:
                 batch.append(message)
-            else:  # a receiver after this one wrote into it: better lost than wrong
+            else:  # a receiver wrote into the data after the recorder received it: lost is better than wrong
                 self._spoilt[message.kind] += 1
         del message, version
         if writer is not None:
             writer.last_notes = self._take_drops
-            # while the queue fills up, or its end is waited for, the writer takes the page cache, which is faster
+            # if the queue fills up or its end is awaited, the writer uses the page cache, which is faster
             writer.unhurried = not queue.closing and queue.is_half_empty()
             self._write_each(writer, batch)
             queue.due_since = writer.first_step
-        batch.clear()  # the memory is free before somebody is told so
+        batch.clear()  # frees the memory before `count_written` announces it
         queue.count_written(size)
 
     def _write_each(self, writer: TraceWriter, batch: list[Message]) -> None:
@@ -328,7 +328,7 @@ class WriterThread(threading.Thread):
                 return
 
     def _finish(self, writer: TraceWriter) -> None:
-        """End the trace, with all that was written to it."""
+        """Write the last notes and the status, and close the trace."""
         self._note_drops(writer)
         if self._spoilt:
             why = f"a receiver changed the data before it was written: {dict(self._spoilt)} messages are not recorded"
@@ -347,12 +347,12 @@ class WriterThread(threading.Thread):
                 writer.note(note)
 
     def _take_drops(self) -> list[dict[str, Any]]:
-        """What to note of the messages that were dropped since this was asked last."""
+        """Notes about the messages that were dropped since the last call."""
         dropped = self._queue.take_drops()
         return [{"dropped": dropped}] if dropped else []
 
     def _note_indices(self, writer: TraceWriter, sampling: Mapping[str, Any]) -> None:
-        """The indices of a fixed random choice stand in the trace, once for all streams that share it."""
+        """Note the indices of a fixed random choice, once for all streams that share it."""
         for what in ("positions", "elements"):
             chosen = sampling.get(what)
             if chosen is not None:
@@ -365,7 +365,7 @@ class WriterThread(threading.Thread):
 
 
 def _patience(writer: TraceWriter | None) -> float:
-    """For how many seconds the thread may wait for more: until the next commit is due."""
+    """Seconds until the next commit is due, within bounds: how long the thread may sleep."""
     if writer is None:
         return _LONGEST
     return max(min(_LONGEST, writer.commit_seconds, writer.commit_due_in), _SHORTEST)

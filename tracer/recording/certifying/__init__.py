@@ -1,1 +1,1 @@
-"""Proof that recording changes nothing, and rehearsals of a recording."""
+"""Checks that recording does not change a training, and rehearses recordings."""

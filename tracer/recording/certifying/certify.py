@@ -1,4 +1,4 @@
-"""Does recording change the training? `certify` trains some steps with and without a recorder, and compares bits."""
+"""`certify`: trains some steps with and without a recorder, and compares the bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tracer.stores.locations import location
 from tracer.trace.certificate import Certificate
 
 STEPS: Final = 10
-"""How many steps are compared unless it is said."""
+"""The default number of steps to compare."""
 
 Train = Callable[[Callable[..., AbstractContextManager[Run]]], Any]
 
@@ -35,28 +35,28 @@ Train = Callable[[Callable[..., AbstractContextManager[Run]]], Any]
 def certify(train: Train, *, steps: int = STEPS) -> Certificate:
     """Run the first steps of a training without, with and again without a recorder, and compare them bit for bit.
 
-    All three begin with the same states of Python's, NumPy's and torch's generators (CPU and CUDA), which are put back
-    afterwards. After every step the generators, parameters, buffers, states and settings of the optimizers, and modes
-    are compared.
+    All three runs begin with the same states of Python's, NumPy's and torch's generators (CPU and CUDA), which are
+    restored afterwards. After every step the generators, parameters, buffers, modes, and the optimizers' states and
+    settings are compared.
 
     Parameters
     ----------
     train : callable
-        ``train(record)`` makes everything anew (model, optimizer, data) and trains. It begins the recording with
-        ``with record(model, optimizer, …) as run:``, where `record` takes what `tracer.record` does after the path; in
-        two of the three runs it records nothing. After `steps` steps the training is left with an exception.
+        ``train(record)`` creates model, optimizer and data, and trains. It begins the recording with
+        ``with record(model, optimizer, …) as run:``; `record` takes the arguments of `tracer.record` without the path,
+        and in two of the three runs records nothing. After `steps` steps an exception ends the training.
     steps : int
-        How many; a training that ends before is compared as far as it goes.
+        The number of steps; a training that ends earlier is compared as far as it goes.
 
     Returns
     -------
     Certificate
-        Give it to `tracer.record` of the real run, which keeps it in the trace.
+        Pass it to `tracer.record` in the real run, which keeps it in the trace.
 
     Raises
     ------
     CaptureError
-        If `steps` is not a positive integer. What `train` raises is a verdict, not an error.
+        If `steps` is not a positive integer. An exception from `train` becomes a verdict.
 
     Examples
     --------
@@ -106,7 +106,7 @@ def _rehearse(train: Train, limit: int, recorded: bool) -> Steps:
             train(rehearsal.record)
         except Enough:
             pass
-        except SystemExit as error:  # as a script ends; it is not the caller that should
+        except SystemExit as error:  # it ends the training, not the caller
             if error.code not in (None, 0):
                 steps.error = summary(error)
         except TracerError as error:
@@ -117,7 +117,7 @@ def _rehearse(train: Train, limit: int, recorded: bool) -> Steps:
 
 
 class _OfFunction(Rehearsal):
-    """One of the runs: with a trace in a folder that is removed afterwards, or without."""
+    """A run of a training function, recorded into a temporary folder or, without a folder, not recorded."""
 
     def __init__(self, folder: str | None, limit: int) -> None:
         super().__init__(limit)
@@ -132,7 +132,7 @@ class _OfFunction(Rehearsal):
     def record(
         self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None, **settings: Any
     ) -> Iterator[Run]:
-        """`tracer.record` without the path; where nothing is recorded, it gives a run that only looks like one."""
+        """`tracer.record` without the path; an unrecorded run gets a `Run` that does nothing."""
         optimizers = observable(optimizer)
         path = os.path.join(self._folder or "", f"run{len(self._models)}.zarr")
         with self._recording(path, model, None if optimizer is None else optimizers, settings) as run:
@@ -142,7 +142,7 @@ class _OfFunction(Rehearsal):
             handles: list[Any] = []
             pending = False
             if optimizers:
-                # after the recorder's own hook, which was put on before
+                # called after the recorder's own hook, which was registered before
                 handles = [optimizers[-1].register_step_post_hook(functools.partial(self._stepped, run))]
             elif optimizer is None:
                 passes = _Passes(run, self._over)
@@ -169,7 +169,7 @@ class _OfFunction(Rehearsal):
     ) -> AbstractContextManager[Run]:
         if self._folder is not None:
             recording = record(path, model, given, **settings)
-            recording.path = location(path)  # whatever TRACE_PATH says
+            recording.path = location(path)  # overrides TRACE_PATH
             return recording
         exporter = Exporter()
         exporter.detach()
@@ -183,14 +183,14 @@ class _OfFunction(Rehearsal):
 
     def _over(self, run: Run) -> None:
         last = self.step_over()
-        if run.recorder is None:  # a loop may ask at which step it is
+        if run.recorder is None:  # the loop may read `run.global_step`
             run.exporter.start_at(len(self.steps.taken), 0, 0)
         if last:
             raise Enough
 
 
 class _Passes:
-    """Without an optimizer a step lasts until the next training forward."""
+    """Ends steps without an optimizer: a step lasts until the next training forward."""
 
     def __init__(self, run: Run, over: Callable[[Run], None]) -> None:
         self._run = run

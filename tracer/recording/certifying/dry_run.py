@@ -1,4 +1,4 @@
-"""``trace record --dry-run``: what would be recorded of a script, estimated from its first steps."""
+"""``trace record --dry-run``: estimates from a script's first steps what would be recorded."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ def dry_run(
     ----------
     program : Program
     settings : sequence of mapping
-        Of the captures, as `tracer.recording.launching.script.captures_of` takes them.
+        The captures, as `tracer.recording.launching.script.captures_of` takes them.
     options : Options
-        Of the recording. Its bounds do not bound the rehearsals.
+        The recording's options. The rehearsals ignore its bounds.
     run_steps : int, optional
-        How many steps the whole run has.
+        The number of steps of the whole run.
 
     Returns
     -------
     dict
-        JSON values. ``streams``: of each its ``kind``, ``module``, ``leaf``, ``tag``, ``dtype``, ``shapes``,
+        JSON values. ``streams``: for each its ``kind``, ``module``, ``leaf``, ``tag``, ``dtype``, ``shapes``,
         ``bytes_per_message``, ``messages_per_recorded_step``, ``every``, ``burst``, ``start``, ``stop``, and
-        ``clock``: ``step``, ``epoch`` (not in the sums), or ``aside`` for passes that are not training. Of these
-        ``every`` is of the passes of an evaluation, and is in the sums; evaluations may come in other numbers later.
-        ``bytes_per_recorded_step``: of a step in which all are recorded; ``bytes_per_step``: in the mean over many
-        steps; ``run_steps`` and ``bytes_per_run``: None where it is not known how many steps there are;
-        ``max_overhead``, ``max_bytes`` and ``max_bytes_thins_from_step``, ``stop_at_bytes`` and
-        ``stop_at_bytes_reached_at_step``; ``estimated_cpu_ratio``, made of ``recorded_cpu_ratio``, which was measured
-        over ``steps`` steps that were all recorded; ``steps_seen``. What bounds make rarer is in none of these
-        numbers.
+        ``clock``: ``step``, ``epoch`` (not in the sums), or ``aside`` for passes that are not training. For ``aside``,
+        ``every`` counts the passes of an evaluation and is already part of the sums; later evaluations may be more or
+        fewer.
+        ``bytes_per_recorded_step``: bytes of a step in which all streams are recorded; ``bytes_per_step``: mean over
+        many steps; ``run_steps`` and ``bytes_per_run``: None if the number of steps is unknown; ``max_overhead``,
+        ``max_bytes`` and ``max_bytes_thins_from_step``, ``stop_at_bytes`` and ``stop_at_bytes_reached_at_step``;
+        ``estimated_cpu_ratio``, computed from ``recorded_cpu_ratio``, which was measured over ``steps`` fully recorded
+        steps; ``steps_seen``. None of these numbers accounts for what bounds make rarer.
 
     Raises
     ------
     CaptureError
-        If this is one of several ranks, the script trains nothing, fails, or nothing of it can be recorded.
+        If this process is one of several ranks, or the script trains nothing, fails, or cannot be recorded.
     """
     process = this_process()
     if process.size > 1:
@@ -79,7 +79,7 @@ def dry_run(
     if recorded.error is not None or "streams" not in told:
         raise CaptureError(f"{program.script} cannot be recorded: {recorded.error or 'it took no step'}")
     seen = len(recorded.taken)
-    if seen < DRY_RUN_STEPS and run_steps is None:  # the script has ended by itself
+    if seen < DRY_RUN_STEPS and run_steps is None:  # the script ended by itself
         run_steps = seen
     streams = [_per_step(one, seen) for one in told["streams"]]
     full = sum(one["bytes_per_recorded_step"] for one in streams)
@@ -109,30 +109,30 @@ def dry_run(
 def _per_step(stream: Mapping[str, Any], seen: int) -> dict[str, Any]:
     told = {name: stream[name] for name in ("kind", "module", "leaf", "tag", "dtype", "shapes")}
     size = stream["bytes"] / stream["count"]
-    # how many steps an epoch has is not known, and its events have no data
+    # the number of steps in an epoch is unknown, and an epoch's events have no data
     count = 0 if stream["clock"] == "epoch" else stream["kept"]
     return told | {
         "bytes_per_message": size,
         "messages_per_recorded_step": count / seen,
-        # with its row in the journal
+        # data, and a row in the journal for each message
         "bytes_per_recorded_step": (size * count + count * ROW_BYTES) / seen,
         **{name: stream[name] for name in ("every", "burst", "start", "stop", "clock")},
     }
 
 
 def _share(stream: Mapping[str, Any]) -> float:
-    """Of how many steps a stream is recorded, in the long run."""
+    """The share of steps in which a stream is recorded, in the long run."""
     burst, every = _rhythm(stream)
     return burst / every
 
 
 def _rhythm(stream: Mapping[str, Any]) -> tuple[int, int]:
-    """Of how many steps it is recorded in how many; evaluations are at all steps, though not all of their passes."""
+    """``(burst, every)``: a stream is recorded in `burst` of `every` steps; evaluations count for all steps."""
     return (1, 1) if stream["clock"] == "aside" else (int(stream["burst"]), int(stream["every"]))
 
 
 def _due(stream: Mapping[str, Any], steps: int) -> int:
-    """How many of the first steps are recorded.
+    """In how many of the first `steps` a stream is recorded.
 
     Examples
     --------
@@ -154,7 +154,7 @@ def _in_run(stream: Mapping[str, Any], steps: int) -> float:
 
 
 def _padding(stream: Mapping[str, Any]) -> float:
-    """What a recorded step's messages of a stream take on the disk besides their data and rows."""
+    """Bytes on the disk, besides data and rows, of a stream's messages in a recorded step."""
     shape = next(iter(stream.get("shapes", ())), None)
     size = stream["bytes_per_message"]
     if shape is None or not size:
@@ -166,7 +166,7 @@ def _padding(stream: Mapping[str, Any]) -> float:
 
 
 def _reached(streams: Sequence[Mapping[str, Any]], header: int, bound: int | None, share: float = 1.0) -> int | None:
-    """At which step a share of what a bound leaves to messages would be used up; None: never."""
+    """The step at which `share` of the bytes that a bound leaves for messages is used up; None: never."""
     if bound is None:
         return None
     arrays = {

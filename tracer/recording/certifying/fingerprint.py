@@ -1,4 +1,4 @@
-"""Hashes of all that a recorder could change in a training, bit for bit."""
+"""Hashes of everything in a training that a recorder could change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(states: Mapping[str, Any]) -> None:
-    """Put them back; those of CUDA devices that were not in use begin as torch begins them."""
+    """Restore the states of `generators`; CUDA devices that were not in use then are seeded as torch seeds them."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -35,7 +35,7 @@ def set_generators(states: Mapping[str, Any]) -> None:
 
 
 def fingerprint(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """Hashes of all that a recorder could change, by what it is: causes first.
+    """Hashes of everything that a recorder could change, by name; causes, such as generators, come first.
 
     Examples
     --------
@@ -75,10 +75,10 @@ def _hash(value: Any) -> str:
 
 
 def _feed(made: Any, value: Any) -> None:
-    """Tell a hash a value: tensors and arrays by their bits, structures by their parts."""
+    """Update a hash with a value: tensors and arrays by their bits, structures by their parts."""
     if isinstance(value, Tensor):
         tensor = value.detach()
-        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a DTensor, what is here
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor's local shard
         if not tensor.is_meta and not tensor.is_nested and not tensor.is_quantized:
             dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
             there = bytes_of(dense.resolve_conj().resolve_neg().cpu())
@@ -97,5 +97,5 @@ def _feed(made: Any, value: Any) -> None:
             _feed(made, part)
     elif isinstance(value, str | int | float | complex | bool | bytes | None):
         made.update(repr(value).encode())
-    else:  # a function, an object: its address says nothing of the training
+    else:  # functions and other objects: by type only, because their repr may have an address
         made.update(type(value).__qualname__.encode())

@@ -1,8 +1,9 @@
-"""The first steps of a script in processes of their own: ``trace record --certify`` and ``--dry-run``.
+"""Rehearsals: a script's first steps in separate processes, for ``trace record --certify`` and ``--dry-run``.
 
-A rehearsal runs the script from its beginning, with its arguments, and leaves it with ``SystemExit`` after some steps.
-What the script writes in them, it writes. Its output is thrown away, it reads nothing, and ``TRACE_REHEARSAL`` in its
-environment says ``certify`` or ``dry-run``. All rehearsals of a script begin with the same seeds and hash seed.
+A rehearsal runs the script from its beginning, with its arguments, and ends it with ``SystemExit`` after some steps.
+Files that the script writes in these steps are really written. Its stdout is discarded, its stdin is empty, and
+``TRACE_REHEARSAL`` in its environment is ``certify`` or ``dry-run``. All rehearsals of a script begin with the same
+seeds and hash seed.
 """
 
 from __future__ import annotations
@@ -33,29 +34,29 @@ from tracer.trace.certificate import VERDICTS, Certificate
 from tracer.trace.claiming import this_process
 
 PATIENCE = 20.0
-"""Seconds that a script has for its end after the last step, and a rank for the others' last step."""
+"""Seconds that a script has to end after its last step, and that a rank waits for the other ranks' last step."""
 
 Purpose = Literal["certify", "dry-run"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the process of a rehearsal is asked for.
+    """The task of a rehearsal's process.
 
     Attributes
     ----------
     program : Program
     settings : sequence of mapping
-        Of the captures, as `tracer.recording.launching.script.captures_of` takes them.
+        The captures, as `tracer.recording.launching.script.captures_of` takes them.
     options : Options
     purpose : str
         ``"certify"`` or ``"dry-run"``.
     steps : int
-        After how many steps the script is left.
+        The number of steps after which the script is ended.
     trace : str or None
-        Where it is recorded, if it is.
+        The path of the recording; None: not recorded.
     report : str
-        The file that is told of each step.
+        The file to which the process reports each step.
     """
 
     program: Program
@@ -68,14 +69,14 @@ class Request:
 
     @classmethod
     def read(cls, path: str) -> Request:
-        """The request that `write` has written."""
+        """Read a request that `write` has written."""
         with open(path, encoding="utf-8") as file:
             told = json.load(file)
         del told["path"]
         return cls(**told | {"program": Program(**told["program"]), "options": Options(**told["options"])})
 
     def write(self, path: Path) -> None:
-        """Write it as JSON, with where Python looks for modules."""
+        """Write the request as JSON, with ``sys.path``."""
         path.write_text(json.dumps(asdict(self) | {"path": sys.path}), encoding="utf-8")
 
 
@@ -84,21 +85,21 @@ def certify_script(
 ) -> Certificate:
     """`tracer.certify` for a script: its first steps without, with and again without a recorder.
 
-    Of several ranks that torchrun has started each calls this; what all of them get is the worst verdict.
+    With several ranks under torchrun, each rank calls this, and all get the worst verdict.
 
     Parameters
     ----------
     program : Program
     settings : sequence of mapping
-        Of the captures, as `tracer.recording.launching.script.captures_of` takes them.
+        The captures, as `tracer.recording.launching.script.captures_of` takes them.
     options : Options
-        Of the recording; each rehearsal begins anew, whatever they say of resuming.
+        The recording's options; rehearsals ignore `resume` and start from the beginning.
     steps : int
 
     Raises
     ------
     CaptureError
-        If this is one of several ranks that torchrun has not started.
+        If there are several ranks, and torchrun has not started them.
     """
     ranks = Ranks() if this_process().size > 1 else None
     request = Request(program=program, settings=settings, options=options, purpose="certify", steps=steps)
@@ -113,23 +114,23 @@ def certify_script(
 def rehearse(
     request: Request, folder: Path, *, recorded: bool, ranks: Ranks | None = None
 ) -> tuple[Steps, dict[str, Any]]:
-    """Run a rehearsal in a process of its own.
+    """Run a rehearsal in a separate process.
 
     Parameters
     ----------
     request : Request
     folder : Path
-        For its files, and for those of other rehearsals.
+        For the files of all rehearsals of the script.
     recorded : bool
     ranks : Ranks, optional
-        That rehearse together with this one.
+        The ranks that rehearse together.
 
     Returns
     -------
     Steps
-        What the script was like after each step.
+        The state of the training after each step.
     dict
-        What else the process told.
+        The other entries of the process's report.
     """
     number = len(list(folder.glob("*.request")))
     asked, report, errors = (folder / f"{number}.{suffix}" for suffix in ("request", "report", "errors"))
@@ -165,9 +166,9 @@ def rehearse(
 
 
 def _anew(options: Options) -> Options:
-    """The options of a rehearsal: it begins at the first step, and goes on where something cannot be observed.
+    """The options of a rehearsal: not resumed, and not strict, so that failures to observe do not end it.
 
-    Receivers that make a flight recorder write cannot go to another process.
+    Receivers among a flight recorder's triggers cannot be sent to another process.
     """
     flight = None if options.flight is None else replace(options.flight, when=options.flight.names)
     anew = replace(options, overwrite=False, strict=False, resume=False, certificate=None, flight=flight)
@@ -175,7 +176,7 @@ def _anew(options: Options) -> Options:
 
 
 def _wait(process: subprocess.Popen[bytes], report: Path, in_vain: Callable[[], bool]) -> None:
-    """Until the process has ended; it has some time for that after it has told all, or once it runs in vain."""
+    """Wait until the process has ended, but only `PATIENCE` seconds after its report is complete or `in_vain`."""
     deadline = None
     while process.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -187,7 +188,7 @@ def _wait(process: subprocess.Popen[bytes], report: Path, in_vain: Callable[[], 
 
 
 def _tail(report: Path) -> bytes:
-    """The end of a report, which of many steps of a large model is too long to be read again and again."""
+    """The end of a report; the whole may be too long to read repeatedly."""
     with report.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
         return file.read()
@@ -206,27 +207,27 @@ def _read(report: Path, errors: Path, code: int) -> tuple[Steps, dict[str, Any]]
     elif "left" not in told and (told.get("status", code) != 0 or "status" not in told):
         status = told.get("status", code)
         lines = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        # torch.distributed writes the rank before each line of a traceback; of which rank this is, is told anyway
+        # drop the rank that torch.distributed writes before each line; `Ranks.agree` names the rank
         last = re.sub(r"^\[rank\d+\]: *", "", masked_text(plain(lines[-1])).strip()) if lines else "it said nothing"
         steps.error = f"{last} (exit status {status})"
     return steps, told
 
 
 _LONG = timedelta(days=1)
-"""How long ranks wait for each other between rehearsals, which take as long as the script's first steps do."""
+"""How long ranks wait for each other's rehearsals, which last as long as the script's first steps."""
 ANOTHER = "another rank had failed before"
 
 
 class Ranks:
-    """The ranks that torchrun has started, in one of them: they meet in torchrun's store.
+    """Connects a rank that torchrun has started with the other ranks, through torchrun's store.
 
-    Each rehearsal has a store of its own, which rank 0 serves, because what a process group leaves behind in one would
-    be found by the next.
+    Each rehearsal has its own store, served by rank 0, because a process group leaves entries in its store that would
+    confuse the next.
 
     Raises
     ------
     CaptureError
-        If torchrun has not started them.
+        If torchrun has not started the ranks.
     """
 
     def __init__(self) -> None:
@@ -246,7 +247,7 @@ class Ranks:
         self._servers: list[Any] = []
 
     def environment(self, number: int) -> dict[str, str]:
-        """What leads the processes of a rehearsal to each other."""
+        """The environment variables through which the processes of a rehearsal find each other."""
         if self._rank == 0:
             self._servers.append(self._make(self._host, 0, is_master=True, wait_for_workers=False))
             self._store.set(f"port/{number}", str(self._servers[-1].port))
@@ -257,12 +258,12 @@ class Ranks:
         return bool(self._store.check([f"failed/{number}"]))
 
     def is_first_to_fail(self, number: int) -> bool:
-        """Let the others know that a rehearsal has failed here; whether none did so before."""
+        """Tell the other ranks that a rehearsal has failed here; whether this rank is the first."""
         first: bool = self._store.add(f"failed/{number}", 1) == 1
         return first
 
     def agree(self, certificate: Certificate) -> Certificate:
-        """The worst of all ranks' certificates, with the rank; this rank's own if all are as good."""
+        """The worst of all ranks' certificates, with its rank; this rank's own if all ranks are identical."""
         self._store.set(f"certificate/{self._rank}", json.dumps(asdict(certificate)))
         found = [json.loads(self._store.get(f"certificate/{rank}")) for rank in range(self._size)]
         told = [Certificate(**{**one, "differing": tuple(one["differing"])}) for one in found]
@@ -270,7 +271,7 @@ class Ranks:
             return replace(certificate, reason=f"{certificate.reason}, on each of {self._size} ranks")
 
         def weight(one: Certificate) -> tuple[object, ...]:
-            # what one rank does differently changes the parameters of all: a generator is nearer to the cause
+            # a difference on one rank changes the parameters of all; a differing generator is nearer to the cause
             drew = any(name.startswith("random generator") for name in one.differing)
             return VERDICTS.index(one.verdict), ANOTHER not in one.reason, -(one.step or 0), drew
 

@@ -1,4 +1,4 @@
-"""The process of a rehearsal: it runs a script's first steps, tells what they were like, and leaves the script."""
+"""The process of a rehearsal: runs a script's first steps, reports the state after each, and ends the script."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tracer.trace.claiming import this_process
 from tracer.trace.reader import TraceReader
 
 _SEED = 67280421310721
-"""With which all generators begin: torch's own default."""
+"""The seed of all generators: torch's own default."""
 
 
 class _Left(SystemExit):
@@ -45,7 +45,7 @@ class _Left(SystemExit):
 
 
 def main() -> None:
-    """Run a script's first steps, as the file that the command line names says."""
+    """Run a script's first steps; the command line names the file of the `Request`."""
     request = Request.read(sys.argv[1])
     random.seed(_SEED)
     np.random.seed(_SEED % 2**32)
@@ -67,19 +67,19 @@ def main() -> None:
 
 
 def _wait_for_the_others() -> None:
-    """Until all ranks have taken the last step: one that leaves may break what another still computes with it."""
+    """Wait until all ranks have taken the last step; a rank that leaves earlier could break their communication."""
     process = this_process()
     if process.size > 1:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        with contextlib.suppress(RuntimeError):  # a rank that has failed takes no last step
+        with contextlib.suppress(RuntimeError):  # a rank that has failed never takes its last step
             store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
             store.set(f"trace-rehearsal/{process.rank}", "")
             store.wait([f"trace-rehearsal/{rank}" for rank in range(process.size)], timedelta(seconds=PATIENCE))
 
 
 class _OfScript(Rehearsal):
-    """Counts the steps of a script as a recording does, and ends it."""
+    """Counts the steps of a script as a recording does, and ends the script."""
 
     def __init__(self, request: Request, tell: Callable[..., None]) -> None:
         super().__init__(request.steps)
@@ -88,10 +88,10 @@ class _OfScript(Rehearsal):
         self._pid = os.getpid()
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._models: weakref.WeakValueDictionary[str, nn.Module] | None = None
-        self._differentiated: list[Tensor] = []  # the leaves of what backward was called on, while there was none
+        self._differentiated: list[Tensor] = []  # without optimizers: the leaves of the last `backward`
 
     def run(self) -> int:
-        """Run the script, recorded or not; its exit status."""
+        """Run the script, recorded or not; returns its exit status."""
         request = self._request
         if request.trace is None:
             self._watch_backward()
@@ -99,12 +99,12 @@ class _OfScript(Rehearsal):
         captures = captures_of(request.settings)
         is_dry = request.purpose == "dry-run"
         probe = request.options.probe
-        if probe:  # so often that some of the passes are seen
+        if probe:  # often enough that the rehearsal has some probes
             probe = probe._replace(every=min(probe.every, 1 if is_dry else max(1, request.steps // 2)))
         status = run(
             request.program,
             out=request.trace,
-            # of all steps, so that a dry run sees in the first ones what is recorded later
+            # a dry run records all steps, to see in the first ones the streams of later steps
             captures=[replace(one, every=1, burst=1, start=0, stop=None) for one in captures] if is_dry else captures,
             options=replace(request.options, probe=probe),
             began=self._started,
@@ -116,10 +116,10 @@ class _OfScript(Rehearsal):
 
     def _started(self, run: Run) -> None:
         self.recording = run
-        self._watch_backward()  # outside of what the recording does after it
+        self._watch_backward()  # only now, so that it wraps the recording's own `backward`
 
     def _tell_streams(self, path: str, captures: Sequence[Capture]) -> None:
-        """Tell each stream of the trace, and how often the capture that decides on it takes it."""
+        """Report each stream of the trace, and how often its capture takes it."""
         assert self.recording is not None
         exporter = self.recording.exporter
         by_capture = {id(one): real for one, real in zip(exporter.captures, captures, strict=True)}
@@ -136,7 +136,7 @@ class _OfScript(Rehearsal):
                 every = probe.every if probed and probe else capture.every if thinned else 1
                 calls = rows[rows[:, Column.STREAM] == one.id, Column.CALL]
                 aside = clock != "epoch" and not probed and not (training and thinned)
-                # the numbers of a module's calls are those of the passes, if it is called once in each
+                # if a module is called once in each pass, its call numbers are the passes' numbers
                 burst = capture.burst if thinned else 1
                 kept = int((calls % every < burst).sum()) if aside else one.count
                 streams.append(
@@ -150,16 +150,16 @@ class _OfScript(Rehearsal):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Notice the optimizers that are made, and their steps."""
+        """Inside this context, notice new optimizers and their steps."""
 
         def made(optimizer: Optimizer) -> None:
             self._optimizers.append(weakref.ref(optimizer))
             self._models = None
 
         init = telling(Optimizer.__init__, made)
-        # it is called after the hooks of an optimizer's own, the recorder's among them
+        # global hooks are called after an optimizer's own hooks, and so after the recorder's
         handle = register_optimizer_step_post_hook(self._stepped)
-        # `_watch_backward` will put something else in the place of the second
+        # the second entry restores `Tensor.backward`, which `_watch_backward` replaces
         with replaced(Optimizer, "__init__", init), replaced(Tensor, "backward", Tensor.backward):
             try:
                 yield
@@ -167,7 +167,7 @@ class _OfScript(Rehearsal):
                 handle.remove()
 
     def _watch_backward(self) -> None:
-        """Until a script makes an optimizer, each backward is a step, as a recording counts them."""
+        """Count each ``backward`` as a step until the script makes an optimizer, as a recording does."""
 
         def is_step() -> bool:
             return not self._optimizers and os.getpid() == self._pid
@@ -195,7 +195,7 @@ class _OfScript(Rehearsal):
     def _step_over(self) -> None:
         taken, before = self.steps.taken, len(self.steps.taken)
         last = self.step_over()
-        if len(taken) > before:  # else the script goes on after it was told to end
+        if len(taken) > before:  # not if the script continues after it was ended
             self._tell(**taken[-1]._asdict())
             if last:
                 self._tell(left=True)
@@ -209,7 +209,7 @@ class _OfScript(Rehearsal):
         if not self._optimizers:
             holder = nn.Module()
             for number, tensor in enumerate(self._differentiated):
-                parameters: dict[str, Any] = holder._parameters  # which these need not be
+                parameters: dict[str, Any] = holder._parameters  # the tensors need not be `nn.Parameter`
                 parameters[f"parameters.{number}"] = tensor
                 holder._buffers[f"gradient of parameters.{number}"] = tensor.grad
             return fingerprint({"": holder}, [])
@@ -221,6 +221,6 @@ class _OfScript(Rehearsal):
 
 
 def _leaves_of(tensor: Tensor) -> list[Tensor]:
-    """The tensors that a backward gives gradients, in the order in which the graph leads to them."""
+    """The tensors to which a ``backward`` gives gradients, in the order of the graph."""
     found = (getattr(node, "variable", None) for node in behind(tensor))
     return list({id(one): one for one in found if isinstance(one, Tensor)}.values())

@@ -1,4 +1,4 @@
-"""What a training is like after each of its first steps, how long each takes, and the verdict on a recorded one."""
+"""The state and duration of a training's first steps, and the verdict on whether recording changed them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tracer.trace.certificate import Certificate
 
 
 class Enough(BaseException):
-    """Leaves a training that was run for its first steps only; no ``except Exception`` stops it."""
+    """Ends a training after its first steps; a `BaseException`, so that no ``except Exception`` stops it."""
 
 
 class Step(NamedTuple):
-    """What a run was like after one of its steps.
+    """The state of a run after a step.
 
     Attributes
     ----------
     hashes : dict
-        Of everything that could have been changed, by what it is.
+        By name, the hashes of everything that could have changed.
     cpu, wall : float
-        Seconds of the step, without those of the comparison.
+        Seconds of the step, without hashing.
     recorded : bool
-        Whether a capture takes something of it.
+        Whether a capture takes something of the step.
     """
 
     hashes: dict[str, str]
@@ -45,9 +45,9 @@ class Steps:
     ----------
     taken : list of Step
     error : str or None
-        Why it ended, if it did so before its time.
+        Why the run ended early, if it did.
     refused : bool
-        Whether it is the recording that could not take place.
+        Whether the recording, not the training, failed.
     """
 
     taken: list[Step] = field(default_factory=list)
@@ -56,18 +56,18 @@ class Steps:
 
 
 class Rehearsal(ABC):
-    """The first steps of a training, recorded or not: notes what it is like after each, and how long each takes.
+    """The first steps of a training, recorded or not: notes the state and the duration of each step.
 
     Parameters
     ----------
     limit : int
-        After how many steps the training is left.
+        The number of steps after which the training is ended.
 
     Attributes
     ----------
     steps : Steps
     recording : Run or None
-        The recording, if there is one by now.
+        The recording, once it has begun.
     """
 
     def __init__(self, limit: int) -> None:
@@ -78,34 +78,34 @@ class Rehearsal(ABC):
 
     @abstractmethod
     def hashed(self) -> dict[str, str]:
-        """The hashes of everything that a recorder could change; nothing if only times are wanted."""
+        """The hashes of everything that a recorder could change; empty if only times are wanted."""
 
     @staticmethod
     def _now() -> tuple[float, float]:
         return time.process_time(), time.perf_counter()
 
     def step_over(self) -> bool:
-        """Note a step; whether it was the last."""
+        """Note a step; returns whether it was the last."""
         run, number = self.recording, len(self.steps.taken)
         recorder = None if run is None else run.recorder
         if number >= self._limit:
             return True
         last = number + 1 == self._limit
-        if recorder is not None and (number == 0 or last):  # what the first step left behind is not of the others
+        if recorder is not None and (number == 0 or last):  # writing the first step must not count for later steps
             recorder.wait_until_written()
         due = run is not None and any(one.due_step(run.exporter.global_step - 1) for one in run.exporter.captures)
         full = recorder is not None and recorder.budget is not None and recorder.budget.exhausted()
         entered, alone = self._now(), time.thread_time()
         cpu, wall = entered[0] - self._began[0], entered[1] - self._began[1]
         self.steps.taken.append(Step(self.hashed(), cpu, wall, recorder is not None and due and not full))
-        # the recorder's thread may have worked meanwhile: that is of the next step
+        # CPU time of the recorder's thread during the hashing counts for the next step
         mine, left = time.thread_time() - alone, self._now()
         self._began = entered[0] + mine, left[1]
         return last
 
 
 def compare(bare: Steps, recorded: Steps, again: Steps, *, hint: str = "") -> Certificate:
-    """The verdict on a run with a recorder, between two without; `hint` says what may make those differ."""
+    """The verdict on a run with a recorder, and two without; `hint` says why these two may differ."""
     count = min(len(one.taken) for one in (bare, recorded, again))
     overhead = _overhead(bare, recorded, again)
     noise, change = _first_difference(bare, again), _first_difference(bare, recorded)
@@ -145,7 +145,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _first_difference(one: Steps, other: Steps) -> tuple[int, tuple[str, ...]] | None:
-    """After which step two runs differ first, and in what."""
+    """The first step after which two runs differ, and the names of what differs; None if nothing does."""
     for number, (a, b) in enumerate(zip(one.taken, other.taken, strict=False)):
         if a.hashes != b.hashes:
             names = (name for name in {**a.hashes, **b.hashes} if a.hashes.get(name) != b.hashes.get(name))
@@ -156,12 +156,12 @@ def _first_difference(one: Steps, other: Steps) -> tuple[int, tuple[str, ...]] |
 
 
 def _overhead(bare: Steps, recorded: Steps, again: Steps) -> dict[str, Any]:
-    """How much longer a step takes; nothing where there are no two steps of each run."""
+    """How much longer a recorded step takes; empty if a run has fewer than two steps."""
     if min(len(one.taken) for one in (bare, recorded, again)) < 2:
         return {}
     first, watched, second = bare.taken[1:], recorded.taken[1:], again.taken[1:]
     among = [one.recorded for one in watched]
-    # where only some steps are recorded, a median would leave out what they cost
+    # if only some steps are recorded, a median would ignore their cost
     average = statistics.median if all(among) or not any(among) else statistics.mean
 
     def means(steps: Sequence[Step]) -> tuple[float, float]:
@@ -169,7 +169,7 @@ def _overhead(bare: Steps, recorded: Steps, again: Steps) -> dict[str, Any]:
 
     (without, wall_without), (with_recorder, wall_with) = means([*first, *second]), means(watched)
     both = means(first)[0], means(second)[0]
-    if min(without, with_recorder, wall_without, wall_with, *both) <= 0:  # steps shorter than the clock tells
+    if min(without, with_recorder, wall_without, wall_with, *both) <= 0:  # steps below the clock's resolution
         return {}
     return {
         "cpu_ratio": with_recorder / without,

@@ -1,1 +1,1 @@
-"""Training scripts run as they are, recorded."""
+"""Runs unmodified training scripts and records them."""

@@ -12,7 +12,7 @@ from tracer.observing.pytorch.identity import WeakIdentitySet
 
 @dataclass(slots=True)
 class _Leader:
-    """The iterator that gave the first batch of an epoch, the step at which it did, and how many batches were drawn."""
+    """The iterator of an epoch's first batch, the step when that was drawn, and the number of batches drawn from it."""
 
     iterator: weakref.ref[Any]
     began: int
@@ -25,17 +25,17 @@ class _Pass:
 
     loader: weakref.ref[Any]
     began: int
-    """The step at which it was made."""
+    """The step at which the iterator was made."""
     seen: int
-    """The step at which the last batch was drawn."""
+    """The step at which its last batch was drawn."""
     forwards: int
-    """The number of forwards of the model before it was made."""
+    """The number of the model's forwards before the iterator was made."""
     given: int = 0
-    """The number of batches that it gave."""
+    """The number of batches that the iterator gave."""
 
 
 class Epochs:
-    """Ends the epoch of an exporter when a DataLoader that feeds the training is exhausted, or is begun anew.
+    """Ends an exporter's epoch when a DataLoader that feeds the training is exhausted or begun again.
 
     Parameters
     ----------
@@ -49,23 +49,23 @@ class Epochs:
         self._feeding = WeakIdentitySet()
         # the DataLoaders that were begun in this epoch
         self._begun = WeakIdentitySet()
-        self._new_amid = False  # whether one of them was begun for the first time after a step of this epoch
+        self._new_amid = False  # whether a DataLoader of `_begun` was first begun after a step of this epoch
         self._leader: _Leader | None = None
-        # an exhausted iterator whose last batches the model may not have seen yet; after so many forwards, it has
+        # an exhausted iterator whose last batches the model may not have seen yet, and the forwards after which it has
         self._unused: _Pass | None = None
         self._used_after = 0
-        # the DataLoader that was begun last, if its class wraps another one, so that its iterator is not known yet
+        # the DataLoader that was begun last, while its iterator is unknown, because its class wraps another DataLoader
         self._wrapped: weakref.ref[Any] | None = None
         self._began = 0
         self.ended = False
         """Whether a DataLoader ended an epoch."""
 
     def begins(self, loader: Any) -> None:
-        """Take note that a DataLoader is begun.
+        """A DataLoader is begun (``iter(loader)``).
 
-        If it fed the training and was left before its end, the epoch is over. If one was exhausted and some of its
-        batches were never used, they are not waited for any longer; unless the one that is begun is new amid the epoch,
-        as one that is made anew at each step, which may come before the last batch is used.
+        If a DataLoader that fed the training was left before its end, the epoch is over. Batches of an exhausted
+        DataLoader that the model has not seen are no longer waited for, with one exception: a program that makes a
+        DataLoader at each step may begin a new DataLoader before it uses the last batch.
         """
         if self._left_early():
             self._end(self._exporter.global_step)
@@ -80,13 +80,13 @@ class Epochs:
         self._wrapped = weakref.ref(loader)
 
     def begun(self, loader: Any, iterator: Any) -> None:
-        """Take note of the iterator of a DataLoader that was just begun."""
+        """A DataLoader that was just begun has made its iterator."""
         self._wrapped = None
         now = self._exporter.global_step
         self._passes[iterator] = _Pass(weakref.ref(loader), now, now, self._exporter.parts.forwards.seen)
 
     def drawn(self, iterator: Any) -> None:
-        """Take note that a batch is drawn. If a step took place since the last one, the loader feeds the training."""
+        """A batch is drawn. If a step took place since the iterator's last batch, its loader feeds the training."""
         self._used()
         wrapped = None if self._wrapped is None or iterator in self._passes else self._wrapped()
         if wrapped is not None:
@@ -98,7 +98,7 @@ class Epochs:
         elif leader is iterator and self._leader is not None:
             self._leader.draws += 1
         known = self._passes.get(iterator)
-        if known is None:  # it was made before anybody looked
+        if known is None:  # the iterator was made before the script was watched
             return
         loader = known.loader()
         if loader is not None and now > known.seen:
@@ -106,30 +106,30 @@ class Epochs:
         known.seen = now
 
     def given(self, iterator: Any) -> None:
-        """Take note that an iterator gave a batch."""
+        """An iterator gave a batch."""
         known = self._passes.get(iterator)
         if known is not None:
             known.given += 1
 
     def exhausted(self, iterator: Any) -> None:
-        """Take note that an iterator is exhausted. If training steps took place meanwhile, the epoch is over.
+        """An iterator is exhausted. If training steps took place since it was made, the epoch is over.
 
-        Some libraries draw batches ahead. The epoch then ends when the model has had as many forwards.
+        Some libraries draw batches ahead. The epoch then ends when the model has had as many forwards as batches.
         """
         exporter, known = self._exporter, self._passes.get(iterator)
         if known is None or self._is_led(known.loader()):
             return
         self._leader = None
-        # of several models nobody knows which one the batches are for
+        # with several models, it is unknown which model the batches are for
         counted = exporter.model is not None and len(exporter.parts.models.tops) == 1
         told = counted and (exporter.parts.forwards.seen > 0 or exporter.steps_seen == 0)
         self._unused, self._used_after = known, known.forwards + known.given if told else 0
         self._used()
 
     def _left_early(self) -> bool:
-        """Whether the DataLoader that fed this epoch was left before its end: its iterator is gone.
+        """Whether the DataLoader that fed this epoch was left before its end: its iterator no longer exists.
 
-        One that fed a single step does not count, because some programs make a DataLoader at each step.
+        A DataLoader that fed a single step does not count, because some programs make a DataLoader at each step.
         """
         leader = self._leader
         if leader is None or leader.iterator() is not None:
@@ -137,10 +137,10 @@ class Epochs:
         return leader.draws > 1 and self._exporter.global_step - leader.began > 1
 
     def _is_led(self, loader: Any) -> bool:
-        """Whether another DataLoader leads this epoch, because it has given a batch for every step of the epoch.
+        """Whether another DataLoader leads this epoch: it has given a batch for every step of the epoch.
 
-        The end of the leader is the end of the epoch. One that ends sooner is begun again, as in semi-supervised
-        learning.
+        Only the leader's end is the end of the epoch. A DataLoader that ends sooner is begun again, as in
+        semi-supervised learning.
         """
         iterator = None if self._leader is None else self._leader.iterator()
         known = None if iterator is None else self._passes.get(iterator)
@@ -150,7 +150,7 @@ class Epochs:
         return known.loader() is not loader and self._leader.draws >= steps > 0
 
     def _used(self, *, anyhow: bool = False) -> None:
-        """End the epoch if the model has seen all batches of an exhausted DataLoader; `anyhow`: even if it has not."""
+        """End the epoch if the model has seen all batches of an exhausted DataLoader, or in any case if `anyhow`."""
         if self._unused is not None and (anyhow or self._exporter.parts.forwards.seen >= self._used_after):
             began, self._unused = self._unused.began, None
             now = self._exporter.global_step

@@ -1,8 +1,8 @@
 """Programs that start a training script: torchrun and accelerate are supported, all others are refused with advice.
 
-``trace record torchrun … train.py`` starts torchrun with ``trace record train.py`` in the place of the script, so every
-process is recorded. Another program would train to its end without being recorded. It is refused before it starts, in a
-sentence that gives the command that works.
+``trace record torchrun … train.py`` starts torchrun with ``trace record train.py`` in place of the script, so that
+every process is recorded. Any other launcher would train without being recorded, so it is refused before it starts, in
+a sentence with the command that works.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Launcher:
     Attributes
     ----------
     name : str
-        The name that a user knows.
+        The name for users.
     module : str
         The module for ``python -m``.
     arguments : tuple of str
-        Its options; then the script, or ``-m`` and the module; then the arguments of that.
+        The launcher's options; then the script, or ``-m`` and a module; then the script's arguments.
     """
 
     name: str
@@ -45,7 +45,7 @@ _BEHIND = {
     **dict.fromkeys(("env", "nohup", "time", "nice", "taskset", "numactl", "sudo", "stdbuf", "xvfb-run"), "a program"),
     **dict.fromkeys(("uv", "poetry", "pipenv", "conda", "mamba", "micromamba", "pdm", "hatch"), "a program"),
 }
-"""Programs that can start ``trace record`` themselves, and what they start."""
+"""Programs that can start ``trace record`` themselves; the values say what else they start."""
 _OTHERS = (
     "deepspeed", "horovodrun", "ray", "torchx", "composer", "colossalai", "fabric", "lightning", "sbatch", "salloc",
     "llamafactory-cli", "axolotl", "tune", "dora", "submitit",
@@ -69,18 +69,18 @@ _NOT_PYTHON = (
 
 
 def launcher_of(program: Sequence[str], module: str | None = None) -> Launcher | None:
-    """The launcher that a command line starts. None if it starts a script or a module.
+    """The launcher that a command line starts; None if the command line starts a script or a module.
 
     Parameters
     ----------
     program : sequence of str
-        The command line; with `module`, what follows ``python -m module``.
+        The command line; with `module`, the arguments after ``python -m module``.
     module : str, optional
 
     Raises
     ------
     CaptureError
-        If it starts a program that cannot be recorded so.
+        If the command line starts a program that cannot be recorded in this way.
 
     Examples
     --------
@@ -122,12 +122,12 @@ def launcher_of(program: Sequence[str], module: str | None = None) -> Launcher |
 
 
 def _named(program: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The name of a program, without its folder, and its arguments; of ``python -m`` those of the module."""
+    """The name of a program, without its folder, and its arguments; for ``python -m``, those of the module."""
     if not program:
         return "", ()
     name = os.path.basename(program[0]).removesuffix(".exe")
     if not PYTHON.fullmatch(name):
-        # a file of the user's in a folder, such as ./work/ray, is no launcher
+        # a user's file in a relative folder, such as ./work/ray, is no launcher
         is_script = name in _OTHERS and os.path.isfile(program[0]) and os.path.dirname(program[0])[:1] not in ("", "/")
         return "" if is_script else name, tuple(program[1:])
     for number, one in enumerate(program[1:], 1):
@@ -158,12 +158,12 @@ def arguments_for(launcher: Launcher, command: Sequence[str], *, program: str) -
     command : sequence of str
         The words before the script, such as ``record`` and its options.
     program : str
-        The file of the command ``trace``. A module name could be taken for a module in the script's folder.
+        The file of the command ``trace``. A module name could also match a module in the script's folder.
 
     Raises
     ------
     CaptureError
-        If the launcher is to run something else than Python, or is not installed.
+        If the launcher is told to run something other than Python, or is not installed.
     """
     given = _parser_of(launcher)().parse_args(list(launcher.arguments))
     if given.no_python:
@@ -193,11 +193,11 @@ def refuse_other_languages(script: str) -> None:
     try:
         with open(script, "rb") as file:
             first, second = file.readline(512), file.readline(512)
-    except OSError:  # another check says so
+    except OSError:  # another check reports it
         return
     binary = first.startswith((b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe"))
     found = _SHELLS.match(first)
-    # where Python's path is long, installers write Python scripts that begin as shell scripts
+    # if Python's path is long, installers write Python scripts that begin as shell scripts
     other = (
         found is not None and found[1] in _NOT_PYTHON and not second.lstrip().startswith((b"'''exec", b'"""', b"''':"))
     )
@@ -209,7 +209,7 @@ def refuse_other_languages(script: str) -> None:
 
 
 def hint_for(program: str) -> str:
-    """The end of a sentence that says that a file is missing: what the user may have meant; or nothing."""
+    """What the user may have meant by a missing file, to append to the error; may be empty."""
     if PYTHON.fullmatch(os.path.basename(program)):
         return "; leave it out: trace record SCRIPT.py, and --module NAME in the place of -m NAME"
     there = shutil.which(program) if os.path.basename(program) == program else None

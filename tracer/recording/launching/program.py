@@ -19,7 +19,7 @@ from tracer.recording.launching.launchers import refuse_other_languages
 PACKAGE = os.path.dirname(os.path.abspath(version.__file__))
 """The folder of the package `tracer`."""
 _before: ModuleType | None = None
-"""The ``__main__`` that a program has taken the place of: what runs in it goes on afterwards."""
+"""The ``__main__`` that a program has replaced, kept alive because its code continues after the program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Program:
     script : str
         Path of a Python file, or with `module` the dotted name of a module or package.
     arguments : sequence of str
-        Its command line.
+        The command line's arguments.
     module : bool
         Whether `script` is the name of a module, which runs as under ``python -m``.
     """
@@ -58,7 +58,7 @@ class Program:
     def become_main(self, main: ModuleType) -> None:
         """Make a module ``__main__``, with the program's command line, until the process ends.
 
-        What the program left to be run at the end of the process needs both.
+        Functions that the program registered for the end of the process need both.
         """
         global _before
         _before = sys.modules["__main__"]
@@ -67,12 +67,12 @@ class Program:
         sys.path.insert(0, self.folder)
 
     def check_imports(self, code: CodeType) -> None:
-        """Refuse a program that would import the package `tracer` by the name of a module of its own.
+        """Refuse a program whose own module `tracer` would be shadowed by this package.
 
         Raises
         ------
         CaptureError
-            If it would.
+            If the program imports such a module.
         """
         folder = self.folder
         for theirs in (os.path.join(folder, "tracer.py"), os.path.join(folder, "tracer", "__init__.py")):

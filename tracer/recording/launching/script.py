@@ -1,9 +1,9 @@
 """``trace record script.py``: run an unmodified training script and record it.
 
-The script runs in this process as ``__main__``. Optimizers are noticed when they are made; the model is the outermost
-module that owns their parameters; losses and labels are seen in the functions of ``torch.nn.functional``, hand-written
-losses, and what becomes of sums, where ``backward`` is called on them; an epoch ends when a DataLoader that fed
-training steps is exhausted, and what it gave has been used.
+The script runs in this process as ``__main__``. Optimizers are noticed when they are made. The model is the outermost
+module that owns their parameters. Losses and labels are seen in the functions of ``torch.nn.functional``; hand-written
+losses, and sums of losses, where ``backward`` is called on them. An epoch ends when a DataLoader that fed training
+steps is exhausted and its batches have been used.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ def run(
     ----------
     program : Program
     out : path or URL
-        Of the trace; it is created at the first training step.
+        The trace, which is created at the first training step.
     captures : sequence of Capture
         What to observe.
     options : Options
     receivers : iterable of Receiver
-        Who listens live to what this process trains. One that raises `StopTraining` ends the script, without a
-        traceback: whoever gave it says why.
+        Live listeners to the training in this process. `StopTraining` from a receiver ends the script without a
+        traceback; the caller reports the reason.
     required : bool or None
-        Whether it is an error that nothing of a training was recorded. If not, it is said on stderr; None: nowhere.
+        Whether it is an error if no training was recorded. False: a warning on stderr; None: nothing.
     began : callable
         Called with the recording before the script begins.
     ended : callable, optional
-        Called when the recording has ended: before this returns, or when the process ends, if the script left threads
-        that go on until then.
+        Called when the recording has ended: before this function returns or, if the script left running threads, when
+        the process ends.
 
     Returns
     -------
@@ -77,18 +77,18 @@ def run(
     Raises
     ------
     CaptureError
-        If there is no such script or module; or, out of the script's first ``backward``, if the capture matches no
+        If there is no such script or module; or, from the script's first ``backward``, if the capture matches no
         module of its model.
     TraceError
-        If the script ended without error but no training was seen, and it is `required`.
+        If the script ended without error, no training was seen, and `required` is true.
     TraceExistsError
-        If something is at `out`; with `resume`, if it is still being recorded.
+        If something is at `out`; with `resume`, if the trace at `out` is still being recorded.
     """
     target = location(out)
     _check_target(target, options)
     code, main = program.load()
     program.check_imports(code)
-    # before the script runs, which may have what is imported logged
+    # import the libraries now: the script may log imports
     backend_of(target)
     Compression(options.compression).load(plainly=target.suffix.lower() == ".zarr")
     if options.probe and not any(one.kinds is None or {*one.kinds} & {*PROBED} for one in captures):
@@ -105,7 +105,7 @@ def run(
             error = raised
         terminated = termination.signalled()
         late = not terminated and bool(_threads())
-        if late:  # they may train on, and are waited for when the process ends
+        if late:  # threads may continue the training; the end of the process waits for them
             late_end = functools.partial(_end_late, session, stack.pop_all(), error, ended, required=bool(required))
             termination.at_exit(late_end, first=True)
         else:
@@ -113,9 +113,9 @@ def run(
     if session.refusal is not None and error is session.refusal:
         raise session.refusal
     status = _status(error)
-    if terminated and _threads():  # the signal alone would have ended them, too
+    if terminated and _threads():  # the signal would end the threads, too
         _end_at_once(status)
-    if late or os.getpid() != session.pid:  # a child that the script forked came to the script's end, too
+    if late or os.getpid() != session.pid:  # also in a forked child that reached the script's end
         return status
     if status == 0 and required is not None:
         session.check(required)
@@ -125,7 +125,7 @@ def run(
 
 
 def unwatched(program: Program) -> int:
-    """Run a program just as `run` does, but without watching or recording it; returns its exit status.
+    """Run a program as `run` does, but without watching or recording it; returns its exit status.
 
     Raises
     ------
@@ -144,15 +144,15 @@ def unwatched(program: Program) -> int:
 def captures_of(settings: Sequence[Mapping[str, Any]]) -> tuple[Capture, ...]:
     """The captures that settings describe (`Capture.from_mapping`).
 
-    A single one keeps of evaluation passes only outputs, labels and losses, as the activations of a whole test set
-    would drown the training's. Several say with their `tags` what they want.
+    A single capture is made `lighter_on_evaluation`, because the activations of a whole test set would outweigh the
+    training's. Several captures are taken as they are: their `tags` say what they take of evaluations.
     """
     captures = tuple(map(Capture.from_mapping, settings))
     return lighter_on_evaluation(captures[0]) if len(captures) == 1 else captures
 
 
 def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
-    """The same, but of passes tagged ``eval`` only the outputs, labels and losses; unless `tags` says what is wanted.
+    """A capture that, unless it has `tags`, takes only outputs, labels and losses of passes tagged ``eval``.
 
     Examples
     --------
@@ -169,11 +169,11 @@ def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
 
 
 def _check_target(target: Location, options: Options) -> None:
-    """Raise `TraceExistsError` where a trace cannot be written, before the script begins."""
-    if this_process().size > 1:  # what other ranks have begun is looked at when the first step begins
+    """Raise `TraceExistsError` if the trace cannot be written, before the script begins."""
+    if this_process().size > 1:  # parts of other ranks are checked when the first step begins
         return
     if options.resume:
-        refuse_living(target, heads(target))  # not what the script trains while another process records it
+        refuse_living(target, heads(target))  # refuse now, before the script trains
     else:
         check_target(target, overwrite=options.overwrite)
 
@@ -186,7 +186,7 @@ def _end_late(
     *,
     required: bool,
 ) -> None:
-    """End the recording of a script whose threads went on after its last line."""
+    """End the recording of a script whose threads ran on after its last line."""
     if os.getpid() != session.pid:
         return
     if termination.signalled():
@@ -196,7 +196,7 @@ def _end_late(
             session.close(error)
         if error is None:
             session.check(required)
-    except TracerError as told:  # too late for an exit status of its own
+    except TracerError as told:  # too late to change the exit status
         print(f"Error: {told}", file=sys.stderr)
     if ended is not None:
         ended()
@@ -205,9 +205,9 @@ def _end_late(
 
 
 def _threads() -> list[threading.Thread]:
-    """Threads of the script that Python would wait for before the process ends, but for the workers of executors.
+    """Threads of the script that Python waits for before the process ends.
 
-    Those end only when the process does.
+    Workers of executors are left out, because they end only with the process.
     """
     here = threading.current_thread(), threading.main_thread()
     workers = executors._threads_queues
@@ -216,13 +216,13 @@ def _threads() -> list[threading.Thread]:
 
 def _end_at_once(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # there may be none any more
+        with contextlib.suppress(Exception):  # the stream may be closed
             stream.flush()
     os._exit(status)
 
 
 def _tell_hook(error: BaseException) -> int | None:
-    """Call the script's own ``sys.excepthook``, as Python would; the exit status, if the hook says one."""
+    """Call the script's own ``sys.excepthook`` as Python would; returns the exit status if the hook raises one."""
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit as ending:
@@ -236,7 +236,7 @@ def _tell_hook(error: BaseException) -> int | None:
 
 
 def _status(error: BaseException | None) -> int:
-    """The exit status that Python itself would give, after printing what it would print."""
+    """Print what Python would print at the end of a script, and return the exit status that Python would give."""
     if error is None:
         return 0
     if isinstance(error, SystemExit):
@@ -246,7 +246,7 @@ def _status(error: BaseException | None) -> int:
         return 1
     if isinstance(error, StopTraining):
         return 1
-    # without the frames of this launcher, the traceback is the one that the script would have had
+    # skip this launcher's frames in the traceback
     own = error.__traceback__.tb_next if error.__traceback__ is not None else None
     if sys.excepthook is sys.__excepthook__:
         traceback.print_exception(type(error), error, own)

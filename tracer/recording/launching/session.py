@@ -1,4 +1,4 @@
-"""`Session`: records what a script, or a process that it started, trains."""
+"""`Session`: records the training of a script, or of a process that the script started."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Recipe:
     Attributes
     ----------
     name : str
-        What to call the script or process in a sentence.
+        The script or process in messages to users.
     out : Location
-        Of the trace.
+        The trace.
     captures : tuple of Capture
     options : Options
     member : Member
-        Which of the script's processes this is.
+        This process among the script's processes.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Recipe:
 
 
 def run_child(recipe: Recipe, work: Callable[[], None]) -> None:
-    """Do the work of a process that a recorded script started, and record what it trains."""
+    """Run the work of a process that a recorded script started, and record its training."""
     session = Session(recipe)
     error: BaseException | None = None
     try:
@@ -74,27 +74,27 @@ def run_child(recipe: Recipe, work: Callable[[], None]) -> None:
         session.close(error)
         if session.took_part:
             session.check(required=False)
-        if termination.signalled():  # as it would have ended
+        if termination.signalled():  # end by the signal, as the process would without recording
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Session:
-    """Has an exporter observe what a script trains; it is told what the script makes and does (`watching`).
+    """Lets an exporter observe the training of a script; `watching` tells it what the script makes and does.
 
     Parameters
     ----------
     recipe : Recipe
     receivers : iterable of Receiver
-        Who listens live; in this process only.
+        Live listeners, in this process only.
 
     Attributes
     ----------
     run : Run
     pid : int
-        The process that is recorded. In those that it forks, nothing is.
+        The recorded process. Its forks do nothing here.
     refusal : CaptureError or TraceError or None
-        Why the script must not train on, raised out of its next ``backward``.
+        Why the script must not train on; raised from its next ``backward``.
     """
 
     def __init__(self, recipe: Recipe, receivers: Iterable[Receiver] = ()) -> None:
@@ -110,16 +110,16 @@ class Session:
         self.run: Run = start(recipe.out, exporter, receivers, options, member=recipe.member)
         exporter.parts.clock.starting = self._begin(exporter.parts.clock.starting)
         self.epochs = Epochs(exporter)
-        self._by_hand = 0  # backwards before there was an optimizer
+        self._by_hand = 0  # calls of `backward` before the first optimizer
         self._others = False  # whether the script started processes that are not recorded
-        self._children = 0  # how many it started that are, if they train
+        self._children = 0  # processes that it started and that are recorded, if they train
         self._closed = False
         self.pid = os.getpid()
         self.refusal: CaptureError | TraceError | None = None
-        self._trouble: str | None = None  # what failed first of our own part
+        self._trouble: str | None = None  # the session's own first failure
 
     def _begin(self, starting: Callable[[], None] | None) -> Callable[[], None] | None:
-        """Let the script end where it is not known at which step it goes on, before it trains."""
+        """Wrap `starting`: if it does not find the step to resume at, the script ends before it trains."""
         if starting is None:
             return None
 
@@ -128,7 +128,7 @@ class Session:
                 starting()
             except (CaptureError, TraceError) as error:
                 self._exporter.train(False)
-                if self._recipe.member.number:  # the script and its other processes train
+                if self._recipe.member.number:  # do not stop a child: the script and its other processes train on
                     self._trouble = str(error)
                 else:
                     self.refusal = error
@@ -138,17 +138,17 @@ class Session:
 
     @property
     def recorded(self) -> bool:
-        """Whether there is a trace, or nothing is to be recorded."""
+        """Whether a trace exists, or recording is disabled."""
         recorder = self.run.recorder
         return recorder is None or recorder.writer is not None
 
     @property
     def took_part(self) -> bool:
-        """Whether anything was there that trains."""
+        """Whether the process trained anything."""
         return self._models.any_optimizer or self._by_hand > 0
 
     def check(self, required: bool) -> None:
-        """Say, with the reason as far as it can be told, that nothing was recorded; `TraceError` if it is required."""
+        """If nothing was recorded, raise `TraceError` if `required`, else warn; with the reason, if it is known."""
         if self.recorded and self._exporter.steps_seen:
             return
         if self._children and of_launch(self.run.path, self._recipe.member.process()):
@@ -160,13 +160,13 @@ class Session:
         sentence = f"{self._recipe.name} ended, but {unseen}nothing is recorded: {self._why_not()}{besides}"
         if required:
             raise TraceError(sentence)
-        with contextlib.suppress(OSError, ValueError):  # the script may have closed it
+        with contextlib.suppress(OSError, ValueError):  # the script may have closed stderr
             print(f"Warning: {sentence}", file=sys.stderr)
 
     def close(self, error: BaseException | None) -> None:
         """End the last epoch, and the trace."""
         clean = concluded(self._exporter, error)
-        closed, self._closed = self._closed, True  # it may have been interrupted at that
+        closed, self._closed = self._closed, True  # an interrupted `close` is called again
         if not closed and self._by_hand and not self._models.any_optimizer:
             self._note_by_hand("the script updates by hand, without an optimizer: each backward is taken for a step")
         elif not closed and clean and self.recorded and not self._exporter.steps_seen:
@@ -174,7 +174,7 @@ class Session:
         if clean and not closed and self._exporter.train_step > 0:
             self._exporter.parts.steps.finish()
             self._guarded("the end of the last epoch", self._exporter.epoch_finished)
-            self._exporter.parts.steps.epochs.seen = self.epochs.ended  # else this is only the end of the script
+            self._exporter.parts.steps.epochs.seen = self.epochs.ended  # the end of the script alone is no epoch's end
             if self._exporter.parts.forwards.learns_in_eval_mode:
                 why = "the model is in eval mode, so its passes count as evaluations; model.train() ends that mode"
                 self._exporter.parts.problems.note("the training's forward pass", why)
@@ -184,7 +184,7 @@ class Session:
                 self._recipe.member.end()
 
     def _why_not(self) -> str:
-        """Why nothing was recorded, as far as can be told."""
+        """The likely reason why nothing was recorded."""
         for receiver, error in self._exporter.message_bus.failures:
             if receiver is self.run.recorder:
                 return str(error)
@@ -203,7 +203,7 @@ class Session:
         self._exporter.parts.problems.note("steps", why, warn=False)
 
     def _guarded(self, what: str, work: Callable[[], None]) -> None:
-        """Do our part of a call of the script's; in a worker process that it forked, there is none."""
+        """Do this session's part in a call of the script; nothing in a worker process that the script forked."""
 
         def noting() -> None:
             try:
@@ -221,8 +221,8 @@ class Session:
         self._guarded("a new optimizer", lambda: self._add(optimizer))
 
     def group_added(self, optimizer: Optimizer) -> None:
-        """Follow a group of parameters that was added to an optimizer, or is as it is made."""
-        if optimizer in self._models.optimizers:  # else it is being made
+        """Follow a group of parameters that was added to an optimizer."""
+        if optimizer in self._models.optimizers:  # else its `__init__` adds the group; `optimizer_made` follows
             self._guarded("a new group of parameters", lambda: self._add_group(optimizer))
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
@@ -231,18 +231,18 @@ class Session:
             self._guarded("an optimizer", lambda: self._find(optimizer))
 
     def backward_begins(self, tensor: Tensor) -> None:
-        if self.refusal is not None:  # before anything is trained that was meant to be recorded
+        if self.refusal is not None:  # raised here, before a step that should be recorded
             raise self.refusal
 
     def backward_ended(self) -> None:
-        """Take note that a ``backward`` has ended that was called inside of no other."""
+        """An outermost ``backward`` has ended."""
         if not self._models.any_optimizer:
             self._guarded("a step", self._step_by_hand)
 
     def process_starts(self, process: BaseProcess) -> AbstractContextManager[None]:
-        """Have a process that the script starts meanwhile recorded, if it can be."""
+        """Record, if possible, a process that the script starts inside this context."""
         recipe = self._recipe
-        # those of such a process, or of a rank, have no rank of their own
+        # processes that a child or a rank of a launcher starts would have no rank of their own
         ours = os.getpid() == self.pid and not recipe.member.number and recipe.member.process().related
         member = recipe.member.child(self._children + 1)
         record = functools.partial(run_child, replace(recipe, name=f"{recipe.name}, {process.name},", member=member))
@@ -253,7 +253,7 @@ class Session:
         return children.recorded(process, record, self._exporter.detach)
 
     def follow(self, tell: Callable[..., None], *told: Any) -> None:
-        """Tell something to what follows the epochs of the script."""
+        """Call a method of `epochs`; a failure does not reach the script."""
         self._guarded("the end of an epoch", lambda: tell(*told))
 
     def _add(self, optimizer: Optimizer) -> None:
@@ -262,29 +262,29 @@ class Session:
         self.refusal = self._models.add(optimizer)
 
     def _add_group(self, optimizer: Optimizer) -> None:
-        """Follow an optimizer that trains more: maybe a module that is not watched yet."""
+        """Follow an optimizer's new parameters, which may belong to an unwatched module."""
         if not self._models.watches_last_group(optimizer):
             self._add(optimizer)
 
     def _find(self, optimizer: Optimizer) -> None:
-        """Follow an optimizer that was loaded or copied whole, so that its ``__init__`` was not called, and steps."""
-        self._exporter.parts.let_go()  # what it may be a copy of
+        """Follow an optimizer that steps, but was unpickled or copied, so that its ``__init__`` was never called."""
+        self._exporter.parts.let_go()  # drop the originals that it may be a copy of
         self._add(optimizer)
         if self._exporter.parts.optimizers:
             why = "its optimizer was loaded or copied whole, and is known since its first step"
             self._exporter.parts.problems.note("what came before this step", why, warn=False)
 
     def _step_by_hand(self) -> None:
-        """End a step where no optimizer can: after its backward."""
+        """Without an optimizer, end the step after its ``backward``."""
         self._by_hand += 1
         self._exporter.step()
 
 
 @contextlib.contextmanager
 def watching(session: Session) -> Iterator[None]:
-    """Tell a session what happens in the few places of torch that every training passes through.
+    """Inside this context, tell a session of calls to the few functions of torch that every training uses.
 
-    SIGTERM raises `SystemExit` meanwhile.
+    SIGTERM raises `SystemExit` inside this context.
     """
     stand_ins: tuple[tuple[type, str, Callable[..., Any]], ...] = (
         (Optimizer, "__init__", telling(Optimizer.__init__, session.optimizer_made)),

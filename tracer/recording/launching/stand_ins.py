@@ -1,4 +1,4 @@
-"""What stands in the place of functions of PyTorch's while a script runs, and tells of their calls."""
+"""Replacements for functions of PyTorch that report their calls while a script runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tracer.observing.pytorch.patches import Differentiating
 
 @contextmanager
 def replaced(owner: type, name: str, ours: Any) -> Iterator[None]:
-    """Put something in the place of an attribute; afterwards what was there is there again, whatever stands there then.
+    """Replace an attribute inside this context; on exit, restore the original even if the attribute has changed again.
 
     Examples
     --------
@@ -31,19 +31,19 @@ def replaced(owner: type, name: str, ours: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        if original is None:  # it was a parent's
+        if original is None:  # the attribute was inherited
             delattr(owner, name)
         else:
             setattr(owner, name, original)
 
 
 def called_as(original: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
-    """A stand-in that has the name, the docstring and the signature of a function."""
+    """Give a stand-in the name, the docstring and the signature of a function."""
     return functools.update_wrapper(stand_in, original, ("__name__", "__doc__"), ())
 
 
 def telling(original: Callable[..., None], tell: Callable[[Any], None]) -> Callable[..., None]:
-    """A method that tells of its object when it has returned."""
+    """A method that calls ``tell(self)`` after the original has returned."""
 
     def told(owner: Any, *args: Any, **kwargs: Any) -> None:
         original(owner, *args, **kwargs)
@@ -53,7 +53,7 @@ def telling(original: Callable[..., None], tell: Callable[[Any], None]) -> Calla
 
 
 def telling_backward(begins: Callable[[Tensor], None], ended: Callable[[], None]) -> Callable[..., None]:
-    """A ``Tensor.backward`` that tells when it begins and when it has returned, but not if it is called in itself."""
+    """A ``Tensor.backward`` that reports its begin and its end, but not those of nested calls."""
     original: Callable[..., None] = Tensor.backward
     running = Differentiating()
 

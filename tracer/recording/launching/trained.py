@@ -1,4 +1,4 @@
-"""The models that a script's optimizers train: found among the objects of the process, and watched by its exporter."""
+"""Finds the models that a script's optimizers train among the process's objects, and has the exporter watch them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tracer.observing.pytorch.identity import WeakIdentitySet
 from tracer.observing.pytorch.wrappers import unwrap
 
 _FEW = 8
-"""Optimizers at each of which, as they are made, models are looked for."""
+"""For each of the first optimizers, up to this many, models are searched."""
 _MANY = 8
-"""Of so many models at once some may be garbage that Python has not collected; then of twice as many as are left."""
+"""With this many models, some may be uncollected garbage, so it is collected; again at twice as many as remain."""
 
 
 class TrainedModels:
@@ -37,32 +37,32 @@ class TrainedModels:
     Attributes
     ----------
     optimizers : WeakIdentitySet
-        All that were added.
+        All added optimizers.
     any_optimizer : bool
-        Whether one was added.
+        Whether an optimizer was ever added.
     """
 
     def __init__(self, exporter: Exporter) -> None:
         self._exporter = exporter
         self.optimizers = WeakIdentitySet()
         self.any_optimizer = False
-        self._tensors: dict[int, Tensors] = {}  # of optimizers that train no module, while all of them are there
-        self._beside = WeakIdentitySet()  # the optimizers that trained nothing that was watched when they were added
-        self._looked = 0  # how many optimizers there were when models were looked for
-        self._many = 1  # the first one may lie in the garbage that torch leaves when it imports what it needs
+        self._tensors: dict[int, Tensors] = {}  # keeps each alive until an optimizer of its tensors is gone
+        self._beside = WeakIdentitySet()  # optimizers that trained nothing watched when they were added
+        self._looked = 0  # the number of optimizers at the last search for models
+        self._many = 1  # not `_MANY`: garbage of torch's lazy imports may keep even a first model alive
 
     def add(self, optimizer: Optimizer) -> CaptureError | None:
-        """Find the model, or the models, now that there is one more optimizer, or that one trains more.
+        """Find the models again, after an optimizer was made or has got new parameters.
 
         Returns
         -------
         CaptureError or None
-            Says that the captures match nothing of these models. Another optimizer, of another model, may mend that.
+            An error if the captures match nothing in these models. An optimizer of another model may resolve it.
         """
         exporter = self._exporter
         self.optimizers.add(optimizer)
         self.any_optimizer = True
-        if exporter.steps_seen:  # what the script is done with is not kept, nor recorded at each further step
+        if exporter.steps_seen:  # drop models that the script no longer uses, so that no step records them
             many = len(exporter.parts.models.tops) >= self._many and gc.isenabled()
             exporter.parts.let_go(collect=many)
             if many:
@@ -75,9 +75,9 @@ class TrainedModels:
         else:
             self._beside.add(optimizer)
         enders = tuple(self._that_end_steps(alive))
-        if enders != exporter.parts.optimizers.all:  # else what is known of their order still holds
+        if enders != exporter.parts.optimizers.all:  # setting the same again would forget their order
             exporter.set_optimizer(enders)
-        if not found:  # it trains tensors that are no module's; another optimizer may have a model
+        if not found:  # it trains tensors of no module; another optimizer may have a model
             exporter.train(False)
             return None
         refusal: CaptureError | None = None
@@ -89,7 +89,7 @@ class TrainedModels:
         return refusal
 
     def watches_last_group(self, optimizer: Optimizer) -> bool:
-        """Whether all that was added to an optimizer last is watched already."""
+        """Whether all parameters of an optimizer's last group are already watched."""
         return self._watches(optimizer.param_groups[-1:])
 
     def not_trained(self) -> Mapping[str, nn.Module]:
@@ -104,7 +104,7 @@ class TrainedModels:
         return {name: one for name, one in others.items() if id(one) not in inner}
 
     def _watched(self) -> set[int]:
-        """The ids of all parameters that are watched."""
+        """The ids of all watched parameters."""
         return {id(p) for _, top in self._exporter.parts.models.tops for p in walking.parameters(top)}
 
     def _watches(self, groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -114,9 +114,9 @@ class TrainedModels:
     def _that_end_steps(self, alive: Sequence[Optimizer]) -> Sequence[Optimizer]:
         """The optimizers that may end a step.
 
-        Once the training has begun, an optimizer of something that is not watched, such as an adversarial input, ends
-        none as long as there are others. What one does that is there from the beginning, such as the optimizer of a
-        temperature, the exporter learns from its steps.
+        Once the training has begun, an optimizer of unwatched tensors, such as an adversarial input, ends no step as
+        long as there are other optimizers. For optimizers that exist from the beginning, such as that of a temperature,
+        the exporter learns from their steps whether they end a step.
         """
         others = [one for one in alive if one not in self._beside]
         if len(others) in (0, len(alive)) or not (self._exporter.steps_seen or self._exporter.parts.clock.open):
@@ -126,18 +126,18 @@ class TrainedModels:
         return others
 
     def _is_watched(self, optimizer: Optimizer, count: int) -> bool:
-        """Whether one more optimizer of many trains only what is watched already.
+        """Whether no search for models is needed, because `optimizer` trains only watched parameters.
 
-        A search for models goes through all objects of the process, and some programs make an optimizer for each
-        parameter. So the search, which may also find a module around the known models, takes place for the first few
-        optimizers, and again whenever their number has doubled.
+        A search goes through all objects of the process, and some programs make an optimizer for each parameter. So a
+        search, which may also find a module around the known models, takes place for the first few optimizers, and
+        again whenever their number has doubled.
         """
         if count <= _FEW or count >= 2 * self._looked:
             return False
         return self._watches(optimizer.param_groups)
 
     def _look_for_models(self, alive: Sequence[Optimizer]) -> bool:
-        """Watch the models of all optimizers; whether there are any."""
+        """Search and watch the models of all optimizers; returns whether there are any."""
         self._looked = len(alive)
         untrained = self._exporter.steps_seen == 0 and not self._exporter.parts.clock.open
         models = models_of(alive) or self._tensors_of(alive, untrained)
@@ -153,12 +153,12 @@ class TrainedModels:
         return bool(models)
 
     def _tensors_of(self, alive: Sequence[Optimizer], untrained: bool) -> list[nn.Module]:
-        """What holds the tensors of optimizers that train no module, under the names ``parameters.N``."""
+        """A module that holds the tensors of optimizers that train no module, named ``parameters.N``; may be empty."""
         watched = set() if untrained else self._watched()
         holder = Tensors(alive, watched)
         if not holder._parameters:
             return []
-        # the exporter keeps no model that nobody else has
+        # keep the holder alive: the exporter has only weak references to models
         key = id(holder)
         self._tensors[key] = holder
         for one in alive:
@@ -169,41 +169,41 @@ class TrainedModels:
 
 
 class Tensors(nn.Module):
-    """Stands for the module of tensors that optimizers train, and that are no module's.
+    """Stands in as the module of tensors that optimizers train and that belong to no module.
 
     Parameters
     ----------
     optimizers : sequence of Optimizer
     others : set of int
-        The ids of tensors that are left out.
+        The ids of tensors to leave out.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], others: Set[int] = frozenset()) -> None:
         super().__init__()
         mine: dict[int, Any] = {id(one): one for one in walking.trained(*optimizers) if id(one) not in others}
-        # they need not be parameters
+        # not by `register_parameter`, as the tensors need not be `nn.Parameter`
         self._parameters.update({f"parameters.{number}": one for number, one in enumerate(mine.values())})
 
 
 def trains_no_module(optimizer: Optimizer) -> bool:
-    """Whether an optimizer trains nothing that a module could have as a parameter, but an input, say."""
+    """Whether an optimizer trains no `nn.Parameter`, but for example an input."""
     return not any(isinstance(one, nn.Parameter) for one in walking.trained(optimizer))
 
 
 def models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
-    """The outermost modules that own the optimizers' parameters: the largest first, else in the parameters' order."""
+    """The outermost modules that own the optimizers' parameters, sorted by their number of these, then their order."""
     tensors = map(id, walking.trained(*optimizers))
     trained = {number: place for place, number in reversed(list(enumerate(tensors)))}
-    # type(), because isinstance() would ask lazy objects of the script for their class; and in a set of all classes,
-    # because there are ten objects for each microsecond that anything else would take
+    # type(), because isinstance() would evaluate the script's lazy objects; and a set of all subclasses, because
+    # a process has so many objects that each slower test takes noticeable time
     classes = _subclasses_of(nn.Module) - {Tensors}
     objects: list[Any] = gc.get_objects() + (_at_hand() if gc.get_freeze_count() else [])
     everything = [one for one in objects if type(one) in classes and "_parameters" in vars(one)]
-    # by the class, because modules may call something else of theirs `parameters` or `modules`
+    # not by methods of the object, because a module may have other attributes named `parameters` or `modules`
     owners = [one for one in everything if any(id(p) in trained for p in walking.parameters(one))]
     inner = {id(child) for one in owners for child in walking.modules(one) if child is not one}
     roots = {id(unwrap(one)): unwrap(one) for one in owners if id(one) not in inner}
-    # a copy (an average of the weights, say) shares no parameter; a view of some layers does, and owns fewer
+    # a copy, such as an average of the weights, owns none of the parameters; a view of some layers owns fewer
     owned = [(one, [trained[id(p)] for p in walking.parameters(one) if id(p) in trained]) for one in roots.values()]
     chosen: list[nn.Module] = []
     covered: set[int] = set()
@@ -215,14 +215,14 @@ def models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
 
 
 def named_modules() -> dict[str, nn.Module]:
-    """The modules in variables of the script's running functions, and in those of the objects there; each once."""
+    """The modules in variables of the script's running functions, and in attributes of objects there; each once."""
     found: dict[int, tuple[str, nn.Module]] = {}
     for frame in frames():
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("tracer", "torch"):
             for name, value in variables_of(frame).items():
                 inside = [] if isinstance(value, ModuleType | type | nn.Module) else [*_attributes(value).items()]
                 for called, one in ((name, value), *inside):
-                    # type(), because isinstance() would ask lazy objects of the script for their class
+                    # type(), because isinstance() would evaluate the script's lazy objects
                     if issubclass(type(one), nn.Module):
                         found.setdefault(id(one), (called, one))
     return dict(found.values())
@@ -237,7 +237,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _at_hand() -> list[nn.Module]:
-    """The modules in variables of the running functions: ``gc.freeze`` keeps what was there from being listed."""
+    """The modules in variables of the running functions; after ``gc.freeze``, `gc.get_objects` does not list them."""
     found: list[Any] = []
     for frame in frames():
         found += [*variables_of(frame).values(), *frame.f_globals.values()]
@@ -246,7 +246,7 @@ def _at_hand() -> list[nn.Module]:
 
 
 def _subclasses_of(cls: type) -> set[type]:
-    """A class and all that derive from it."""
+    """A class and all its subclasses."""
     found: set[type] = {cls}
     left = [cls]
     while left:
@@ -257,7 +257,7 @@ def _subclasses_of(cls: type) -> set[type]:
 
 
 def names_of(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """What the script calls its models: the names of its global variables, else of their classes; each another."""
+    """Unique names for models: those of the script's global variables, else of their classes."""
     names: dict[str, nn.Module] = {}
     for one in models:
         called = [name for name, value in vars(sys.modules["__main__"]).items() if value is one]

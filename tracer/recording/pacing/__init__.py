@@ -1,1 +1,1 @@
-"""How often a recording takes what, so that it keeps within its bounds."""
+"""How often a recording takes each kind of message, to keep within its bounds."""

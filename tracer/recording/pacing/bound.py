@@ -1,4 +1,4 @@
-"""`Bound`: what a pacer asks at each step's end."""
+"""`Bound`: a limit that a pacer consults at the end of each step."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple, Protocol
 
 
 class Wish(NamedTuple):
-    """The factors that a bound asks of a schedule.
+    """The range of factors that a bound asks of a schedule.
 
     Attributes
     ----------
     least : mapping of str to int
-        By group. What is in force and lower breaks the bound.
+        By group; a lower factor breaks the bound.
     most : mapping of str to int
-        What is in force and higher gives away more than it has to.
+        By group; a higher factor records less than the bound allows.
     why : str
     """
 
@@ -24,10 +24,10 @@ class Wish(NamedTuple):
 
 
 class Bound(Protocol):
-    """Measures what steps take of something that is bounded."""
+    """Measures what steps take of a bounded resource."""
 
     def step_over(self, step: int, due: Sequence[str]) -> None:
-        """Take note that a training step has ended, in which these groups were due."""
+        """Measure a training step that has ended, in which the groups `due` were due."""
 
     def wish(self) -> Wish | None:
-        """What it asks of the schedule; None as long as it does not know."""
+        """The factors that the bound asks for; None as long as it asks for nothing."""

@@ -1,4 +1,4 @@
-"""`Costs`: what each group of a schedule costs a step, and how far apart its steps have to be."""
+"""`Costs`: what each group of a schedule costs in a step, and how far apart its steps must be."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Final
 from tracer.recording.pacing.schedule import GROUPS, Schedule
 
 WIDEST: Final = 1 << 20
-"""No group comes more seldom than so many times what was given."""
+"""The largest factor."""
 SHARES: Final[Mapping[str, float]] = {"losses": 0.5, "inputs": 0.7, "keyframes": 0.5, "tensors": 1.0}
-"""By group, the most that it may take of what those before it leave, before it is widened."""
+"""By group, the share of what the groups before it leave that it may take before it is widened."""
 LEAST: Final = 0.1
-"""What is not kept may take such a share of what is allowed, or of what the kept takes, if that is more."""
+"""Groups that are not kept may take at least this share of the allowed amount, or of the kept groups' if larger."""
 _LEARNS = 0.1
-"""How much of an estimate the newest step makes, once there were many."""
+"""Weight of the newest step in an estimate, after the first steps."""
 
 
 def next_factor(least: float, *, fine: bool = False) -> int:
-    """The least factor that is not below a number: a power of two, or if `fine` three halves of one, too.
+    """The smallest factor that is at least `least`: a power of two or, if `fine`, also three halves of such a power.
 
     Examples
     --------
@@ -36,8 +36,8 @@ def next_factor(least: float, *, fine: bool = False) -> int:
 class Costs:
     """Learns what each group costs in a step in which it is due.
 
-    What a step takes is that of all groups that are due. What is not accounted for by the others is that of the rarest
-    of them: so what all steps have counts for the one that always comes.
+    A step costs the sum over its due groups. Its cost beyond the estimates of the other groups is attributed to the
+    rarest due group, so the base cost of every step counts for the most frequent group.
 
     Examples
     --------
@@ -54,7 +54,7 @@ class Costs:
         self._seen = dict.fromkeys(GROUPS, 0)
 
     def learn(self, amount: float, due: Sequence[str]) -> None:
-        """Take what a step took in which these groups were due, the rarest one last."""
+        """Learn from a step that took `amount`; `due` are its groups, the rarest last."""
         if not due:
             return
         last = due[-1]
@@ -63,23 +63,23 @@ class Costs:
         self._of[last] += (own - self._of[last]) * max(_LEARNS, 1 / self._seen[last])
 
     def mean(self, schedule: Schedule) -> float:
-        """What a step takes in the mean, if the groups come as often as was given."""
+        """The mean cost of a step if the groups come as often as given."""
         return sum(self._rate(schedule, group) for group in GROUPS)
 
     def fixed(self, schedule: Schedule, kept: Collection[str]) -> float:
-        """What it takes of that for some groups."""
+        """The part of `mean` that the groups `kept` take."""
         return sum(self._rate(schedule, group) for group in kept)
 
     def factors(self, schedule: Schedule, allowed: float, *, kept: Collection[str] = ()) -> dict[str, int]:
-        """The least factors with which a step takes no more than is `allowed`, in the mean.
+        """The smallest factors with which the mean step costs no more than `allowed`.
 
         Parameters
         ----------
         schedule : Schedule
         allowed : float
-            In the unit of what was learned.
+            In the unit of `learn`.
         kept : collection of str
-            Groups that stay as often as they were given, though they alone may take more. The others then take `LEAST`.
+            Groups that come as often as given, even if they cost more than `allowed`. The others then take `LEAST`.
         """
         left, found = max(allowed, 0.0), dict[str, int]()
         for group in GROUPS:
@@ -92,7 +92,7 @@ class Costs:
             needed = rate / share if share > 0 else float(WIDEST if rate else 1)
             found[group] = next_factor(needed, fine=group == "tensors")
             left -= min(left, rate / found[group])
-        # a step whose keyframe lacks the generators or the hyperparameters would have none
+        # a keyframe is useless without its step's generators and hyperparameters, which are in the group "inputs"
         found["inputs"] = max(found["inputs"], found["losses"])
         found["keyframes"] = max(found["keyframes"], found["inputs"])
         return found

@@ -1,4 +1,4 @@
-"""`FirstStep`: what a recording will take, as soon as one step of it is there."""
+"""`FirstStep`: estimates the size of a recording from its first step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tracer.stores.locations import Location
 
 
 class Outlook(NamedTuple):
-    """What a recording will take.
+    """An estimate of the space that a recording takes.
 
     Attributes
     ----------
     bytes_per_step : float
-        In the mean over many steps, before compression, as far as the first one tells.
+        Mean over many steps, before compression, extrapolated from the first step.
     free_bytes : int or None
-        Of the disk; None if the trace is on no disk of this machine.
+        Free bytes on the disk; None if the trace is not on a local disk.
     """
 
     bytes_per_step: float
@@ -30,16 +30,16 @@ class Outlook(NamedTuple):
 
 @final
 class FirstStep:
-    """Adds up what the first step that is recorded takes, and tells when it is over.
+    """Adds up the bytes of the first recorded step, and reports an `Outlook` when the step is over.
 
     Parameters
     ----------
     path : Location
-        Of the trace.
+        The trace.
     exporter : Exporter
     recorder : Recorder
     tell : callable
-        Called once, with an `Outlook`, between two steps.
+        Called once, between two steps, with an `Outlook`.
     """
 
     def __init__(self, path: Location, exporter: Exporter, recorder: Recorder, tell: Callable[[Outlook], None]) -> None:
@@ -52,13 +52,13 @@ class FirstStep:
 
     def _hear(self, message: Message) -> None:
         if clock_of(message.kind) == "epoch" or (message.kind == "generators" and message.leaf != "torch"):
-            return  # most steps have none
+            return  # most steps have no such messages
         capture = self._exporter.parts.demand.capture_of(message.kind, message.key, message.tag)
         share = 1.0 if capture is None or message.tag != DEFAULT_TAG else capture.burst / capture.every
         self._bytes += message_bytes(message) * share
 
     def step_over(self) -> None:
-        """Tell, if anything was recorded of the step."""
+        """Report, if anything was recorded in the step."""
         if self._tell is None or not self._bytes:
             return
         tell, self._tell = self._tell, None

@@ -13,15 +13,15 @@ from tracer.stores.locations import Location
 
 MOST: Final = 1 << 30
 SHARE: Final = 0.02
-"""By default, the floor is so many bytes, or such a share of the file system, whichever is less."""
+"""The default floor is `MOST` bytes or `SHARE` of the file system, whichever is less."""
 _NEXT = 3
-"""How many times as large as the largest step so far the next one may be."""
+"""The next step may be this many times as large as the largest so far."""
 _EVERY_BYTES: Final = 1 << 20
 _EVERY_SECONDS: Final = 1.0
 
 
 def disk_of(path: Location) -> Path | None:
-    """The folder of the file system that a local path is on, or will be; None of a URL."""
+    """The nearest existing folder of a local path, which tells its file system; None for a URL."""
     if not isinstance(path, Path):
         return None
     absolute = path.absolute()
@@ -36,20 +36,20 @@ def free_bytes(folder: Path) -> int:
 
 @final
 class FreeDisk:
-    """Looks how much of a disk is free when a step is over; where that is too little, nothing more is recorded.
+    """Checks the free space of a disk after steps, and ends the recording if it is too low.
 
-    There has to be room for a step of three times as many bytes as the largest so far, above what stays free: the first
-    keyframe has no states of the optimizer, of which Adam has two for each parameter.
+    Above the floor, there must be room for a step three times as large as the largest so far: the first keyframe has
+    no optimizer states, and later Adam has two for each parameter.
 
     Parameters
     ----------
     folder : Path
-        On the file system that it looks at.
+        A folder on the file system.
     floor : int or None
         Bytes that stay free. By default `MOST`, or `SHARE` of the file system if that is less.
     exporter : Exporter
     recorder : Recorder
-        What waits for it is still written.
+        Its waiting messages are still written.
     """
 
     def __init__(self, folder: Path, floor: int | None, exporter: Exporter, recorder: Recorder) -> None:
@@ -61,12 +61,12 @@ class FreeDisk:
         self._exporter = exporter
         self._recorder = recorder
         self._seen = 0
-        self._before = 0  # bytes, when the last step was over
+        self._before = 0  # bytes at the end of the last step
         self._largest = 0  # bytes of the largest step
         self._looked = float("-inf")
 
     def step_over(self) -> None:
-        """Look, if much was recorded since the last time, or that was long ago; not where the floor is 0."""
+        """Check the disk, if much was recorded or much time has passed since the last check, unless the floor is 0."""
         if not self._floor:
             return
         recorder, now = self._recorder, time.monotonic()
@@ -77,7 +77,7 @@ class FreeDisk:
         self._seen, self._looked = recorder.seen_bytes, now
         try:
             free = free_bytes(self._folder)
-        except OSError:  # the writer will say what is wrong with it
+        except OSError:  # the writer will report the error
             return
         if free - recorder.waiting_bytes < self._floor + _NEXT * self._largest:
             recorder.stop("min_free_disk", self._floor, self._exporter.parts.clock.step)

@@ -1,4 +1,4 @@
-"""`KeyframeSpread`: takes large keyframes less and less often, because a run may be long."""
+"""`KeyframeSpread`: makes large keyframes rarer as a run goes on."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tracer.recording.recorder import Recorder
 
 @final
 class KeyframeSpread:
-    """Leaves keyframes as often as was given until they have taken so many bytes, and then spreads them.
+    """Leaves keyframes as often as given until they have taken `free` bytes, and then spreads them.
 
-    From then on they come as `spread_factor` says: each time that the steps double, there are as many more of them.
+    From then on `spread_factor` spaces them: each doubling of the steps adds the same number of keyframes.
 
     Parameters
     ----------
     free : int
-        Bytes that the steps with keyframes may take before.
+        Bytes that steps with keyframes may take before keyframes are spread.
     schedule : Schedule
     recorder : Recorder
     """
@@ -42,7 +42,7 @@ class KeyframeSpread:
             self._taken += now - before
 
     def wish(self) -> Wish | None:
-        """How much rarer keyframes are to be."""
+        """The factor of the keyframes."""
         spacing = self._schedule.spacing("keyframes")
         if spacing is None or self._taken <= self._free:
             return None

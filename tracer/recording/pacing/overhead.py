@@ -1,4 +1,4 @@
-"""`OverheadBound`: keeps the CPU time that a recording takes below a share of the training's own."""
+"""`OverheadBound`: keeps the CPU time of a recording below a share of the training's own."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from tracer.recording.pacing.schedule import Schedule
 from tracer.recording.recorder import Recorder
 
 _COLD_STEPS = 2
-"""The first steps, in which libraries are imported and files are made, are not measured."""
+"""The first steps, which import libraries and create files, are not measured."""
 _EAGER_STEPS = 8
-"""After each of so many steps the writer is woken, so that its clock tells early what it costs."""
+"""The writer is woken after each of the first steps, so that its clock tells early what writing costs."""
 _HORIZON = 64
-"""What was taken too much is made up for in about twice so many steps, by half of what they may take at most."""
+"""An excess is paid back over about twice this many steps, with at most half of what they may take."""
 _LONGEST = 3.0
-"""How many times as long as the mean a step counts, at most."""
+"""The longest time that counts for a step, as a multiple of the mean step."""
 _AIM = 0.9
-"""Share of the bound that is aimed at, because not all of the cost goes through the gate."""
+"""The share of the bound to aim at, because the gate does not measure all of the cost."""
 _PATIENCE = 60.0
-"""Seconds more than the bound allows after which inputs become rarer, too.
+"""Seconds beyond the bound after which inputs become rarer, too.
 
 Until then any step can be run again, and a short run may take a little longer.
 """
 _OF_PROBES = 0.2
 """Share of the bound that probes may take."""
 _SLACK = 0.8
-"""A schedule becomes narrower if it then takes less than such a share of what it may."""
+"""A schedule becomes narrower only if it then takes less than this share of what is allowed."""
 _A_MESSAGE, _A_BYTE = 25e-6, 1e-9
-"""Seconds that the writer takes, at a guess."""
+"""A first guess at the seconds that the writer takes for a message and for a byte."""
 _DOUBT = 5e-3
-"""Seconds of the writer that would count as much as that guess."""
+"""The weight of that guess, in seconds of the writer's time."""
 _FORGETS = 0.98
-"""What is left in a step of what was known of the writer a step ago."""
+"""The factor by which older measurements of the writer lose weight at each step."""
 
 
 class _Clocks(NamedTuple):
-    """The clocks at the end of a step, in seconds of CPU time, and how much the recorder was given."""
+    """At the end of a step: clocks in seconds of CPU time, and the messages and bytes that the recorder got so far."""
 
     thread: int
     training: float
@@ -56,23 +56,23 @@ class _Clocks(NamedTuple):
 
 @final
 class OverheadBound:
-    """Measures what a recording takes of a training's CPU time.
+    """Measures the share of a training's CPU time that a recording takes.
 
-    Of the training's thread that is all that goes through the exporter's gate: hooks, copies, hashes, statistics, and
-    what live receivers do. It is compared with the rest of the thread's time in the same steps. The writer's time is
-    compared with that of all threads of the process. As it comes later, it is told of the messages of a step and their
-    bytes: by a guess, times how far guesses were off so far.
+    In the training's thread, the recording takes the time inside the exporter's gate: hooks, copies, hashes,
+    statistics, and live receivers. It is compared with the rest of the thread's time in the same steps. The writer's
+    time is compared with that of all threads of the process. The writer works after the step, so a step's share of it
+    is estimated from the step's messages and bytes, and corrected by the ratio of measured to estimated time so far.
 
     Parameters
     ----------
     bound : float
-        The share that the recording may take of what the training takes without it.
+        The most that the recording may take, relative to the training's time without it.
     schedule : Schedule
     meter : Meter
-        Of the exporter's gate.
+        The clock of the exporter's gate.
     recorder : Recorder
     probes : Probes
-        Of the exporter. They are due at times of their own.
+        The exporter's probes, which have their own schedule.
     credit : float
         Seconds that the recording may take before the bound holds.
     """
@@ -95,17 +95,17 @@ class OverheadBound:
         self._steps = 0
         self._last: _Clocks | None = None
         self._bare = 0.0  # seconds of a step without a recorder
-        self._spread = 1.0  # of what the process takes without a recorder, the share of the training's thread
+        self._spread = 1.0  # the training thread's share of the process's time without a recorder
         self._probes = probes
         self._credit = credit
-        self._debt = 0.0  # seconds that were taken too much and are to be made up for
-        self._excess = 0.0  # seconds that were taken too much so far
+        self._debt = 0.0  # seconds beyond the bound that are still to be paid back
+        self._excess = 0.0  # seconds beyond the bound so far
         self._kept: tuple[str, ...] = ("losses", "inputs")
-        # seconds that the writer took, and that it was thought to take; old ones count less
+        # the writer's measured and estimated seconds; older steps count less
         self._writer = (_DOUBT, _DOUBT)
 
     def step_over(self, step: int, due: Sequence[str]) -> None:
-        """Read the clocks."""
+        """Read the clocks, and update the costs and the debt."""
         if self._steps < _COLD_STEPS + _EAGER_STEPS:
             self._recorder.wake()
         self._steps += 1
@@ -115,7 +115,7 @@ class OverheadBound:
             return
         own = now.own - last.own
         bare = max(now.training - last.training - own, 0.0)
-        if self._steps > _COLD_STEPS + _EAGER_STEPS:  # an evaluation before a step is no part of what a step takes
+        if self._steps > _COLD_STEPS + _EAGER_STEPS:  # a longer step may include an evaluation before it
             bare = min(bare, _LONGEST * self._bare)
         writer = now.writer - last.writer
         guess = _A_MESSAGE * (now.messages - last.messages) + _A_BYTE * (now.nbytes - last.nbytes)
@@ -137,7 +137,7 @@ class OverheadBound:
         self._excess += taken - self._bound * bare
         if self._excess > _PATIENCE:
             self._kept = ("losses",)
-        # what is not made rarer is no debt
+        # the kept groups make no debt, because they are not made rarer
         fixed = self._costs.fixed(self._schedule, self._kept)
         may = max(self._bound * bare, fixed + LEAST * max(self._bound * bare, fixed))
         most = self._bound * self._bare * _HORIZON
@@ -157,7 +157,7 @@ class OverheadBound:
         )
 
     def wish(self) -> Wish | None:
-        """The factors at which the bound holds, and what is owed is paid back."""
+        """The factors with which the bound holds and the debt is paid back."""
         if self._steps <= _COLD_STEPS or self._credit > 0:
             return None
         bound = self._bound * self._bare
@@ -169,7 +169,7 @@ class OverheadBound:
         return Wish(least, most, why)
 
     def shortfall(self) -> str | None:
-        """What is not made rarer and takes more than all that is allowed, in a sentence; None if it does not."""
+        """A sentence if the kept groups alone take more than the bound allows, else None."""
         fixed = self._costs.fixed(self._schedule, self._kept)
         if self._steps < _COLD_STEPS + _HORIZON or not self._bare or fixed <= self._bound * self._bare:
             return None

@@ -1,4 +1,4 @@
-"""`Pacer`: puts schedules in force, as the bounds of a recording ask for."""
+"""`Pacer`: adapts the schedule of a recording to its bounds."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tracer.recording.pacing.thinning import BytesBound
 from tracer.recording.recorder import Recorder
 
 _SHORTEST = 16
-"""Steps from one change of a schedule to the next, at least, unless that is urgent."""
+"""The fewest steps between two changes of a schedule, unless a change is urgent."""
 _SHARE = 4
-"""And at least one of so many steps that there were, so that a long run does not change its mind all the time."""
+"""The steps between two changes are also at least ``1 / _SHARE`` of all steps, so that long runs change rarely."""
 _URGENT = 2
-"""A change is urgent if what is in force is so many times too narrow."""
+"""A change is urgent if a factor must grow at least this many times."""
 
 
 @final
 class Pacer:
-    """Asks its bounds when a step is over, and has the next one observed as often as they allow.
+    """Consults the bounds after each step, and has the next steps observed as often as they allow.
 
-    Each change stands in the trace, as a note. So which steps a trace has of a stream follows from what stands in it.
+    A note in the trace tells each change, so that a reader can derive which steps the trace has of a stream.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class Pacer:
     recorder : Recorder
     bounds : sequence of Bound
     overhead : OverheadBound, optional
-        That of them which may ask for what cannot be.
+        The one among `bounds`, if any; it may find that its bound cannot be kept.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class Pacer:
         self._bounds = bounds
         self._overhead = overhead
         self._steps = 0
-        self._changed = 0  # after how many steps it changed last
+        self._changed = 0  # the number of steps at the last change
         exporter.set_schedule(schedule.captures)
 
     @classmethod
     def of(cls, options: Options, exporter: Exporter, recorder: Recorder) -> Pacer | None:
-        """The pacer of a recording; None if nothing asks for one."""
+        """The pacer of a recording; None if the options have no bound that needs pacing."""
         budget = recorder.budget if recorder.budget is not None and recorder.budget.thins else None
         schedule = Schedule(exporter.captures, bursts=budget is None)
         bounds: list[Bound] = []
@@ -74,7 +74,7 @@ class Pacer:
         return cls(schedule, exporter, recorder, bounds, overhead) if bounds else None
 
     def step_over(self) -> None:
-        """Let the bounds take note of the step that has ended, and widen or narrow the schedule."""
+        """Let the bounds measure the step that has ended, and widen or narrow the schedule."""
         last = self._exporter.parts.clock.last
         if last is None or self._recorder.closed:
             return

@@ -1,4 +1,4 @@
-"""`Schedule`: how often each group of what is recorded comes, as bounds widen and narrow it."""
+"""`Schedule`: how often each group of kinds is recorded; bounds widen and narrow it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, KINDS
 from tracer.observing.capture import Capture
 
 GROUPS: Final = ("losses", "inputs", "keyframes", "tensors")
-"""What is widened together, from what is kept for the longest to what is given up first.
+"""Kinds that are widened together, from the group that is kept longest to the group that is given up first.
 
-``losses`` are losses and the beginnings and ends of steps; ``inputs`` what steps are run again with: inputs, sample
-ids, labels, generators and hyperparameters as they are; ``keyframes`` what a capture of keyframes takes; ``tensors``
-all else.
+``losses``: losses and the beginnings and ends of steps. ``inputs``: the data with which a step can be run again
+(inputs, sample ids, labels, generators and hyperparameters, not their hashes or statistics). ``keyframes``: captures of
+keyframes. ``tensors``: everything else.
 """
 _INPUTS = frozenset(("input_data", "sample_ids", "input_labels", "generators", "hyperparameters"))
 _LOSSES = frozenset(("loss", "loss_terms"))
 
 
 def group_of(capture: Capture, kind: str) -> str | None:
-    """The group of a kind in a capture; None of epochs, which no step counts, and of probes.
+    """The group of a kind in a capture; None for kinds that are not counted by steps (epochs), and for probes.
 
-    Of a capture of evaluations alone, all but losses becomes rarer with inputs.
+    In a capture of evaluations only, all kinds but losses belong to ``inputs``.
 
     Examples
     --------
@@ -46,20 +46,20 @@ def group_of(capture: Capture, kind: str) -> str | None:
 
 
 class _Piece(NamedTuple):
-    """Some kinds of a capture that was given, which are widened together.
+    """The kinds of a given capture that belong to a group.
 
     Attributes
     ----------
     number : int
-        Of the capture that was given.
+        The capture's index.
     group : str or None
-        None: it is never widened.
+        None: never widened.
     whole : bool
-        Whether it has all kinds of that capture.
+        Whether the piece has all kinds of its capture.
     capture : Capture
-        With the kinds, as often as was given.
+        The kinds, as often as given.
     of_steps : bool
-        Whether training steps have it.
+        Whether the piece takes training steps.
     """
 
     number: int
@@ -81,25 +81,25 @@ def _pieces(captures: Iterable[Capture]) -> Iterator[_Piece]:
 
 
 class Schedule:
-    """The captures in force: each as often as it was given, or more seldom by a factor.
+    """The captures in force: each as often as given, or rarer by a factor.
 
-    Where there are keyframes, inputs can become rarer in bursts: each of some keyframes is followed by steps that all
-    have inputs, so that these can be run again from it. Evaluations then stay as they were given.
+    With keyframes, inputs can become rarer in bursts: some keyframes are followed by steps that all have inputs, so
+    that these steps can be run again from the keyframe. Evaluations then come as often as given.
 
     Parameters
     ----------
     captures : iterable of Capture
-        As they were given. The first one that takes a stream decides on it.
+        As given. The first capture that takes a stream decides on it.
     bursts : bool
         Whether inputs become rarer in bursts. A bound of bytes needs them evenly spread, because its phases may be
-        shorter than what lies between two keyframes.
+        shorter than the distance between two keyframes.
 
     Attributes
     ----------
     factors : dict of str to int
-        By group, how many times wider than given the steps are apart.
+        By group, how many times rarer than given.
     captures : tuple of Capture
-        Those in force, which are more than were given where the kinds of one are of several groups.
+        The captures in force. A given capture with kinds of several groups is split.
 
     Examples
     --------
@@ -117,12 +117,12 @@ class Schedule:
         self.captures = tuple(one.capture for one in self._pieces)
 
     def spacing(self, group: str) -> int | None:
-        """How many steps apart a group was asked for; None if no capture takes it."""
+        """The given distance in steps between a group's messages; None if no capture takes the group."""
         taken = (one.capture.every for one in self._pieces if one.group == group and one.of_steps)
         return min(taken, default=None)
 
     def due(self, step: int) -> tuple[str, ...]:
-        """The groups that are due in a training step, from the one that comes most often to the rarest."""
+        """The groups that are due in a training step, from the most frequent to the rarest."""
         found = {
             str(piece.group)
             for piece, capture in zip(self._pieces, self.captures, strict=True)
@@ -134,10 +134,10 @@ class Schedule:
         return (self.spacing(group) or 1) * self.factors[group]
 
     def widen(self, factors: Mapping[str, int]) -> list[dict[str, Any]]:
-        """Put factors in force; what changes with them, as JSON.
+        """Put factors in force, and return the changes as JSON.
 
-        Of each capture that changes its ``capture``, the number among those that were given, its ``kinds``, unless all
-        of that capture changes, and ``every`` and ``burst``, before and after.
+        Each change has ``capture``, the index of the given capture; ``kinds``, unless all kinds of that capture change;
+        and ``every`` and ``burst``, as lists of the values before and after.
         """
         before, self.factors = self.captures, {**self.factors, **factors}
         self.captures = tuple(map(self._in_force, self._pieces))

@@ -1,4 +1,4 @@
-"""`BytesBound`: spreads a bound of bytes over a run of which nobody knows how long it will be."""
+"""`BytesBound`: spreads a bound of bytes over a run of unknown length."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tracer.recording.pacing.schedule import GROUPS, Schedule
 
 @final
 class BytesBound:
-    """Makes the steps that are recorded rarer as a budget is used up.
+    """Makes the recorded steps rarer as a budget is used up.
 
-    The budget is spent in phases. In the first one, everything is recorded as it was asked for, until half of the
-    budget is spent. Each later phase is as long as all steps before it, and may spend a part of what is left then: a
-    third, a quarter, and so on. So after twenty phases, which are a million times the steps of the first one, a
-    twentieth of the budget is still there.
+    The budget is spent in phases. In the first phase everything is recorded as often as given, until half of the
+    budget is spent. Each later phase is as long as all steps before it, and may spend a part of the remaining budget:
+    a third, a quarter, and so on. After twenty phases, a million times the steps of the first, a twentieth of the
+    budget remains.
 
     Parameters
     ----------
@@ -33,17 +33,17 @@ class BytesBound:
         self._steps = 0
         self._phase = 0
         self._limit: int | None = None  # bytes at which the phase ends
-        self._end: int | None = None  # steps at which it ends; None: whenever its bytes are spent
+        self._end: int | None = None  # number of steps at which the phase ends; None: only when its bytes are spent
         self._factors = dict.fromkeys(GROUPS, 1)
 
     def step_over(self, step: int, due: Sequence[str]) -> None:
-        """Count what the step takes, and begin the next phase if this one is over."""
+        """Count the bytes of the step, and begin the next phase if the current phase is over."""
         budget = self._budget
         self._steps += 1
         if self._limit is None:
             self._limit = (budget.spent + budget.max_bytes) // 2
-        if budget.total > budget.max_bytes:  # it will be left out
-            if due:  # more seldom, whatever the estimates say
+        if budget.total > budget.max_bytes:  # the step will be left out
+            if due:  # widen, whatever the estimates are
                 self._factors[due[-1]] *= 2
             return
         self._costs.learn(budget.of_step, due)

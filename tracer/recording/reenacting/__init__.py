@@ -1,1 +1,1 @@
-"""Steps of a recorded run, run again from a keyframe by the script that trained, and compared with the recording."""
+"""Runs steps of a recorded run again, from a keyframe and by the script that trained, and compares the results."""

@@ -1,4 +1,4 @@
-"""Has the DataLoaders of a script give the datapoints that a recorded run had."""
+"""Makes the DataLoaders of a script give the datapoints of a recorded run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tracer.recording.reenacting.recorded import BatchOf
 
 
 class Batches:
-    """Chooses the datapoints of each batch that a training draws: those of the forward that the batch will be for.
+    """Chooses the datapoints of each batch that a training draws: those of the recorded forward it will be used in.
 
-    Which forward that is follows from the step, from how many forwards it had, and from how many batches were drawn and
-    not used so far. Batches that are drawn in eval mode, without gradients or under a tag are left to the script. So
-    are those of a data set that is too small for them.
+    That forward follows from the step, the step's forwards so far, and the number of batches that were drawn and not
+    yet used. The script's own batches are kept in eval mode, without gradients, under a tag, and if the data set is too
+    small to have the recorded datapoints.
 
     Parameters
     ----------
     recorded : sequence of BatchOf
-        The sample ids of the forwards, in their order.
+        The sample ids of the recorded forwards, in order.
     exporter : Exporter
     """
 
@@ -36,19 +36,19 @@ class Batches:
         self._steps = [one.step for one in recorded]
         self._places = {(one.step, one.model, one.call): place for place, one in enumerate(recorded)}
         self._pulls = Pulls()
-        self._next = 0  # the place of the forward that comes next
+        self._next = 0  # the place of the next forward
 
     # -- what DataLoaders ask and tell ------------------------------------------------------------------------
 
     def chosen(self, iterator: Any) -> Sequence[int] | None:
-        """The datapoints of the batch that is drawn next."""
+        """The datapoints of the next batch; None: the script's own."""
         if not self._is_training:
             return None
         batch = next(islice(self._coming(), len(self._pulls.waiting), None), None)
         return None if batch is None or not _can_have(iterator._dataset, batch.ids) else batch.ids
 
     def pulled(self, iterator: object, ids: Sequence[int], batch: Any) -> None:
-        """Take note of a batch."""
+        """Note a batch that was drawn."""
         if self._is_training:
             self._pulls.add(iterator, ids, batch, self._exporter.parts.forwards.seen)
 
@@ -58,7 +58,7 @@ class Batches:
         return is_grad_enabled() and parts.passes.user_tag is None and any(top.training for _, top in parts.models.tops)
 
     def _coming(self) -> Iterator[BatchOf]:
-        """The batches of the forwards to come. One that several forwards in a row share comes once."""
+        """The batches of the next forwards; a batch that consecutive forwards share comes once."""
         place = max(self._next, bisect_left(self._steps, self._exporter.parts.clock.step))
         before: Sequence[int] | None = None
         for one in self._recorded[place:]:
@@ -69,7 +69,7 @@ class Batches:
     # -- what the model is given ------------------------------------------------------------------------------
 
     def forward_begins(self, name: str, call: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Take note of a training forward of the model, or of one of several: of its number in the step."""
+        """Note a training forward of a model: `call` is its number in the step."""
         place = self._places.get((self._exporter.parts.clock.step, name, call))
         forwards = None if name else self._exporter.parts.forwards.seen
         if self._pulls.of_forward(arguments_of(args, kwargs), forwards) is None and place is not None:
@@ -79,7 +79,7 @@ class Batches:
 
 
 def _can_have(dataset: Any, ids: Sequence[int]) -> bool:
-    """Whether a data set has so many datapoints that it may be the one that these are of."""
+    """Whether a data set is large enough to have the datapoints `ids`."""
     try:
         count = len(dataset)
     except (TypeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""Compares what a re-enactment gives with what was recorded, value by value, and says what came out."""
+"""Compares the values of a re-enactment with the recorded values, and gives the verdict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tracer.recording.reenacting.recorded import Place, Recorded, RecordedStep
 
 
 def steps_named(steps: tuple[int, int]) -> str:
-    """A range of steps, in a sentence.
+    """Names a range of steps in a sentence.
 
     Examples
     --------
@@ -28,17 +28,17 @@ def steps_named(steps: tuple[int, int]) -> str:
 
 @dataclass(frozen=True)
 class Departure:
-    """The first value that a re-enactment gave otherwise than it was recorded.
+    """The first value of a re-enactment that differs from the recorded value.
 
     Attributes
     ----------
     step : int
     kind, module, leaf, call
-        Of the message.
+        The message's.
     missing : bool
         Whether the re-enactment gave no such value at all.
     by : float or None
-        The largest difference of two numbers, where both tensors are known.
+        The largest absolute difference of two elements, if both tensors are known.
     """
 
     step: int
@@ -53,7 +53,7 @@ class Departure:
         place = Place(self.kind, self.module, self.leaf, self.call)
         if self.missing:
             return f"{place} of step {self.step:,} did not come"
-        if self.kind == "input_data":  # what was recorded is given as it was, so these came from the data set
+        if self.kind == "input_data":  # recorded inputs are given as recorded, so a different input is the data set's
             return f"{place} of step {self.step:,} is different: the data set has changed, or is drawn from at random"
         size = "" if self.by is None else f", by {self.by:.3g} at most"
         return f"{place} of step {self.step:,} is different{size}"
@@ -61,20 +61,20 @@ class Departure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a re-enactment came to.
+    """The result of a re-enactment.
 
     Attributes
     ----------
     keyframe : int
-        The step with whose state it began.
+        The step whose keyframe it began with.
     steps : (int, int)
-        The steps that were asked for; the second is not among them.
+        The requested global steps; the end is excluded.
     compared, equal : int
-        How many values were compared with recorded ones, and how many were the same to the bit.
+        How many values were compared with recorded values, and how many were equal to the bit.
     complete : bool
         Whether all steps were run.
     first : Departure or None
-        What was different first.
+        The first difference.
     """
 
     keyframe: int
@@ -86,7 +86,7 @@ class Verdict:
 
     @property
     def identical(self) -> bool:
-        """Whether all steps were run, and all that could be compared was equal."""
+        """Whether all steps were run, and all compared values were equal."""
         return self.complete and self.first is None
 
     def __str__(self) -> str:
@@ -100,29 +100,29 @@ class Verdict:
         return f"{said}: all {self.compared:,} values that were recorded are equal to the bit"
 
     def describe(self) -> dict[str, Any]:
-        """It as JSON, for a trace."""
+        """The verdict as JSON, for a trace."""
         return asdict(self) | {"steps": list(self.steps), "identical": self.identical}
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Verdict:
-        """The verdict that `describe` described."""
+        """The verdict from the JSON of `describe`."""
         fields = {name: told[name] for name in ("keyframe", "compared", "equal", "complete")}
         first = told.get("first")
         return cls(**fields, steps=tuple(told["steps"]), first=None if first is None else Departure(**first))
 
 
 class Comparison(Receiver):
-    """Listens to a re-enactment, and compares what it gives with a recording.
+    """Compares the messages of a re-enactment with a recording.
 
     Parameters
     ----------
     recorded : Recorded
     keyframe : int
-        The step with which it begins.
+        The step whose keyframe the re-enactment begins with.
     steps : (int, int)
-        Those that were asked for.
+        The requested global steps; the end is excluded.
     step_over : callable
-        Called at the end of each step with what has come out so far.
+        Called at the end of each step with the verdict so far.
     """
 
     name = "comparison"
@@ -140,11 +140,11 @@ class Comparison(Receiver):
         self._last = -1
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """Everything of the training."""
+        """All messages of the training."""
         return tag in (None, DEFAULT_TAG)
 
     def receive(self, message: Message) -> Iterable[Message]:
-        """Compare a message, if something was recorded to compare it with."""
+        """Compare a message with its recorded value, if there is one."""
         if message.kind == "batch_finished":
             self._count_missing(message.global_step)
             self._step_over(self.verdict)
@@ -170,7 +170,7 @@ class Comparison(Receiver):
             self._first = Departure(message.global_step, kind, message.key, message.leaf, message.call, by=by)
 
     def _count_missing(self, step: int) -> None:
-        """Count what was recorded of a step, and did not come."""
+        """Count recorded values of a step that the re-enactment did not give."""
         found = self._recorded.step(step)
         for place in [*found.values, *found.hashes]:
             if place not in self._seen:
@@ -182,6 +182,6 @@ class Comparison(Receiver):
 
     @property
     def verdict(self) -> Verdict:
-        """What has come out so far."""
+        """The verdict so far."""
         over = self._last >= self._steps[1] - 1
         return Verdict(self._keyframe, self._steps, self._compared, self._equal, over, self._first)

@@ -1,4 +1,4 @@
-"""Gives a script what a recorded run had: the state of a keyframe, then in each step its inputs, labels and numbers."""
+"""Feeds a script with a recorded run: a keyframe's state, then each step's inputs, labels and hyperparameters."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from tracer.recording.reenacting.recorded import Keyframe, Place, Recorded, Reco
 
 
 class Ended(SystemExit):
-    """Ends a script that is run again, because what was asked for is there, or cannot be had."""
+    """Ends a script that is run again, because the requested steps are done or cannot be run."""
 
 
 class Feed:
-    """Lets a training that an exporter observes go through steps of a recorded run.
+    """Lets a training that an exporter observes repeat steps of a recorded run.
 
-    The script first takes a step of its own, which is not recorded, so that what comes before a forward is done
-    with the generators that the run had there. Then the model gets the state of the keyframe. The tensors that the
-    script gives its model and its losses keep their identity and get the recorded numbers. Where the run has sample
-    ids, the script's DataLoaders give these datapoints, from the first step on.
+    The script first takes a step of its own, which is not recorded, so that code between this step and the next
+    forward draws from the generators as in the run. Then the model gets the state of the keyframe. The tensors that the
+    script gives its model and its losses keep their identity and get the recorded numbers. If the run has sample ids,
+    the script's DataLoaders give these datapoints from the first step on.
 
     Parameters
     ----------
     recorded : Recorded
     keyframe : Keyframe
-        Where it begins.
+        The state to begin with.
     stop : int
-        The step after the last one.
+        The step after the last.
     exporter : Exporter
 
     Attributes
     ----------
     over : bool
-        Whether the script is to be ended before it goes on with the training.
+        Whether the script is to be ended before it continues the training.
     refusal : CaptureError or None
         Why the script was ended, if it could not be fed.
     """
@@ -70,18 +70,18 @@ class Feed:
         self._exporter = exporter
         self._restored = False
         self._counts = Counts()
-        self._ahead = False  # whether the inputs of the next forward are fed already
+        self._ahead = False  # whether the inputs of the next forward are already fed
         self.over = False
         self.refusal: CaptureError | None = None
 
     @contextlib.contextmanager
     def feeding(self, own_steps: int = 1) -> Iterator[None]:
-        """Feed the training meanwhile.
+        """Feed the training inside this context.
 
         Parameters
         ----------
         own_steps : int
-            Steps that the training takes of its own first, if the run had as many before the keyframe.
+            Unfed steps that the training takes first; at most as many as the run had before the keyframe.
         """
         parts = self._exporter.parts
         first = max(0, self._keyframe.at.global_step - own_steps)
@@ -94,7 +94,7 @@ class Feed:
         parts.passes.fed = functools.partial(self._guarded, self._inputs)
         parts.losses.fed = functools.partial(self._guarded, self._labels)
         steps = before_any_step(functools.partial(self._guarded, self._optimizer_steps))
-        # called after the hooks of an optimizer's own, among which the exporter's ends the step
+        # global hooks are called after an optimizer's own hooks, and so after the exporter's, which ends the step
         stepped = register_optimizer_step_post_hook(functools.partial(self._guarded, self._optimizer_stepped))
         scaling = replaced(GradScaler, "scale", self._scaling(GradScaler.scale))
         try:
@@ -109,7 +109,7 @@ class Feed:
             stepped.remove()
 
     def _guarded(self, work: Callable[..., None], *args: Any) -> None:
-        """Do what feeds the script; end the script where that cannot be done."""
+        """Call `work`, which feeds the script; if it fails, end the script."""
         if is_dynamo_compiling():
             return
         try:
@@ -119,7 +119,7 @@ class Feed:
             raise Ended(0) from error
 
     def _is_fed(self) -> bool:
-        """Whether the open step, or the next one, is one of the run. Before the first one, the state is put back."""
+        """Whether the open or next step is fed. Before the first fed step, the keyframe's state is restored."""
         clock = self._exporter.parts.clock
         if self.over:
             raise Ended(0)
@@ -138,13 +138,13 @@ class Feed:
 
     @property
     def _now(self) -> RecordedStep:
-        """What was recorded of the step that is fed."""
+        """The recording of the step that is fed."""
         return self._recorded.step(self._counts.step)
 
     # -- what is fed ------------------------------------------------------------------------------------------
 
     def _inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Give a training forward the generators and the inputs that it had."""
+        """Give a training forward its recorded generators and inputs."""
         ahead, self._ahead = self._ahead, False
         if ahead:
             return
@@ -165,7 +165,7 @@ class Feed:
         arguments = arguments_of(args, kwargs)
         there = [(leaf, one) for leaf, one in leaves({name: arguments} if name else arguments) if not one.requires_grad]
         given = found.inputs.get(own_call, {})
-        if found.samples:  # the others are the data set's, or drawn by the script, and their hash is compared
+        if found.samples:  # other inputs come from the data set or from the script; their hashes are compared
             there = [
                 (leaf, one)
                 for leaf, one in there
@@ -181,7 +181,7 @@ class Feed:
             _give(f"input {leaf or 'of the model'}", tensor, given.get(leaf), step)
 
     def _compiled_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Feed a model before its compiled graph begins, in which it is too late."""
+        """Feed a compiled model before its graph begins, where hooks cannot feed it."""
         parts = self._exporter.parts
         name = next((name for name, top in parts.models.tops if top is unwrap(module)), None)
         if name is not None and not parts.passes.now.depth and parts.passes.is_training(unwrap(module)):
@@ -196,19 +196,19 @@ class Feed:
         if self._restored and self._is_fed():
             given = self._now.labels.get(self._counts.loss(), {})
             for leaf, tensor in leaves(labels):
-                if leaf in given:  # else they are among the inputs, or show as a difference if they matter
+                if leaf in given:  # other labels are inputs, too, or show as a difference if they matter
                     _give("labels of a loss", tensor, given[leaf], self._counts.step)
 
     def _optimizer_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Give an optimizer that steps its hyperparameters."""
+        """Give an optimizer that is about to step its recorded hyperparameters."""
         place = self._exporter.parts.optimizers.place_of(optimizer)
-        # one with a closure steps before the first forward
+        # `_is_fed` here, too: an optimizer with a closure steps before the first forward
         if place is not None and self._is_fed():
             for number, group in enumerate(optimizer.param_groups):
                 set_hyperparameters(group, self._now.hyperparameters.get(f"{place}.{number}", {}))
 
     def _optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Before the first step that is fed, put the generators back, so that what is drawn is what was drawn."""
+        """Before the first fed step, restore the generators as the recorded step before it left them."""
         clock = self._exporter.parts.clock
         if not clock.open and self._is_fed() and self._counts.step == self._keyframe.at.global_step:
             states = self._now.generators.get(0, {})
@@ -226,7 +226,7 @@ class Feed:
         return scale
 
     def _scale(self, scaler: GradScaler) -> None:
-        """Give a GradScaler that multiplies the first loss of a step its state."""
+        """Give a GradScaler its recorded state at its first loss in a step."""
         if self._is_fed() and not self._counts.scaled:
             self._counts.scaled = True
             numbers = self._now.hyperparameters.get(SCALER)
@@ -236,7 +236,7 @@ class Feed:
 
 @contextlib.contextmanager
 def feeding_compiled(feed: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]) -> Iterator[None]:
-    """Call a function with each compiled module and its arguments, before it is called."""
+    """Call `feed` with each compiled module and its arguments before each call of the module."""
     compile_ = nn.Module.compile
 
     def fed(called: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
@@ -260,7 +260,7 @@ def feeding_compiled(feed: Callable[[nn.Module, tuple[Any, ...], Mapping[str, An
 
 
 class Counts:
-    """What was fed to a step so far."""
+    """Counts the forwards and losses of a step so far."""
 
     def __init__(self, step: int = -1) -> None:
         self.step = step
@@ -269,19 +269,19 @@ class Counts:
         self._losses = 0
 
     def forward(self, name: str) -> tuple[int, int]:
-        """Count a forward of a model: its number in the step, and among those of that model."""
+        """Count a forward of a model; returns its number in the step, and its number among this model's forwards."""
         call, own = sum(self._forwards.values()), self._forwards.get(name, 0)
         self._forwards[name] = own + 1
         return call, own
 
     def loss(self) -> int:
-        """Count a call of a loss: its number in the step."""
+        """Count a call of a loss; returns its number in the step."""
         self._losses += 1
         return self._losses - 1
 
 
 def _give(what: str, tensor: Tensor, given: Tensor | None, step: int) -> None:
-    """Put recorded numbers into a tensor of the script, which may have another shape."""
+    """Put recorded numbers into a tensor of the script, whose shape may differ."""
     if given is None:
         raise CaptureError(
             f"{what} in step {step:,} is not among what was recorded: the script gives another structure"
@@ -299,13 +299,13 @@ def _give(what: str, tensor: Tensor, given: Tensor | None, step: int) -> None:
 
 
 _ALIGNED: Final = 64
-"""Bytes of which the memory that PyTorch takes on the processor begins at a multiple."""
+"""PyTorch's memory on the CPU begins at a multiple of this many bytes."""
 
 
 def _placed(given: Tensor, tensor: Tensor) -> Tensor:
-    """A copy whose memory begins as far from a multiple of `_ALIGNED` as that of a tensor of the script.
+    """Copy `given` into memory with the alignment, modulo `_ALIGNED`, of the script's `tensor`.
 
-    Products of small matrices have other last bits on some processors where the memory begins elsewhere.
+    On some processors, products of small matrices depend on the alignment in their last bits.
     """
     apart = tensor.data_ptr() % _ALIGNED
     if not tensor.is_cpu or not apart or apart % given.itemsize:
@@ -328,7 +328,7 @@ def restore(keyframe: Keyframe, exporter: Exporter) -> None:
     Raises
     ------
     CaptureError
-        If the model has other parameters or buffers.
+        If the keyframe lacks a parameter or buffer of the model, or has it in another shape or dtype.
     """
     table = exporter.parts.table
     own = {(one.values, one.stream): one.tensor for one in table.all if not one.computed}

@@ -1,4 +1,4 @@
-"""Late probes: inputs that nobody thought of during a run, put through the weights of its keyframes afterwards."""
+"""Late probes: run the model of a recorded run on new inputs, with the weights of its keyframes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tracer.recording.run import Run
 from tracer.stores.locations import Anywhere
 
 KINDS: tuple[str, ...] = ("activations", "network_output", "input_labels")
-"""What is recorded of a late probe by default, as of a live one."""
+"""The default kinds of a late probe, as of a live probe."""
 
 
 @dataclass(frozen=True)
 class LateProbe:
-    """Inputs of a model, and the keyframes whose weights they go through.
+    """Inputs for a model, and the keyframes whose weights it gets.
 
     Attributes
     ----------
@@ -40,9 +40,9 @@ class LateProbe:
         As for `tracer.Exporter.probe`.
     labels : Tensor or None
     steps : (int, int or None) or None
-        The global steps whose keyframes are taken; None: all.
+        The range of global steps whose keyframes are used; None: all.
     attempt : int or None
-        Of a run that was resumed, the attempt that left these keyframes; None: the last.
+        For a resumed run: use the keyframes as this attempt left them; None: the last attempt.
     """
 
     inputs: Any
@@ -61,24 +61,24 @@ def probe_script(
     modules: Sequence[str] | None,
     options: Options,
 ) -> list[int]:
-    """Put inputs through the weights of a run's keyframes, and record what the model makes of them.
+    """Run a model on inputs with the weights of a run's keyframes, and record its results.
 
-    The script that trained runs until its first step is over, for its model. Then the model gets the state of one
-    keyframe after the other, and is run in eval mode without gradients, as by a probe of a live run.
+    The script that trained runs until its first step is over, to create the model. Then the model gets the state of
+    each keyframe in turn, and runs in eval mode without gradients, like a probe of a live run.
 
     Parameters
     ----------
     path : path or URL
-        Of the trace of the run.
+        The trace of the run.
     program : Program
-        The script, with the arguments that it had.
+        The script, with its arguments in the run.
     probe : LateProbe
     out : path or URL
-        Of the trace to make. Its messages have the tag ``probe``, and the steps of the keyframes.
+        The new trace. Its messages have the tag ``probe``, and the steps of the keyframes.
     kinds : sequence of str
-        What is recorded; if there are none, activations, outputs and labels.
+        The kinds to record; if empty, activations, outputs and labels.
     modules : sequence of str or None
-        Of which modules; None: of all that a plain capture takes.
+        The modules to record; None: all that a default capture takes.
     options : Options
 
     Returns
@@ -89,9 +89,9 @@ def probe_script(
     Raises
     ------
     CaptureError
-        If there is no keyframe among the steps, the script has another model, or the model does not take the inputs.
+        If the steps have no keyframe, the script has another model, or the model does not take the inputs.
     UnknownNameError
-        If a probe gives no such kind.
+        If `kinds` has a kind that no probe gives.
     """
     allowed = (*PROBED, "input_labels")
     for kind in kinds:
@@ -124,7 +124,7 @@ def probe_script(
 
 
 class _Passes:
-    """Runs the model of a script on inputs, with the state of one keyframe after the other."""
+    """Runs the model of a script on inputs, with the state of each keyframe in turn."""
 
     def __init__(self, recorded: Recorded, steps: Sequence[int], probe: LateProbe) -> None:
         self._recorded = recorded
@@ -135,7 +135,7 @@ class _Passes:
 
     @contextlib.contextmanager
     def after_the_first_step_of(self, run: Run) -> Iterator[None]:
-        """Run it when the script has taken a step, and end the script."""
+        """When the script has taken its first step, run the model and end the script."""
         handle = register_optimizer_step_post_hook(functools.partial(self._stepped, run.exporter))
         try:
             yield
@@ -143,7 +143,7 @@ class _Passes:
             handle.remove()
 
     def refuse(self) -> None:
-        """Raise what kept the model from being run."""
+        """Raise the error that kept the model from being run, if there is one."""
         if self._error is not None:
             raise self._error
 
@@ -155,7 +155,7 @@ class _Passes:
             self._run(exporter)
         except CaptureError as error:
             self._error = error
-        except Exception as error:  # noqa: BLE001 - of the model, which gets inputs of the user's
+        except Exception as error:  # noqa: BLE001 - the model may raise anything for a user's inputs
             said = f"{type(error).__name__}: {error}"
             self._error = CaptureError(f"the model does not take the inputs of the probe ({said})")
         raise Ended(0)

@@ -1,4 +1,4 @@
-"""What a trace holds of a run that its steps can be run again from: keyframes, inputs, and values to compare with."""
+"""Reads from a trace what a re-enactment needs: keyframes, inputs, and values to compare with."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tracer.trace.claiming import this_process
 from tracer.trace.reader import TraceReader
 
 _EXACT = ("loss", "loss_terms")
-"""Kinds that are compared as they are, because captures keep no hash of them."""
+"""Kinds whose values are compared, because captures keep no hashes of them."""
 
 
 class Place(NamedTuple):
-    """Where in a step a tensor was seen."""
+    """The place of a tensor in a step."""
 
     kind: str
     module: str | None
@@ -37,18 +37,18 @@ class Place(NamedTuple):
 
 
 class BatchOf(NamedTuple):
-    """Of which datapoints a training forward was."""
+    """The datapoints of a training forward."""
 
     step: int
     model: str
-    """The name of one of several models; else empty."""
+    """The model's name if there are several, else empty."""
     call: int
     ids: list[int]
 
 
 @dataclass(frozen=True)
 class Keyframe:
-    """The state that a step began with.
+    """The state at the beginning of a step.
 
     Attributes
     ----------
@@ -70,26 +70,26 @@ class Keyframe:
 
 @dataclass
 class RecordedStep:
-    """What a trace holds of the training in a step.
+    """The recording of a training step.
 
     Attributes
     ----------
     at : At or None
-        Its counters; None if nothing of it was recorded.
+        The counters of the step; None if nothing of it was recorded.
     inputs, labels : dict of int to dict of str to Tensor
-        What the model was given in each forward, and the losses in each of their calls: by call and leaf.
+        The model's inputs in each forward, and the losses' labels in each of their calls: by call and leaf.
     samples : dict of (str, int) to list of int
         The sample ids of each forward, by the name of the model and the call.
     generators : dict of int to dict of str to Tensor
         The random generators' states at the beginning of each forward, by name.
     hyperparameters : dict of str to dict of str to float
-        Of each group of an optimizer (``optimizer.group``), and of a GradScaler (``scaler``).
+        By optimizer group (``optimizer.group``) or GradScaler (``scaler``), then by name.
     in_part : set of str
         Kinds of which only a part of each tensor was kept.
     values : dict of Place to Tensor
-        What was kept whole of losses, to compare with.
+        Whole losses, to compare with.
     hashes : dict of Place to int
-        Of all else that was kept whole, or as a hash.
+        Hashes of everything else that was kept whole or as a hash.
     """
 
     at: At | None = None
@@ -103,7 +103,7 @@ class RecordedStep:
     hashes: dict[Place, int] = field(default_factory=dict)
 
     def add(self, message: Message) -> None:
-        """Take one of its messages."""
+        """Add a message of the step."""
         data, kind = message.data, message.kind
         if self.at is None and clock_of(kind) == "global_step":
             self.at = At(message.global_step, message.train_step, message.epoch)
@@ -139,24 +139,24 @@ class RecordedStep:
 
 
 def _is_part(sampling: Mapping[str, Any] | None) -> bool:
-    """Whether less than all of what this rank has of a tensor was kept, or other numbers."""
+    """Whether a message has only a part of this rank's tensor, or numbers computed from it."""
     return sampling is not None and bool({*sampling} - {"beside", "placement"})
 
 
 @contextlib.contextmanager
 def recorded_run(path: Anywhere, attempt: int | None = None) -> Iterator[Recorded]:
-    """A recorded run, of the rank that this process has.
+    """Open a recorded run, for this process's rank.
 
     Parameters
     ----------
     path : path or URL
     attempt : int, optional
-        Of a run that was resumed, as this attempt left it; by default as the last did.
+        For a resumed run: read it as this attempt left it; by default, the last attempt.
 
     Raises
     ------
     CaptureError
-        If the run has no such rank, or others than this run; or no such attempt.
+        If this process's ranks are not those of the run, or the run has no such attempt.
     """
     process = this_process()
     with TraceReader(location(path), assemble=False) as whole:
@@ -175,11 +175,11 @@ class Recorded:
     Parameters
     ----------
     trace : TraceReader
-        With the parts of distributed tensors as each rank has them.
+        Opened with ``assemble=False``: each rank has its own parts of distributed tensors.
     rank : int, optional
-        Of several ranks, the one that runs again. What others recorded for it is its own, too.
+        The rank that runs again, if there are several. Messages that other ranks recorded for it count as its own.
     attempt : int, optional
-        The attempt that was asked for.
+        The requested attempt.
     """
 
     def __init__(self, trace: TraceReader, rank: int | None = None, attempt: int | None = None) -> None:
@@ -189,7 +189,7 @@ class Recorded:
         self._step: tuple[int, RecordedStep] | None = None
 
     def describe(self) -> dict[str, object]:
-        """Which run it is, as JSON: its path, its id, and the attempt, if one was asked for or there are several."""
+        """Identify the run, as JSON: path, id, and the attempt if it was requested or there are several."""
         attempts = [one["attempt"] for one in self.trace.attempts]
         attempt = attempts[-1] if self._attempt is None and len(attempts) > 1 else self._attempt
         about = {"run": str(self.trace.path), "run_id": self.trace.header.get("run_id")}
@@ -197,18 +197,18 @@ class Recorded:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of the data of which something was kept to compare with."""
+        """The kinds of data that were kept and can be compared."""
         compared = (kind for kind in DATA_KINDS if not KINDS[kind].event and kind != "sample_ids")
         return [kind for kind in compared if kind in self._observed]
 
     @property
     def modules(self) -> list[str]:
-        """The paths of the modules and parameters of which something was kept."""
+        """The paths of the recorded modules and parameters."""
         return sorted({one.module for one in self.trace.streams if one.module is not None and one.tag == DEFAULT_TAG})
 
     @property
     def has_samples(self) -> bool:
-        """Whether there are sample ids."""
+        """Whether the run has sample ids."""
         return "sample_ids" in self._observed
 
     @property
@@ -220,12 +220,12 @@ class Recorded:
         return sorted({one.global_step for one in self._messages("keyframe")})
 
     def keyframe(self, step: int) -> Keyframe:
-        """The last keyframe that is not after a step.
+        """The last keyframe at or before `step`.
 
         Raises
         ------
         CaptureError
-            If there is none.
+            If there is no such keyframe.
         """
         there = self.keyframes()
         before = [one for one in there if one <= step]
@@ -254,7 +254,7 @@ class Recorded:
         return Keyframe(at, parameters, buffers, states)
 
     def kept(self, start: int, stop: int) -> dict[int, dict[str, bool]]:
-        """By global step, the kinds that a trace has of the training, and whether whole; no data is read for it."""
+        """By global step, the kinds that the trace has of the training, and whether whole. Reads no data."""
         window = self.trace.within(start, stop)
         rows = window.select(steps=(start, stop), tags=DEFAULT_TAG, ranks=self._ranks)
         streams = {one.id: one for one in window.streams}
@@ -265,7 +265,7 @@ class Recorded:
         return found
 
     def samples(self, start: int, stop: int) -> list[BatchOf]:
-        """The sample ids of the training's forwards in some steps, in their order."""
+        """The sample ids of the training forwards in a range of steps, in order."""
         messages = self.trace.messages("sample_ids", steps=(start, stop), tags=DEFAULT_TAG, ranks=self._ranks)
         return [
             BatchOf(one.global_step, one.leaf, one.call, one.data.tolist())
@@ -274,7 +274,7 @@ class Recorded:
         ]
 
     def step(self, number: int) -> RecordedStep:
-        """What was recorded of the training in a global step; the last one that was asked for is kept."""
+        """The recording of a training step; the last result is cached."""
         if self._step is None or self._step[0] != number:
             found = RecordedStep()
             for message in self._messages(None, number):
@@ -283,6 +283,6 @@ class Recorded:
         return self._step[1]
 
     def _messages(self, kinds: str | Sequence[str] | None, step: int | None = None) -> Iterator[Message]:
-        """The messages of the training, of all steps or of one."""
+        """The messages of the training, in all steps or in `step`."""
         steps = None if step is None else (step, step + 1)
         return self.trace.messages(kinds, steps=steps, tags=DEFAULT_TAG, ranks=self._ranks)

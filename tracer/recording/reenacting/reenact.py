@@ -1,4 +1,4 @@
-"""`reenact` and `reenact_script`: steps of a recorded run are run again, with whatever is asked of them now."""
+"""`reenact` and `reenact_script`: run steps of a recorded run again, and record whatever is wanted now."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tracer.recording.run import Run
 from tracer.stores.locations import Anywhere
 
 OF_STEPS: tuple[str, ...] = tuple(kind for kind in DATA_KINDS if KINDS[kind].clock == "global_step")
-"""The kinds that a re-enactment can give. Its epochs end where the script's own data does, so they tell nothing."""
+"""The kinds that a re-enactment can give; none of epochs, whose ends are those of the script's own data."""
 
 
 _OR_IDS = ", or sample_ids and a hash of input_data, if a DataLoader gives the inputs"
@@ -37,14 +37,14 @@ _OR_IDS = ", or sample_ids and a hash of input_data, if a DataLoader gives the i
 
 @dataclass(frozen=True)
 class Plan:
-    """Which steps are run again, and from where.
+    """The steps to run again, and the keyframe to begin with.
 
     Attributes
     ----------
     recorded : Recorded
     keyframe : Keyframe
     steps : (int, int)
-        Those that were asked for; the second is not among them.
+        The requested global steps; the end is excluded.
     """
 
     recorded: Recorded
@@ -53,34 +53,34 @@ class Plan:
 
     @property
     def count(self) -> int:
-        """How many steps are run."""
+        """The number of steps to run, from the keyframe on."""
         return self.steps[1] - self.keyframe.at.global_step
 
     def describe(self) -> dict[str, object]:
-        """What a trace says of the run that it re-enacts, as JSON."""
+        """The header's entry about the re-enacted run, as JSON."""
         return {**self.recorded.describe(), "keyframe": self.keyframe.at.global_step, "steps": list(self.steps)}
 
 
 def plan_of(
     recorded: Recorded, steps: tuple[int, int], *, allow_different: bool = False, with_data: bool = True
 ) -> Plan:
-    """How to come to some steps of a recorded run.
+    """Plan how to run steps of a recorded run again.
 
     Parameters
     ----------
     recorded : Recorded
     steps : (int, int)
-        The first global step, and the one after the last.
+        The first global step, and the step after the last.
     allow_different : bool
-        Whether another version of PyTorch than the recorded one will do.
+        Whether another version of PyTorch than the recorded version is acceptable.
     with_data : bool
-        Whether who runs them has the data set, so that sample ids and a hash will do in the place of inputs.
+        Whether the script has the data set, so that sample ids and a hash can replace recorded inputs.
 
     Raises
     ------
     CaptureError
-        If the run has no such steps, no keyframe before them, did not keep what they need, or was recorded with
-        another version of PyTorch.
+        If the run has no such steps, has no keyframe at or before them, lacks data that they need, or was recorded
+        with another version of PyTorch.
     """
     start, stop = steps
     if not 0 <= start < stop:
@@ -113,7 +113,7 @@ def plan_of(
 
 
 def captures_for(plan: Plan, asked: Sequence[Capture]) -> tuple[Capture, ...]:
-    """The captures of a re-enactment: what is asked of its steps, hashes of what was recorded, and ids if there are."""
+    """The captures of a re-enactment: the user's, hashes of what was recorded, and sample ids if the run has them."""
     start, stop = plan.steps
     wanted = tuple(replace(one, start=max(one.start, start), stop=min(one.stop or stop, stop)) for one in asked)
     first = plan.keyframe.at.global_step
@@ -132,13 +132,13 @@ def captures_for(plan: Plan, asked: Sequence[Capture]) -> tuple[Capture, ...]:
 
 
 class Reenactment:
-    """Steps of a recorded run that a training runs again: what is fed to it, and what is compared.
+    """Feeds a training that runs steps of a recorded run again, and compares its values.
 
     Parameters
     ----------
     plan : Plan
     allow_different : bool
-        Whether to go on after the first value that is not as it was recorded.
+        Whether to continue after the first value that differs from the recorded value.
 
     Attributes
     ----------
@@ -162,7 +162,7 @@ class Reenactment:
             yield
 
     def _step_over(self, verdict: Verdict) -> None:
-        """When the last step is over, or something was different, note the verdict, and let the training end."""
+        """After the last step or the first difference, note the verdict, and let the training end."""
         assert self._feed is not None
         if self._feed.over or not (verdict.complete or (verdict.first is not None and not self._allow_different)):
             return
@@ -171,7 +171,7 @@ class Reenactment:
         self._feed.over = True
 
     def refuse(self) -> None:
-        """Raise the `CaptureError` because of which the training could not be fed, if there is one."""
+        """Raise the `CaptureError` that kept the training from being fed, if there is one."""
         if self._feed is not None and self._feed.refusal is not None:
             raise self._feed.refusal
 
@@ -190,42 +190,42 @@ def reenact_script(
 ) -> tuple[Verdict, int]:
     """Run steps of a recorded run again by the script that trained, record them anew, and compare.
 
-    The script runs from its beginning. After a step of its own the model gets the state of the last keyframe
-    before the steps, and from then on each forward the recorded inputs, each loss the recorded labels, each optimizer
-    the recorded hyperparameters. When the last step is over, the script is ended with `SystemExit`. Meanwhile
-    ``TRACE_REHEARSAL`` is ``reenact``.
+    The script runs from its beginning. After an unfed step the model gets the state of the last keyframe at or before
+    the steps. From then on each forward gets the recorded inputs, each loss the recorded labels, and each optimizer the
+    recorded hyperparameters. After the last step, `SystemExit` ends the script. While it runs, ``TRACE_REHEARSAL`` is
+    ``reenact``.
 
     Parameters
     ----------
     path : path or URL
-        Of the trace of the run.
+        The trace of the run.
     program : Program
-        The script, with the arguments that it had.
+        The script, with its arguments in the run.
     steps : (int, int)
-        The first global step, and the one after the last.
+        The first global step, and the step after the last.
     out : path or URL
-        Of the trace to make.
+        The new trace.
     captures : sequence of Capture
-        What is recorded of the steps.
+        What to record of the steps.
     options : Options
     receivers : sequence of Receiver
-        Who listens to the steps.
+        Live listeners to the steps.
     attempt : int or None
-        Of a run that was resumed, run the steps again as this attempt left them; None: as the last did.
+        For a resumed run: run the steps again as this attempt left them; None: the last attempt.
     allow_different : bool
-        Whether to go on after the first value that is not as it was recorded.
+        Whether to continue after the first value that differs from the recorded value.
 
     Returns
     -------
     Verdict
-        What was compared, and what came out.
+        The result of the comparison.
     int
-        The exit status of the script; 0 where it was ended.
+        The exit status of the script; 0 if it was ended after the last step.
 
     Raises
     ------
     CaptureError
-        If the steps cannot be run again, before the script begins or when it shows.
+        If the steps cannot be run again; raised before the script begins, or as soon as this is known.
     """
     with recorded_run(path, attempt) as recorded, contextlib.ExitStack() as stack:
         plan = plan_of(recorded, steps, allow_different=allow_different)
@@ -266,30 +266,31 @@ def reenact(
     Parameters
     ----------
     path : path or URL
-        Of the trace of the run.
+        The trace of the run.
     model : nn.Module
-        Of the run's architecture. It gets the state of the last keyframe before the steps.
+        A model of the run's architecture. It gets the state of the last keyframe at or before the steps.
     optimizer : Optimizer or iterable of Optimizer
-        Made as for the run. It gets the recorded state, and at each step the recorded hyperparameters.
+        Created as for the run. It gets the recorded state, and at each step the recorded hyperparameters.
     step : callable
-        ``step(model, optimizer, inputs, labels)`` takes one step of the training. Inputs and labels are those that were
-        recorded of the first forward and the first loss: a tensor, or a dictionary by leaf; labels may be None.
+        ``step(model, optimizer, inputs, labels)`` takes one step of the training. Inputs and labels are those of the
+        step's first recorded forward and loss: a tensor, or a dictionary by leaf; labels may be None.
     steps : (int, int)
-        The first global step, and the one after the last.
+        The first global step, and the step after the last.
     out : path or URL
-        Of the trace to make.
+        The new trace.
     capture : Capture or iterable of Capture, optional
-        What is recorded of the steps; by default everything.
+        What to record of the steps; by default everything.
     loss
         As for `tracer.record`.
     receivers : iterable of Receiver
-        Who listens to the steps.
+        Live listeners to the steps.
     overwrite : bool
         Whether to replace a trace that is at `out`.
     attempt : int, optional
-        Of a run that was resumed, run the steps again as this attempt left them; by default as the last did.
+        For a resumed run: run the steps again as this attempt left them; by default, the last attempt.
     allow_different : bool
-        Whether to go on after the first value that is not as it was recorded, and with another version of PyTorch.
+        Whether to continue after the first value that differs from the recorded value, and to accept another version
+        of PyTorch.
 
     Returns
     -------
@@ -330,19 +331,19 @@ def reenact(
 
 
 def of_steps() -> Capture:
-    """A capture of all that a plain capture has of steps."""
+    """A default capture, without the kinds of epochs."""
     return Capture(kinds=[kind for kind in Capture().kinds or () if kind in OF_STEPS])
 
 
 def _alone(found: dict[str, Any] | None) -> Any:
-    """Copies of the tensors of a structure by their leaves; a tensor that is no structure by itself."""
+    """Copies of tensors by leaf, or, if the only leaf is ``""``, the copied tensor alone."""
     copies = None if found is None else {leaf: tensor.clone() for leaf, tensor in found.items()}
     return copies if copies is None or {*copies} != {""} else copies[""]
 
 
 @contextlib.contextmanager
 def telling_the_script() -> Iterator[None]:
-    """Let a script know from its environment that it runs again."""
+    """Set ``TRACE_REHEARSAL`` to ``reenact`` inside this context, so that a script can tell."""
     before = os.environ.get(REHEARSAL)
     os.environ[REHEARSAL] = "reenact"
     try:
