@@ -95,7 +95,7 @@ class ChunkPlaces:
         return chunks
 
     def _look(self, name: str, ask: Callable[[], object]) -> None:
-        """Call `ask`, which looks chunks up; after a failure, raise the same error until the file is written again.
+        """Call `ask`, which looks chunks up; a permanent failure is raised again until somebody writes the file.
 
         Each try of HDF5 on damaged metadata takes about 20 ms, and there may be a try for each chunk.
         """

@@ -274,7 +274,7 @@ class Hdf5ReadStore(ReadStore):
             raise TraceCorruptError(f"{self.path}: array {name!r} is larger than the file")
 
     def _check_compressed_size(self, name: str, dataset: Dataset, start: int, stop: int) -> None:
-        """As `_check_size`, for compressed rows: they may be larger than the file, but not than their decoded chunks."""
+        """As `_check_size`, for compressed rows, whose limit is the size of their decoded chunks."""
         nbytes = (stop - start) * dataset.row_nbytes
         if nbytes <= self._size:
             return
