@@ -392,7 +392,7 @@ def _messages_in(body: _Blocks) -> dict[int, tuple[int, int]]:
 
 
 def _around(torn: int, farthest: int) -> Iterator[NDArray[np.int64]]:
-    """Possible earlier values of a number: smaller ones, and a few larger ones for a number that a page border cuts."""
+    """Possible earlier values of a number: smaller ones, and some larger ones in case a page border cuts its bytes."""
     if not 0 <= torn < 1 << 62:
         return
     for first in range(torn, max(-1, torn - farthest), -_AT_ONCE):
