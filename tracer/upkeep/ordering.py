@@ -123,7 +123,7 @@ class _Part:
         return self._clock, self.rank, self.number
 
     def take(self, until: tuple[int, int, int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Consume the messages up to a place in the order (inclusive): their indexes in the window, and their clocks."""
+        """Consume the messages up to a place in the order (inclusive); returns their window indexes and clocks."""
         clock, *after = until
         included = (self.rank, self.number) <= tuple(after)
         count = int(np.searchsorted(self._clocks, clock, side="right" if included else "left"))
