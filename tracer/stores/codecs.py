@@ -170,5 +170,5 @@ HDF5_FILTER = 32001
 
 
 def hdf5_options(codec: Codec, itemsize: int, chunk_nbytes: int) -> tuple[int, ...]:
-    """The parameters of HDF5's Blosc filter: filter version, Blosc format version, then those of the codec."""
+    """The parameters of HDF5's Blosc filter: filter version, Blosc format version, then the codec's parameters."""
     return (2, 2, itemsize, chunk_nbytes, codec.level, codec.shuffle_code, codec.code)

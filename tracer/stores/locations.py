@@ -30,7 +30,7 @@ class Url:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component of the key."""
         return self.key.rpartition("/")[2]
 
     @property
@@ -109,7 +109,7 @@ def location(path: Anywhere) -> Location:
 def _check_name(path: str | bytes) -> None:
     try:
         os.lstat(path)
-    except ValueError as error:  # it has a null character
+    except ValueError as error:  # a null character in the path
         raise TraceFormatError(f"{path!r} is no path: {error}") from None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:

@@ -35,10 +35,10 @@ class Backend(Protocol):
         """As `store_files`."""
 
     def blank(self, path: Any) -> bool:
-        """As the function of this name."""
+        """As `blank`."""
 
     def remove_part(self, path: Any, part: str) -> None:
-        """As the function of this name."""
+        """As `remove_part`."""
 
 
 def exists(path: Location) -> bool:
@@ -121,7 +121,7 @@ def create_store(
     TraceExistsError
         If something is at `path` and `overwrite` is false, or if it is not a store of this format.
     TraceError
-        If nothing can be written there.
+        If the store cannot be written.
     """
     path = location(path)
     check_writable(path)

@@ -37,7 +37,7 @@ class Problem:
     check : str
         A name of `CHECKS`.
     what : str
-        What is wrong and where, in words.
+        The problem and its place, in words.
     array : str or None
         The array with the problem.
     rows : tuple of int or None

@@ -138,7 +138,7 @@ def _gone(chunks: Chunks, array: Array, rows: NDArray[np.int64]) -> NDArray[np.b
 
 
 def spans(array: Array, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The chunks that messages lie in, start inclusive and stop exclusive."""
+    """The range of chunks of each message, start inclusive and stop exclusive."""
     offsets, counts = rows[:, Column.OFFSET], rows[:, Column.COUNT]
     first = offsets // array.chunk_elements
     last = np.where(counts > 0, (offsets + counts - 1) // array.chunk_elements + 1, first)

@@ -35,7 +35,7 @@ class SurveyedTables:
     declarations : int
         The number of readable lines.
     chained : bool
-        Whether no declaration is lost, except perhaps at the end.
+        Whether the checksums chain all lines, so that declarations can be missing only at the end.
     """
 
     def __init__(self, chunks: Chunks, name: str, findings: Findings) -> None:

@@ -1,4 +1,4 @@
-"""Files and folders: whether they are there, which they are, and whether the disk has them."""
+"""Helpers for files and folders: existence, identity, syncing, listing, and files open for reading."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class Objects:
         return [path.rpartition("/")[2] for path in paths]
 
     def any(self) -> bool:
-        """Whether there is an object at the URL or below it."""
+        """Whether an object exists at the URL or below it."""
         if self.url.is_web:
             # HTTP servers list no objects
             return self.head("zarr.json") is not None or self.head() is not None

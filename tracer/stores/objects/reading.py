@@ -164,7 +164,7 @@ class ObjectReadStore(ZarrReader):
         return arrays, groups | {""}
 
     def damaged_groups(self) -> list[str]:
-        """What is wrong with the ``zarr.json`` of groups."""
+        """Problems of the ``zarr.json`` of groups."""
         groups = sorted(self._tree()[1])
         documents = self._objects.at_once(self._objects.document, ((name,) for name in groups))
         return [

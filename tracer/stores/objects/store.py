@@ -81,7 +81,7 @@ def remove_part(url: Url, part: str) -> None:
 
 
 def exists(url: Url) -> bool:
-    """Whether there is an object at `url` or below it."""
+    """Whether an object exists at `url` or below it."""
     with closing(Objects(url)) as objects:
         return objects.any()
 
