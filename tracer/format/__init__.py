@@ -1,1 +1,1 @@
-"""What a trace is: its names, encodings, tables, checksums."""
+"""The format of a trace: names, encodings, tables, checksums."""

@@ -1,9 +1,8 @@
-"""CRC-32C, the checksum of all that a trace holds, by the fastest library that is there and right.
+"""CRC-32C, the checksum of everything in a trace, by the fastest installed library that computes it correctly.
 
-awscrt, which every installation has, computes it with the processor's widest instructions, but follows several distant
-places of what it reads. crc32c-rs (the extra ``fast``) goes through it from front to back, which for what is not in the
-processor's cache takes three quarters of the time, and each call of it half. It is young, and a checksum that is wrong
-loses a trace, so it is taken only where it gives what the standard says, on this processor.
+awscrt is always installed. crc32c-rs (the extra ``fast``) takes three quarters of its time for data outside the CPU
+cache, because it reads from front to back instead of at several distant places, and half of its time per call. But
+crc32c-rs is young, and a wrong checksum loses a trace. So it is used only if it passes a test on this processor.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 Checksum = Callable[..., int]
-"""``crc32c(data, before=0)``: of a contiguous buffer, continued from the checksum of what came before it."""
+"""``crc32c(data, before=0)``: the checksum of a contiguous buffer, continued from the checksum of the data before."""
 
 _PATTERN: Final = bytes(range(251)) * 84
 _EXPECTED: Final = {
@@ -25,11 +24,11 @@ _EXPECTED: Final = {
     5000: 0x83F68E3A,
     21084: 0x432352A7,
 }
-"""The checksums of so many bytes of the pattern: libraries treat each of these lengths in another way."""
+"""The checksums of prefixes of the pattern, by length; libraries have a code path of its own for each length."""
 
 
 def _choose() -> Checksum:
-    """The faster of the libraries that are installed, if it is right."""
+    """The function of the fastest installed library that is right."""
     try:
         from crc32c_rs import crc32c as fast
     except ImportError:
@@ -49,7 +48,7 @@ def _choose() -> Checksum:
 
 
 def is_right(checksum: Checksum) -> bool:
-    """Whether a function computes CRC-32C (RFC 3720), of short and long data, at once and in parts.
+    """Whether a function computes CRC-32C (RFC 3720), for short and long data, in one call and in several.
 
     Examples
     --------
@@ -61,7 +60,7 @@ def is_right(checksum: Checksum) -> bool:
     try:
         whole = all(checksum(data[:length]) == expected for length, expected in _EXPECTED.items())
         return whole and checksum(data[4999:], checksum(data[:4999])) == _EXPECTED[len(_PATTERN)]
-    except Exception:  # noqa: BLE001 - whatever is wrong with it, another is at hand
+    except Exception:  # noqa: BLE001 - any error excludes the function
         return False
 
 
@@ -70,17 +69,17 @@ crc32c: Final[Any] = _choose()
 
 _POLYNOMIAL: Final = 0x82F63B78
 _ORDER: Final = 2**31 - 1
-"""So many zero bits after any data leave its checksum as it is, but for a constant."""
+"""The order of x modulo the CRC polynomial: this many appended zero bits change a checksum only by a constant."""
 
 
 def joined(first: int, second: int, nbytes: int) -> int:
-    """The CRC-32C of data that is followed by other data, from the checksums of both.
+    """The CRC-32C of two concatenated pieces of data, from the checksums of both.
 
     Parameters
     ----------
     first, second : int
     nbytes : int
-        Bytes of the second data.
+        Bytes of the second piece.
 
     Examples
     --------
@@ -91,7 +90,7 @@ def joined(first: int, second: int, nbytes: int) -> int:
 
 
 def without_zeros(checksum: int, zeros: int) -> int:
-    """The CRC-32C of data, from the checksum of the same data with so many zero bytes behind it.
+    """The CRC-32C of data, from the checksum of the same data with `zeros` zero bytes behind it.
 
     Examples
     --------
@@ -102,15 +101,15 @@ def without_zeros(checksum: int, zeros: int) -> int:
 
 
 def _moved(checksum: int, bits: int) -> int:
-    """What a checksum adds to that of the data with so many bits behind it."""
+    """A checksum's contribution to the checksum of its data with `bits` bits appended (negative: removed)."""
     low, second, third, high = _tables(bits)
     return low[checksum & 255] ^ second[checksum >> 8 & 255] ^ third[checksum >> 16 & 255] ^ high[checksum >> 24]
 
 
 @functools.lru_cache(64)
 def _tables(bits: int) -> tuple[list[int], ...]:
-    """What each value of each byte of a checksum adds, lowest byte first: a product, which is a sum over its bits."""
-    power, square = 1 << 31, 1 << 30  # 1 and x, as the highest bits
+    """Products with x to the power of `bits`, for each value of each byte of a checksum, lowest byte first."""
+    power, square = 1 << 31, 1 << 30  # the polynomials 1 and x: the highest bit is the coefficient of 1
     while bits:
         if bits & 1:
             power = _times(power, square)
@@ -127,7 +126,7 @@ def _tables(bits: int) -> tuple[list[int], ...]:
 
 
 def _times(one: int, other: int) -> int:
-    """The product of two polynomials modulo that of the checksum; the highest bit is the coefficient of 1."""
+    """The product of two polynomials modulo the CRC polynomial; the highest bit is the coefficient of 1."""
     product = 0
     for place in range(31, -1, -1):
         if one >> place & 1:

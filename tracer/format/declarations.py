@@ -1,4 +1,4 @@
-"""Declarations: lines of JSON that say what the journal's numbers mean, each sealed with a checksum."""
+"""Declarations: lines of JSON that give the journal's numbers a meaning, each with a checksum."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tracer.format.checksum import crc32c
 
 
 def declaration(what: str, value: Any) -> bytes:
-    """One line of the declarations, as yet without its checksum and its end; see `sealed`.
+    """A line of the declarations, without checksum and line feed; see `sealed`.
 
     Raises
     ------
     TraceError
-        If the value is no JSON.
+        If the value cannot be written as JSON.
     """
     try:
         return json.dumps({what: value}, separators=(",", ":")).encode()
@@ -27,32 +27,32 @@ def declaration(what: str, value: Any) -> bytes:
 
 
 def is_note(line: bytes) -> bool:
-    """Whether a declaration, as `declaration` makes it, is a remark on the run, which nothing else depends on."""
+    """Whether a line from `declaration` is a note, which no other data depends on."""
     return line.startswith(b'{"note":')
 
 
 _decode = json.JSONDecoder().raw_decode
 _SEAL = b',"crc32c":'
 _MARK = "\x7f"
-"""Stands between lines that are parsed at once; `_MARK_ESCAPED` begins the only other way to write it in JSON."""
+"""Separates lines that are parsed together; `_MARK_ESCAPED` is the start of its escaped form in JSON."""
 _MARK_ESCAPED = r"\u007"
 _BETWEEN = b'},"%s",\n' % _MARK.encode()
 _LONGEST_LINE = 1 << 14
-"""Bytes of the longest lines of which each bit is flipped in turn, which takes a second."""
+"""The most bytes in which `as_they_were` tries each bit, which takes a second."""
 
 
 def sealed(lines: Iterable[bytes], checksum: int = 0) -> tuple[bytes, int]:
-    """Lines as they are stored, and the checksum of the last one.
+    """Lines in their stored form, and the checksum of the last line.
 
-    Each gets a second member ``crc32c``: of its bytes before that member, continued from the checksum of the line
-    before it. So no line can be changed, left out or put elsewhere unnoticed.
+    Each line gets a second member ``crc32c``: the checksum of its bytes before that member, continued from the
+    checksum of the previous line. So no line can be changed, removed or moved unnoticed.
 
     Parameters
     ----------
     lines : iterable of bytes
         From `declaration`.
     checksum : int
-        That of the line before them; 0 for the first.
+        The checksum of the previous line; 0 for the first line.
 
     Examples
     --------
@@ -68,29 +68,29 @@ def sealed(lines: Iterable[bytes], checksum: int = 0) -> tuple[bytes, int]:
 
 
 def _object(body: bytes) -> dict[str, Any] | None:
-    """The object of one member that a line declares, without the line's checksum; None if it is none."""
+    """Parse a line without its checksum member; None if it is not a JSON object with exactly one other member."""
     try:
         text = f"{body.decode()}}}"
-        value, end = _decode(text)  # half of what `json.loads` takes
+        value, end = _decode(text)  # takes half the time of `json.loads`
     except (ValueError, RecursionError):
         return None
     return value if end == len(text) and isinstance(value, dict) and len(value) == 1 else None
 
 
 def _objects(bodies: Sequence[bytes]) -> list[dict[str, Any]]:
-    """The object of each line, as `_object`.
+    """Parse all lines, as `_object` does.
 
     Raises
     ------
     TraceCorruptError
-        If a line has none.
+        If a line is invalid.
     """
-    # One call for all lines takes half of the time. Between them stands a text that is nowhere else. Where each second
-    # value is that text, every line ends outside of its object. A text that a line leaves open ends at the next quote,
-    # behind which the mark is no JSON.
+    # Parsing all lines in one call takes half the time. The lines are joined to one array, with a mark between them
+    # that occurs nowhere else. If every second value is the mark, each line is complete by itself. A string that a line
+    # leaves open would end at the quote in front of the mark, and the mark behind it is not valid JSON.
     try:
         text = (b"[" + _BETWEEN.join(bodies) + b"}]").decode()
-        escaped = "\\" in text and _MARK_ESCAPED in text  # the first is a fraction of the time
+        escaped = "\\" in text and _MARK_ESCAPED in text  # the first test is much faster
         alone = text.count(_MARK) == len(bodies) - 1 and not escaped
         values, _ = _decode(text) if alone else ([], 0)
     except (ValueError, RecursionError):
@@ -113,18 +113,17 @@ def _objects(bodies: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def unsealed(line: bytes, before: Collection[int]) -> tuple[dict[str, Any] | None, set[int]]:
-    """What one stored line declares, and the checksums that the line after it may be continued from.
+    """Check and parse a stored line; returns its object and the possible checksums that the next line continues.
 
-    The object is None where the line is damaged. The checksums are then the one that it has and the one that it should
-    have, of which one is right unless both parts of the line are damaged: so that the lines after it can be told from
-    damaged ones.
+    The object is None if the line is damaged. The checksums are then the stored and the computed one. One of them is
+    right unless both the content and the checksum of the line are damaged. So the following lines can still be checked.
 
     Parameters
     ----------
     line : bytes
-        With its end.
+        The line with its line feed.
     before : collection of int
-        Checksums that it may be continued from.
+        Possible checksums of the previous line.
     """
     body, _, tail = line.rpartition(_SEAL)
     found = {crc32c(body, checksum) for checksum in before}
@@ -138,14 +137,14 @@ def unsealed(line: bytes, before: Collection[int]) -> tuple[dict[str, Any] | Non
 
 
 def as_they_were(lines: bytes, before: Collection[int]) -> tuple[bytes, int] | None:
-    """Lines of which one bit was flipped, as they were, and the byte that it is in; None if that is not what happened.
+    """Undo a flipped bit; returns the original lines and the offset of the byte, or None if no single flip explains it.
 
     Parameters
     ----------
     lines : bytes
-        With their ends, of which one may be what was flipped, or what became of another byte.
+        Lines with their line feeds. The flip may have destroyed or created a line feed.
     before : collection of int
-        Checksums that they may be continued from.
+        Possible checksums of the line before them.
 
     Examples
     --------
@@ -158,7 +157,7 @@ def as_they_were(lines: bytes, before: Collection[int]) -> tuple[bytes, int] | N
     for place in range(len(lines)):
         for bit in range(8):
             candidate = lines[:place] + bytes([lines[place] ^ 1 << bit]) + lines[place + 1 :]
-            # the last byte is where what is not damaged begins
+            # the next line, which is intact, begins behind the last line feed
             if candidate.endswith(b"\n"):
                 checksums = set(before)
                 for line in candidate.splitlines(keepends=True):
@@ -171,20 +170,20 @@ def as_they_were(lines: bytes, before: Collection[int]) -> tuple[bytes, int] | N
 
 
 def declarations(data: bytes, checksum: int = 0) -> tuple[list[tuple[str, Any]], int, int]:
-    """What lines declare, in order, the bytes that they take, and the checksum of the last one.
+    """Parse lines; returns their declarations (name, value), their total bytes, and the checksum of the last line.
 
-    Zeros after the last line are not yet committed, and are left out.
+    Zeros after the last line are uncommitted and ignored.
 
     Parameters
     ----------
     data : bytes
     checksum : int
-        That of the line before them; 0 for the first.
+        The checksum of the previous line; 0 for the first line.
 
     Raises
     ------
     TraceCorruptError
-        If a line is not an object of one member and its checksum, or fails the checksum.
+        If a line fails its checksum, or is not an object of one member and the checksum.
     """
     written = data.rstrip(b"\0")
     bodies = []

@@ -1,4 +1,4 @@
-"""How tensors are stored: each dtype of torch as a dtype that arrays of a store can hold."""
+"""Converts tensors to and from stored arrays: each torch dtype has a numpy dtype for storage."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How tensors of one dtype are stored.
+    """How tensors of a torch dtype are stored.
 
     Attributes
     ----------
     name : str
         The logical dtype: torch's name without ``torch.``.
     storage : str
-        The numpy dtype that the elements have in a pool.
+        The numpy dtype of the elements in a pool.
     readable : str
-        The numpy dtype that represents every value and that computing works with.
+        A numpy dtype for computing that represents every value exactly.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Encoding:
 
     @property
     def is_native(self) -> bool:
-        """Whether numpy has the dtype, too; where it has not, a pool holds the bits as integers."""
+        """Whether numpy has the dtype; otherwise a pool holds the bits as integers."""
         return self.storage == self.name
 
     @cached_property
@@ -61,7 +61,7 @@ class Encoding:
 
     @cached_property
     def bits(self) -> torch.dtype | None:
-        """The dtype that tensors are viewed as before numpy sees them; None where numpy has theirs."""
+        """The torch dtype as which tensors are passed to numpy; None if numpy has their own dtype."""
         import torch
 
         return None if self.is_native else getattr(torch, self.storage)
@@ -80,7 +80,7 @@ ENCODINGS: dict[str, Encoding] = {
     "complex32": Encoding("complex32", "uint32", "complex64"),
     **{name: Encoding(name, "uint8", "float32") for name in _FLOAT8},
 }
-"""Every dtype that a trace can hold, by logical name; `is_encoded` may add to it."""
+"""Every dtype that a trace can hold, by logical name; `_by_dtype` may add entries."""
 
 
 STORAGE_DTYPES: tuple[str, ...] = tuple(dict.fromkeys(encoding.storage for encoding in ENCODINGS.values()))
@@ -89,7 +89,7 @@ STORAGE_DTYPES: tuple[str, ...] = tuple(dict.fromkeys(encoding.storage for encod
 
 @cache
 def _by_dtype() -> Mapping[torch.dtype, Encoding]:
-    """The encodings by the dtypes of the installed torch, which may have other 8 bit floats than are known here."""
+    """The encodings by torch dtype; adds 8 bit floats of the installed torch that `_FLOAT8` lacks."""
     import torch
 
     for name in sorted(dir(torch)):
@@ -99,7 +99,7 @@ def _by_dtype() -> Mapping[torch.dtype, Encoding]:
 
 
 def is_encoded(dtype: str) -> bool:
-    """Whether a trace can hold a logical dtype; torch is imported only for one that is not known by itself."""
+    """Whether a trace can hold a logical dtype; imports torch only for an unknown 8 bit float."""
     if dtype not in ENCODINGS and dtype.startswith("float8_e"):
         _by_dtype()
     return dtype in ENCODINGS
@@ -111,11 +111,11 @@ def held() -> Collection[torch.dtype]:
 
 
 _MOST_BYTES = 2**63 - 1
-"""Of an array of numpy, where axes of no elements count as one of one."""
+"""The most bytes of a numpy array; an axis of length 0 counts as length 1."""
 
 
 def refusal(tensor: Tensor) -> str | None:
-    """Why a trace cannot hold the numbers of a tensor; None if it can, or could if the tensor were made dense.
+    """Why a trace cannot hold a tensor; None if it can, at least after the tensor was made dense.
 
     Examples
     --------
@@ -147,8 +147,8 @@ def encoding_of(tensor: Tensor) -> Encoding:
     Raises
     ------
     MessageError
-        If a trace cannot hold such tensors: quantized, sparse, nested, without memory, of an exotic dtype, of a class
-        that keeps its numbers to itself, or of too many axes.
+        If a trace cannot hold such a tensor: quantized, sparse, nested, on the device meta, with an exotic dtype, of a
+        class without plain data (``__torch_dispatch__``), or with too many axes.
     """
     import torch
 
@@ -163,33 +163,33 @@ def encoding_of(tensor: Tensor) -> Encoding:
 
 
 def encode(tensor: Tensor) -> NDArray[Any]:
-    """The elements of a tensor as they are stored: an array of its shape, of the storage dtype.
+    """The stored form of a tensor: an array of the same shape with the storage dtype.
 
     A contiguous CPU tensor is not copied.
 
     Raises
     ------
     MessageError
-        If a trace cannot hold such tensors.
+        If a trace cannot hold the tensor.
     """
     import torch
 
     encoding = _by_dtype().get(tensor.dtype)
     if encoding is None or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not tensor.is_cpu:
-        encoding = encoding_of(tensor)  # which says what it cannot hold
+        encoding = encoding_of(tensor)  # raises if a trace cannot hold the tensor
     elif tensor.is_contiguous():
-        # each operation of PyTorch lets other threads of Python go first, and waking them costs more than it does
+        # few operations, because PyTorch releases the GIL in each, and a thread switch costs more than the operation
         try:
             array: NDArray[Any] = tensor.numpy() if encoding.bits is None else tensor.view(encoding.bits).numpy()
             return array
-        except RuntimeError:  # it requires gradients, or its numbers stand for their conjugates or negatives
+        except RuntimeError:  # the tensor requires gradients, or has a lazy conjugation or negation
             pass
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return (dense if encoding.bits is None else dense.view(encoding.bits)).numpy()
 
 
 def decode(array: NDArray[Any], dtype: str, shape: Iterable[int]) -> Tensor:
-    """The tensor whose stored elements are in `array` (contiguous, writable, any shape), sharing its memory.
+    """The tensor of stored elements; it shares the memory of `array` (contiguous, writable, any shape).
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ def decode(array: NDArray[Any], dtype: str, shape: Iterable[int]) -> Tensor:
 
     encoding = ENCODINGS[dtype]
     if not array.size:
-        # numpy gives empty arrays strides that torch then cannot view as another dtype
+        # torch cannot view an empty numpy array as another dtype because of its strides
         return torch.empty(tuple(shape), dtype=encoding.dtype, device="cpu")
     tensor = torch.from_numpy(array)
     if encoding.bits is not None:
@@ -218,7 +218,7 @@ def decode(array: NDArray[Any], dtype: str, shape: Iterable[int]) -> Tensor:
 
 
 def readable(array: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Stored elements as numbers that numpy computes with: as they are, or as float32 or complex64, which hold each.
+    """Stored elements in a dtype that numpy computes with: unchanged, or converted exactly to float32 or complex64.
 
     Parameters
     ----------

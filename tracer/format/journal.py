@@ -1,4 +1,4 @@
-"""The journal: a row of whole numbers for each message, and the checksum of each row."""
+"""The journal: a row of integers for each message, and the checksum of each row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tracer.format.checksum import crc32c
 
 
 class Column(IntEnum):
-    """The columns of the journal, one row a message, all int64."""
+    """The columns of the journal, which has one row per message; all are int64."""
 
     STREAM = 0
     POOL = 1
@@ -31,26 +31,26 @@ class Column(IntEnum):
 
 COLUMNS = len(Column)
 COUNTERS = [Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
-"""The columns that say where in the training a message was observed; none is negative."""
+"""The columns for the position in the training; never negative."""
 MAX_ELEMENTS = 2**60
-"""Elements of a message, at most: places in a pool are int64."""
+"""The most elements of a message, so that offsets in a pool fit into int64."""
 MAX_AXES = 63
-"""Axes of a message, at most: numpy has 64, and one of them is that of the messages."""
+"""The most axes of a message: numpy allows 64, one of which is for the messages."""
 HAS_DATA = 1
-"""Bit 0 of the column FLAGS: the message carries data, if only an empty tensor."""
+"""Bit 0 of the column FLAGS: the message has data, perhaps an empty tensor."""
 NONE = -1
-"""POOL, SHAPE and CRC32C of a message without data; CRC32C where only chunks have checksums."""
+"""POOL, SHAPE and CRC32C of a message without data; also CRC32C if only chunks have checksums."""
 JOURNAL_BLOCK = 8192
-"""Rows of the journal that are checksummed at once, because more would not stay in a processor's cache."""
+"""Rows of the journal that are checksummed together, few enough to stay in the CPU cache."""
 SHORT = 8 * COLUMNS
-"""Bytes of the longest rows whose checksums `checksums` looks up in tables."""
+"""The most bytes of a row for which `checksums` uses tables."""
 _WORTH_TABLES = 5
-"""So many rows for each byte of a row make looking up in tables quicker than one checksum after the other."""
+"""Rows per byte of a row from which the tables are faster than one CRC call per row."""
 
 
 def _crc_tables() -> tuple[NDArray[np.uint32], list[int]]:
-    """What each value of each byte of a short row adds to its checksum, and the checksums of so many zeros."""
-    # the CRC is linear but for a constant, so bytes can be looked up one by one and joined by exclusive or
+    """The contribution of each value at each byte of a short row to its CRC, and the CRCs of 0 to `SHORT` zeros."""
+    # the CRC is linear up to a constant, so the contributions of single bytes are combined by exclusive or
     tables = np.zeros((SHORT, 256), np.uint32)
     tables[-1] = [crc32c(bytes([value])) ^ crc32c(bytes(1)) for value in range(256)]
     for place in range(SHORT - 2, -1, -1):
@@ -84,15 +84,15 @@ def checksums(rows: NDArray[Any]) -> NDArray[np.int64]:
 def row_checksums(rows: NDArray[np.int64], first: int) -> NDArray[np.int64]:
     """The column CHECK of consecutive rows of a journal.
 
-    It is the CRC-32C of the row's number in the journal and its other columns, each as 8 bytes, little-endian. The
-    number is in it so that rows cannot change places unnoticed.
+    CHECK is the CRC-32C of the row's number in the journal and the other columns, each as 8 bytes, little-endian. The
+    number is included so that rows cannot change places unnoticed.
 
     Parameters
     ----------
     rows : numpy.ndarray of int64, (n, COLUMNS)
-        Their last column is not looked at.
+        The last column is ignored.
     first : int
-        Number of the first of them.
+        Number of the first row.
 
     Examples
     --------
@@ -101,7 +101,7 @@ def row_checksums(rows: NDArray[np.int64], first: int) -> NDArray[np.int64]:
     >>> row_checksums(row, 5).tolist() == [crc32c(data)]
     True
     """
-    if len(rows) < 3 * SHORT:  # what follows takes as long for a few rows as for some hundred
+    if len(rows) < 3 * SHORT:  # the columnwise way below has a fixed cost of some hundred rows
         numbered = np.empty((len(rows), COLUMNS), "<i8")
         numbered[:, 0] = np.arange(first, first + len(rows))
         numbered[:, 1:] = rows[:, :-1]
@@ -115,7 +115,7 @@ def row_checksums(rows: NDArray[np.int64], first: int) -> NDArray[np.int64]:
                 column = np.ascontiguousarray(block[:, place - 1], "<i8")
             else:
                 column = np.arange(first + begin, first + begin + len(block), dtype="<i8")
-            # a byte that is zero in all rows adds nothing; most are
+            # most bytes are zero in all rows, and add nothing
             used = int(np.bitwise_or.reduce(column)) & (2**64 - 1)
             values = column.view(np.uint8).reshape(-1, 8)
             for byte in range(8):
@@ -126,13 +126,13 @@ def row_checksums(rows: NDArray[np.int64], first: int) -> NDArray[np.int64]:
 
 
 def row_as_it_was(row: NDArray[np.int64], number: int) -> NDArray[np.int64] | None:
-    """A row of a journal of which one bit was flipped, as it was; None if that is not what happened to it.
+    """Undo a flipped bit in a row of a journal; None if no single flip explains its checksum.
 
     Parameters
     ----------
     row : numpy.ndarray of int64, (COLUMNS,)
     number : int
-        Of the row, in its journal.
+        Number of the row in the journal.
 
     Examples
     --------
@@ -145,11 +145,11 @@ def row_as_it_was(row: NDArray[np.int64], number: int) -> NDArray[np.int64] | No
     stored = int(row[Column.CHECK])
     differs = stored ^ int(row_checksums(row[None], number)[0])
     right = row.astype("<i8")
-    if differs.bit_count() == 1:  # in the checksum itself
+    if differs.bit_count() == 1:  # the flipped bit is in the checksum itself
         right[Column.CHECK] = stored ^ differs
         return right
     if 0 <= stored < 2**32:
-        # behind the number of the row, which is not stored
+        # the first 8 bytes, the row's number, are not stored and cannot be damaged
         found = np.argwhere(_CRC_TABLES[8:, 1 << np.arange(8)] == differs)
         if len(found) == 1:
             byte, bit = found[0].tolist()

@@ -1,7 +1,7 @@
-"""What a trace is called inside: its parts, their tables, their pools of data.
+"""Names inside a trace: of parts, tables and pools.
 
-`docs/trace-format.md` says the same in prose, with a reason for each rule; the two are changed together, and `VERSION`
-with them where an older reader would go wrong.
+`docs/trace-format.md` describes the same rules with their reasons. Change both together, and raise `VERSION` if an
+older reader would misread the result.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import re
 from tracer.messaging.messages import DEFAULT_TAG
 
 PART = re.compile(r"rank(?P<rank>0|[1-9][0-9]{0,8})(\.attempt(?P<attempt>[1-9][0-9]{0,8}))?")
-"""Names of the groups that one process each writes. A directory holds all of a trace, a file one: see `open_parts`."""
+"""The name of a part: the group that one process writes. A directory holds all parts, a file one: see `open_parts`."""
 
 RESERVED = frozenset({"journal", "declarations", "pools", "late"})
-"""Names in a rank's group that no kind takes."""
+"""Names in a part's group that a kind cannot use."""
 
 
 def part_name(rank: int, attempt: int = 0) -> str:
-    """The name of what one process wrote of a trace: a group of its own.
+    """The name of the part of a rank and attempt.
 
     Examples
     --------
@@ -30,7 +30,7 @@ def part_name(rank: int, attempt: int = 0) -> str:
 
 
 def part_of(name: str) -> tuple[int, int] | None:
-    """Rank and attempt of a part's name; None for other names.
+    """Rank and attempt of the part with this name; None if it is no name of a part.
 
     Examples
     --------
@@ -42,7 +42,7 @@ def part_of(name: str) -> tuple[int, int] | None:
 
 
 def rank_and_attempt(part: str) -> tuple[int, int]:
-    """Rank and attempt of a part; raises `ValueError` for a name that is none of a part."""
+    """Rank and attempt of a part; raises `ValueError` for any other name."""
     found = part_of(part)
     if found is None:
         raise ValueError(f"{part!r} is no name of a part")
@@ -55,7 +55,7 @@ def journal_name(part: str) -> str:
 
 
 def declarations_name(part: str) -> str:
-    """The name of the array of a part's declarations."""
+    """The name of a part's array of declarations."""
     return f"{part}/declarations"
 
 
@@ -64,11 +64,11 @@ _LONGEST = 200
 
 
 def quote(name: str) -> str:
-    """A part of an array's path for a kind, tag, module or leaf: different names give different parts.
+    """Quote a kind, tag, module or leaf as a component of an array's path; different names stay different.
 
-    What is not a letter, digit, ``.``, ``_`` or ``-`` of ASCII becomes ``%`` and two hex digits for each byte, and so
-    do a leading or trailing ``.``, a leading ``__`` and the dot of a trailing ``.json``. The empty name (the root
-    module) is ``%~root``. Names over 200 bytes are cut, and end in ``%~`` and a hash.
+    Every byte but ASCII letters, digits, ``.``, ``_`` and ``-`` becomes ``%`` and two hex digits. So do a leading or
+    trailing ``.``, the first ``_`` of a leading ``__``, and the dot of a trailing ``.json``. The empty name (the root
+    module) becomes ``%~root``. Names over 200 bytes are cut, and end in ``%~`` and a hash.
 
     Examples
     --------
@@ -85,7 +85,7 @@ def quote(name: str) -> str:
 
 
 def _cut(quoted: str, raw: bytes) -> str:
-    """A name that is short enough for a file, and another one for each that is longer."""
+    """Replace the end of a quoted name that is too long for a file name by a hash of `raw`."""
     if len(quoted) > _LONGEST:
         quoted = f"{quoted[: _LONGEST - 22]}%~{hashlib.sha256(raw).hexdigest()[:20]}"
     return quoted
@@ -94,7 +94,7 @@ def _cut(quoted: str, raw: bytes) -> str:
 def own_pool(part: str, kind: str, module: str | None, tag: str, leaf: str) -> str:
     """The name of the pool of one stream: ``{part}/{kind}/{module}``, with ``@{tag}`` and ``#{leaf}`` where needed.
 
-    The network's streams stand under ``%~network``.
+    Streams of the network have ``%~network`` in place of the module.
 
     Examples
     --------
@@ -105,7 +105,7 @@ def own_pool(part: str, kind: str, module: str | None, tag: str, leaf: str) -> s
     """
     group = f"%~{kind}" if kind in RESERVED else quote(kind)
     if tag != DEFAULT_TAG:
-        # two parts of 200 bytes would be longer than a file name may be
+        # two names of 200 bytes together exceed the limit of a file name
         group = f"{group}@{quote(tag)}"
         group = _cut(group, group.encode())
     name = "%~network" if module is None else quote(module)
@@ -116,10 +116,10 @@ def own_pool(part: str, kind: str, module: str | None, tag: str, leaf: str) -> s
 
 
 def shared_pool(part: str, kind: str, storage: str) -> str:
-    """The name of the pool of all small or ragged messages of one kind and storage dtype."""
+    """The name of the pool that all small or ragged messages of a kind and storage dtype share."""
     return f"{part}/pools/{quote(kind)}/{storage}"
 
 
 def late_pool(part: str, storage: str) -> str:
-    """The name of the pool of streams that were first seen when the store could make no more arrays."""
+    """The name of the pool for streams that appear when the store cannot create arrays any more."""
     return f"{part}/late/{storage}"

@@ -1,7 +1,7 @@
-"""Which part of a tensor a rank holds: of a distributed tensor its shard, of a replicated one the whole.
+"""The part of a tensor that a rank holds: the shard of a distributed tensor, or all of a replicated tensor.
 
-A rank records what it holds, and says which part of which whole that is; it never asks another rank for theirs. A
-reader puts the parts together.
+A rank records only what it holds, and where that lies in the whole tensor; it never communicates. A reader assembles
+the parts.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_PARTS = 4096
-"""Parts of one tensor, at most: more are not put together."""
+"""The most parts of a tensor that a reader assembles."""
 _MOST_REPLICAS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What ``sampling["placement"]`` of a stream says.
+    """The parsed ``sampling["placement"]`` of a stream.
 
     Attributes
     ----------
     replicas : tuple of int
-        The ranks that hold the same data, ascending. One of them recorded it, or each.
+        The ranks that hold the same data, ascending; one of them or each of them recorded it.
     shape : tuple of int or None
-        Of the whole tensor; None where this is the whole.
+        Shape of the whole tensor; None if the data is the whole tensor.
     offsets, sizes : tuple of int or None
-        Where this part begins in the whole, and how large it is; None where it is no block of it (sums that were not
-        yet added up, rows that alternate between ranks).
+        Start and shape of this part in the whole tensor; None if the part is not a block of it (partial sums, or rows
+        that alternate between ranks).
     """
 
     replicas: tuple[int, ...]
@@ -47,12 +47,12 @@ class Placement:
 
     @classmethod
     def parse(cls, value: object) -> Placement:
-        """The placement that JSON describes.
+        """Parse the JSON of a placement.
 
         Raises
         ------
         ValueError
-            If it contradicts itself: a part that reaches out of the whole, a size that no tensor has.
+            If the placement is inconsistent: a part outside of the whole tensor, or an invalid size.
 
         Examples
         --------
@@ -96,13 +96,13 @@ def _numbers(value: object, name: str) -> tuple[int, ...] | None:
 
 
 def cover(shape: Sequence[int], parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[int] | None:
-    """Which parts make up a whole, each element once; None if they do not.
+    """The numbers of the parts that cover a tensor, each element once; None if they do not.
 
     Parameters
     ----------
     shape : sequence of int
     parts : sequence of (offsets, sizes)
-        Parts that are empty, or the same as an earlier one, are not needed.
+        Empty parts, and repetitions of an earlier part, are left out.
 
     Examples
     --------
@@ -129,7 +129,7 @@ def cover(shape: Sequence[int], parts: Sequence[tuple[Sequence[int], Sequence[in
 
 @cache
 def _ordinary() -> tuple[type[Tensor], ...]:
-    """The classes of tensors that are surely whole."""
+    """Tensor classes that are never distributed."""
     from torch import Tensor, nn
 
     return Tensor, nn.Parameter
@@ -139,26 +139,26 @@ def is_distributed(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor."""
     if type(tensor) in _ordinary():
         return False
-    module = sys.modules.get("torch.distributed.tensor")  # not imported for this: that takes half a second
+    module = sys.modules.get("torch.distributed.tensor")  # not imported here, because that takes half a second
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process has in memory of a tensor: the shard of a DTensor; every other tensor as it is.
+    """The local shard of a DTensor; any other tensor unchanged.
 
-    Nothing is sent, and nothing is awaited but what the training itself has sent for.
+    Starts no communication, and waits at most for a collective that the training itself has started.
     """
     if type(tensor) in _ordinary():
         return tensor
     found: Any = tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]  # of a DTensor
-    if hasattr(found, "trigger_wait"):  # the training's own collective is not over; its result is used next
+    if hasattr(found, "trigger_wait"):  # the result of a collective that is still running
         found = found.trigger_wait()
     own: Tensor = found if found is tensor else found.detach()
     return own
 
 
 def placement_of(tensor: Tensor) -> dict[str, Any] | None:
-    """What `local` gives of a DTensor, as JSON: see rule 22 of the trace's format; None for other tensors."""
+    """The placement of a DTensor's `local` shard as JSON (rule 22 of the trace format); None for other tensors."""
     if not is_distributed(tensor):
         return None
     import torch
@@ -180,8 +180,8 @@ def placement_of(tensor: Tensor) -> dict[str, Any] | None:
     ]
     told["replicas"] = sorted(held.reshape(-1).tolist())
     for number, one in enumerate(placements):
-        if hasattr(one, "split_factor"):  # strided: its rows alternate with those of other ranks,
-            behind = 1  # unless the dimensions of the mesh that follow have divided them before
+        if hasattr(one, "split_factor"):  # strided: rows alternate between ranks,
+            behind = 1  # unless the later mesh dimensions split the same axis by the same factor
             for size, other in zip(mesh.shape[number + 1 :], placements[number + 1 :], strict=True):
                 behind *= size if getattr(other, "dim", None) == one.dim else 1
             if behind != one.split_factor:
@@ -189,7 +189,7 @@ def placement_of(tensor: Tensor) -> dict[str, Any] | None:
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     shape = tuple(tensor._local_tensor.shape)  # type: ignore[attr-defined]
     if tuple(sizes) == shape:
-        # an empty part has no place, and torch's may lie beyond the end
+        # torch may place an empty part beyond the end
         begins = [min(begin, whole) for begin, whole in zip(offsets, tensor.shape, strict=True)]
         told |= {"offsets": begins, "sizes": list(shape)}
     return told

@@ -10,28 +10,28 @@ from pathlib import Path
 
 
 def process_start(pid: int) -> str | None:
-    """When a process of this machine started, in a form that can only be compared; None if it ended, or cannot be told.
+    """The start time of a process of this machine, only for comparison; None if the process ended or is hidden.
 
-    With the process id it tells whether the writer of a trace still lives, because ids are used again.
+    It distinguishes the writer of a trace from a later process with the same id.
     """
     state, start = _state_and_start(pid) or ("X", "")
-    # one that has ended stays in the list until its parent has asked how
+    # Z: a zombie, which has ended but was not yet waited for by its parent
     return None if state in "ZX" else start
 
 
 def _state_and_start(pid: int) -> tuple[str, str] | None:
-    """What Linux tells of a process; None where there is no such process, or it is hidden from this user."""
+    """State and start time of a process in ``/proc``; None if it does not exist or is hidden from this user."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    # the name of the program stands in parentheses and may hold anything; the start is the 20th field after it
+    # the program's name is in parentheses and may contain anything; the start time is the 20th field behind it
     fields = stat.rpartition(")")[2].split()
     return (fields[0], fields[19]) if len(fields) > 19 else None
 
 
 def process_lives(process: object) -> bool | None:
-    """Whether the process that a header names still runs; None where that cannot be told from this machine."""
+    """Whether the process in a header still runs; None if this machine cannot know."""
     if not isinstance(process, Mapping) or process.get("hostname") != platform.node():
         return None
     pid = process.get("pid")
@@ -40,10 +40,10 @@ def process_lives(process: object) -> bool | None:
     try:
         os.kill(pid, 0)
     except OSError as error:
-        # the process of another user lives too
+        # EPERM: the process exists, but belongs to another user
         if error.errno != errno.EPERM:
             return False
-        # which some systems tell nobody else more of
+        # some systems hide the processes of other users
         if process.get("start") is not None and _state_and_start(pid) is None:
             return None
     return process_start(pid) == process.get("start")

@@ -1,4 +1,4 @@
-"""`Summary`: what some rows of a journal hold, stream by stream, so that many questions need no rows."""
+"""`Summary`: statistics per stream of a range of journal rows, which answer many questions without the rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tracer.format.checksum import crc32c, joined
 from tracer.format.journal import NONE, Column
 
 SUMMARY_ROWS: Final = 1 << 16
-"""A writer declares a summary of so many rows of the journal, or of more where there are many streams."""
+"""The least number of journal rows of a summary; see `ROWS_A_STREAM` for many streams."""
 ROWS_A_STREAM: Final = 16
-"""So many rows a stream at least, so that summaries stay small beside the rows."""
+"""The least number of rows per stream in a summary, so that summaries stay small compared with the rows."""
 _LARGEST: Final = np.iinfo(np.int64).max
 
 
 class Fact(IntEnum):
-    """The columns of `Summary.facts`, one row a stream."""
+    """The columns of `Summary.facts`, which has one row per stream."""
 
     STREAM = 0
     MESSAGES = 1
@@ -42,19 +42,19 @@ _LOWEST: Final = (Fact.FIRST_STEP, Fact.FIRST_EPOCH)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Summary:
-    """What some rows of a journal hold.
+    """Statistics of a range of journal rows.
 
     Attributes
     ----------
     start, stop : int
         The rows: start inclusive, stop exclusive.
     crc32c : int
-        The `RowsChecksum` of these rows; 0 where the rows do not follow each other.
+        The `RowsChecksum` of these rows; 0 if it was not computed.
     facts : numpy.ndarray of int64, (streams, FACTS)
-        For each stream that has messages there, by its id: how many, their elements, its calls in a step at most, its
-        lowest and highest global step, and its lowest and highest epoch.
+        For each stream with messages in these rows, sorted by id: the numbers of messages and elements, the most calls
+        in a step, the lowest and highest global step, and the lowest and highest epoch.
     shapes : dict of int to list of int
-        For each of these streams that carries data, the ids of its shapes, in the order in which they first occur.
+        For each of these streams with data, the ids of its shapes in the order of first occurrence.
     """
 
     start: int
@@ -65,18 +65,18 @@ class Summary:
 
     @property
     def messages(self) -> int:
-        """How many messages the rows are."""
+        """The number of messages."""
         return int(self.facts[:, Fact.MESSAGES].sum())
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The lowest and the highest global step; (0, -1) without rows."""
+        """The lowest and highest global step; (0, -1) without rows."""
         if not len(self.facts):
             return 0, -1
         return int(self.facts[:, Fact.FIRST_STEP].min()), int(self.facts[:, Fact.LAST_STEP].max())
 
     def numbered(self, streams: NDArray[np.int64], shapes: NDArray[np.int64]) -> Summary:
-        """The same with other ids: `streams` and `shapes` have the new id for each old one."""
+        """Replace ids: `streams` and `shapes` map each old id to the new id."""
         facts = self.facts.copy()
         facts[:, Fact.STREAM] = streams[facts[:, Fact.STREAM]]
         ids: dict[int, list[int]] = {}
@@ -85,7 +85,7 @@ class Summary:
         return Summary(self.start, self.stop, 0, _by_stream(facts), ids)
 
     def of_streams(self, ids: NDArray[np.int64]) -> Summary:
-        """The same of the messages of some streams alone."""
+        """The summary restricted to some streams."""
         facts = self.facts[np.isin(self.facts[:, Fact.STREAM], ids)]
         return Summary(self.start, self.stop, 0, facts, self.shapes)
 
@@ -100,12 +100,12 @@ class Summary:
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> Summary:
-        """The summary that a declaration holds.
+        """Parse the value of a declaration ``summary``.
 
         Raises
         ------
         KeyError, TypeError, ValueError
-            If something of it is missing, or it contradicts itself.
+            If the value is incomplete or inconsistent.
         """
         (start, stop), checksum, streams = value["rows"], value["crc32c"], value["streams"]
         if not isinstance(streams, list) or not all(isinstance(row, list) and len(row) == FACTS + 1 for row in streams):
@@ -135,7 +135,7 @@ class Summary:
             raise ValueError(f"the summary of rows {self.start} to {self.stop} contradicts itself")
 
     def says(self, other: Summary, checksum: int) -> bool:
-        """Whether it says the same as another, whose rows have this `RowsChecksum`."""
+        """Whether this summary equals `other`, whose rows have this `RowsChecksum`."""
         return (
             (self.start, self.stop, self.crc32c) == (other.start, other.stop, checksum)
             and np.array_equal(self.facts, other.facts)
@@ -145,7 +145,7 @@ class Summary:
 
 @final
 class RowsChecksum:
-    """The checksum of the rows of a summary, which may come in pieces, in their order.
+    """The checksum of the rows of a summary, which are added in order, perhaps in several pieces.
 
     It is the CRC-32C of the bytes of the rows, continued over the bytes of their column CHECK, all little-endian.
 
@@ -159,9 +159,9 @@ class RowsChecksum:
     True
     """
 
-    # The bytes of the rows alone do not tell which rows they are: each row ends in its own CRC-32C, and what a CRC
-    # becomes over data and the CRC of that data does not depend on the data. So all rows that are right have the same
-    # first part, which only shows whether one is damaged; their column CHECK tells them from those of another run.
+    # The CRC of the rows alone does not identify them: each row ends with its own CRC, and the CRC of data followed by
+    # its CRC does not depend on the data. So that part is the same for all intact rows, and only reveals damage. The
+    # column CHECK distinguishes the rows from those of another run.
     __slots__ = ("_checks", "_count", "_rows")
 
     def __init__(self) -> None:
@@ -169,13 +169,13 @@ class RowsChecksum:
 
     @classmethod
     def of(cls, rows: NDArray[np.int64]) -> int:
-        """The checksum of all rows at once."""
+        """The checksum of rows that are all in one array."""
         found = cls()
         found.add(rows)
         return found.value
 
     def add(self, rows: NDArray[np.int64]) -> None:
-        """Go on with rows that come after those so far."""
+        """Add the next rows."""
         self._rows = crc32c(np.ascontiguousarray(rows, "<i8"), self._rows)
         self._checks = crc32c(np.ascontiguousarray(rows[:, Column.CHECK], "<i8"), self._checks)
         self._count += len(rows)
@@ -191,13 +191,15 @@ NOTHING: Final = Summary(0, 0, 0, np.zeros((0, FACTS), np.int64), {})
 
 
 def summarized(rows: NDArray[np.int64], start: int, *, checksum: bool = True) -> Summary:
-    """The summary of rows of a journal; without the `checksum` that costs a pass over their bytes.
+    """Summarize rows of a journal.
 
     Parameters
     ----------
     rows : numpy.ndarray of int64, (n, columns)
     start : int
         The number of the first row.
+    checksum : bool
+        Whether to compute ``crc32c``, which costs a pass over the bytes of the rows; otherwise it is 0.
 
     Examples
     --------
@@ -228,8 +230,8 @@ def summarized(rows: NDArray[np.int64], start: int, *, checksum: bool = True) ->
 
 
 def _shapes(streams: NDArray[np.int64], shapes: NDArray[np.int64]) -> dict[int, list[int]]:
-    """The shapes of streams in the order in which they first occur, from rows that are sorted by their streams."""
-    # most streams have one shape, and then a row differs from the one before it only where a stream begins
+    """The shapes of each stream in the order of first occurrence, from rows sorted by stream."""
+    # looking only at changes is fast, because most streams have a single shape
     changes = np.flatnonzero(np.r_[True, (streams[1:] != streams[:-1]) | (shapes[1:] != shapes[:-1])])
     found: dict[int, list[int]] = {}
     for stream, shape in dict.fromkeys(zip(streams[changes].tolist(), shapes[changes].tolist(), strict=True)):
@@ -239,7 +241,7 @@ def _shapes(streams: NDArray[np.int64], shapes: NDArray[np.int64]) -> dict[int, 
 
 
 def united(summaries: Sequence[Summary]) -> Summary:
-    """The summary of the rows of several, in their order.
+    """Combine summaries of consecutive rows, in their order.
 
     Examples
     --------
@@ -260,14 +262,14 @@ def united(summaries: Sequence[Summary]) -> Summary:
 
 
 def _append(shapes: dict[int, list[int]], stream: int, ids: Sequence[int]) -> None:
-    """Append ids of shapes to those of a stream that are known, if they are not among them."""
+    """Append ids of shapes to those of a stream, without repetition."""
     known = shapes.setdefault(stream, [])
     if known != ids:
         known += [shape for shape in ids if shape not in known]
 
 
 def _by_stream(facts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """One row of facts for each stream, by its id, of several."""
+    """Merge rows of facts so that each stream has one row, sorted by id."""
     if not len(facts):
         return facts
     facts = facts[np.argsort(facts[:, Fact.STREAM], kind="stable")]
@@ -282,10 +284,10 @@ def _by_stream(facts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class Summarizing:
-    """Makes the summaries that a writer declares, of the rows of the journal that it committed.
+    """Makes the summaries that a writer declares.
 
-    Only committed rows are summarized: a declaration is committed before the rows that come with it, and must never
-    speak of rows that are not there.
+    Only committed rows are summarized: a declaration is committed before the rows of the same commit, and must never
+    refer to rows that do not exist.
     """
 
     def __init__(self) -> None:
@@ -293,13 +295,13 @@ class Summarizing:
         self._start = self._stop = self._streams = 0
 
     def add(self, rows: NDArray[np.int64]) -> None:
-        """Note rows that were committed just now."""
+        """Add rows that were just committed."""
         self._rows.append(rows.copy())
         self._stop += len(rows)
         self._streams = max(self._streams, int(rows[:, Column.STREAM].max()) + 1)
 
     def due(self) -> Summary | None:
-        """The summary that is to be declared now, of all rows since the last one; None while they are few."""
+        """The summary of all rows since the last one, if it must be declared now; None while there are too few rows."""
         if self._stop - self._start < max(SUMMARY_ROWS, ROWS_A_STREAM * self._streams):
             return None
         found = summarized(np.concatenate(self._rows), self._start)

@@ -1,7 +1,6 @@
-"""What declarations say: of the run, and of the streams, shapes and pools that a journal's numbers stand for.
+"""The content of declarations: the run, and the streams, shapes and pools that numbers in the journal refer to.
 
-`Tables` is the one parser of declarations. For a reader it refuses every gap; of a damaged trace it collects what is
-there.
+`Tables` is the only parser of declarations. For a reader it refuses gaps; for a damaged trace it collects what is left.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ _facts_of = operator.itemgetter("id", "kind", "network", "module", "tag", "leaf"
 
 
 class Stream(NamedTuple):
-    """What a trace declares of a stream.
+    """The declaration of a stream.
 
     Attributes
     ----------
     kind : str
     network : bool
-        Whether its messages are of the network, and not of a module.
+        Whether its messages belong to the network rather than a module.
     module : str or None
         Dotted path; None for the network.
     tag, leaf : str
     dtype : str or None
         The logical dtype; None for events.
     sampling : dict or None
-        How the data was made from what was observed.
+        How the data was derived from the observed tensors.
     rank : int
     placement : Placement or None
-        Which part of a tensor the data is, as the sampling says.
+        The placement in the sampling: the part of a tensor that the data is.
     """
 
     kind: str
@@ -56,14 +55,14 @@ class Stream(NamedTuple):
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> Stream:
-        """The stream that JSON describes.
+        """Parse the JSON of a stream.
 
         Raises
         ------
         KeyError, TypeError, ValueError, AttributeError
-            If something of it is missing, or it contradicts itself.
+            If the declaration is incomplete or inconsistent.
         TraceError
-            If the installed torch lacks its dtype.
+            If the installed torch lacks the dtype.
         """
         number, kind, network, module, tag, leaf, dtype, rank = _facts_of(value)
         sampling = value.get("sampling")
@@ -81,7 +80,7 @@ class Stream(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """What a trace declares of a pool: its array, the dtype in which that is stored, and how it is compressed."""
+    """The declaration of a pool: name of its array, storage dtype, and compression."""
 
     name: str
     dtype: str
@@ -89,7 +88,7 @@ class Pool(NamedTuple):
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> Pool:
-        """The pool that JSON describes; raises as `Stream.parse` does."""
+        """Parse the JSON of a pool; raises errors as `Stream.parse` does."""
         name, dtype, compression = value["name"], value["dtype"], value.get("compression")
         if not isinstance(name, str) or dtype not in STORAGE_DTYPES:
             raise ValueError(f"pool {value}")
@@ -97,24 +96,24 @@ class Pool(NamedTuple):
 
 
 class Tables:
-    """What the declarations of a part of a trace say, entered one by one.
+    """The declarations of a part of a trace, entered one by one.
 
     Parameters
     ----------
     gaps : bool
-        Whether numbers may be left out, because declarations are lost. Otherwise those of each table count up from 0.
+        Whether numbers may be missing, because declarations are lost. Otherwise each table is numbered 0, 1, 2, ...
 
     Attributes
     ----------
     header : dict
-        What was known of the run before it started.
+        Facts about the run that were known before it started.
     notes : list of dict
     ending : dict
-        What the declaration ``status`` says; empty while there is none.
+        The declaration ``status``; empty while there is none.
     streams, shapes, pools : dict
-        By the numbers that the journal has for them.
+        Keyed by their numbers in the journal.
     summaries : list of Summary
-        Of the rows of the journal, in their order; without gaps, each begins where the last one ends.
+        Summaries of the journal, in order; without `gaps`, each begins where the one before ends.
 
     Examples
     --------
@@ -139,12 +138,12 @@ class Tables:
         self._gaps = gaps
 
     def declare(self, what: str, value: Any) -> None:
-        """Enter a declaration. One that this release does not know is left out: it does not change what it does.
+        """Enter a declaration. A name that this release does not know is ignored.
 
         Raises
         ------
         KeyError, TypeError, ValueError, AttributeError
-            If it makes no sense.
+            If the declaration is invalid.
         TraceError
             If the installed torch lacks the dtype of a stream.
         """
@@ -185,7 +184,10 @@ class Tables:
         table[number] = value
 
     def beyond(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which rows of a journal refer to streams, shapes or pools after those that were declared without gaps."""
+        """Which rows of a journal refer to streams, shapes or pools with higher numbers than declared so far.
+
+        Only for tables without gaps.
+        """
         tables = (Column.STREAM, self.streams), (Column.POOL, self.pools), (Column.SHAPE, self.shapes)
         found: NDArray[np.bool_] = np.logical_or.reduce([rows[:, column] >= len(table) for column, table in tables])
         return found
@@ -193,14 +195,15 @@ class Tables:
     def contradictions(self, rows: NDArray[np.int64]) -> Iterator[tuple[str, NDArray[np.bool_]]]:
         """Which rows of a journal contradict the declarations or themselves, one reason after the other.
 
-        A reason may also be given for a row that an earlier one was given for.
+        A row may be wrong for several reasons.
 
         Yields
         ------
         reason : {"stream", "data", "pool", "shape", "count", "event", "offset", "counter"}
-            The stream is not declared; it says otherwise of whether there is data; the pool is not declared; nor is the
-            shape; the shape has another number of elements; there is data of an event; it begins before its pool; a
-            counter is negative.
+            "stream": the stream is not declared. "data": an event has data, or another message has none. "pool",
+            "shape": the pool or shape is not declared. "count": the number of elements differs from the shape's.
+            "event": a row without data has a pool, shape or count. "offset": the offset is negative or too large.
+            "counter": a counter is negative.
         wrong : numpy.ndarray of bool, (rows,)
         """
         stream, pool, shape = (rows[:, column] for column in (Column.STREAM, Column.POOL, Column.SHAPE))
@@ -221,9 +224,9 @@ class Tables:
 
 
 def _look_up(table: Mapping[int, Any], numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Where numbers stand in a table whose entries are sorted by theirs (0 if nowhere), and which of them do."""
+    """The index of each number among the sorted keys of a table (any valid index if missing), and which ones exist."""
     ids = sorted(table)
-    if not ids or ids[-1] + 1 == len(ids):  # as in every whole trace
+    if not ids or ids[-1] + 1 == len(ids):  # no gaps, as in every intact trace
         known = (numbers >= 0) & (numbers < len(ids))
         return np.where(known, numbers, 0), known
     entries = np.array(ids, np.int64)

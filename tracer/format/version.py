@@ -1,4 +1,4 @@
-"""The name and version of the format, and what a root must say to be read."""
+"""Name and version of the format, and the check of the root's attributes."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 from tracer.errors import TraceCorruptError, TraceError, TraceFormatError
 
 FORMAT = "tracereel"
-"""Root attribute ``format``: what makes a store a trace."""
+"""The root attribute ``format`` of every trace."""
 VERSION = 1
-"""Root attribute ``format_version``: an integer, raised when older readers would go wrong."""
+"""The root attribute ``format_version``, raised when older readers would misread the format."""
 
 
 def check_root(root: Mapping[str, Any], part: Callable[[], Mapping[str, Any]], *, doubt_version: bool = False) -> None:
-    """Check the attributes of the root of a store that has parts.
+    """Check the root attributes of a store that has parts.
 
     Parameters
     ----------
     root : mapping
     part : callable
-        Returns the attributes of the group of a part, which tell a damaged root from one of something else.
+        Returns the attributes of a part's group, which show whether the root is damaged or the store is no trace.
     doubt_version : bool
-        Whether another version, too, may be what became of this one.
+        Whether to suspect damage also if only the version is wrong.
 
     Raises
     ------
     TraceFormatError
-        If it is no trace, or of a version that this release does not read.
+        If the store is no trace, or has a version that this release does not read.
     TraceCorruptError
-        If a part says that it is a trace of this version, and the root does not.
+        If the attributes of the part are those of a trace of this version, and those of the root are not.
     """
     try:
         check_version(root)
@@ -49,7 +49,7 @@ def check_version(attributes: Mapping[str, Any]) -> None:
     Raises
     ------
     TraceFormatError
-        If they are not those of a trace, or of a version that this release does not read.
+        If the attributes are not those of a trace, or name a version that this release does not read.
     """
     if attributes.get("format") != FORMAT:
         raise TraceFormatError(f"it is not a trace: its root has no attribute format = {FORMAT!r}")

@@ -1,1 +1,1 @@
-"""What a trace is kept in: named arrays that grow by rows, and JSON attributes, and nothing else."""
+"""The storage below a trace: named arrays that grow by rows, and JSON attributes."""

@@ -1,4 +1,4 @@
-"""How the rows of an array are cut into chunks: the arithmetic that Zarr and HDF5 stores share."""
+"""Cuts the rows of an array into chunks; Zarr and HDF5 stores share this arithmetic."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tracer.errors import TraceError
 from tracer.format.checksum import joined, without_zeros
 
 CHUNK_LIMIT = 1 << 20
-"""Bytes of the largest chunk. Only a row of more than 64 such chunks is cut into larger ones."""
+"""The most bytes of a chunk. Only a row of more than 64 such chunks is cut into larger chunks."""
 ALIGNED_BYTES = 1 << 17
-"""Chunks of this size begin at a page of their file, which costs at most 3.1 % of the space."""
+"""Chunks of at least this size are page-aligned in their file, which wastes at most 3.1 % of the space."""
 CHUNKS_AT_ONCE = 32
-"""Most chunks that `RowChunks` gives to be written together."""
+"""The most chunks that `RowChunks` passes to one call of `write`."""
 Piece = tuple[int, int, int, int]
-"""A chunk's number, where in it the wanted bytes begin, and which bytes of the wanted rows those are; see `Layout`."""
+"""What `Layout.walk` yields: a chunk's number, the offset of the wanted bytes in it, their range in the wanted rows."""
 
 
 def check_name(name: str) -> None:
-    """Raise `TraceError` unless `name` is a path that stays inside a store and that every store can use."""
+    """Raise `TraceError` unless `name` is a path that stays inside the store and that every format allows."""
     for part in name.split("/"):
         if (
             not part
@@ -40,8 +40,8 @@ def check_name(name: str) -> None:
 def chunk_shape(itemsize: int, shape: tuple[int, ...], chunk_bytes: int) -> tuple[int, ...]:
     """Shape of the chunks of an array whose rows have `shape`.
 
-    A chunk is several whole rows, one row, or a part of one row. Such a part is contiguous in memory, so that it can be
-    written without a copy.
+    A chunk is several whole rows, one row, or a part of one row that is contiguous in memory. So it can be written
+    without a copy.
 
     Examples
     --------
@@ -67,13 +67,15 @@ def chunk_shape(itemsize: int, shape: tuple[int, ...], chunk_bytes: int) -> tupl
 
 
 def largest_chunk(row_nbytes: int) -> int:
-    """Bytes of the largest chunk that `chunk_shape` makes of rows of so many bytes."""
-    # the index of a shard has 16 bytes for each chunk and must fit into a page: a row has 256 chunks at most
+    """The most bytes of a chunk that `chunk_shape` makes of rows of `row_nbytes` bytes."""
+    # keeps rows at 256 chunks or fewer, because the index of a shard has 16 bytes per chunk and should fit into a page
     return max(CHUNK_LIMIT, -(-row_nbytes // 64))
 
 
 def rows_ahead(rows: int, least: int) -> int:
-    """How many rows the ``zarr.json`` of a growing pool claims, so that it is rarely rewritten: `least`, doubled.
+    """The rows that the ``zarr.json`` of a growing array claims: `least`, doubled until it is at least `rows`.
+
+    So the file is rarely rewritten.
 
     Examples
     --------
@@ -86,7 +88,7 @@ def rows_ahead(rows: int, least: int) -> int:
 
 
 class Layout:
-    """How the rows of an array fall into chunks, which are numbered in C order over the grid of chunks.
+    """The chunks of an array, numbered in C order over the grid of chunks.
 
     Parameters
     ----------
@@ -99,12 +101,12 @@ class Layout:
     Attributes
     ----------
     grid : tuple of int
-        Chunks that a row falls into, along each of its axes.
+        Number of chunks along each axis of a row.
     per_row : int
-        Their product.
+        Chunks per row: the product of `grid`.
     row_nbytes, chunk_nbytes : int
     contiguous : bool
-        Whether chunks are whole rows, or contiguous parts of one row, as those that `chunk_shape` makes.
+        Whether each chunk is contiguous in memory: whole rows, or a contiguous part of one row.
     """
 
     __slots__ = (
@@ -120,20 +122,20 @@ class Layout:
         self.per_row = math.prod(self.grid)
         self.row_nbytes = int(dtype.itemsize * math.prod(row_shape))
         self.chunk_nbytes = int(dtype.itemsize * math.prod(chunk))
-        # the axis that chunks are cut along: before it they have one entry, and behind it all
+        # the axis along which rows are cut: a chunk has size 1 along the axes before it, full size behind it
         cut = next((axis for axis, size in enumerate(chunk) if size != 1), len(chunk))
         self.contiguous = chunk[cut + 1 :] == row_shape[cut:]
-        # the chunks along that axis hold a run of bytes, and the last of them may be padded
+        # the chunks along that axis hold one contiguous run of bytes; the last of them may be padded
         self._run_nbytes = self.row_nbytes * chunk[0] // max(1, math.prod(row_shape[: max(0, cut - 1)]))
         self._per_run = -(-self._run_nbytes // self.chunk_nbytes)
 
     def numbers(self, start: int, stop: int) -> range:
-        """The chunks that hold rows ``start`` to ``stop``."""
+        """The numbers of the chunks that hold rows ``start`` to ``stop``."""
         height = self.chunk[0]
         return range(start // height * self.per_row, -(-stop // height) * self.per_row)
 
     def begin_of(self, number: int) -> tuple[int, ...]:
-        """Where in the array a chunk begins, along each axis.
+        """The index in the array of a chunk's first element.
 
         Examples
         --------
@@ -147,16 +149,16 @@ class Layout:
         return (number * self.chunk[0], *reversed(begin))
 
     def walk(self, start: int, stop: int) -> Iterator[Piece]:
-        """In which chunks the bytes of rows ``start`` to ``stop`` are, and where in them; chunks are contiguous.
+        """The chunks that hold the bytes of rows ``start`` to ``stop``; only for a `contiguous` layout.
 
         Yields
         ------
         number : int
-            Of the chunk.
+            Number of the chunk.
         at : int
-            Where in the chunk the bytes of these rows begin.
+            Offset in the chunk of the first byte of these rows.
         low, high : int
-            Which of the bytes of these rows they are.
+            The range of bytes within these rows that the chunk holds.
 
         Examples
         --------
@@ -166,7 +168,7 @@ class Layout:
         [(2, 0, 0, 10), (3, 0, 10, 15)]
         """
         height, per_row, row_nbytes = self.chunk[0], self.per_row, self.row_nbytes
-        if per_row == 1 and height == 1 and stop == start + 1:  # one large message, as it often is
+        if per_row == 1 and height == 1 and stop == start + 1:  # the common case: one large message
             yield start, 0, 0, row_nbytes
             return
         per_run, run_nbytes, chunk_nbytes = self._per_run, self._run_nbytes, self.chunk_nbytes
@@ -178,7 +180,7 @@ class Layout:
             yield number, low - begin, low, min(begin + min(chunk_nbytes, run_nbytes - part * chunk_nbytes), size)
 
     def row_checksums(self, chunks: Sequence[int]) -> Iterator[int]:
-        """The CRC-32C of each of some rows, from those of their chunks, each of which is a row or a part of one.
+        """The CRC-32C of each row, from the CRC-32Cs of its chunks; each chunk is a row or a part of a row.
 
         Examples
         --------
@@ -198,7 +200,7 @@ class Layout:
 
 
 class RowChunks(Layout):
-    """Cuts the rows that are appended to an array into chunks, and keeps the rows of the last one until it is full.
+    """Cuts appended rows into chunks, and buffers the rows of the last chunk until it is full.
 
     Attributes
     ----------
@@ -221,9 +223,9 @@ class RowChunks(Layout):
         self._tail_changed = False
 
     def append(self, rows: NDArray[Any], write: Callable[[int, list[memoryview]], None]) -> None:
-        """Take `rows` (n, ...), and call `write` with the chunks that are now full, and the number of the first.
+        """Append `rows` (n, ...), and pass full chunks to ``write(number of the first, chunks)``.
 
-        A call gets at most `CHUNKS_AT_ONCE` chunks, whose numbers follow each other. It must not keep their memory.
+        A call gets at most `CHUNKS_AT_ONCE` consecutive chunks, and must not keep their memory.
         """
         if rows.shape[1:] != self.row_shape or rows.ndim != len(self.row_shape) + 1:
             raise TraceError(f"rows of shape {rows.shape[1:]} do not fit array {self._name!r} with {self.row_shape}")
@@ -246,7 +248,7 @@ class RowChunks(Layout):
                 self._tail_changed = True
                 if filled + take == height:
                     write(self.rows // height, [memoryview(self._tail)])
-                    # a new buffer, so that what follows the last row is zeros and not rows of the chunk before
+                    # the next tail needs a new buffer, in which zeros and not old rows follow the last row
                     self._tail = None
                     self._tail_changed = False
             elif self.per_row > 1:
@@ -263,7 +265,7 @@ class RowChunks(Layout):
 
     @property
     def in_rows(self) -> bool:
-        """Whether each chunk is one row, or a part of one."""
+        """Whether each chunk is one row or a part of one row."""
         return bool(self.row_shape) and self.chunk[0] == 1
 
     def _split(self, row: memoryview) -> list[memoryview]:
@@ -274,13 +276,13 @@ class RowChunks(Layout):
         return pieces
 
     def skip(self, row: int) -> None:
-        """Go on with this row, the first of a chunk, and leave out those before it."""
+        """Continue at `row`, the first of a chunk, and leave a gap before it."""
         self.rows = row
         self._tail = None
         self._tail_changed = False
 
     def take_tail(self) -> tuple[int, memoryview] | None:
-        """Number and bytes of the last chunk, padded with zeros, if it is not full and changed since the last call."""
+        """Number and zero-padded bytes of the unfinished last chunk; None if it did not change since the last call."""
         if not self._tail_changed or self._tail is None:
             return None
         self._tail_changed = False

@@ -1,8 +1,7 @@
-"""The codecs that can compress chunks: their parameters, how they encode, and what is checked before they decode.
+"""Compresses and decompresses chunks with Blosc 1, which both Zarr and HDF5 support.
 
-All of them are compressors of Blosc 1, which both Zarr and HDF5 support. A compressed chunk is one buffer of Blosc: a
-header of 16 bytes, then the compressed bytes. Chunks are encoded and decoded here instead of by the Zarr and HDF5
-libraries, whose own work on each chunk takes longer than the codec.
+A compressed chunk is one Blosc buffer: a header of 16 bytes, then the compressed bytes. The Zarr and HDF5 libraries
+are bypassed, because their overhead per chunk takes longer than the codec.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from numpy.typing import NDArray
 from tracer.errors import UnknownNameError
 
 OVERHEAD = 16
-"""Bytes of the header of a compressed chunk. A chunk that does not compress grows by these, and never by more."""
+"""Bytes of the Blosc header, and the most bytes by which an incompressible chunk grows."""
 _HEADER = struct.Struct("<BBBBIII")
 _STORED = 2
-"""Bit of the header's flags: the chunk did not compress, so its bytes follow the header unchanged."""
+"""Header flag: the bytes follow the header uncompressed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """A way to compress chunks.
+    """A compressor and its parameters.
 
     Attributes
     ----------
     name : str
-        What it is called in `CODECS`.
+        The key in `CODECS`.
     inner : str
         Blosc's name of the compressor.
     level : int
-        Blosc's level of compression, from 0 to 9; higher ones are slower.
+        Blosc's compression level, 0 to 9; higher is slower.
     shuffle : str
-        Blosc's name of what is done before compressing: bits or bytes of the same significance are put side by side.
+        Blosc's name of the shuffle, which groups bits or bytes of equal significance before compression.
     """
 
     name: str
@@ -54,12 +53,12 @@ class Codec:
 
     @property
     def code(self) -> int:
-        """The number by which the compressor is chosen, which HDF5's filter has as a parameter."""
+        """The compressor's number in the parameters of HDF5's Blosc filter."""
         return {"lz4": 1, "lz4hc": 2, "zstd": 5}[self.inner]
 
     @property
     def format_code(self) -> int:
-        """The number that the header of a compressed chunk has for the compressor."""
+        """The number of the compressed format in a Blosc header."""
         return {"lz4": 1, "lz4hc": 1, "zstd": 4}[self.inner]  # LZ4HC writes the format of LZ4
 
 
@@ -70,11 +69,11 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
         "zstd": Codec("zstd", "zstd", 1, "shuffle"),
     }
 )
-"""Every codec, by name. The parameters of a name never change, because files have the parameters and not the name."""
+"""Every codec, by name. Files hold only the parameters, so the parameters of a name never change."""
 
 
 def codec_of(name: str | None) -> Codec | None:
-    """The codec of this name; None for None. `UnknownNameError` if there is none."""
+    """The codec of this name; None for None. Raises `UnknownNameError` for an unknown name."""
     if name is None:
         return None
     if name not in CODECS:
@@ -83,9 +82,9 @@ def codec_of(name: str | None) -> Codec | None:
 
 
 def load() -> None:
-    """Import the library that compresses now, instead of when the first chunk is full.
+    """Import the compression library now instead of at the first full chunk.
 
-    The first chunk may be full only when the program ends. In Python 3.11 an import at that time changes the exit
+    The first chunk may be full only at interpreter shutdown. In Python 3.11 an import at that time changes the exit
     status of a program that SIGINT interrupted.
     """
     _blosc()
@@ -93,35 +92,34 @@ def load() -> None:
 
 @cache
 def _blosc() -> ModuleType:
-    # only where something is compressed
+    # imported lazily: most traces are not compressed
     from numcodecs import blosc
 
-    # As zarr-python sets it. By default Blosc compresses in threads of its own, behind a lock. Those would take
-    # processors from the training, and they do not survive a fork.
+    # As in zarr-python. Blosc's own threads would take CPU time from the training, and do not survive a fork.
     blosc.use_threads = False
     return blosc  # type: ignore[no-any-return]
 
 
 def encode(codec: Codec, data: memoryview, itemsize: int) -> bytes:
     """Compress a chunk whose items have `itemsize` bytes; the result is at most `OVERHEAD` bytes longer."""
-    # Blosc takes the size of the items from the array. The last argument makes the whole chunk one block: in smaller
-    # ones, which Blosc would choose, it compresses up to 40 % less.
+    # Blosc takes the item size from the array. The last argument makes the whole chunk one block, which compresses up
+    # to 40 % better than Blosc's default of smaller blocks.
     items = np.frombuffer(data, f"V{itemsize}")
     encoded: bytes = _blosc().compress(items, codec.inner.encode(), codec.level, codec.shuffle_code, len(data))
     return encoded
 
 
 def decoded_size(stored: bytes | NDArray[np.uint8]) -> int:
-    """How many bytes a compressed chunk decodes to, as its header says; 0 if it has no such header."""
+    """The decoded size of a compressed chunk according to its header; 0 without a valid header."""
     header = bytes(stored[:OVERHEAD])
     return int(_HEADER.unpack(header)[4]) if len(header) == OVERHEAD and header[0] == 2 else 0
 
 
 def decode(codec: Codec, stored: NDArray[np.uint8], out: NDArray[np.uint8], itemsize: int) -> bool:
-    """Decode a chunk into `out`, which has the size of a decoded chunk; returns False where that is not possible.
+    """Decode a chunk into `out`, which has the size of a decoded chunk; returns False for an invalid chunk.
 
-    The header is checked first: the chunk must be of this codec, complete, and decode to exactly this size. While they
-    decode, Blosc's decoders check every length again.
+    The header is checked first: the codec, the stored size and the decoded size must match. Blosc checks every length
+    again while it decodes.
     """
     if len(stored) < OVERHEAD:
         return False
@@ -145,7 +143,7 @@ def decode(codec: Codec, stored: NDArray[np.uint8], out: NDArray[np.uint8], item
 def decode_part(
     codec: Codec, stored: NDArray[np.uint8], at: int, out: NDArray[np.uint8], chunk_nbytes: int, itemsize: int
 ) -> bool:
-    """As `decode`, of a chunk of so many bytes of which `out` gets those from `at` on."""
+    """Decode a chunk of `chunk_nbytes` decoded bytes, and fill `out` with its bytes from `at` on; see `decode`."""
     if len(out) == chunk_nbytes:
         return decode(codec, stored, out, itemsize)
     whole = np.empty(chunk_nbytes, np.uint8)
@@ -156,7 +154,7 @@ def decode_part(
 
 
 def zarr_codec(codec: Codec, itemsize: int, chunk_nbytes: int) -> dict[str, Any]:
-    """The codec as the metadata of a Zarr array says it."""
+    """The codec's entry in the metadata of a Zarr array."""
     configuration = {
         "typesize": itemsize,
         "cname": codec.inner,
@@ -168,9 +166,9 @@ def zarr_codec(codec: Codec, itemsize: int, chunk_nbytes: int) -> dict[str, Any]
 
 
 HDF5_FILTER = 32001
-"""The number of Blosc among HDF5's registered filters."""
+"""Blosc's registered HDF5 filter number."""
 
 
 def hdf5_options(codec: Codec, itemsize: int, chunk_nbytes: int) -> tuple[int, ...]:
-    """The parameters of HDF5's filter: its version and Blosc's, then what the codec does."""
+    """The parameters of HDF5's Blosc filter: filter version, Blosc format version, then the codec's parameters."""
     return (2, 2, itemsize, chunk_nbytes, codec.level, codec.shuffle_code, codec.code)

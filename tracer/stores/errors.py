@@ -1,4 +1,4 @@
-"""What fails while a store is written or read, as errors of the trace."""
+"""Turns errors of the system, HDF5 and h5py into errors of the trace (`tracer.errors`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tracer.stores.disk.files import UNREADABLE
 from tracer.stores.locations import Location
 
 OF_HDF5 = (OSError, RuntimeError, ValueError, KeyError)
-"""What HDF5 raises where it cannot write."""
+"""Errors that h5py raises when a write fails."""
 
 
 @contextlib.contextmanager
 def write_errors(path: Location, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
-    """Raise `TraceError` for those of some errors that come up while a file is written."""
+    """Turn these errors into `TraceError` while the block writes a file."""
     try:
         yield
     except TraceError:
@@ -27,24 +27,26 @@ def write_errors(path: Location, errors: tuple[type[Exception], ...] = (OSError,
 
 
 def cannot_write(path: Location, error: Exception) -> TraceError:
-    """The error of a file that cannot be written."""
+    """The `TraceError` for a failed write."""
     return TraceError(f"cannot write {path}: {reason(error)}")
 
 
 @contextlib.contextmanager
 def read_errors(path: Location, what: str) -> Iterator[None]:
-    """Raise `TraceCorruptError` or `TraceUnreadableError` for what fails while something is read."""
+    """Turn any error of the block into `TraceCorruptError`, or `TraceUnreadableError` if access was denied."""
     try:
         yield
     except TraceError:
         raise
-    except Exception as error:  # on damaged metadata h5py raises almost anything
+    except Exception as error:  # h5py raises almost any exception on damaged metadata
         why = f"{path}: {what} cannot be read: {reason(error)}"
         raise (TraceUnreadableError if errno_of(error) in UNREADABLE else TraceCorruptError)(why) from error
 
 
 def reason(error: BaseException) -> str:
-    r"""Why something failed, on one line: HDF5 tells the system's reason between the addresses of its buffers.
+    r"""The cause of an error on one line: the system's text for an errno, else the error's own text.
+
+    HDF5 hides the errno in a long text with buffer addresses.
 
     Examples
     --------
@@ -56,7 +58,7 @@ def reason(error: BaseException) -> str:
 
 
 def errno_of(error: BaseException) -> int | None:
-    """The system's number of an error, where HDF5 or Python tells it."""
+    """The errno of an error, from Python or from the text of an HDF5 error; None if it has none."""
     found = re.search(r"\berrno = (\d+)", str(error))
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno

@@ -1,4 +1,4 @@
-"""Where traces are: paths and URLs, and what the names of their files say."""
+"""Paths and URLs of traces, and the names of part files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tracer.format.names import PART
 from tracer.secrets import masked_urls
 
 SCHEMES = ("s3", "gs", "az", "http", "https")
-"""How the URLs begin that a trace can be at; see `tracer.stores.objects`."""
+"""The URL schemes that are supported; see `tracer.stores.objects`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """Where a trace on an object store or an http server is: ``scheme://bucket/key``.
+    """The URL of a trace on an object store or HTTP server: ``scheme://bucket/key``.
 
-    It is no path, so that nothing takes it for one and makes a folder ``s3:``.
+    Not a `Path`, so that no code creates a folder ``s3:`` by mistake.
     """
 
     scheme: str
@@ -30,22 +30,22 @@ class Url:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component of the key."""
         return self.key.rpartition("/")[2]
 
     @property
     def suffix(self) -> str:
-        """As that of a `Path`."""
+        """As `Path.suffix`."""
         return Path(self.name).suffix
 
     @property
     def stem(self) -> str:
-        """As that of a `Path`."""
+        """As `Path.stem`."""
         return Path(self.name).stem
 
     @property
     def is_web(self) -> bool:
-        """Whether it leads to an http server, which gives what it is asked for and has no lists."""
+        """Whether the URL is of an HTTP server, which cannot list its files."""
         return self.scheme.startswith("http")
 
     def __truediv__(self, name: str) -> Url:
@@ -56,23 +56,23 @@ class Url:
 
 
 Location = Path | Url
-"""Where a trace is."""
+"""The place of a trace."""
 Anywhere = str | os.PathLike[str] | Url
-"""What `location` takes."""
+"""A path or URL in any form that `location` accepts."""
 FIRST_PART = "rank0"
-"""The part that the file at a trace's path holds, where each part has a file."""
+"""The part in the file at a trace's own path, in formats with a file per part."""
 _OF_A_PART = re.compile(rf"(?P<stem>.+)\.(?!rank0\.[^.]+$){PART.pattern}(?P<suffix>\.(?i:h5|hdf5))", re.DOTALL)
 
 
 def location(path: Anywhere) -> Location:
-    """Where a path or a URL leads: a full path, so that it leads there from every working directory.
+    """Convert to an absolute path, which does not depend on the working directory, or to a `Url`.
 
     Raises
     ------
     TraceFormatError
-        If it is a URL that no trace can be at, or a path that the system does not take: too long, or with a null.
+        If the URL cannot be that of a trace, or the path is too long or has a null character.
     TraceUnreadableError
-        If it is a relative path, and the working directory was removed.
+        If the path is relative, and the working directory was removed.
 
     Examples
     --------
@@ -109,7 +109,7 @@ def location(path: Anywhere) -> Location:
 def _check_name(path: str | bytes) -> None:
     try:
         os.lstat(path)
-    except ValueError as error:  # it has a null character
+    except ValueError as error:  # a null character in the path
         raise TraceFormatError(f"{path!r} is no path: {error}") from None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
@@ -117,7 +117,7 @@ def _check_name(path: str | bytes) -> None:
 
 
 def whole_of(name: str) -> str | None:
-    """The name of the trace of which a file is a part by its name, if that is there, too; None for all other names.
+    """The name of the trace that a file would belong to if it is named like a part file; None for other names.
 
     Examples
     --------
@@ -129,7 +129,7 @@ def whole_of(name: str) -> str | None:
 
 
 def beside(path: Location, names: Iterable[str]) -> list[str]:
-    """Those of some names of files that are of other parts of the trace at `path`, by rank and attempt.
+    """The names among `names` of other part files of the trace at `path`, sorted by rank and attempt.
 
     Examples
     --------
@@ -147,7 +147,7 @@ def beside(path: Location, names: Iterable[str]) -> list[str]:
 
 
 def part_in(file: str) -> str:
-    """The name of the part that a file of a trace has, by its own name, where each part has a file.
+    """The part that a file holds, by the file's name, in formats with a file per part.
 
     Examples
     --------

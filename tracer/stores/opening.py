@@ -1,4 +1,4 @@
-"""Stores are made, found, opened and removed here, in the format that the suffix of their path names."""
+"""Creates, finds, opens and removes stores, in the format that the suffix of the path names."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tracer.stores.protocols import ReadStore, WriteStore
 STORES: Mapping[str, str] = {".zarr": "zarr", ".h5": "hdf5", ".hdf5": "hdf5"}
 """The formats of traces, by their suffixes."""
 _ON_DISK: Mapping[str, str] = {"zarr": "tracer.stores.zarr.store", "hdf5": "tracer.stores.hdf5.store"}
-"""Which module keeps stores of which format; it is imported when a store of the format is first opened."""
+"""The module for each format, imported when it is first needed."""
 _ON_OBJECT_STORES: Mapping[str, str] = {"zarr": "tracer.stores.objects.store", "hdf5": "tracer.stores.objects.hdf5"}
 
 
 class Backend(Protocol):
-    """What a module has that keeps stores in one format at one kind of place; its functions are documented here.
+    """The functions of a module that handles one format on disk or on object stores.
 
-    Of those that are only read, `create` and `remove_part` are not called.
+    A read-only module lacks `create` and `remove_part`, which are never called there.
     """
 
     def create(self, path: Any, *, part: str | None, overwrite: bool, durable: bool) -> WriteStore[Any]:
@@ -35,14 +35,14 @@ class Backend(Protocol):
         """As `store_files`."""
 
     def blank(self, path: Any) -> bool:
-        """As the function of this name."""
+        """As `blank`."""
 
     def remove_part(self, path: Any, part: str) -> None:
-        """As the function of this name."""
+        """As `remove_part`."""
 
 
 def exists(path: Location) -> bool:
-    """Whether anything is at a path, be it a broken link, or at or below a URL.
+    """Whether anything is at a path, even a broken link, or at or below a URL.
 
     Raises
     ------
@@ -53,12 +53,12 @@ def exists(path: Location) -> bool:
 
 
 def blank(path: Location) -> bool:
-    """Whether all that is at `path` is what a process left that was killed before its part of a store was there."""
+    """Whether `path` holds only what a process leaves when it is killed while it creates a store."""
     return backend_of(path).blank(path)
 
 
 def remove(url: Url) -> None:
-    """Remove all objects of a trace that was just written there.
+    """Remove all objects of a trace.
 
     Raises
     ------
@@ -73,7 +73,7 @@ def _objects() -> ModuleType:
 
 
 def backend_of(path: Location) -> Backend:
-    """What keeps stores at such a place, with the suffix of `path`; `TraceFormatError` if there is none."""
+    """The module that handles stores at `path`, by its suffix; raises `TraceFormatError` for an unknown suffix."""
     format_name = STORES.get(path.suffix.lower())
     if format_name is None:
         allowed = ", ".join(STORES)
@@ -85,7 +85,7 @@ def backend_of(path: Location) -> Backend:
 
 
 def check_writable(path: Location) -> None:
-    """Raise `TraceFormatError` where no trace can be written, because of the suffix or the kind of URL."""
+    """Raise `TraceFormatError` if the suffix or the kind of URL allows no writing."""
     backend_of(path)
     if not isinstance(path, Url):
         return
@@ -100,20 +100,19 @@ def check_writable(path: Location) -> None:
 def create_store(
     path: Anywhere, *, part: str | None = None, overwrite: bool = False, durable: bool = False
 ) -> WriteStore[Any]:
-    """Make a store at `path`, in the format that its suffix names. Parent directories are made.
+    """Make a store at `path`, and its parent directories, in the format that the suffix names.
 
     Parameters
     ----------
     path : path or URL
     part : str, optional
-        Make only this part of a store that other processes write other parts of (see `PART`). A directory may be there
-        then, without this part; a file format keeps it in a file of its own beside `path`. The attributes of the root
-        are those that were set first.
+        Make only this part (see `PART`) of a store whose other parts other processes write. A directory may exist
+        already, without this part; a file format keeps each part in a file beside `path`. The process that sets the
+        attributes of the root first determines them.
     overwrite : bool
-        Whether a store of this format that is already there is removed first.
+        Whether an existing store of this format is removed first.
     durable : bool
-        Whether `WriteStore.commit` waits until the disk has what it publishes, which is then there after a power
-        failure too.
+        Whether `WriteStore.commit` waits until its data is on the disk, so that it survives a power failure.
 
     Raises
     ------
@@ -122,7 +121,7 @@ def create_store(
     TraceExistsError
         If something is at `path` and `overwrite` is false, or if it is not a store of this format.
     TraceError
-        If nothing can be written there.
+        If the store cannot be written.
     """
     path = location(path)
     check_writable(path)
@@ -130,20 +129,20 @@ def create_store(
 
 
 def store_files(path: Anywhere) -> list[Location]:
-    """The directory, or the files, that the parts of the store at `path` are in; `path` itself if there are none."""
+    """The directory or the files that hold the parts of the store at `path`; `path` itself if nothing exists."""
     path = location(path)
     return list(backend_of(path).files(path))
 
 
 def refuse_part(path: Location) -> None:
-    """Raise `TraceExistsError` if, by its name, what is to be written at `path` would be a part of a trace there."""
+    """Raise `TraceExistsError` if the name of `path` would make a new file a part of an existing trace."""
     whole = whole_of(path.name)
     if whole is not None and not isinstance(path, Url) and exists(path.with_name(whole)):
         raise TraceExistsError(f"{path} would be a part of {path.with_name(whole)}, by its name; give another one")
 
 
 def remove_part(path: Anywhere, part: str) -> None:
-    """Remove one part of the store at `path`, if it is there.
+    """Remove one part of the store at `path`, if it exists.
 
     Raises
     ------
@@ -162,23 +161,23 @@ def open_store(path: Anywhere, *, damaged: bool = False) -> ReadStore:
     ----------
     path : path or URL
     damaged : bool
-        Whether a damaged store is opened too, as far as that is possible. What is unsafe is refused all the same.
+        Whether to open a damaged store as far as possible. Unsafe content is still refused.
 
     Raises
     ------
     TraceNotFoundError
         If nothing is at `path`.
     TraceFormatError
-        If it is not a store of this format, or has parts that a trace never has and that are not safe to read.
+        If it is not a store of this format, or has content that a trace never has and that is not safe to read.
     TraceCorruptError
-        If it is one but damaged.
+        If it is damaged.
     """
     path = location(path)
     return backend_of(path).open(path, damaged=damaged)
 
 
 def open_parts(path: Anywhere, *, damaged: bool = False) -> tuple[list[tuple[str, ReadStore]], dict[str, TraceError]]:
-    """Open all parts of the store at `path`, which may be one directory, or a file and others beside it.
+    """Open all parts of the store at `path`: a directory, or a file and the files of other parts beside it.
 
     Parameters
     ----------
@@ -189,9 +188,9 @@ def open_parts(path: Anywhere, *, damaged: bool = False) -> tuple[list[tuple[str
     Returns
     -------
     parts : list of (str, ReadStore)
-        Name of each part, and the store that it is in; several may be in one.
+        Name of each part, and the store that holds it; a store may hold several parts.
     broken : dict of str to TraceError
-        Why the others could not be opened.
+        Files that could not be opened, by name, and why.
 
     Raises
     ------
@@ -211,7 +210,7 @@ def open_parts(path: Anywhere, *, damaged: bool = False) -> tuple[list[tuple[str
                 raise
             broken[file.name] = error
             continue
-        # in a damaged store the names of the parts may be lost, too
+        # a damaged store may have lost the names of its parts
         found = store.parts() or ([part_in(file.name)] if damaged else [])
         twice = {name for name, _ in parts}.intersection(found)
         if not found or twice:

@@ -1,6 +1,6 @@
-"""What writers and readers of traces need of a store: named arrays that grow by rows, and JSON attributes.
+"""The interfaces of stores: named arrays that grow by rows, and JSON attributes.
 
-A store knows no messages.
+A store knows nothing of messages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tracer.stores.codecs import Codec, codec_of
 from tracer.stores.locations import Location
 
 A = TypeVar("A")
-"""What a store knows of an array that it writes."""
+"""A store's class for an array being written."""
 
 
 class WriteStore(ABC, Generic[A]):
@@ -28,24 +28,24 @@ class WriteStore(ABC, Generic[A]):
 
     path: Location
     checksums_chunks: bool
-    """Whether damaged numbers are noticed by the store itself."""
+    """Whether the store itself has checksums that reveal damaged data."""
     seals: bool = False
-    """Whether neither arrays nor attributes can be made after `seal`."""
+    """Whether `seal` ends the creation of arrays and attributes."""
     plainly_compressed: bool
-    """Whether the libraries of the format read compressed arrays as they are, without a plugin."""
+    """Whether the format's own libraries read compressed arrays without a plugin."""
     unhurried: bool = False
-    """Whether nobody waits for what is written: writing may then take longer if it costs less of the processor.
+    """Whether nobody waits for the writes, so that a store may trade latency for less CPU time.
 
-    May be set at any time; a store need not heed it.
+    May be set at any time; a store may ignore it.
     """
 
     @property
     def can_create(self) -> bool:
-        """Whether `create` and `set_attrs` still work: at any time, unless a store `seals`."""
+        """Whether `create` and `set_attrs` still work; false only after `seal` in a store that `seals`."""
         return True
 
     closed: bool = False
-    """Whether it writes nothing any more."""
+    """Whether the store was closed or abandoned."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, A] = {}
@@ -71,20 +71,19 @@ class WriteStore(ABC, Generic[A]):
         shape : tuple of int
             Shape of one row, each at least 1; ``()`` for a one-dimensional array.
         chunk_bytes : int
-            Bytes of a chunk, at most; a chunk holds at least one row, or part of one row over `CHUNK_LIMIT`.
+            The most bytes of a chunk; a chunk holds at least one row, or part of a row over `CHUNK_LIMIT`.
         compression : str, optional
             Name of a codec of `tracer.stores.codecs.CODECS`; None to store the numbers as they are.
         gapless : bool
-            Whether the rows of each call of `append` must follow those of the call before, and the array's length must
-            be that of all of them. If not, the store may leave out rows at a commit, and until it is closed it may say
-            that there are more rows than were appended.
+            Whether rows of consecutive calls of `append` must be adjacent, and the array's length exact. If false, the
+            store may skip row numbers at a commit, and may claim more rows than were appended until it is closed.
 
         Raises
         ------
         TraceError
             If the name is taken or cannot be used, or if this store can make no more arrays.
         UnknownNameError
-            If there is no such codec.
+            If the codec is unknown.
         """
         self.check_open()
         check_name(name)
@@ -92,15 +91,15 @@ class WriteStore(ABC, Generic[A]):
         self.make(name, rows, codec_of(compression), gapless)
 
     def chunk_size(self, shape: tuple[int, ...], chunk_bytes: int, gapless: bool) -> int:
-        """Bytes of the chunks of an array for which `create` was given `chunk_bytes`."""
+        """The chunk size that the store uses for an array created with `chunk_bytes`."""
         return chunk_bytes
 
     @abstractmethod
     def make(self, name: str, rows: RowChunks, codec: Codec | None, gapless: bool) -> None:
-        """Make an array of no rows; see `create`."""
+        """Make an empty array; see `create`."""
 
     def array(self, name: str) -> A:
-        """An array that was made; `TraceError` if there is none, or the store is closed."""
+        """An array by name; raises `TraceError` if it does not exist or the store is closed."""
         self.check_open()
         if name not in self.arrays:
             raise TraceError(f"{self.path} has no array {name!r}")
@@ -113,9 +112,7 @@ class WriteStore(ABC, Generic[A]):
 
     @abstractmethod
     def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
-        """Append `rows`, an array (n, ...). Readers see them after the next `commit`.
-
-        Returns the number of the first of them in the array; the others follow it.
+        """Append `rows` (n, ...), which readers see after the next `commit`; returns the number of the first row.
 
         Parameters
         ----------
@@ -127,26 +124,26 @@ class WriteStore(ABC, Generic[A]):
         Raises
         ------
         TraceError
-            If they do not fit the array, or cannot be written (disk full).
+            If the rows do not fit the array, or cannot be written (disk full).
         """
 
     @abstractmethod
     def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
-        """Set attributes (JSON values) of an array or group; ``""`` is the root. They come with the next `commit`."""
+        """Set JSON attributes of an array or group (``""`` is the root); the next `commit` publishes them."""
 
     def seal(self) -> None:
-        """Say that no array and no attribute will follow, where the store needs to know it (`seals`)."""
+        """Declare that no array or attribute will follow; needed only by a store that `seals`."""
 
     @abstractmethod
     def commit(self) -> None:
-        """Publish everything appended and set so far: it is there for readers and survives ``kill -9``.
+        """Publish all appended rows and attributes to readers, so that they survive ``kill -9``.
 
-        There is no order within one commit; what must not be seen before something else goes into a later one.
+        Readers may see the changes of one commit in any order. Data that must appear later belongs in a later commit.
         """
 
     @abstractmethod
     def touch(self) -> None:
-        """Let the store look as if it had just been written: a sign of life for readers on other machines."""
+        """Update the modification time of the store, as a sign of life for readers on other machines."""
 
     @abstractmethod
     def close(self) -> None:
@@ -154,32 +151,32 @@ class WriteStore(ABC, Generic[A]):
 
     @abstractmethod
     def last_words(self, name: str, rows: NDArray[Any]) -> None:
-        """Append rows to one array and commit them after an error; what was appended to other arrays is dropped.
+        """Append rows to one array and commit them after a write error; uncommitted rows of other arrays are dropped.
 
-        The space of what was not committed is freed for them, as far as possible. Nothing was appended to this array
-        since the last commit, and only `abandon` follows.
+        The space of the dropped rows is freed first, as far as possible. The caller has no uncommitted rows in this
+        array, and calls only `abandon` afterwards.
 
         Raises
         ------
         TraceError
-            If that fails too; what was committed is as it was.
+            If this fails too; committed data stays intact.
         """
 
     @abstractmethod
     def abandon(self) -> None:
-        """Close the files and write nothing more; for use after an error. Does nothing on a closed store."""
+        """Close the files without committing, after an error. Does nothing on a closed store."""
 
     def discard(self) -> None:
-        """Abandon a store that could not be begun, and remove its files as far as possible.
+        """Abandon a store that could not be set up, and remove its files as far as possible.
 
-        It raises nothing: the error that led here is the one to report. On an object store nothing is removed, because
-        it hardly answers any more.
+        Raises nothing, so that the original error is reported. Nothing is removed from an object store, which probably
+        does not answer.
         """
         self.abandon()
 
 
 def rows_in(out: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """An array of rows in the memory of `out`, where that is large enough, or in new memory."""
+    """An array in the memory of `out` if that is large enough, else in new memory."""
     nbytes = math.prod(shape) * dtype.itemsize
     if out is None or out.nbytes < nbytes:
         out = new_memory(nbytes)
@@ -187,34 +184,34 @@ def rows_in(out: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dtype[An
 
 
 class Place(NamedTuple):
-    """Where the bytes of a row lie in a file."""
+    """The place of a row's bytes in a file."""
 
     file: int
     """A descriptor, open for reading."""
     offset: int
     checksummed: bool
-    """Whether their CRC-32C follows, in four bytes, the lowest first."""
+    """Whether the CRC-32C of the bytes follows them, as 4 bytes little-endian."""
     owner: object
-    """What closes the file when nothing refers to it any more; None where the store closes it."""
+    """Keeps the descriptor open while it is referenced; None if the store closes the file."""
     key: tuple[int, int]
-    """Of the file: the numbers of its device and its inode."""
+    """Device and inode number of the file."""
 
 
 class ByteFile(ABC):
-    """A file that is read at offsets, wherever it lies: on a disk, or as an object on a store."""
+    """A file for random access, on a disk or on an object store."""
 
     path: Location
 
     @property
     def descriptor(self) -> int | None:
-        """The system's number of the file while it is open; None where it does not lie on a disk."""
+        """The file descriptor while the file is open; None for an object store."""
         return None
 
     def hold(self) -> None:
-        """Open what is at the path now, if that is not what is open already."""
+        """Open the file now at the path, unless it is the open file."""
 
     def is_current(self) -> bool:
-        """Whether what is open is still what is at the path."""
+        """Whether the open file is still the file at the path."""
         return True
 
     @abstractmethod
@@ -227,10 +224,10 @@ class ByteFile(ABC):
 
     @abstractmethod
     def readinto(self, target: memoryview, offset: int) -> int:
-        """Read bytes from an offset on; how many there were."""
+        """Read bytes from an offset on; returns how many were read."""
 
     def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Say what `readinto` will be asked for next, offsets and sizes: a file that is far away fetches it at once."""
+        """Prefetch ranges (offset, size) for the next calls of `readinto`; does nothing for a file on a disk."""
 
     @abstractmethod
     def close(self) -> None:
@@ -243,11 +240,11 @@ class ReadStore(ABC):
     path: Location
     checksums_chunks: bool
     verifies: bool = True
-    """Whether `read` compares chunks with their checksums; may be set, and need not be heeded."""
+    """Whether `read` compares chunks with their checksums; settable, and a store may ignore it."""
     readers: int = 1
-    """How many threads should read at once."""
+    """How many threads should read in parallel."""
     problems: list[str]
-    """What is wrong with a store that was opened as a damaged one; reading it may add more."""
+    """Damage found in a store that was opened with ``damaged=True``; reading may add more."""
 
     @property
     @abstractmethod
@@ -256,30 +253,27 @@ class ReadStore(ABC):
 
     @abstractmethod
     def parts(self) -> list[str]:
-        """Names of the groups that one process each wrote (see `PART`), in any order."""
+        """Names of the groups of the parts (see `PART`), in any order."""
 
     def refresh(self) -> None:
-        """Look again at a store that is being written: arrays may be there that were not.
-
-        Does nothing where each question looks anew.
-        """
+        """Look for new arrays in a store that is being written; does nothing where every call looks anyway."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of its files."""
+        """Bytes of the store's files."""
 
     @abstractmethod
     def names(self, prefix: str = "") -> list[str]:
         """Sorted names of the arrays that begin with `prefix`."""
 
     def will_open(self, names: Sequence[str]) -> None:
-        """Say of which arrays something will be asked next, as `will_read`. Need not be heeded."""
+        """Hint which arrays this thread will use next; a store may ignore it."""
 
     def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
-        """Say what `read` will be asked for next by this thread, name, start and stop.
+        """Hint which ranges (name, start, stop) this thread will `read` next, so that an object store prefetches them.
 
-        A store that is far away fetches it at once; others need not heed it.
+        Other stores may ignore it.
         """
 
     @abstractmethod
@@ -305,34 +299,31 @@ class ReadStore(ABC):
         checksums: list[int] | None = None,
         verify: bool = True,
     ) -> NDArray[Any]:
-        """Rows ``start`` up to, not including, ``stop``, in `out`, or in memory that nobody else uses.
-
-        May be called by several threads.
+        """Rows ``start`` (inclusive) to ``stop`` (exclusive), in `out` or in new memory. Thread-safe.
 
         Parameters
         ----------
         name : str
         start, stop : int
         out : numpy.ndarray of uint8, optional
-            Contiguous memory of at least the size of the rows, for arrays whose bytes can be read in place; it may be
-            left unused.
+            Contiguous memory of at least the size of the rows. The store may leave it unused.
         checksums : list, optional
             Receives the CRC-32C of the bytes of each row if the store computes it anyway; else it stays empty.
         verify : bool
-            Whether chunks are compared with their checksums. A caller that compares the rows with checksums of its own
-            passes false, and reads again with true where one differs. A store need not heed it.
+            Whether chunks are compared with their checksums. A caller with checksums of its own passes false, and reads
+            again with true if a checksum differs. A store may ignore it.
 
         Raises
         ------
         TraceCorruptError
-            If there are no such rows, or if they fail their checksum.
+            If the rows do not exist or fail their checksum.
         """
 
     def place(self, name: str, row: int) -> Place | None:
-        """Where one row lies as it is, in one piece of a file, so that it can be read without `read`.
+        """The place of a row that is stored uncompressed and contiguously in a file, so that `read` can be bypassed.
 
-        None where it lies otherwise, where that is not known, or where a writer may move it. `read` then reads it, and
-        says what is wrong with it.
+        None if the row is stored otherwise, its place is unknown, or a writer may move it. The caller then uses `read`,
+        which also reports what is wrong with the row.
 
         Raises
         ------
@@ -343,22 +334,22 @@ class ReadStore(ABC):
 
     @abstractmethod
     def chunk_rows(self, name: str) -> int:
-        """How many rows of an array share their chunks: damage to one may reach all of them."""
+        """How many rows share a chunk, and so may be damaged together."""
 
     def has_chunk(self, name: str, row: int) -> bool:
-        """Whether the chunk of a row is there, right or damaged. Rows that a store left out need not be."""
+        """Whether the chunk of a row exists, intact or damaged. It need not exist for rows in a gap."""
         return True
 
     @abstractmethod
     def stored_rows(self, name: str) -> int:
-        """An upper bound of the rows of an array that can be stored, however many it says it has."""
+        """An upper bound of the rows that are stored, whatever length the array claims."""
 
     def assume(
         self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None
     ) -> int | None:
-        """Take an array whose description is damaged for one that `WriteStore.create` made in this way.
+        """Read an array with a damaged description as if `WriteStore.create` had made it with these arguments.
 
-        Returns its rows, at most; None where that is not possible. Its chunks still have to pass their checksums.
+        Returns an upper bound of its rows; None if the store cannot do this. Chunks must still pass their checksums.
         """
         return None
 

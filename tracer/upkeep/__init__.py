@@ -1,1 +1,1 @@
-"""Traces checked, saved and converted."""
+"""Verifies, recovers and converts traces."""

@@ -1,4 +1,4 @@
-"""`Bits`: what is known of each row of a long journal, in one bit of memory a row."""
+"""`Bits`: a mask over the rows of a long journal that takes one bit of memory per row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tracer.trace.grouping import runs
 
 LOOKED_AT: Final = 1 << 20
-"""Bits that are unpacked at once."""
+"""The most bits that are unpacked at once."""
 
 
 @final
@@ -21,7 +21,7 @@ class Bits:
     Parameters
     ----------
     length : int
-        How many rows there are.
+        Number of rows.
 
     Examples
     --------
@@ -37,12 +37,12 @@ class Bits:
         self._bytes = np.zeros(-(-length // 8), np.uint8)
 
     def put(self, start: int, mask: NDArray[np.bool_]) -> None:
-        """Say what holds of the rows from `start` on, a multiple of 8; of fewer than 8 only at the end of all rows."""
+        """Set the mask of rows from `start` on, a multiple of 8; only the end of the journal may cut a byte."""
         packed = np.packbits(mask, bitorder="little")
         self._bytes[start // 8 : start // 8 + len(packed)] = packed
 
     def set(self, number: int, holds: bool = True) -> None:
-        """Say whether it holds of one row."""
+        """Set the mask of one row."""
         bit = np.uint8(1 << number % 8)
         if holds:
             self._bytes[number // 8] |= bit
@@ -50,7 +50,7 @@ class Bits:
             self._bytes[number // 8] &= ~bit
 
     def of(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """The mask of the rows ``start`` up to, not including, ``stop``, as far as there are rows."""
+        """The mask of rows ``start`` (inclusive) to ``stop`` (exclusive), cut at the end of the journal."""
         stop = min(stop, self.length)
         first = start // 8
         bits = np.unpackbits(self._bytes[first : -(-stop // 8)], bitorder="little")
@@ -58,7 +58,7 @@ class Bits:
         return mask
 
     def count(self, start: int = 0, stop: int | None = None) -> int:
-        """Of how many rows it holds."""
+        """The number of true rows."""
         stop = self.length if stop is None else min(stop, self.length)
         return sum(
             int(np.count_nonzero(self.of(begin, min(begin + LOOKED_AT, stop))))
@@ -66,7 +66,7 @@ class Bits:
         )
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """The ranges of rows of which it holds, start inclusive and stop exclusive."""
+        """The ranges of true rows, start inclusive and stop exclusive."""
         begun: tuple[int, int] | None = None
         for first in range(0, self.length, LOOKED_AT):
             if not self._bytes[first // 8 : (first + LOOKED_AT) // 8].any():

@@ -1,4 +1,4 @@
-"""`convert`: copies a trace or a part of it, in columns of messages, into another format or with other chunks."""
+"""`convert`: copies a trace, or a selection of its messages, into another format or with other chunk sizes."""
 
 from __future__ import annotations
 
@@ -38,50 +38,51 @@ def convert(
     compression: str | Mapping[str, str] = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Copy a trace, or a part of it, into a new one, in the format of its suffix.
+    """Copy a trace, or a selection of its messages, into a new trace in the format of its suffix.
 
-    The messages of several ranks and attempts go into one part, without the steps that were superseded. Messages keep
-    their order, fields and bits. The header, the notes, the sampling of each stream and the status of the run stay as
-    they are, and a note ``converted`` describes the copy. A trace without a status is copied up to its last commit, and
-    the copy's status is ``"interrupted"``. The copy appears at `dst` when it is complete; at a URL it is there before,
-    without a status until it is complete.
+    The messages of all ranks and attempts go into one part, without superseded steps. Messages keep their order, fields
+    and bits. The header, the notes, the sampling of each stream and the status of the run are kept, and a note
+    ``converted`` describes the copy. A trace without a status is copied up to its last commit, and the copy's status is
+    ``"interrupted"``. The copy appears at `dst` only when it is complete. At a URL it is visible while it is written,
+    but has no status until it is complete.
 
     Parameters
     ----------
     src, dst : path or URL
-        The trace, and where to write the copy, where nothing may be.
+        The trace, and the place for the copy, where nothing may exist.
     kinds, modules, steps, tags : optional
-        Only these messages, as in `tracer.replay`.
+        Select messages, as in `tracer.replay`.
     ranks : int or iterable of int, optional
-        Only messages of these ranks; by default those of all ranks are put together in one part.
+        Select messages of these ranks; by default all ranks.
     chunk_bytes : int
-        Bytes of the chunks of small messages. Large chunks are faster to read in order, small ones singly.
+        Bytes of the chunks of small messages. Large chunks are faster for sequential reads, small ones for single
+        messages.
     own_pool_bytes : int
-        A stream whose first message has at least so many bytes gets an array of its own, one row a message.
+        A stream whose first message has at least this many bytes gets an array of its own, with one row per message.
     compression : str or mapping
-        How the copy is compressed, however `src` is; as in `tracer.record`.
+        The compression of the copy, independent of `src`; as in `tracer.record`.
     progress : callable, optional
-        Called now and then with the numbers of messages done and to do.
+        Called now and then with the number of messages done and the total.
 
     Returns
     -------
     dict
-        ``source``, ``path``, ``messages``, ``bytes``, ``status``, ``left_out`` (messages that did not pass the filters)
-        and ``problems``: what is lost of `src`, such as ranks whose parts are missing or damaged. Each problem is also
-        a note in the copy.
+        ``source``, ``path``, ``messages``, ``bytes``, ``status``, ``left_out`` (messages that were not selected) and
+        ``problems``: what is lost of `src`, such as ranks whose parts are missing or damaged. Each problem is also a
+        note in the copy.
 
     Raises
     ------
     TraceNotFoundError, TraceFormatError
-        If there is no trace at `src`, or if the suffix of `dst` is not one of a store.
+        If there is no trace at `src`, or the suffix of `dst` is unknown.
     TraceExistsError
-        If something is at `dst`, or if it lies within `src`.
+        If something is at `dst`, or `dst` lies within `src`.
     TraceCorruptError
         If a message to copy is damaged; `tracer.recover` saves the others. Nothing is left at `dst`.
     CaptureError
-        If the steps are no range, or the trace has no messages of such a rank.
+        If the steps are not a range, or the trace has no messages of a rank.
     UnknownNameError
-        If the trace has no such kind, or no such tag, or if there is no such compression.
+        If the trace has no such kind, tag or module, or the compression is unknown.
 
     Examples
     --------
@@ -130,7 +131,7 @@ def convert(
         with new_trace(dst, single(reader.header) | began, **options) as writer:
             for note in reader.notes:
                 writer.note(note)
-            for problem in problems:  # the copy has one part, so its reader cannot see which parts are missing
+            for problem in problems:  # as notes, because a reader of the copy cannot notice missing parts of `src`
                 writer.note({"problem": {"what": str(src), "why": problem, "count": 1}})
             done = 0
             for window in asked_for.windows():
@@ -153,7 +154,7 @@ def convert(
 
 
 def single(header: Mapping[str, Any]) -> dict[str, Any]:
-    """The header of a copy, whose single part has the messages of all parts."""
+    """The header of a copy that has a single part."""
     return {**header, **{name: value for name, value in _ONE_PART.items() if name in header}}
 
 
@@ -161,7 +162,7 @@ _ONE_PART: Mapping[str, Any] = {"ranks": [0], "attempt": 0, "first_step": 0}
 
 
 def _provenance(src: Location, filters: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of the note ``converted``; filters that let everything pass are left out."""
+    """The content of the note ``converted``; unset filters are left out."""
     told = {
         name: value if isinstance(value, str | int | dict) else list(value)
         for name, value in filters.items()
@@ -171,7 +172,7 @@ def _provenance(src: Location, filters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_paths(src: Location, dst: Location) -> None:
-    """Raise an error unless `dst` can be made and is outside of `src`; see `tracer.trace.claiming.check_target`."""
+    """Raise an error unless `dst` can be created and is outside of `src`; see `tracer.trace.claiming.check_target`."""
     if exists(dst):
         raise TraceExistsError(f"{dst} already exists; a copy is only made where nothing is")
     check_target(dst)
@@ -185,10 +186,10 @@ def check_paths(src: Location, dst: Location) -> None:
 
 @contextmanager
 def new_trace(dst: Location, header: Mapping[str, Any], **options: Any) -> Iterator[TraceWriter]:
-    """Write a trace that appears at `dst` when the block ends without an error, and else not at all.
+    """Write a trace that appears at `dst` only if the block succeeds. The block must finish the writer.
 
-    At a URL nothing can be renamed, so the trace is there while it is written: it has no status until it is complete,
-    and is removed after an error. The block finishes the writer.
+    At a URL nothing can be renamed, so the trace is visible while it is written. It has no status until it is complete,
+    and is removed after an error.
     """
     if isinstance(dst, Url):
         writer = TraceWriter(dst, header=header, **options)
@@ -211,7 +212,7 @@ def _removed_after_an_error(trace: Url) -> Iterator[None]:
 
 @contextmanager
 def _moved_to(dst: Path) -> Iterator[Path]:
-    """A path in a new folder beside `dst`; what the block makes there is moved to `dst` when it ends."""
+    """Yield a path in a temporary folder beside `dst`; what the block creates there is moved to `dst` on success."""
     with write_errors(dst):
         dst.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{dst.name[:100]}.", dir=dst.parent))
@@ -226,7 +227,7 @@ def _moved_to(dst: Path) -> Iterator[Path]:
 
 
 def _check_ranks(reader: TraceReader, ranks: Collection[int]) -> None:
-    """Refuse ranks that the trace has no messages of."""
+    """Raise an error for ranks without messages in the trace."""
     if not ranks:
         return
     there = sorted({stream.rank for stream in reader.streams if stream.count})
@@ -240,7 +241,7 @@ def _check_ranks(reader: TraceReader, ranks: Collection[int]) -> None:
 
 
 def _check_names(streams: Iterable[StreamInfo], selection: Selection) -> None:
-    """Refuse names that the trace lacks; a pattern may match nothing."""
+    """Raise an error for names that the trace lacks; a pattern of tags or modules may match nothing."""
     streams = list(streams)
     for what, names, known in (
         ("kind", selection.kinds, {stream.kind for stream in streams}),

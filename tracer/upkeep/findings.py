@@ -1,4 +1,4 @@
-"""What is wrong with a trace: the problems that `verify` reports."""
+"""The problems of a trace that `verify` reports."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ CHECKS: Final[Mapping[str, str]] = {
     "foreign": "no part is one of another run",
     "reading": "a reader opens the trace",
 }
-"""The checks of `verify` by name, and what holds if each passes."""
+"""The checks of `verify` by name, and what is true if the check passes."""
 MOST_TOLD = 1000
-"""Of more messages of a pool, or ranges of rows of a journal, that have the same problem, the rest is told together."""
+"""The most problems of one kind that are reported individually per pool or journal; further ones become one problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Something that is wrong with a trace.
+    """A defect of a trace.
 
     Attributes
     ----------
     check : str
         A name of `CHECKS`.
     what : str
-        What is wrong and where, in words.
+        The problem and its place, in words.
     array : str or None
-        The array that the problem is in.
+        The array with the problem.
     rows : tuple of int or None
-        The rows of the array, start inclusive and stop exclusive: bytes for the declarations, messages for the journal.
+        The affected rows of the array, start inclusive and stop exclusive: bytes for the declarations, messages for the
+        journal.
     messages : int
-        How many messages cannot be read because of the problem; one may be counted for several problems.
+        The number of messages that cannot be read because of the problem; a message may count for several problems.
     affects : str
-        Which messages these are, in words.
+        Describes these messages in words.
     """
 
     check: str
@@ -61,7 +62,7 @@ class Problem:
 
 
 class Findings:
-    """The problems of a part of a trace that were found so far.
+    """Collects the problems of a part of a trace.
 
     Parameters
     ----------
@@ -93,7 +94,7 @@ class Findings:
 
     @contextmanager
     def apart(self) -> Iterator[list[Problem]]:
-        """Collect the problems that are added in the block, instead of adding them to the others."""
+        """Collect the problems that the block adds in a separate list."""
         before, self.problems = self.problems, []
         try:
             yield self.problems
@@ -101,20 +102,20 @@ class Findings:
             self.problems = before
 
     def of_check(self, check: str) -> bool:
-        """Whether this check failed."""
+        """Whether a problem of this check was found."""
         return any(problem.check == check for problem in self.problems)
 
     def of_array(self, *names: str) -> bool:
-        """Whether something is wrong with one of these arrays."""
+        """Whether a problem in one of these arrays was found."""
         return any(problem.array in names for problem in self.problems)
 
     def plain(self, error: Exception) -> str:
-        """The message of an error, without the path of the trace that it begins with."""
+        """The message of an error without the leading path of the trace."""
         return str(error).removeprefix(f"{self._path}: ")
 
 
 class Reach:
-    """The messages that a problem reaches: how many, and in words of which streams and steps.
+    """The messages that a problem affects: their number, and a description of their streams and steps.
 
     Attributes
     ----------
@@ -130,15 +131,15 @@ class Reach:
     """
 
     NAMED: Final = 3
-    """How many streams are named."""
+    """The most streams that are named."""
 
     def __init__(self) -> None:
         self.count = 0
-        # of each stream the place of its first message, and the first and last step
+        # for each stream: the place of its first message, and the first and last step
         self._spans: dict[str, tuple[tuple[int, int], int, int]] = {}
 
     def add(self, stream: str, first: tuple[int, int], steps: tuple[int, int], count: int) -> None:
-        """Add messages of a stream, from one step to another; streams are named in the order of their `first`."""
+        """Add messages of a stream in a range of steps; `first`, the place of the first message, orders the streams."""
         self.count += count
         before, low, high = self._spans.get(stream, (first, *steps))
         self._spans[stream] = min(before, first), min(low, steps[0]), max(high, steps[1])

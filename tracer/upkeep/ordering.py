@@ -1,6 +1,6 @@
-"""The order of the messages of several surveys, found in windows of their journals.
+"""The order of the messages of several surveys, computed in windows of their journals.
 
-It is that of `tracer.trace.attempts.in_order`, also where rows of a journal cannot be read.
+The order equals that of `tracer.trace.attempts.in_order`, but also covers journal rows that cannot be read.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ LAST: Final = int(np.iinfo(np.int64).max)
 @final
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Some messages in their order.
+    """Consecutive messages in the order of a replay.
 
     Attributes
     ----------
     surveys : numpy.ndarray of int64, (messages,)
-        Of each message, the number of its survey.
+        The number of each message's survey.
     places : numpy.ndarray of int64, (messages,)
-        And its place in the window of that survey.
+        The index of each message in the window of its survey.
     windows : dict of int to Window
-        By the number of the survey.
+        The current window of each survey, by number.
     """
 
     surveys: NDArray[np.int64]
@@ -44,20 +44,20 @@ class Batch:
 
 @final
 class Ordering:
-    """The order of the messages of several surveys: by the step, then by the rank; each keeps its own order.
+    """Orders the messages of several surveys by step, then by rank; within a survey they keep their order.
 
-    A later attempt takes the place of all steps from its first on. A row that cannot be read has the step of the row
-    before it, and its place in the order.
+    A later attempt supersedes the steps of earlier ones from its first step on (`tracer.trace.attempts.counting`). A
+    row that cannot be read keeps its place behind the row before it, and gets the same step.
 
     Parameters
     ----------
     surveys : sequence of Survey
-        By attempt and rank.
+        Sorted by attempt and rank.
 
     Attributes
     ----------
     total : int
-        How many rows count.
+        The number of rows that are not superseded.
     """
 
     def __init__(self, surveys: Sequence[Survey]) -> None:
@@ -68,7 +68,7 @@ class Ordering:
         self.total = sum(map(_count, surveys, self._counting))
 
     def batches(self) -> Iterator[Batch]:
-        """All messages that count, in their order, some at a time."""
+        """All messages that are not superseded, in order, in batches."""
         most = survey_journal.WINDOW_ROWS // max(1, len(self._surveys))
         parts = [
             _Part(number, survey, counts, most)
@@ -76,7 +76,7 @@ class Ordering:
         ]
         parts = [part for part in parts if part.fill()]
         while parts:
-            # whatever a part has not read yet comes after the last message that it has read
+            # every message that a part has not read yet comes after the last one that it has read
             until = min(part.last for part in parts)
             taken = [(part, part.take(until)) for part in parts]
             places = np.concatenate([mine for _, (mine, _) in taken])
@@ -92,7 +92,7 @@ class Ordering:
 
 @final
 class _Part:
-    """A survey whose messages are taken one after the other."""
+    """A survey whose messages are consumed in order."""
 
     def __init__(self, number: int, survey: Survey, counts: Counting, most: int) -> None:
         self.number = number
@@ -104,7 +104,7 @@ class _Part:
         self.window: Window
 
     def fill(self) -> bool:
-        """Read the next window if nothing of this one is left; whether there is a message."""
+        """Read the next window if the current one is used up; returns whether a message is left."""
         while not len(self._places):
             found = next(self._windows, None)
             if found is None:
@@ -112,18 +112,18 @@ class _Part:
             self.window, steps = found
             self._places = np.flatnonzero(self._counts.mask(steps, self.window.start))
             if len(self._places):
-                # an evaluation of an earlier step stays where it was recorded, so the clock never runs back
+                # the clock never runs back: an evaluation with an earlier step stays where it was recorded
                 self._clocks = np.maximum.accumulate(steps[self._places]).clip(min=self._clock)
                 self._clock = int(self._clocks[-1])
         return True
 
     @property
     def last(self) -> tuple[int, int, int]:
-        """The place of its last message that was read: clock, rank and number."""
+        """The place in the order of the last message that was read: clock, rank and number."""
         return self._clock, self.rank, self.number
 
     def take(self, until: tuple[int, int, int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The messages up to a place in the order, that included: their places in the window, and their clocks."""
+        """Consume the messages up to a place in the order (inclusive); returns their window indexes and clocks."""
         clock, *after = until
         included = (self.rank, self.number) <= tuple(after)
         count = int(np.searchsorted(self._clocks, clock, side="right" if included else "left"))
@@ -135,7 +135,7 @@ class _Part:
 @final
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A survey, as `tracer.trace.attempts.counting` looks at it."""
+    """A survey with the interface that `tracer.trace.attempts.counting` needs."""
 
     survey: Survey
     rank: int
@@ -150,16 +150,16 @@ class _Written:
 
 
 def _count(survey: Survey, counts: Counting) -> int:
-    """How many rows of a survey count."""
+    """The number of a survey's rows that are not superseded."""
     if counts.limit is None:
         return survey.journal.length
     return sum(int(counts.mask(steps, window.start).sum()) for window, steps in _stepped(survey))
 
 
 def _stepped(survey: Survey, most: int | None = None) -> Iterator[tuple[Window, NDArray[np.int64]]]:
-    """The windows of a journal, and the step of each row: of one that cannot be read, that of the row before it.
+    """The windows of a journal with the step of each row; a row that cannot be read gets the step of the row before.
 
-    The step of a row is right even where its stream is not known: the row has a checksum.
+    A row that passes its checksum has the right step, even if its stream is unknown.
     """
     last = 0
     for window in survey.journal.windows(most):
@@ -172,12 +172,12 @@ def _stepped(survey: Survey, most: int | None = None) -> Iterator[tuple[Window, 
 
 
 def _tags(window: Window, survey: Survey) -> NDArray[np.str_]:
-    """The tag of each row of a window; of one that is not sound that of the first stream."""
+    """The tag of each row of a window; a row that is not sound gets the tag of stream 0."""
     return tags_of(np.where(window.sound, window.journal[:, Column.STREAM], 0), survey.streams)
 
 
 def _first_step(survey: Survey, surveys: Sequence[Survey]) -> int:
-    """The first step of an attempt; where its header is lost, by other ranks, or by its first message."""
+    """The first step of an attempt, from its header, else from other ranks' headers, else from its messages."""
     if survey.header:
         return survey.first_step
     told = [one.first_step for one in surveys if one.attempt == survey.attempt and one.header]
@@ -185,7 +185,7 @@ def _first_step(survey: Survey, surveys: Sequence[Survey]) -> int:
 
 
 def _trained(survey: Survey) -> Iterator[int]:
-    """The least step of messages of training in each window that has some."""
+    """The lowest step of training messages in each window that has some."""
     for window in survey.journal.windows():
         tags = tags_of(window.journal[:, Column.STREAM], survey.streams)
         steps = window.journal[window.certain & (tags == DEFAULT_TAG), Column.GLOBAL_STEP]

@@ -1,4 +1,4 @@
-"""`recover`: saves the undamaged messages of a damaged trace in a new one, and counts those that are lost."""
+"""`recover`: saves the intact messages of a damaged trace in a new trace, and counts the lost ones."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from tracer.upkeep.verify import survey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostStream:
-    """How much of one stream was saved and lost.
+    """How many messages of a stream were saved and lost.
 
     Attributes
     ----------
     kind : str
-        ``"(unknown)"`` if only the number of these messages is known.
+        ``"(unknown)"`` if only the number of the messages is known.
     module : str or None
         Dotted path; None for the network.
     tag, leaf : str
     rank : int
     saved, lost : int
-        How many messages.
+        Numbers of messages.
     steps : tuple of int or None
         First and last global step of the lost messages; None if unknown.
     """
@@ -58,7 +58,7 @@ class LostStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What `recover` saved, and what it could not.
+    """What `recover` saved and what is lost.
 
     Attributes
     ----------
@@ -66,21 +66,21 @@ class Loss:
     path : str or None
         The new trace; None if nothing could be saved.
     status : str
-        How the run ended, as far as the damaged trace tells.
+        The status of the run, as far as it can be read from the damaged trace.
     messages, saved, lost : int
-        Messages that the journal had, and how many of them were saved and lost. Journal rows that are gone count as
-        lost, as far as their number is known.
+        The number of messages in the journal, and how many of them were saved and lost. Missing rows of the journal
+        count as lost, as far as their number is known.
     header : bool
-        Whether the header was saved: what was known of the run before it started.
+        Whether the header, with facts about the run, was saved.
     notes : int
-        How many notes were saved.
+        The number of saved notes.
     streams : list of LostStream
-        The streams of the lost messages.
+        The streams with lost messages.
     problems : list of str
-        What is wrong with the damaged trace.
+        The problems of the damaged trace.
     lossless : bool
-        Whether all that was committed was saved. False if that is not known, because the journal or the declarations
-        are damaged.
+        Whether everything that was committed was saved. False if that is unknown, because the journal or the
+        declarations are damaged.
     """
 
     source: str
@@ -106,28 +106,28 @@ def recover(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> Loss:
-    """Save every undamaged message of a damaged trace into a new one; the damaged trace is left as it is.
+    """Save every intact message of a damaged trace into a new trace; the damaged trace is not changed.
 
-    A message is saved if its row of the journal, its declarations and every byte of its data are as they were written.
-    The new trace has a note ``recovered`` with the counts. Unless all was saved, its status begins with ``"failed"``.
+    A message is saved if its row of the journal, its declarations and every byte of its data are intact. The new trace
+    has a note ``recovered`` with the counts. Unless everything was saved, its status begins with ``"failed"``.
 
     Parameters
     ----------
     src, dst : path or URL
         Nothing may be at `dst`; its suffix names the format of the new trace.
     progress : callable, optional
-        Called now and then with the numbers of messages done and to do.
+        Called now and then with the number of messages done and the total.
 
     Raises
     ------
     TraceNotFoundError, TraceFormatError
         If there is no trace at `src`, it has parts that are not safe to read, or the suffix of `dst` is unknown.
     TraceExistsError
-        If something is at `dst`, or if it lies within `src`.
+        If something is at `dst`, or `dst` lies within `src`.
     TraceLostError
-        If nothing could be saved; the error's `loss` says what was lost, and nothing is left at `dst`.
+        If nothing could be saved; the error's `loss` describes the loss, and nothing is left at `dst`.
     TraceError
-        If the trace cannot be read, or the new one not be written; nothing is left at `dst`.
+        If the trace cannot be read, or the new trace cannot be written; nothing is left at `dst`.
 
     Examples
     --------
@@ -168,7 +168,7 @@ def recover(
             ended = surveys[-1].tables.ending.get("ended")
             final = "interrupted" if loss.status == "recording" else loss.status
             if not loss.lossless:
-                # the status "finished" would say that nothing is missing
+                # the status "finished" would claim that nothing is missing
                 final = f"failed: recovered with {loss.lost} of {loss.messages} messages lost; the status was {final}"
             writer.finish(final, ended=ended if isinstance(ended, str) else None)
         return loss
@@ -180,7 +180,7 @@ def _save(
     writer: TraceWriter,
     progress: Callable[[int, int], None] | None,
 ) -> list[_Tally]:
-    """Write every message that can be read, in their order; returns what was saved and lost of each survey."""
+    """Write all readable messages in order; returns a tally for each survey."""
     tallies = [_Tally(one) for one in surveys]
     source = SurveyedColumns(surveys)
     done = 0
@@ -192,7 +192,7 @@ def _save(
             for number, mine in grouped(batch.surveys[begin:end]):
                 tallies[number].add(batch.windows[number], batch.places[begin:end][mine], there[mine])
             done += end - begin
-    # damage that was found only while messages were read
+    # report damage that was found only while messages were read
     for one in surveys:
         tell_damage(one)
     return tallies
@@ -207,10 +207,10 @@ def _loss(
     tallies: Sequence[_Tally],
     status: str,
 ) -> Loss:
-    """What was saved and lost."""
+    """Summarize the tallies and problems."""
     total = ordering.total + sum(one.journal.absent for one in surveys)
     kept = sum(tally.saved for tally in tallies)
-    # parts of another run are left out, and do not count as lost
+    # parts of another run are not part of the trace, so they do not count as lost
     whole = all(problem.check == "foreign" for problem in elsewhere)
     lossless = whole and all(one.told_all for one in surveys) and kept == total
     found = dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)])
@@ -230,19 +230,19 @@ def _loss(
 
 
 class _Tally:
-    """What was saved and lost of the messages of a survey that count."""
+    """Counts the saved and lost messages of a survey."""
 
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
         self.saved = 0
-        # of each stream, and of -1 where that is not known: how many were saved and lost, and the steps of those
+        # by stream, -1 if unknown: the number of saved messages; the number, first and last step of lost ones
         self._saved: dict[int, int] = {}
         self._lost: dict[int, tuple[int, int, int]] = {}
 
     def add(self, window: Window, places: NDArray[np.int64], saved: NDArray[np.bool_]) -> None:
         """Count messages of a window."""
         rows = window.journal[places]
-        # a row that contradicts the declarations may name a wrong stream
+        # the stream of a row that contradicts the declarations may be wrong
         streams = np.where(window.sound[places], rows[:, Column.STREAM], -1)
         self.saved += int(saved.sum())
         for number, count in zip(*(one.tolist() for one in np.unique(streams[saved], return_counts=True)), strict=True):

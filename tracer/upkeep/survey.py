@@ -1,4 +1,4 @@
-"""`Survey`: a part of a trace that may be damaged, and what can be read of it."""
+"""`Survey`: reads what is left of a part of a trace that may be damaged."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class Survey:
         The name of the part.
     rank, attempt : int
     attributes : dict
-        The attributes of the store's root, as far as they can be read.
+        The readable attributes of the store's root.
     read : SurveyedTables
-        What can be read of the declarations.
+        The readable declarations.
     tables : Tables
-        What these say.
+        The content of the declarations.
     journal : SurveyedJournal
-        And of the journal.
+        The readable rows of the journal.
     chunks : Chunks
         The arrays that were read so far.
     store : ReadStore
     findings : Findings
-        Where what is found is told.
+        Collects the problems.
     ids : numpy.ndarray of int64, (streams,)
-        The numbers of the streams whose declarations can be read, ascending.
+        The numbers of the streams with readable declarations, ascending.
 
     Parameters
     ----------
@@ -62,9 +62,9 @@ class Survey:
         The path of the trace.
     part : str
     store : ReadStore
-        The store; it stays open.
+        The store; the caller closes it.
     tell_store : bool
-        Whether the problems include what is wrong with the store as a whole.
+        Whether to report the problems of the store as a whole.
 
     Raises
     ------
@@ -83,7 +83,8 @@ class Survey:
         self.attributes = self._root()
         names = journal_name(part), declarations_name(part)
         self.chunks = Chunks(store, names, self.findings)
-        # how long the journal is is looked up first: what its rows refer to was committed before them
+        # The length of the journal is looked up first. Everything that its rows refer to was committed before them, so
+        # the declarations that are read afterwards contain it.
         self.journal = SurveyedJournal(self.chunks, names[0], self.findings)
         self.read = SurveyedTables(self.chunks, names[1], self.findings)
         self.tables = self.read.tables
@@ -91,14 +92,14 @@ class Survey:
         self._pools_of: dict[str, list[int]] = {}
         for number, pool in self.tables.pools.items():
             self._pools_of.setdefault(pool.name, []).append(number)
-        # of each stream the place of its storage dtype
+        # for each stream the index of its storage dtype in `STORAGE_DTYPES`
         self.ids = np.array(sorted(self.streams), np.int64)
         dtypes = [self.streams[number].dtype for number in self.ids.tolist()]
         places = [-1 if dtype is None else _PLACES[ENCODINGS[dtype].storage] for dtype in dtypes]
         self._kept_as = np.array(places, np.int64)
 
     def _root(self) -> dict[str, Any]:
-        """The attributes of the root, after a check of them."""
+        """Read and check the attributes of the root."""
         attributes: dict[str, Any] = {}
         try:
             attributes = self.store.attrs()
@@ -117,58 +118,58 @@ class Survey:
 
     @property
     def problems(self) -> list[Problem]:
-        """What was found wrong so far."""
+        """The problems found so far."""
         return self.findings.problems
 
     @property
     def messages(self) -> int:
-        """Messages that the journal had."""
+        """The number of messages in the journal, including those whose rows are missing."""
         return self.journal.length + self.journal.absent
 
     @property
     def header(self) -> dict[str, Any]:
-        """What was known of the run before it started; empty if that is lost."""
+        """The header of the run; empty if it is lost."""
         return self.tables.header
 
     @property
     def streams(self) -> dict[int, Stream]:
-        """The streams whose declarations can be read, by their numbers."""
+        """The streams with readable declarations, by number."""
         return self.tables.streams
 
     def written_since(self, when: float) -> bool:
-        """Whether the store was written to after a time, in seconds since 1970; file systems round times to 10 ms."""
+        """Whether the store was written after a time in seconds since 1970; file systems round times to 10 ms."""
         with contextlib.suppress(TraceError, OSError):
             return self.store.modified > when - 0.02
         return False
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was ever committed, not even the header, as far as the part shows."""
+        """Whether the part shows no trace of any commit, not even of the header."""
         return not self.header and not self.findings.of_check("store") and is_empty(self.store, self.name)
 
     @property
     def first_step(self) -> int:
-        """The global step that this attempt began with."""
+        """The first global step of this attempt."""
         return first_step(self.header, self.attempt)
 
     def tell_store(self) -> None:
-        """Add to the problems what was found wrong so far with the store as a whole."""
+        """Report the problems of the store as a whole that were not yet reported."""
         for problem in self.store.problems:
             if problem not in self._told:
                 self._told.add(problem)
                 self.findings.add("store", problem)
 
     def pools_of(self, name: str) -> list[int]:
-        """The numbers of the pools that are declared to be this array."""
+        """The numbers of the pools that are declared with this array."""
         return self._pools_of.get(name, [])
 
     def elements_needed(self, name: str) -> int:
-        """Elements of an array up to the end of the last message in it."""
+        """The elements of an array up to the end of its last message."""
         needs = self.journal.needs
         return max((needs[number].elements for number in self.pools_of(name) if number in needs), default=0)
 
     def pool(self, number: int) -> Array | None:
-        """The array of a pool; None, with a new problem, if it cannot be opened, or is not what was declared."""
+        """The array of a pool; None, with a new problem, if it cannot be opened or does not match its declaration."""
         name, dtype, compression = self.tables.pools[number]
         arrays = self.chunks.arrays
         if name in arrays:
@@ -178,7 +179,7 @@ class Survey:
         if name.startswith((f"{self.name}/pools/", f"{self.name}/late/")):
             row = ()
         elif number in self.journal.needs and len(self.journal.needs[number].shapes) == 1:
-            # in a pool of one stream, a row has the shape of the messages
+            # in a stream's own pool, a row has the shape of the messages
             (shape,) = self.journal.needs[number].shapes
             row, chunk_bytes = self.tables.shapes[shape], 1
         array = self.chunks.array(name, dtype, row, self.elements_needed(name), chunk_bytes, compression)
@@ -188,21 +189,21 @@ class Survey:
         return array
 
     def stored_in(self, array: Array, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which sound rows can have their data in an array, by their places and the dtypes of their streams."""
+        """Which sound rows fit an array: their data lies within it, and their streams have its dtype."""
         within = rows[:, Column.COUNT] <= array.length * array.size - rows[:, Column.OFFSET]
         kept_as = self._kept_as[np.searchsorted(self.ids, rows[:, Column.STREAM])]
         return np.asarray(within & (kept_as == _PLACES[array.dtype]))
 
     def reach(self, reach: Reach, rows: NDArray[np.int64], keys: Iterable[NDArray[np.int64]]) -> None:
-        """Add messages to those that a problem reaches.
+        """Add messages to a `Reach`.
 
         Parameters
         ----------
         reach : Reach
         rows : numpy.ndarray of int64, (messages, columns)
-            Their rows of the journal, which are sound.
+            The sound journal rows of the messages.
         keys : iterable of two numpy.ndarray of int64, (messages,)
-            What their order follows from; they are in that order.
+            The two sort keys of the messages, which are sorted by them.
         """
         first_keys, second_keys = keys
         steps = rows[:, Column.GLOBAL_STEP]
@@ -218,24 +219,24 @@ class Survey:
 
     @property
     def checked(self) -> int:
-        """How many chunks were read, or found damaged."""
+        """The number of chunks that were read or found damaged."""
         return sum(int(np.count_nonzero(array.state)) for array in self.chunks.arrays.values() if array is not None)
 
     @property
     def told_all(self) -> bool:
-        """Whether the journal and the declarations, which list all messages, are as they were written."""
+        """Whether the journal and the declarations, which list all messages, are intact."""
         journal = self.journal
         if journal.zeros is not None and self.findings.of_check("store"):
-            # a file that was cut off reads as zeros behind its end
+            # zeros may also be the lost end of a truncated file
             return False
-        # they are if the checksums chain all lines, and all journal rows that the last line counts pass theirs
+        # intact: the checksums chain all declarations, and every journal row that the last declaration counts is right
         counted = self.read.chained and self.tables.ending.get("messages") == journal.length
         if counted and journal.certain.count() == journal.length:
             return True
         return not self.findings.of_check("declaration") and not self.findings.of_array(*self.chunks.tables)
 
     def names(self) -> list[str]:
-        """The arrays of the part, those that are there and those that were asked for, sorted."""
+        """Sorted names of the part's arrays: those in the store, and those that were looked up."""
         found = set(self.chunks.arrays)
         try:
             found.update(self.store.names(f"{self.name}/"))
@@ -247,10 +248,10 @@ class Survey:
 
     @property
     def status(self) -> str:
-        """As `TraceReader.status`; ``"unknown"`` if that is damaged."""
+        """As `TraceReader.status`; ``"unknown"`` if it is damaged."""
         if self.tables.ending:
             return str(self.tables.ending.get("status", "finished"))
-        # the line with the status may be lost
+        # the declaration of the status may be lost
         if self.findings.of_array(declarations_name(self.name)):
             return "unknown"
         return "recording" if self.header and lives(self.header.get("process"), self.store) else "interrupted"

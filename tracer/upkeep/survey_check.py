@@ -1,4 +1,4 @@
-"""All of a part of a trace read and compared with its checksums, in windows of the journal; what is wrong is told."""
+"""Reads all of a part of a trace in windows of the journal, checks every checksum, and reports problems."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tracer.upkeep.survey_journal import Window
 
 
 def check_all(survey: Survey) -> int:
-    """Read everything, and find all that is wrong; returns how many messages cannot be read."""
+    """Read everything and collect all problems; returns how many messages cannot be read."""
     bad = _check_messages(survey)
     for number in survey.tables.pools:
         survey.pool(number)
@@ -42,7 +42,7 @@ def check_all(survey: Survey) -> int:
 
 
 def tell_damage(survey: Survey) -> None:
-    """Add damage that was found while messages were read to the problems."""
+    """Report damage that was found while messages were read."""
     for problems in _damaged_chunks(survey, survey.chunks.arrays).values():
         survey.problems.extend(problems)
     survey.tell_store()
@@ -51,8 +51,8 @@ def tell_damage(survey: Survey) -> None:
 def _check_messages(survey: Survey) -> int:
     """Read the data of all messages; returns how many messages cannot be read.
 
-    Messages of a window are read in the order of their places, so that each chunk is read once, or twice where two
-    windows meet.
+    Messages of a window are read in the order of their places. So each chunk is read once, or twice at the border of
+    two windows.
     """
     checks: dict[int, _PoolCheck] = {}
     for number in sorted(survey.journal.needs):
@@ -60,7 +60,6 @@ def _check_messages(survey: Survey) -> int:
             survey.pool(number)
         checks[number] = _PoolCheck(survey, number, problems)
     good = 0
-    # each row of the journal comes by here once, in the order of the journal, with the number that it has there
     for window in survey.journal.windows():
         good += _check_window(window, checks)
     for check in checks.values():
@@ -79,14 +78,14 @@ def _check_window(window: Window, checks: dict[int, _PoolCheck]) -> int:
 
 @final
 class _PoolCheck:
-    """What is wrong with the messages in one pool.
+    """Checks the messages in a pool and collects their problems.
 
     Parameters
     ----------
     survey : Survey
     pool : int
     problems : list of Problem
-        What was found when the pool was opened.
+        The problems that were found when the pool was opened.
     """
 
     def __init__(self, survey: Survey, pool: int, problems: list[Problem]) -> None:
@@ -95,12 +94,12 @@ class _PoolCheck:
         self._array = survey.pool(pool)
         self._problems = problems
         self._affected = Reach()
-        # by the place of the message
+        # problems of single messages, with (offset, row of the journal) as sort key
         self._failed: list[tuple[tuple[int, int], Problem]] = []
         self._more_failed = Reach()
 
     def lost_of(self, window: Window, places: NDArray[np.int64]) -> int:
-        """Check the messages of the pool in a window, which `places` has in ascending order; how many are lost."""
+        """Check the messages of the pool in a window (at ascending `places`); returns how many are lost."""
         survey, array = self._survey, self._array
         offsets = window.journal[places, Column.OFFSET]
         if (offsets[1:] < offsets[:-1]).any():
@@ -123,7 +122,7 @@ class _PoolCheck:
         return len(places) - int(right.sum())
 
     def _tell_failed(self, array: Array, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
-        """Of messages that are not right, tell of those that do not lie in damaged chunks, of which is told later."""
+        """Note problems of wrong messages outside of damaged chunks; damaged chunks are reported separately."""
         failed = np.flatnonzero(~touches_damage(array, rows))
         left = max(0, findings.MOST_TOLD - len(self._failed))
         failed, rest = failed[:left], failed[left:]
@@ -144,7 +143,7 @@ class _PoolCheck:
             self._failed.append(((offset, number), problem))
 
     def tell(self) -> None:
-        """Add what was found to the problems."""
+        """Report the collected problems."""
         survey, affected = self._survey, self._affected
         survey.problems.extend(self._problems)
         if affected.count and self._array is None:
@@ -162,7 +161,7 @@ class _PoolCheck:
 
 @final
 class _DamagedRuns:
-    """The damaged chunks of an array that follow each other, and the messages in them that are lost.
+    """Runs of consecutive damaged chunks of an array, and the messages that are lost in each.
 
     Parameters
     ----------
@@ -174,12 +173,12 @@ class _DamagedRuns:
         self._survey = survey
         self._array = array
         self._runs = list(runs(array.damaged))
-        # their elements, start inclusive and stop exclusive
+        # the range of elements of each run, start inclusive and stop exclusive
         self._begins, self._ends = array.chunk_elements * np.array(self._runs, np.int64).reshape(-1, 2).T
         self._reached = [Reach() for _ in self._runs]
 
     def look(self, window: Window, places: NDArray[np.int64]) -> None:
-        """Note which messages of the array are lost, of those that a window has at ascending `places`."""
+        """Note which messages of the array are lost, among those at ascending `places` of a window."""
         rows = window.journal[places]
         offsets, ends = rows[:, Column.OFFSET], rows[:, Column.OFFSET] + rows[:, Column.COUNT]
         first = np.searchsorted(self._ends, offsets, side="right")
@@ -194,7 +193,7 @@ class _DamagedRuns:
         for piece in pieces(self._survey.chunks, self._array, chosen[there]):
             right[np.flatnonzero(there)[piece.begin : piece.end]] = piece.right
         lost = np.sort(touching[~right])
-        # once for each run that a message lies in
+        # repeat a message for each run that it touches
         counts = last[lost] - first[lost]
         begins = np.cumsum(counts) - counts
         reached = np.repeat(first[lost] - begins, counts) + np.arange(int(counts.sum()))
@@ -221,14 +220,14 @@ class _DamagedRuns:
 
 
 def _damaged_chunks(survey: Survey, names: Collection[str]) -> dict[str, list[Problem]]:
-    """Of each of some arrays a problem for each run of damaged chunks, with the messages that are lost by it.
+    """For each array, a problem for each run of damaged chunks, with the messages that are lost in it.
 
-    The journal is read again if there are such chunks with messages in them.
+    Reads the journal again if an array of a pool has damaged chunks.
     """
     arrays = {name: array for name in names if (array := survey.chunks.arrays.get(name)) is not None}
     damaged = {name: _DamagedRuns(survey, array) for name, array in arrays.items() if array.damaged.any()}
     looked_at = list(damaged.values())
-    # the numbers of their pools, ascending, and the array that each of them is
+    # the pool numbers of these arrays, ascending, and the index of each pool's array
     pools = sorted((number, which) for which, name in enumerate(damaged) for number in survey.pools_of(name))
     numbers, owners = np.array(pools, np.int64).reshape(-1, 2).T
     for window in survey.journal.windows() if pools else ():

@@ -1,4 +1,4 @@
-"""`Chunks`: the arrays of a trace that may be damaged, read chunk by chunk."""
+"""`Chunks`: reads the arrays of a trace that may be damaged, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from tracer.stores.protocols import ReadStore
 from tracer.upkeep.findings import Findings
 
 CACHE_BYTES: Final = 32 << 20
-"""The most bytes of chunks that are kept in memory, of all parts of a trace, apart from those in use."""
+"""The most bytes of cached chunks, for all parts of a trace together."""
 
 READ_BYTES: Final = 4 << 20
-"""Bytes of a table that are read at once, at most, where no chunk is larger."""
+"""The most bytes of a table that are read at once; a larger chunk is read as a whole."""
 
 OK, DAMAGED, GONE = 1, 2, 3
-"""The states of chunks that were read: as they were written; damaged; and damaged with nothing in them to be read."""
+"""States of chunks that were read: intact; damaged; and damaged so that nothing can be read."""
 
 
 @final
 @dataclass(slots=True)
 class Array:
-    """An array, and the state of its chunks.
+    """An array and the state of its chunks.
 
     Attributes
     ----------
     name : str
     length : int
-        How many rows are there.
+        Number of rows.
     row : tuple of int
         Shape of a row.
     dtype : str
     height : int
-        How many rows a chunk has.
+        Rows per chunk.
     size : int
-        How many elements a row has.
+        Elements per row.
     state : numpy.ndarray of uint8, (chunks,)
         `OK`, `DAMAGED` or `GONE`; 0 if not yet read.
     needed : int
-        How many rows there are up to the last message; in a table, all rows.
+        Rows up to the end of the last message; in a table, all rows.
     why : dict
-        What is wrong with damaged chunks; of some that follow each other, at least with the first.
+        The problems of damaged chunks by number; in a run of damaged chunks, at least that of the first.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Array:
 
     @property
     def chunk_elements(self) -> int:
-        """How many elements a chunk has."""
+        """Elements per chunk."""
         return self.height * self.size
 
     @property
@@ -84,9 +84,9 @@ class Chunks:
     ----------
     store : ReadStore
     tables : collection of str
-        The names of the arrays of which every row is needed.
+        The names of the arrays whose rows are all needed.
     findings : Findings
-        Where problems of an array as a whole are added.
+        Receives problems of arrays as a whole.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ class Chunks:
     bytes : int
         Bytes that were read.
     kept : int
-        Bytes of chunks that are kept in memory, at most, apart from the one in use; settable.
+        The most bytes of cached chunks, apart from the last used chunk; settable.
     """
 
     def __init__(self, store: ReadStore, tables: Collection[str], findings: Findings) -> None:
@@ -117,16 +117,15 @@ class Chunks:
         chunk_bytes: int = 65536,
         compression: str | None = None,
     ) -> Array | None:
-        """An array; None, with a new problem, if it cannot be opened.
+        """Open an array; None, with a new problem, if it cannot be opened.
 
         Parameters
         ----------
         name : str
         dtype, row, chunk_bytes, compression
-            If the description of the array is damaged, the array is assumed to have this dtype, shape of rows and
-            compression.
+            Assumptions for an array with a damaged description; see `ReadStore.assume`.
         elements : int
-            How many elements there are up to the end of the last message. The array may claim to have more.
+            Elements up to the end of the last message. The array may claim to have more.
         """
         if name in self.arrays:
             return self.arrays[name]
@@ -175,15 +174,15 @@ class Chunks:
         return rows
 
     def _read(self, array: Array, number: int) -> NDArray[Any] | None:
-        """As `read`, past the cache; notes the state of the chunk."""
+        """As `read`, but without the cache; sets the state of the chunk."""
         start, stop = array.rows_of(number)
         try:
             try:
                 rows = self._store.read(array.name, start, stop)
             except TraceCorruptError:
-                # the writer may just have rewritten the last chunk
+                # the writer may just have rewritten the last chunk; `length` makes the store look again
                 length = self._store.length(array.name)
-                # rows after the last message are not needed, and an array that is closed becomes shorter
+                # rows after the last message are not needed, and closing a store shortens its arrays
                 end = min(array.needed if start < array.needed < stop else stop, max(length, start + 1))
                 rows = self._store.read(array.name, start, end)
                 if end < stop:
@@ -192,7 +191,7 @@ class Chunks:
             raise
         except TracerError as error:
             array.state[number] = DAMAGED
-            # of chunks that follow each other, the first one says what is wrong with all
+            # in a run of damaged chunks only the first needs a reason
             if not number or array.state[number - 1] < DAMAGED:
                 array.why[number] = self._findings.plain(error)
             array.why.pop(number + 1, None)
@@ -203,15 +202,15 @@ class Chunks:
         return rows
 
     def of_table(self, array: Array, number: int) -> NDArray[Any] | None:
-        """The rows of a chunk of a table, also where it fails its checksum; None if they are not there.
+        """The rows of a chunk of a table, even if it fails its checksum; None if they cannot be read at all.
 
-        Each row, or line, of a table has a checksum of its own.
+        Each row or line of a table has a checksum of its own.
         """
         rows = None if array.state[number] >= DAMAGED else self._read(array, number)
         return self.as_it_stands(array, *array.rows_of(number)) if rows is None else rows
 
     def table(self, array: Array, start: int, stop: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Rows of a table, and which of them are there, as `of_table` has them; those that are not are zeros."""
+        """Rows of a table as `of_table` reads them, and a mask of the readable ones; the others are zeros."""
         rows = np.zeros((stop - start, *array.row), array.dtype)
         there = np.ones(stop - start, bool)
         chunk_nbytes = max(1, array.chunk_elements * rows.itemsize)
@@ -236,7 +235,7 @@ class Chunks:
         return rows, there
 
     def _together(self, array: Array, begin: int, end: int, start: int, stop: int) -> NDArray[Any] | None:
-        """Rows of several chunks at once; None if one of them is damaged."""
+        """Read rows of several chunks by one call; None if a chunk is damaged."""
         states = array.state[begin:end]
         if end - begin < 2 or (states >= DAMAGED).any():
             return None
@@ -253,10 +252,10 @@ class Chunks:
         return rows[start - low : stop - low]
 
     def should_be_right(self, array: Array, number: int, ended: bool) -> bool:
-        """Whether a chunk without messages must be readable, so that it is damaged if it is not.
+        """Whether a chunk without messages must be readable, so that failing to read it is damage.
 
-        A pool may lack chunks that were never written. Data after the last message may be of a commit that was not
-        finished, unless the run has `ended`.
+        A pool may lack chunks that were never written. Data after the last message may belong to an unfinished commit,
+        unless the run has `ended`.
         """
         if array.name in self.tables:
             return True
@@ -264,7 +263,7 @@ class Chunks:
         return (first < array.needed or ended) and self._store.has_chunk(array.name, first)
 
     def as_it_stands(self, array: Array, start: int, stop: int) -> NDArray[Any] | None:
-        """Rows of an array, without a check of their checksums; None if they are not there."""
+        """Rows of an array without a check of the chunks' checksums; None if they cannot be read."""
         try:
             return self._store.read(array.name, start, stop, verify=False)
         except TraceUnreadableError:
@@ -273,7 +272,7 @@ class Chunks:
             return None
 
     def is_gone(self, array: Array, number: int) -> bool:
-        """Whether nothing in a damaged chunk can be read, not even as it stands."""
+        """Whether a damaged chunk cannot even be read without a check of its checksum."""
         if array.state[number] == DAMAGED:
             first = number * array.height
             if self.as_it_stands(array, first, first + 1) is None:
@@ -281,7 +280,7 @@ class Chunks:
         return bool(array.state[number] == GONE)
 
     def elements(self, array: Array, offset: int, count: int) -> NDArray[Any] | None:
-        """`count` elements of a pool from `offset` on, as a copy; None if they cannot be read."""
+        """Copy `count` elements of a pool from `offset` on; None if they cannot be read."""
         if offset + count > array.length * array.size:
             return None
         out = np.empty(count, array.dtype)

@@ -1,4 +1,4 @@
-"""The messages of parts of a trace that may be damaged, in columns, many at a time where they are whole."""
+"""Reads the messages of damaged parts of a trace in columns: many at a time where they are intact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_ELEMENTS: Final = 1 << 40
 
 @final
 class SurveyedColumns:
-    """Reads messages of several surveys.
+    """Reads messages of several surveys in columns.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class SurveyedColumns:
 
     def __init__(self, surveys: Sequence[Survey]) -> None:
         self._surveys = surveys
-        # the streams of all surveys, and where those of each begin
+        # the streams of all surveys, and the index of each survey's first stream
         self._streams: list[Stream] = []
         self._begins: list[int] = []
         for survey in surveys:
@@ -44,26 +44,26 @@ class SurveyedColumns:
         self._sayable = np.array([_is_sayable(one) for one in self._streams], bool)
 
     def of(self, batch: Batch) -> Iterator[tuple[int, int, Columns, NDArray[np.bool_]]]:
-        """The messages of a batch, in blocks.
+        """Read the messages of a batch in blocks.
 
         Yields
         ------
         begin, end : int
-            Which of the messages, start inclusive and stop exclusive.
+            The range of messages in the batch, start inclusive and stop exclusive.
         columns : Columns
-            Those that are as they were written, in their order.
+            The intact messages of the range, in order.
         there : numpy.ndarray of bool, (end - begin,)
-            Which they are.
+            Which messages are intact.
         """
         for begin, end in self._cut(batch):
             yield begin, end, *self._block(batch, begin, end)
 
     def _cut(self, batch: Batch) -> Iterator[tuple[int, int]]:
-        """Ranges of a batch with so much data as is read at once; at least one message each."""
+        """Cut a batch into ranges of at most `BLOCK_BYTES` of data and `BLOCK_ROWS` messages, at least one message."""
         sizes = np.zeros(len(batch.places), np.int64)
         for number, mine in grouped(batch.surveys):
             sizes[mine] = _sizes(self._surveys[number], batch.windows[number], batch.places[mine])
-        # a damaged trace may claim any size
+        # limited, because a damaged trace may claim any size
         ends = np.cumsum(sizes.clip(max=BLOCK_BYTES))
         begin = 0
         while begin < len(sizes):
@@ -99,7 +99,7 @@ class SurveyedColumns:
 
 
 def _sizes(survey: Survey, window: Window, places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Bytes of the data of each of some rows of a window; 0 where the row cannot be used."""
+    """Data bytes of rows of a window; 0 for rows that are not sound or have no data."""
     rows = window.journal[places]
     sound = window.sound[places] & ((rows[:, Column.FLAGS] & HAS_DATA) != 0)
     found = np.zeros(len(rows), np.int64)
@@ -111,7 +111,7 @@ def _sizes(survey: Survey, window: Window, places: NDArray[np.int64]) -> NDArray
 
 
 def _read(survey: Survey, rows: NDArray[np.int64], mine: NDArray[np.int64]) -> Iterator[Together]:
-    """The data of those rows that `mine` names, as far as it is as it was written."""
+    """The intact data of the rows at `mine`."""
     for pool, which in grouped(rows[mine, Column.POOL], ascending=False):
         array = survey.pool(pool)
         if array is None:
@@ -125,7 +125,7 @@ def _read(survey: Survey, rows: NDArray[np.int64], mine: NDArray[np.int64]) -> I
 
 
 def _together(survey: Survey, places: NDArray[np.int64], rows: NDArray[np.int64], piece: Piece) -> Iterator[Together]:
-    """The data of messages that are right, those of one dtype and shape together."""
+    """The data of the intact messages of a piece, grouped by dtype and shape."""
     streams, of_streams = np.unique(rows[:, Column.STREAM], return_inverse=True)
     dtypes = [survey.streams[number].dtype or "" for number in streams.tolist()]
     names = sorted(set(dtypes))
@@ -137,7 +137,7 @@ def _together(survey: Survey, places: NDArray[np.int64], rows: NDArray[np.int64]
             continue
         name, shape = divmod(kind, len(shapes))
         mine, size = places[which], survey.tables.shapes[int(shapes[shape])]
-        if (mine[1:] < mine[:-1]).any():  # messages need not lie in their order
+        if (mine[1:] < mine[:-1]).any():  # messages may lie in the pool in another order
             order = np.argsort(mine)
             mine, which = mine[order], which[order]
         count = int(rows[which[0], Column.COUNT])
@@ -152,7 +152,7 @@ def _together(survey: Survey, places: NDArray[np.int64], rows: NDArray[np.int64]
 
 
 def _is_sayable(one: Stream) -> bool:
-    """Whether messages of a stream can have what its declaration says, such as a rank of any size."""
+    """Whether a message can have the values in a stream's declaration, which may be out of range (such as the rank)."""
     data = None if one.dtype is None else decode(np.zeros(1, ENCODINGS[one.dtype].storage), one.dtype, ())
     said = {"kind": one.kind, "tag": one.tag, "leaf": one.leaf, "rank": one.rank}
     try:

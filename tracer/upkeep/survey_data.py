@@ -1,4 +1,4 @@
-"""The data of messages in an array that may be damaged: read together where it is whole, else message by message."""
+"""Reads the data of messages from an array that may be damaged: together where it is intact, else one by one."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tracer.trace.grouping import runs
 from tracer.upkeep.survey_chunks import DAMAGED, Array, Chunks
 
 RUN_BYTES: Final = 1 << 20
-"""Bytes of messages that are read together, at most; one message may have more."""
+"""The most bytes of messages that are read together; a single message may have more."""
 
 
 class Piece(NamedTuple):
-    """Messages whose elements follow each other in an array.
+    """Messages whose elements are adjacent in an array.
 
     Attributes
     ----------
     begin, end : int
-        Which of the messages that were asked for, start inclusive and stop exclusive.
+        The range among the requested messages, start inclusive and stop exclusive.
     elements : numpy.ndarray
-        Those of all of them, one after the other; of messages that are not right they may be anything, and where none
-        is right they may be left out.
+        The concatenated elements of the messages. Elements of damaged messages are arbitrary; the array may be empty if
+        all messages are damaged.
     right : numpy.ndarray of bool, (end - begin,)
-        Which messages are as they were written.
+        Which messages are intact.
     """
 
     begin: int
@@ -39,17 +39,17 @@ class Piece(NamedTuple):
 
 
 def pieces(chunks: Chunks, array: Array, rows: NDArray[np.int64]) -> Iterator[Piece]:
-    """The data of some messages in an array, compared with its checksums, some of it at a time.
+    """Read the data of messages in an array, and check it, piece by piece.
 
-    A message is right if its chunks can be read and its own checksum, where it has one, agrees. In a damaged chunk it
-    is right if its own checksum proves it.
+    A message is right if its chunks are intact and its own checksum, if it has one, agrees. A message in a damaged
+    chunk is right only if it has a checksum that agrees.
 
     Parameters
     ----------
     chunks : Chunks
     array : Array
     rows : numpy.ndarray of int64, (messages, columns)
-        Their rows of the journal, in the order of their places; none reaches beyond the end of the array.
+        The journal rows of the messages, sorted by their places; none reaches beyond the end of the array.
     """
     starts, counts = rows[:, Column.OFFSET], rows[:, Column.COUNT]
     ends = starts + counts
@@ -69,7 +69,7 @@ def pieces(chunks: Chunks, array: Array, rows: NDArray[np.int64]) -> Iterator[Pi
 
 
 def _agree(elements: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Of messages whose elements follow each other, those that agree with their own checksums, if they have any."""
+    """Which messages with these adjacent elements agree with their own checksums, or have none."""
     counts, expected = rows[:, Column.COUNT], rows[:, Column.CRC32C]
     right: NDArray[np.bool_] = expected == NONE
     if right.all():
@@ -82,8 +82,8 @@ def _agree(elements: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[np.bool_]
 
 
 def _of_damaged(chunks: Chunks, array: Array, rows: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """As `pieces`, of messages that follow each other, of which some lie in damaged chunks."""
-    if len(rows) == 1:  # which was looked for in vain; it may be of any size
+    """Elements and mask as in `Piece`, of adjacent messages of which some lie in damaged chunks."""
+    if len(rows) == 1:  # reading it by intact chunks has failed already, and it may be large
         return _proven(chunks, array, rows)
     bounds = np.concatenate([[0], np.cumsum(rows[:, Column.COUNT])])
     elements = np.zeros(int(bounds[-1]), array.dtype)
@@ -105,7 +105,7 @@ def _of_damaged(chunks: Chunks, array: Array, rows: NDArray[np.int64]) -> tuple[
 
 
 def _proven(chunks: Chunks, array: Array, rows: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """As `pieces`, of messages in damaged chunks that follow each other: right are those that their checksums prove."""
+    """Elements and mask as in `Piece`, of adjacent messages in damaged chunks: only those with a matching checksum."""
     offset = int(rows[0, Column.OFFSET])
     count = int(rows[-1, Column.OFFSET] + rows[-1, Column.COUNT]) - offset
     right = np.zeros(len(rows), bool)
@@ -130,7 +130,7 @@ def _proven(chunks: Chunks, array: Array, rows: NDArray[np.int64]) -> tuple[NDAr
 
 
 def _gone(chunks: Chunks, array: Array, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which messages lie in chunks of which nothing can be read."""
+    """Which messages touch chunks of which nothing can be read."""
     first, last = spans(array, rows)
     begin, end = int(first.min()), int(last.max())
     gone = np.array([chunks.is_gone(array, number) for number in range(begin, end)], bool)
@@ -138,7 +138,7 @@ def _gone(chunks: Chunks, array: Array, rows: NDArray[np.int64]) -> NDArray[np.b
 
 
 def spans(array: Array, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The chunks that messages lie in, start inclusive and stop exclusive."""
+    """The range of chunks of each message, start inclusive and stop exclusive."""
     offsets, counts = rows[:, Column.OFFSET], rows[:, Column.COUNT]
     first = offsets // array.chunk_elements
     last = np.where(counts > 0, (offsets + counts - 1) // array.chunk_elements + 1, first)
@@ -147,7 +147,7 @@ def spans(array: Array, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDA
 
 
 def touches_damage(array: Array, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which messages lie in damaged chunks, if only with a part of their data."""
+    """Which messages touch damaged chunks, even with only a part of their data."""
     if not len(rows):
         return np.zeros(0, bool)
     first, last = spans(array, rows)
@@ -158,13 +158,13 @@ def touches_damage(array: Array, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
 def _touches(
     chosen: NDArray[np.bool_], begin: int, first: NDArray[np.int64], last: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Which spans of chunks have one of those that are chosen; the first one of the mask has the number `begin`."""
+    """Which spans of chunks contain a chosen chunk; the mask `chosen` starts at chunk number `begin`."""
     before = np.concatenate([[0], np.cumsum(chosen)])
     return np.asarray(before[last - begin] > before[first - begin])
 
 
 def unread(array: Array, rows: NDArray[np.int64]) -> list[int]:
-    """The chunks with data of messages that were not read: one before them, of the same message, is damaged."""
+    """The chunks of messages that were not read because an earlier chunk of the same message is damaged."""
     if not len(rows):
         return []
     first, last = spans(array, rows)

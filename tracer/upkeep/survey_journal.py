@@ -1,6 +1,6 @@
-"""`SurveyedJournal`: the journal of a part of a trace that may be damaged, read in windows of rows.
+"""`SurveyedJournal`: reads the journal of a part of a trace that may be damaged, in windows of rows.
 
-Of each row a few bits are kept, and the rows are read again where they are needed: a journal may be longer than memory.
+A journal may exceed the memory. So only a few bits per row are kept, and rows are read again when they are needed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tracer.upkeep.survey_chunks import Array, Chunks
 from tracer.upkeep.survey_summaries import SummaryCheck
 
 BLOCK_ROWS = 8192
-"""Rows that have one checksum in memory, a multiple of 8: by it is seen whether they are still what they were."""
+"""Rows per checksum in memory, a multiple of 8. The checksums reveal rows that change between two reads."""
 WINDOW_ROWS = 16 * BLOCK_ROWS
-"""Rows that are in memory at once, unless fewer are asked for."""
+"""The default number of rows in a window."""
 MENDED_ROWS: Final = 1000
-"""The most damaged rows in which a flipped bit is looked for; more damage has another cause."""
+"""The most damaged rows in which a flipped bit is searched; more damage has another cause."""
 MOST_ROWS: Final = 1 << 40
-"""More rows than any journal has."""
+"""A number of rows that no journal reaches."""
 DAMAGED_ROW: Final = "damaged"
 WRONG: Final[Mapping[str, str]] = {
     "stream": "of a stream whose declaration is not there",
@@ -42,22 +42,22 @@ WRONG: Final[Mapping[str, str]] = {
     "offset": "of a place before the pool",
     "counter": "negative in a counter",
 }
-"""How a problem describes the rows, for each reason of `tracer.format.tables.Tables.contradictions`."""
+"""The description of wrong rows in a problem, by reason of `tracer.format.tables.Tables.contradictions`."""
 
 
 @final
 @dataclass(slots=True)
 class Window:
-    """Rows of the journal that follow each other.
+    """Consecutive rows of the journal.
 
     Attributes
     ----------
     start : int
-        Number of the first of them.
+        Number of the first row.
     journal : numpy.ndarray of int64, (rows, columns)
-        The rows; those that cannot be read are zeros.
+        The rows; unreadable rows are zeros.
     certain, sound : numpy.ndarray of bool, (rows,)
-        Which rows can be read and pass their checksum; and which of them agree with the declarations.
+        Certain rows can be read and pass their checksum; sound rows also agree with the declarations.
     """
 
     start: int
@@ -69,14 +69,14 @@ class Window:
 @final
 @dataclass(slots=True)
 class Need:
-    """What the sound rows of a journal say of one pool.
+    """What the sound rows of a journal need from a pool.
 
     Attributes
     ----------
     elements : int
-        How many there are up to the end of the last message.
+        Elements up to the end of the last message.
     shapes : set of int
-        Of the messages; of more than two, two.
+        Ids of the messages' shapes, but at most two.
     """
 
     elements: int = 0
@@ -85,30 +85,30 @@ class Need:
 
 @final
 class SurveyedJournal:
-    """What can be read of the journal of a part.
+    """Reads what is left of the journal of a part.
 
-    How long it is is looked up at once. `check` reads it, and must come before what else is asked.
+    The constructor looks up the length. `check` reads the rows, and must be called before anything else.
 
     Parameters
     ----------
     chunks : Chunks
     name : str
-        Of the array.
+        Name of the array.
     findings : Findings
-        Where problems of the journal are added.
+        Receives problems of the journal.
 
     Attributes
     ----------
     length : int
-        How many rows there are, without zeros at the end.
+        Number of rows, without zeros at the end.
     zeros : (int, int) or None
-        The rows of zeros at the end of the journal; no row that was written is all zeros.
+        The range of zero rows at the end of the journal, which were never written.
     certain, sound : Bits
         As in `Window`.
     absent : int
-        How many messages of the journal have no row any more.
+        Number of messages whose rows are missing.
     needs : dict of int to Need
-        By the numbers of the pools that sound rows refer to.
+        Keyed by the numbers of the pools that sound rows refer to.
     """
 
     def __init__(self, chunks: Chunks, name: str, findings: Findings) -> None:
@@ -118,12 +118,12 @@ class SurveyedJournal:
         self._array = self._open()
         self.length = self._end()
         stored = self._array.length if self._array is not None else 0
-        # such zeros are also the rest of the last chunk where the array's own length is lost
+        # if the description of the array is damaged, zeros may just be the padding of the last chunk
         self.zeros = (self.length, stored) if self.length < stored and not findings.of_array(name) else None
         self.certain, self.sound = Bits(self.length), Bits(self.length)
         self.absent = 0
         self.needs: dict[int, Need] = {}
-        # the rows that were put right, by their numbers, which ascend
+        # repaired rows by number, ascending
         self._mended: dict[int, NDArray[np.int64]] = {}
         self._checksums: list[int] = []
         self._wrong: dict[str, Bits] = {}
@@ -136,9 +136,9 @@ class SurveyedJournal:
         return array
 
     def _end(self) -> int:
-        """How many rows there are up to the last one that is not there, or not zeros.
+        """Number of rows without zeros at the end; unreadable rows do not count as zeros.
 
-        In HDF5 the length may have reached the disk before the rows, which are zeros then; no row consists of zeros.
+        In HDF5 the length may reach the disk before the rows, which then read as zeros. No valid row is all zeros.
         """
         array = self._array
         if array is None:
@@ -154,13 +154,13 @@ class SurveyedJournal:
         return 0
 
     def check(self, tables: Tables, *, zeros_are_wrong: bool) -> None:
-        """Read all rows, and compare them with their checksums and with the declarations.
+        """Read all rows, and compare them with their checksums and the declarations.
 
         Parameters
         ----------
         tables : Tables
         zeros_are_wrong : bool
-            Whether rows of zeros are damage; False if the store may have rows that were never written.
+            Whether zero rows are damage; False if the store may have rows that were never written.
         """
         ending = tables.ending
         if self.zeros is not None and (ending or zeros_are_wrong):
@@ -171,7 +171,7 @@ class SurveyedJournal:
         if ended_with != self.length and not self._findings.of_array(self._name):
             what = f"the journal has {self.length} rows, and ended with {ended_with}"
             self._findings.add("journal", what, self._name)
-        # the length in the last declaration is certain; the one that a Zarr array claims may be too large
+        # the length in the last declaration is reliable; the length that a Zarr array claims may be too large
         ends = [one.rows[1] for one in self._findings.problems if one.array == self._name and one.rows is not None]
         had = ending.get("messages", max(ends, default=0))
         self.absent = max(0, had - self.length) if type(had) is int and had < MOST_ROWS else 0
@@ -179,7 +179,7 @@ class SurveyedJournal:
         self._tell()
 
     def _check_rows(self, tables: Tables) -> None:
-        """Judge each row, in windows, and after them those in which a bit was flipped."""
+        """Check all rows in windows, then repair rows with a flipped bit."""
         damaged: list[tuple[int, NDArray[np.int64]]] = []
         summaries = SummaryCheck(tables.summaries)
         if summaries.again:
@@ -211,7 +211,7 @@ class SurveyedJournal:
             self._mend(damaged, tables)
 
     def _mend(self, damaged: list[tuple[int, NDArray[np.int64]]], tables: Tables) -> None:
-        """Put rows right of which one bit was flipped."""
+        """Repair rows in which one bit was flipped."""
         for number, row in damaged:
             found = row_as_it_was(row, number)
             if found is None:
@@ -227,7 +227,7 @@ class SurveyedJournal:
                 self._need(found[None])
 
     def _tell(self) -> None:
-        """Add a problem for each row that was put right, and for rows that follow each other and cannot be used."""
+        """Report a problem for each repaired row, and for each run of unusable rows."""
         for number in self._mended:
             why = f"a bit of row {number} of the journal is wrong, and is put right"
             self._findings.add("journal", why, self._name, (number, number + 1))
@@ -245,18 +245,18 @@ class SurveyedJournal:
         self._wrong.clear()
 
     def _refuse(self, start: int, stop: int, why: str) -> None:
-        """Add a problem of these rows."""
+        """Report a problem of these rows."""
         rows = f"row {start}" if stop == start + 1 else f"rows {start} to {stop - 1}"
         verb = "is" if stop == start + 1 else "are"
         self._findings.add("journal", f"{rows} of the journal {verb} {why}", self._name, (start, stop), stop - start)
 
     def _note(self, reason: str, start: int, wrong: NDArray[np.bool_]) -> None:
-        """Remember which rows are refused for a reason."""
+        """Note which rows are wrong for a reason."""
         if wrong.any():
             self._wrong.setdefault(reason, Bits(self.length)).put(start, wrong)
 
     def _need(self, rows: NDArray[np.int64]) -> None:
-        """Remember what sound rows say of the pools."""
+        """Update `needs` with sound rows."""
         rows = rows[rows[:, Column.POOL] != NONE]
         if not len(rows):
             return
@@ -275,12 +275,12 @@ class SurveyedJournal:
                 known.add(int(shapes[shape]))
 
     def windows(self, most: int | None = None) -> Iterator[Window]:
-        """All rows in their order, some at a time.
+        """All rows in order, in windows.
 
         Parameters
         ----------
         most : int, optional
-            How many rows a window has, rounded down to a multiple of `BLOCK_ROWS`; `WINDOW_ROWS` by default.
+            Rows per window, rounded down to a multiple of `BLOCK_ROWS`, at least one; `WINDOW_ROWS` by default.
         """
         for start, stop in self._spans(WINDOW_ROWS if most is None else most):
             yield self._window(start, stop)
@@ -310,7 +310,7 @@ class SurveyedJournal:
         return Window(start, rows, self.certain.of(start, stop), self.sound.of(start, stop))
 
     def _distrust(self, start: int, rows: NDArray[np.int64]) -> None:
-        """Take rows for damaged that were right when they were first read, and are not any more."""
+        """Mark rows as damaged that passed their checksum at the first read, but fail it now."""
         stop = start + len(rows)
         right = row_checksums(rows, start) == rows[:, Column.CHECK]
         certain, sound = self.certain.of(start, stop), self.sound.of(start, stop)

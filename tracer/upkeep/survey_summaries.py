@@ -1,4 +1,4 @@
-"""`SummaryCheck`: the summaries that declarations hold, compared with the rows of the journal that they are of."""
+"""`SummaryCheck`: compares the declared summaries with the rows of the journal."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tracer.format.summaries import RowsChecksum, Summary, summarized, united
 
 @final
 class SummaryCheck:
-    """Compares summaries with rows that come in windows, in their order.
+    """Compares summaries with rows that are added window by window, in order.
 
-    Where a row of a summary is damaged, nothing is said of the summary: what is wrong is told of the row. Summaries of
-    rows that one before them is of, too, are not compared: there may be any number of them.
+    A summary of a damaged row is not checked, because the damage to the row is reported already. Summaries that overlap
+    an earlier one are not compared, because a damaged trace may have any number of them.
 
     Parameters
     ----------
@@ -25,12 +25,12 @@ class SummaryCheck:
     Attributes
     ----------
     again : list of Summary
-        Those of rows that one before them is of.
+        The summaries that overlap an earlier one.
     """
 
     def __init__(self, summaries: Sequence[Summary]) -> None:
         self.again: list[Summary] = []
-        # in the order of their rows, the next one last
+        # the summaries still to be compared, in reverse order of their rows
         self._left: list[Summary] = []
         stop = 0
         for one in summaries:
@@ -45,7 +45,7 @@ class SummaryCheck:
         self._is_certain = True
 
     def add(self, start: int, rows: NDArray[np.int64], certain: NDArray[np.bool_]) -> Iterator[Summary]:
-        """Those summaries that end in a window, and are not of its rows and of those before it.
+        """Add the next window; yields the summaries that end in it and do not match the rows.
 
         Parameters
         ----------
@@ -53,7 +53,7 @@ class SummaryCheck:
             The number of the first row.
         rows : numpy.ndarray of int64, (rows, columns)
         certain : numpy.ndarray of bool, (rows,)
-            Which of them can be read and pass their checksum.
+            Which rows can be read and pass their checksum.
         """
         stop = start + len(rows)
         while self._left and self._left[-1].start < stop:
@@ -73,5 +73,5 @@ class SummaryCheck:
 
     @property
     def beyond(self) -> Sequence[Summary]:
-        """The summaries of rows that are not there, once all windows were added."""
+        """After all windows were added: the summaries that reach beyond the last row."""
         return self._left[::-1]

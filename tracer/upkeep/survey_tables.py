@@ -1,4 +1,4 @@
-"""`SurveyedTables`: the declarations of a part of a trace that may be damaged."""
+"""`SurveyedTables`: reads the declarations of a part of a trace that may be damaged."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from tracer.upkeep.findings import Findings
 from tracer.upkeep.survey_chunks import Array, Chunks
 
 SEARCHED_BYTES: Final = 1 << 15
-"""The most bytes of lines in which a flipped bit is looked for."""
+"""The most bytes of lines in which a flipped bit is searched."""
 
 
 @final
 class SurveyedTables:
-    """What can be read of the declarations of a part.
+    """Reads what is left of the declarations of a part.
 
     Parameters
     ----------
     chunks : Chunks
     name : str
-        Of the array.
+        Name of the array.
     findings : Findings
-        Where problems of the declarations are added.
+        Receives problems of the declarations.
 
     Attributes
     ----------
     tables : Tables
-        The declarations that can be read.
+        The readable declarations.
     declarations : int
-        How many lines could be read.
+        The number of readable lines.
     chained : bool
-        Whether no declaration is lost, except perhaps at the end.
+        Whether the checksums chain all lines, so that declarations can be missing only at the end.
     """
 
     def __init__(self, chunks: Chunks, name: str, findings: Findings) -> None:
@@ -45,7 +45,7 @@ class SurveyedTables:
         self._chunks = chunks
         self._findings = findings
         self._name = name
-        # how many bytes of damaged lines were searched for a flipped bit so far
+        # bytes of damaged lines that were searched for a flipped bit so far
         self._searched = 0
         self._read_declarations()
 
@@ -55,7 +55,7 @@ class SurveyedTables:
             return
         place = 0
         damaged = broken = False
-        # even a damaged line has the checksum that the next one continues from, so the lines after it can be checked
+        # Possible checksums of the previous line. Even a damaged line gives some, so the next line can be checked.
         before = {0}
         lines = deque(self._lines(array))
         while lines:
@@ -73,7 +73,7 @@ class SurveyedTables:
             why = "is damaged" if found is None else self._declare(found)
             if not why:
                 self.declarations += 1
-            elif not damaged:  # the rest of a line that was reported already
+            elif not damaged:  # else it is the rest of a line that was reported already
                 self._findings.add("declaration", f"the line at byte {start} {why}", array.name, (start, place))
             damaged = False
         if not self.tables.header:
@@ -81,17 +81,17 @@ class SurveyedTables:
         self.chained = not broken
 
     def _lines(self, array: Array) -> list[bytes]:
-        """The lines of the declarations, without their ends; an empty line stands for damage."""
+        """The lines of the declarations without line feeds; an empty line stands for an unreadable chunk."""
         data = bytearray()
         for number in range(len(array.state)):
             chunk = self._chunks.of_table(array, number)
-            # the first line feed ends the line in which the damage begins; the second one makes an empty line
+            # the first line feed ends the line in which the damage begins, the second makes the empty line
             data += b"\n\n" if chunk is None else chunk.data
         del data[data.rfind(b"\n") + 1 :]
         return list(map(bytes, data.split(b"\n")[:-1]))
 
     def _declare(self, found: Mapping[str, Any]) -> str:
-        """Enter what a line declares; returns what is wrong with it, or an empty text."""
+        """Enter the declaration of a line; returns its problem, or an empty text."""
         try:
             for what, value in found.items():
                 self.tables.declare(what, value)
@@ -102,14 +102,14 @@ class SurveyedTables:
         return ""
 
     def _flipped_back(self, line: bytes, lines: deque[bytes], before: set[int], start: int) -> bool:
-        """Repair a line with one flipped bit, and put it back in front of the others; returns whether it was one.
+        """Repair a line with one flipped bit, and put it back at the front of `lines`; returns whether that succeeded.
 
-        A flipped bit in a line feed joins two lines, and a flipped bit elsewhere may make a line feed of a byte.
+        The flip may have destroyed a line feed, which joins two lines, or created one, which splits a line.
         """
         for following in ([], [lines[0]] if lines else []):
             text = b"".join(one + b"\n" for one in (line, *following))
             self._searched += len(text)
-            # it would take long to try each bit of a long line
+            # the search is limited, because trying each bit of long lines takes long
             found = None if self._searched > SEARCHED_BYTES else as_they_were(text, before)
             if found is not None:
                 self._findings.add(

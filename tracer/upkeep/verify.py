@@ -1,8 +1,8 @@
-"""`verify`: checks every chunk, checksum, declaration and journal row of a trace, and reports what is wrong.
+"""`verify`: checks every chunk, checksum, declaration and journal row of a trace, and reports problems.
 
-`Survey` reads a trace part by part, each in windows of its journal, so that damage to one part does not hide the
-others; `tracer.recover` saves what can be read. `tracer.trace.reader` refuses a trace whose tables are damaged, because
-no replay may be silently wrong.
+Each part is read by a `Survey` of its own, in windows of its journal, so that damage to one part does not hide the
+others; `tracer.recover` reads the same way. `tracer.trace.reader` refuses a trace with damaged tables instead, so that
+no replay is silently wrong.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tracer.upkeep.survey_check import check_all
 from tracer.upkeep.survey_chunks import CACHE_BYTES
 
 TRIES: Final = 3
-"""The most times that a trace is verified, if something is wrong with it and it is still being written."""
+"""The most attempts to verify a trace that shows problems while it is still being written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class Report:
     store : str
         ``"zarr"`` or ``"hdf5"``.
     status : str
-        As `tracer.TraceReader.status`; ``"unknown"`` if that is damaged.
+        As `tracer.TraceReader.status`; ``"unknown"`` if it is damaged.
     messages, damaged : int
         Messages in the journal, and how many of them cannot be read.
     arrays, chunks, bytes, declarations : int
@@ -64,7 +64,7 @@ class Report:
 
     @property
     def complete(self) -> bool:
-        """Whether the trace is intact, and its run has ended or still goes on, but was not interrupted."""
+        """Whether the trace is intact, and its run has ended or is still going on, but was not interrupted."""
         return self.intact and self.status not in ("interrupted", "unknown")
 
     def describe(self) -> dict[str, Any]:
@@ -76,8 +76,8 @@ class Report:
 def verify(path: Anywhere) -> Report:
     """Check all of a trace: every chunk and checksum, every row of the journal, every declaration.
 
-    Reads all data once, and the journal two or three times, some rows at a time: the memory that it takes does not
-    depend on how long the trace is. It changes nothing. Damage is reported, not raised.
+    Reads all data once, and the journal two or three times, in windows, so that memory use does not depend on the
+    length of the trace. Changes nothing. Damage is reported, not raised.
 
     Parameters
     ----------
@@ -88,11 +88,11 @@ def verify(path: Anywhere) -> Report:
     TraceNotFoundError
         If nothing is at `path`.
     TraceFormatError
-        If it is not a trace, of a version that this release does not read, or has parts that are not safe to read.
+        If it is not a trace, has a version that this release does not read, or has parts that are not safe to read.
     TraceUnreadableError
         If an object store does not answer.
     TraceError
-        If it is so damaged that nothing in it can be read.
+        If the trace is so damaged that nothing in it can be read.
 
     Examples
     --------
@@ -109,7 +109,7 @@ def verify(path: Anywhere) -> Report:
         began = time.time()
         with survey(path) as (surveys, elsewhere):
             report = _report(location(path), surveys, elsewhere)
-            # a run that is being recorded changes while it is read
+            # a trace that is being recorded may change while it is read, so problems are checked again
             if report.intact or not left or not any(one.written_since(began) for one in surveys):
                 break
     return report
@@ -117,9 +117,9 @@ def verify(path: Anywhere) -> Report:
 
 @contextlib.contextmanager
 def survey(path: Anywhere) -> Iterator[tuple[list[Survey], list[Problem]]]:
-    """The surveys of a trace's parts, by attempt and rank; and the problems of parts that cannot be surveyed.
+    """Open the surveys of a trace's parts, sorted by attempt and rank, and list problems of parts without a survey.
 
-    Parts of another run are left out, as a reader does.
+    Parts of another run are left out, as in a reader.
 
     Raises
     ------
@@ -153,18 +153,18 @@ def survey(path: Anywhere) -> Iterator[tuple[list[Survey], list[Problem]]]:
 
 
 def _begun(surveys: list[Survey]) -> list[Survey]:
-    """The surveys, without empty ones of attempts before one that began again with the first step.
+    """Drop empty surveys of attempts that a later attempt superseded from the first step on.
 
-    Their processes were killed as they began. They hold nothing, and nothing that they could have held would count.
+    Their processes were killed at the start. They hold nothing, and anything in them would be superseded.
     """
     again = restarted(surveys)
     return [one for one in surveys if not (one.empty and one.attempt < again.get(one.rank, 0))]
 
 
 def _report(path: Location, surveys: list[Survey], elsewhere: list[Problem]) -> Report:
-    """Read everything, and report what is wrong."""
+    """Check everything and make the report."""
     damaged = sum(check_all(one) for one in surveys)
-    # each part reports what is wrong with the root; the report has it once
+    # without duplicates, because each part reports the problems of the root
     problems = list(dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)]))
     if not problems:
         try:

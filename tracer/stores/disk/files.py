@@ -1,4 +1,4 @@
-"""Files and folders: whether they are there, which they are, and whether the disk has them."""
+"""Helpers for files and folders: existence, identity, syncing, listing, and files open for reading."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from tracer.errors import TraceUnreadableError
 from tracer.stores.protocols import ByteFile
 
 UNREADABLE = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE})
-"""Errors that say nothing about what is there, only that it cannot be read now, or by this user."""
+"""Errors that mean that a file cannot be read now or by this user, not that it is missing or damaged."""
 
 
 def gone(path: Path) -> TraceUnreadableError:
-    """The error of a reader whose files are no longer at their path: what it has open is not all of a trace."""
+    """The error for a reader whose files are no longer at their path, so that its open files are incomplete."""
     return TraceUnreadableError(f"{path} was removed, moved or overwritten while it was read")
 
 
 def key_of(file: int) -> tuple[int, int]:
-    """What no other file has as long as this one is open or mapped."""
+    """Device and inode number, which are unique while the file is open or mapped."""
     found = os.fstat(file)
     return found.st_dev, found.st_ino
 
 
 def is_there(path: Path) -> bool:
-    """Whether something is at a path, or where a link there leads.
+    """Whether something is at a path; links are followed.
 
     Raises
     ------
     TraceUnreadableError
-        If that cannot be told: a folder on the way may not be entered, or the name is too long.
+        If that cannot be determined: no access to a parent folder, or the name is too long.
     """
     try:
         path.stat()
@@ -48,17 +48,17 @@ def is_there(path: Path) -> bool:
 
 
 def make_folder(folder: Path, *, durable: bool) -> None:
-    """Make a folder, and those above it, unless it is there; if `durable`, the disk has their names."""
+    """Make a folder and its parents unless they exist; if `durable`, wait until their names are on the disk."""
     new = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     if durable:
-        # another rank may have made the folder just now
+        # If another rank has just made the folder, its name may not be on the disk yet.
         for one in reversed(new or [folder]):
             sync(one.parent)
 
 
 def sync(path: Path | str) -> None:
-    """Wait until the disk has what is in a file, or the names of the files in a folder."""
+    """Wait until the disk has the content of a file, or the names in a folder."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -67,7 +67,7 @@ def sync(path: Path | str) -> None:
 
 
 def open_file(path: Path) -> int:
-    """Open a file for reading; `OSError` unless it is one, because opening a pipe would wait for its other end."""
+    """Open a regular file for reading; raises `OSError` for anything else (opening a pipe would block)."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -76,7 +76,7 @@ def open_file(path: Path) -> int:
 
 
 class OpenFile:
-    """A file or folder that is open; it is closed when the last who uses it lets go of it."""
+    """Owns the descriptor of an open file or folder, and closes it when the object is freed."""
 
     __slots__ = ("file",)
 
@@ -86,12 +86,12 @@ class OpenFile:
     def __reduce__(self) -> Any:
         raise TypeError("open files cannot be copied or pickled; open the trace once more")
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound now: modules are emptied at the end
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound now: modules are emptied at exit
         close(self.file)
 
 
 class Folder(OpenFile):
-    """The folder of a part, kept open, so that a new folder at its path never gets the same inode."""
+    """The folder of a part, kept open so that its inode number is not reused for a new folder at the path."""
 
     __slots__ = ("_path",)
 
@@ -101,14 +101,14 @@ class Folder(OpenFile):
 
     @classmethod
     def of(cls, path: Path) -> Folder | None:
-        """The folder at a path; None if there is none, or on a system that opens no folders."""
+        """Open the folder at a path; None if that fails, as on a system that cannot open folders."""
         try:
             return cls(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         except OSError:
             return None
 
     def is_there(self) -> bool:
-        """Whether it is still what is at its path."""
+        """Whether this folder is still the folder at its path."""
         try:
             return os.path.samestat(os.stat(self._path), os.fstat(self.file))
         except OSError:
@@ -116,7 +116,7 @@ class Folder(OpenFile):
 
 
 def listed(folder: Path) -> list[str]:
-    """The names in a folder; none where there is no folder."""
+    """The names in a folder; empty if the folder does not exist."""
     try:
         return os.listdir(folder)
     except OSError as error:
@@ -130,14 +130,14 @@ def disk_bytes(folder: Path) -> int:
     found = 0
     for parent, _, files in os.walk(folder):
         for name in files:
-            # a writer may have renamed it in the meantime
+            # a writer may have renamed the file meanwhile
             with suppress(FileNotFoundError):
                 found += os.lstat(os.path.join(parent, name)).st_size
     return found
 
 
 class LocalFile(ByteFile):
-    """A file on a disk, kept open: it stays the same one when another takes its path."""
+    """A file on a disk, kept open, so that it stays the same file when another one is put at its path."""
 
     path: Path
 
@@ -147,11 +147,11 @@ class LocalFile(ByteFile):
 
     @property
     def descriptor(self) -> int | None:
-        """The system's number of the open file."""
+        """The file descriptor; None while the file is closed."""
         return None if self._file < 0 else self._file
 
     def hold(self) -> None:
-        """Open what is at the path, unless it is open already."""
+        """Open the file now at the path, unless it is the open file."""
         if self._file >= 0:
             if self.is_current():
                 return
@@ -159,15 +159,15 @@ class LocalFile(ByteFile):
         self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
 
     def is_current(self) -> bool:
-        """Whether the open file is still what is at the path."""
+        """Whether the open file is still the file at the path."""
         return os.path.samestat(self._stat(), os.fstat(self._file))
 
     def size(self) -> int:
-        """Bytes of what is at the path."""
+        """Bytes of the file at the path."""
         return self._stat().st_size
 
     def modified(self) -> float:
-        """When what is at the path was last written."""
+        """When the file at the path was last written."""
         return self._stat().st_mtime
 
     def _stat(self) -> os.stat_result:
@@ -179,7 +179,7 @@ class LocalFile(ByteFile):
             raise TraceUnreadableError(f"cannot read {self.path}: {error.strerror or error}") from error
 
     def readinto(self, target: memoryview, offset: int) -> int:
-        """Read bytes from an offset on; how many there were."""
+        """Read bytes from an offset on; returns how many were read."""
         return os.preadv(self._file, [target], offset)
 
     def close(self) -> None:

@@ -1,17 +1,20 @@
-"""Reading without a copy: pages of a file that the page cache holds are mapped into this process.
+"""Reading without a copy: memory maps of file pages that are in the page cache.
 
-What it buys: large messages are replayed at 0.9 of the speed at which the system reads their bytes, and at 0.65 of it
-without. A read copies bytes that are in the page cache, which for a megabyte takes longer than its checksum does. A
-mapping copies none, but has two dangers that a read has not. Where a byte cannot be had after all (the disk fails, or
-somebody else has cut the file), the system ends the process, where a read would have failed. And a consumer that
-changes the memory it was given changes what is mapped there. So only bytes are given out that the page cache has just
-been seen to hold, of files whose system can say that it does, which those of networks cannot; all of them once only, of
-a mapping that belongs to one reading; and only what begins at a page, so that nobody has a page of somebody else's.
-What a consumer changes is its own: the file never has it.
+Large messages are replayed at 0.9 of the speed of a raw read, and at 0.65 of it without maps: copying a megabyte out of
+the page cache takes longer than its checksum.
 
-A system that reads a file from its beginning does so in pages of 4 KB, and comes to those of 2 MB only after 44 MB of
-it. A mapping can ask for them at once; so whoever reads the file again finds 512 pages mapped in one step, which makes
-a checksum of them twice as fast, and the first reading takes half the processor's time.
+A map has two dangers that a read does not have, and is restricted accordingly:
+
+- If a mapped byte cannot be loaded (disk failure, truncated file), the system kills the process, where a read would
+  raise an error. So only bytes are handed out that were just seen in the page cache. File systems that cannot be asked,
+  such as network file systems, are not mapped.
+- A consumer that changes its memory changes the map. So maps are private (copy on write: the file never changes) and
+  belong to one reading, each byte is handed out once, and data must begin at a page, so that no two consumers share a
+  page.
+
+Linux caches a file that is read from its start in 4 KB pages, and switches to 2 MB pages only after 44 MB. A map can
+request 2 MB pages at once. The first reading then takes half the CPU time. In later readings 512 pages are mapped in
+one step, which makes their checksum twice as fast.
 """
 
 from __future__ import annotations
@@ -33,28 +36,28 @@ from tracer.memory import PAGE
 from tracer.stores.protocols import Place
 
 HUGE: Final = 2 << 20
-"""Windows begin at multiples of this, in the file and in memory: the system maps at once what it cached at once only if
-all of it is in the window.
+"""Size of a large page. Windows are aligned to it in the file, because a large page is mapped in one step only if the
+whole page lies in the window.
 """
 WINDOW: Final = 4 * HUGE
-"""Bytes of a file that are mapped at once: what is mapped counts as the process's memory, though it is the system's."""
+"""Bytes per map; kept small because mapped page cache counts as memory of the process."""
 WINDOWS: Final = 64
-"""How many parts of files are mapped in all, with what consumers keep: before Python 3.13 each takes an open file."""
+"""The most maps of the process, including those that consumers keep; before Python 3.13 each map has an open file."""
 MOST: Final = WINDOWS * WINDOW
-"""Bytes of them. Beyond either, bytes are read, so that what is kept is held."""
+"""The most mapped bytes of the process. Beyond either limit, callers read instead."""
 _OTHERS: Final = 1024
-"""A window is not moved on any more if so many others were asked for since."""
+"""A window is dropped if it was not used in this many calls of `take`."""
 _PAUSE: Final = 64
-"""For so many questions no window is opened after there was no room for one."""
+"""After a window was refused for lack of room, this many calls of `take` open none."""
 _NOWAIT: Final[int | None] = getattr(os, "RWF_NOWAIT", None)
 _UNTRACKED: Final[dict[str, Any]] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 _POPULATE_READ: Final = 22
-"""Of Linux's ``madvise`` since 5.14: bring pages into the page cache, or say that they cannot be had."""
+"""``MADV_POPULATE_READ`` of Linux 5.14: load pages, or return an error if that is not possible."""
 
 
 def _find_madvise() -> Callable[[int, int, int], int] | None:
-    """The system's ``madvise``, called without Python's lock, which `mmap.mmap.madvise` keeps while it reads."""
+    """The C function ``madvise``: ctypes releases the GIL during the call, `mmap.mmap.madvise` does not."""
     if sys.platform != "linux":
         return None
     try:
@@ -68,9 +71,9 @@ def _find_madvise() -> Callable[[int, int, int], int] | None:
 _madvise: Final = _find_madvise()
 _lock: Final = threading.Lock()
 _mapped: list[weakref.ref[mmap.mmap]] = []
-"""All that is mapped now, and what was until it is looked at again."""
+"""All live maps; dead references stay until `_map` cleans up."""
 _most_mapped = 0
-"""Bytes of them."""
+"""An upper bound of the mapped bytes: freed maps count until `_map` cleans up."""
 
 
 class _Window:
@@ -83,12 +86,12 @@ class _Window:
         self.end = begin + data.nbytes
         self.data = data
         self.left = begin
-        """From where on nothing was given out."""
+        """File offset behind the last byte that was handed out."""
         self.used = 0
 
 
 class MappedFiles:
-    """Windows on the files that are read, each of which moves forward as the reading does. For one reading."""
+    """One window for each file of a reading; the window moves forward with the reading."""
 
     __slots__ = ("_asked", "_full_until", "_possible", "_sweep_at", "_trailer", "_windows")
 
@@ -99,10 +102,9 @@ class MappedFiles:
         self._trailer = bytearray(4)
 
     def take(self, place: Place, nbytes: int) -> tuple[NDArray[np.uint8], int] | None:
-        """The bytes at a place, and the checksum that follows them there (0 without one); for the caller alone.
+        """The bytes at a place, which belong to the caller, and the checksum stored behind them (0 if there is none).
 
-        None if they should be read: if the page cache does not hold them, they were given out before, or cannot be
-        mapped.
+        None if the caller must read them: they are not in the page cache, were handed out before, or cannot be mapped.
         """
         file, offset, checksummed, _, key = place
         if not self._possible or offset % PAGE:
@@ -118,7 +120,7 @@ class MappedFiles:
                 window = self._window(file, key, offset, nbytes)
                 if window is None:
                     return None
-            # If the last bytes are in the page cache, all are: the system reads files from front to back.
+            # If the last bytes are in the page cache, all are, because files are read from front to back.
             if os.preadv(file, (trailer,), end if checksummed else end - 4, _NOWAIT or 0) != 4:
                 return None
             if end > window.end:
@@ -136,13 +138,13 @@ class MappedFiles:
         return window.data[begin : begin + nbytes], int.from_bytes(trailer, "little") if checksummed else 0
 
     def _window(self, file: int, key: tuple[int, int], offset: int, nbytes: int) -> _Window | None:
-        """A window that begins near `offset`, in place of the one on that file; None if too much is mapped.
+        """Replace the window of a file by a new one that contains `offset`; None if too much is mapped.
 
-        With the first one on a file, the system begins to read it in large pages, if it has not yet.
+        The first window of a file makes the system cache the file in large pages.
         """
         before = self._windows.pop(key, None)
         if before is None:
-            # tells whether the file system can be asked what is in the page cache; after the mapping it is too late
+            # raises OSError on a file system that cannot be asked for cached bytes, before anything is mapped
             with suppress(BlockingIOError):
                 os.preadv(file, (self._trailer,), 0, _NOWAIT or 0)
         begin = offset - offset % HUGE
@@ -150,8 +152,8 @@ class MappedFiles:
         if length < offset - begin + nbytes:
             return None
         if self._asked >= self._sweep_at:
-            # Drop the windows that were not used for long; their files are read to the end. The others are used in
-            # turn, so dropping the oldest each time would drop the one that is needed next.
+            # Drop windows that were not used for long, because their files were probably read to the end. Files are
+            # read in turn, so an LRU policy would drop the window that is needed next.
             for old in [one for one, window in self._windows.items() if self._asked - window.used > _OTHERS]:
                 del self._windows[old]
             self._sweep_at = self._asked + _OTHERS // 16
@@ -161,20 +163,21 @@ class MappedFiles:
             return None
         data = np.frombuffer(mapped, np.uint8)
         if before is None and _madvise is not None and length > HUGE:
-            with suppress(OSError):  # a system that was built without large pages
+            with suppress(OSError):  # a kernel built without large pages
                 mapped.madvise(mmap.MADV_HUGEPAGE)
-                # The system goes on with pages of the size that it began with. What lies before, it has read already
-                # where a file begins with an index; what becomes of all of it is asked for each message.
+                # Loading one page makes read-ahead continue in large pages. It is not in the first large page, which
+                # may be cached already in small pages if the file begins with an index. A failure does not matter:
+                # `take` checks the page cache for each message.
                 _madvise(data.__array_interface__["data"][0] + HUGE, PAGE, _POPULATE_READ)
         window = self._windows[key] = _Window(begin, data)
         return window
 
 
 def _map(file: int, begin: int, length: int) -> mmap.mmap | None:
-    """A part of a file; None if too much is mapped already."""
+    """Map a part of a file copy-on-write; None if too much is mapped already."""
     global _most_mapped
     with _lock:
-        # the mappings that are left are counted only when there may be too many
+        # live maps are counted only when a limit seems to be reached
         if len(_mapped) >= WINDOWS or _most_mapped + length > MOST:
             there = [one for ref in _mapped if (one := ref()) is not None]
             _mapped[:] = map(weakref.ref, there)

@@ -1,4 +1,4 @@
-"""JSON attributes as HDF5 has them: single numbers, bools and texts; all else as the text of its JSON."""
+"""Stores JSON attributes in HDF5: numbers, bools and texts natively, all other values as JSON text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tracer.errors import TraceError, TraceFormatError
 from tracer.stores.locations import Location
 
 _JSON: Final = "json:"
-"""Begins an attribute that holds JSON text, because HDF5 has no such value."""
+"""Prefix of an attribute that holds JSON text."""
 _TYPES: Final = (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID, h5py.h5t.TypeEnumID, h5py.h5t.TypeStringID)
 
 
@@ -20,14 +20,14 @@ def set_attribute(attrs: Any, key: str, value: Any) -> None:
     """Set an attribute of an open group or array."""
     encoded = _encode(value)
     if isinstance(encoded, bytes):
-        # of fixed length, because HDF5 keeps texts of variable length in global heaps, which have no checksums
+        # of fixed length, because HDF5 keeps variable-length texts in global heaps, which have no checksums
         attrs.create(key, encoded, dtype=h5py.string_dtype("utf-8", len(encoded)))
     else:
         attrs[key] = encoded
 
 
 def attributes(attrs: Any, path: Location, name: str) -> dict[str, Any]:
-    """The attributes of an open group or array; those of types that a trace never has are refused."""
+    """The attributes of an open group or array; types that a trace never has are refused."""
     for key in attrs:
         kind, shape = attrs.get_id(key).get_type(), attrs.get_id(key).shape
         text = isinstance(kind, h5py.h5t.TypeStringID)
@@ -42,7 +42,7 @@ def attributes(attrs: Any, path: Location, name: str) -> dict[str, Any]:
 def _encode(value: Any) -> Any:
     if isinstance(value, (bool, float)) or (isinstance(value, int) and -(2**63) <= value < 2**63):
         return value
-    # HDF5 has no text of length 0, and a text that it pads with zeros ends at the first zero
+    # HDF5 has no text of length 0, and cuts a text at the first zero byte
     if isinstance(value, str) and value and not value.startswith(_JSON) and "\0" not in value:
         return value.encode()
     try:

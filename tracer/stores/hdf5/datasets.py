@@ -1,4 +1,4 @@
-"""The datasets of an HDF5 file, each looked at before anything of it is read."""
+"""Checks the datasets of an HDF5 file before any of their data is read."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tracer.stores.hdf5.virtual import is_virtual
 from tracer.stores.locations import Location
 
 CHUNK_LIMIT: Final = 1 << 30
-"""Bytes of the largest chunk that is read."""
+"""The most bytes of a chunk that are read."""
 NOT_FILTERED: Final = 1
-"""Filter mask of a chunk that its only filter was not applied to."""
+"""Filter mask of a chunk that skipped its only filter."""
 
 
 class Dataset(Layout):
-    """A dataset that is being read, and what is asked of it at every reading: h5py looks that up anew each time."""
+    """A dataset being read, with its properties cached, because h5py looks them up again at each access."""
 
     __slots__ = ("codec", "dataset", "id", "in_rows", "name", "rows")
 
@@ -37,22 +37,22 @@ class Dataset(Layout):
         self.in_rows = chunk == (1, *self.row_shape)
 
     def refresh(self) -> None:
-        """Look again how many rows there are."""
+        """Update the number of rows."""
         self.dataset.refresh()
         self.rows = int(self.dataset.shape[0])
 
 
 class Inspection:
-    """Refuses, before anything is read, what reaches outside of a file or runs code of others.
+    """Refuses content that reaches outside of the file or runs foreign code, before any data is read.
 
     Parameters
     ----------
     path : path or URL
-        Of the file, for errors.
+        The file, for error messages.
     read : callable
-        As of `is_virtual`.
+        As in `is_virtual`.
     problems : list, optional
-        Gets what cannot be read; without it, that is an error.
+        Receives descriptions of unreadable items; without it, they raise errors.
     """
 
     __slots__ = ("_path", "_problems", "_read", "_seen", "found")
@@ -63,13 +63,13 @@ class Inspection:
         self._problems = problems
         self._seen: set[Any] = set()
         self.found: dict[str, Dataset] = {}
-        """The datasets by their names."""
+        """The datasets by name."""
 
     def of(self, group: Any, prefix: str = "") -> dict[str, Dataset]:
-        """Look at all that is in a group."""
+        """Check everything in a group; returns `found`."""
         try:
-            # The journal first: data is committed before the journal refers to it, so it is there in what is opened
-            # later.
+            # The journal first: data is committed before the journal refers to it, so arrays that are opened later
+            # contain it.
             parts = sorted(group, key=lambda part: part != "journal")
         except Exception as error:
             if self._problems is None:
@@ -99,9 +99,9 @@ class Inspection:
         return self.found
 
     def _open(self, group: Any, part: str, name: str) -> tuple[Any, Any, Any]:
-        """The link to a part of a group, what it leads to, and of an array its dtype.
+        """Open an item of a group: its link, its HDF5 object, and its dtype if it is an array.
 
-        By h5py's lower layer: its higher one looks the same up several times, which takes most of an opening.
+        Uses h5py's low-level API, because the high-level one repeats lookups, which would dominate opening a file.
         """
         link = group.id.links.get_info(group._e(part))
         if link.type != h5py.h5l.TYPE_HARD:
@@ -127,12 +127,12 @@ class Inspection:
         return found
 
     def _codec_of(self, name: str, dataset: Dataset, properties: Any) -> Codec:
-        """The codec of an array with filters; refuses all filters but one of those that are written here."""
+        """The codec of an array with filters; refuses filters that this package does not write."""
         item, chunk_nbytes = dataset.dtype.itemsize, dataset.chunk_nbytes
         if properties.get_nfilters() == 1:
             number, _, options, _ = properties.get_filter(0)
             for codec in CODECS.values():
-                # HDF5 would read chunks of other shapes itself, and load the filter's plugin
+                # chunks of other shapes would be read by HDF5, which loads the filter's plugin
                 small = chunk_nbytes <= largest_chunk(dataset.row_nbytes) and dataset.contiguous
                 if small and number == HDF5_FILTER and tuple(options) == hdf5_options(codec, item, chunk_nbytes):
                     return codec

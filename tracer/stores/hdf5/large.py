@@ -1,4 +1,4 @@
-"""Writes large chunks to their places in an HDF5 file without HDF5; past the page cache where nobody waits for them."""
+"""Writes large chunks into an HDF5 file without HDF5, with direct I/O if nobody waits for them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from tracer.stores.disk.direct import DIRECT, PIECE, DirectIO, is_aligned, write
 
 
 class WrittenFile:
-    """The file that HDF5 writes, by its descriptor."""
+    """The descriptor of a file that HDF5 has open for writing."""
 
     __slots__ = ("__weakref__", "_direct", "_direct_file", "descriptor")
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        """That of HDF5, which closes it; -1 while it is closed."""
+        """HDF5's own descriptor, which HDF5 closes; -1 while the file is closed."""
         self._direct = DirectIO()
-        # the same file, opened once more to be written past the page cache
+        # the same file, opened a second time for direct I/O
         self._direct_file = -1
         _written.add(self)
 
     def write(self, pieces: Sequence[memoryview], place: int, apart: int, *, unhurried: bool) -> None:
-        """Write chunks to places that are so many bytes apart; if `unhurried`, past the page cache where it serves."""
+        """Write chunks at `place` and then every `apart` bytes; if `unhurried`, with direct I/O where possible."""
         past_cache = unhurried and self._direct.serves(self.descriptor)
-        # in one write, if the chunks follow each other and consist of whole pages
+        # one write if the chunks are adjacent in the file and consist of whole, aligned pages
         together = past_cache and len(pieces[0]) == apart and all(map(is_aligned, pieces))
         if together and self._write_past_cache(pieces, place) == len(pieces) * apart:
             return
@@ -40,7 +40,7 @@ class WrittenFile:
             place += apart
 
     def _write_past_cache(self, aligned: Sequence[memoryview], place: int) -> int:
-        """Write chunks but for the page that they end in, where other things begin; how many bytes that was."""
+        """Write chunks up to their last whole page, as other data shares the page behind; returns the bytes written."""
         if not self._direct.possible:
             return 0
         size = sum(map(len, aligned))
@@ -50,20 +50,20 @@ class WrittenFile:
 
     def _opened(self) -> int:
         if self._direct_file < 0:
-            # the file that is open, since another one may be at its path by now
+            # by the descriptor, because another file may be at the path now
             path = f"/proc/self/fd/{self.descriptor}"
             self._direct_file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT)
         return self._direct_file
 
     def close(self) -> None:
-        """Close what was opened here, before HDF5 closes the file."""
+        """Close the second descriptor, before HDF5 closes the file."""
         self.descriptor = -1
         file, self._direct_file = self._direct_file, -1
         if file >= 0:
             os.close(file)
 
     def lead_nowhere(self) -> None:
-        """Let all that is written go nowhere."""
+        """Redirect all writes to the null device."""
         for file in (self.descriptor, self._direct_file):
             if file >= 0:
                 nowhere = os.open(os.devnull, os.O_RDWR)
@@ -75,7 +75,7 @@ _written: weakref.WeakSet[WrittenFile] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """Let a forked child write nowhere: when it ends, HDF5 writes what was in its memory when it was forked."""
+    """Redirect the writes of a forked child: at its exit HDF5 would write its copy of the parent's buffers."""
     for file in _written:
         file.lead_nowhere()
 

@@ -1,4 +1,4 @@
-"""A file as HDF5 reads it through Python: as it is, or with what is damaged in it put right in memory."""
+"""File objects through which HDF5 reads: of an intact file, or of a damaged file that is repaired in memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tracer.stores.hdf5.torn import restored
 from tracer.stores.protocols import ByteFile
 
 _FARTHER: Final = 1 << 50
-"""Bytes by which a file that is being written may grow while it is open."""
+"""Bytes added to the claimed end of a file, which may grow while it is open."""
 
 
 def head_of(file: ByteFile) -> bytes:
-    """What a file begins with, as far as `tracer.stores.hdf5.superblock` looks at it."""
+    """The first bytes of a file, as many as `tracer.stores.hdf5.superblock` needs."""
     target = bytearray(HEAD_BYTES)
     return bytes(target[: file.readinto(memoryview(target), 0)])
 
 
 class Plain(io.RawIOBase):
-    """A file as it is, with a place in it, as HDF5 wants it of Python."""
+    """An unchanged file as a Python file object with a position, as h5py requires it."""
 
     def __init__(self, file: ByteFile) -> None:
         self.file = file
@@ -47,31 +47,31 @@ class Plain(io.RawIOBase):
         return count
 
     def pread(self, nbytes: int, offset: int) -> bytes:
-        """So many bytes that HDF5 is to see from an offset on; fewer where the file ends."""
+        """The bytes that HDF5 shall see from an offset on; fewer at the end of the file."""
         target = bytearray(nbytes)
         return bytes(target[: self.read_at(memoryview(target), offset)])
 
     def read_at(self, target: memoryview, offset: int) -> int:
-        """Fill `target` with what HDF5 is to see from an offset on; how many bytes there were."""
+        """Fill `target` with the bytes that HDF5 shall see from an offset on; returns how many there were."""
         return self.file.readinto(target, offset)
 
 
 class Mended(Plain):
-    """A damaged file as HDF5 accepts it: with a superblock that is right, and zeros where it was cut off.
+    """A damaged file as HDF5 accepts it: with a valid superblock, and zeros behind its end.
 
-    The file itself is not changed.
+    The file itself does not change.
 
     Parameters
     ----------
     file : ByteFile
     torn : bool
-        Whether metadata that a kill tore is put back as it was before (`tracer.stores.hdf5.torn`).
+        Whether half-written metadata is restored to its previous state (`tracer.stores.hdf5.torn`).
     """
 
     def __init__(self, file: ByteFile, *, torn: bool = False) -> None:
         super().__init__(file)
         self._torn = torn
-        # a file that is being written may have grown by the time that HDF5 asks for a block
+        # a file that is being written may grow before HDF5 asks for a block
         self._head, self.end = repaired(head_of(file), self.end, _FARTHER if torn else 0)
 
     def read_at(self, target: memoryview, offset: int) -> int:
@@ -81,6 +81,6 @@ class Mended(Plain):
             piece = self._head[offset:][: len(target)]
             target[: len(piece)] = piece
         elif self._torn:
-            # HDF5 reads each block of metadata by a call of its own here
+            # HDF5 reads each block of metadata by a separate call
             target[:] = restored(bytes(target), offset)
         return len(target)

@@ -1,4 +1,4 @@
-"""Opens files with HDF5 that another process writes, or whose writer was killed."""
+"""Opens HDF5 files, also those that another process is writing or whose writer was killed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tracer.stores.hdf5.superblock import cut_off, is_unfinished
 from tracer.stores.protocols import ByteFile
 
 _FOLLOWED: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
-"""The files that this process reads while they are written, by their keys (see `key_of`)."""
+"""The files that this process has open in SWMR mode, by `key_of`."""
 
 
 def is_followed(file: ByteFile) -> bool:
-    """Whether another reader of this process has a file open that may have grown since.
+    """Whether another reader of this process has the file open in SWMR mode, so that it may have grown since.
 
-    HDF5 opens a file that is open in the process by showing what was read of it before, and loses its way where one of
-    several that have it open looks anew.
+    A second open of a file in one process shares HDF5's cached metadata, which is out of date, and HDF5 gets confused
+    when one of several readers refreshes it.
     """
     if file.descriptor is None:
         return False
@@ -34,11 +34,11 @@ def is_followed(file: ByteFile) -> bool:
 
 
 def open_both(file: ByteFile) -> Any:
-    """Open a file by HDF5: the same one that `file` reads, though the first commits put another in its place."""
+    """Open by HDF5 the same file that `file` reads, although early commits of a writer replace the file at the path."""
     while True:
         file.hold()
         found = open_plainly(file)
-        # a file that was replaced never returns, so if it is there before and after, HDF5 has opened it
+        # A replaced file never returns to the path. So if it is at the path before and after, HDF5 has opened it.
         if file.is_current():
             if found.swmr_mode and file.descriptor is not None:
                 _FOLLOWED[key_of(file.descriptor)] = found
@@ -47,13 +47,13 @@ def open_both(file: ByteFile) -> Any:
 
 
 def open_plainly(file: ByteFile) -> Any:
-    """Open a file by HDF5, which opens by itself what lies on a disk."""
+    """Open a file by HDF5: by its path on a disk, else through a Python file object."""
     if file.descriptor is not None:
-        # h5py's lock: no other thread may open the file in another mode between the tries, or call HDF5 meanwhile
+        # h5py's lock, so that no other thread calls HDF5, or opens the file in another mode, between the tries
         with phil:
             return _open_on_disk(file)
     _check_length(file)
-    # HDF5 would refuse a file whose writer was killed as one that is being written; objects are never being written
+    # HDF5 refuses a file that is marked as being written. On an object store, its writer must have been killed.
     return h5py.File((Mended if is_unfinished(head_of(file)) else Plain)(file), "r")
 
 
@@ -64,8 +64,9 @@ def _check_length(file: ByteFile) -> None:
 
 
 def _open_on_disk(file: ByteFile) -> Any:
-    # Plainly first: a process can open a file twice only in the same mode, and most programs open files plainly. SWMR
-    # is for files that are being written or whose writer was killed, and the last try for file systems without locks.
+    # Without SWMR first: a process can open a file twice only in the same mode, and most programs do not use SWMR. Then
+    # with SWMR, for a file that is being written or whose writer was killed. Last without locks, for file systems that
+    # have none.
     for swmr, locking in ((False, True), (True, True), (True, False)):
         access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
         access.set_libver_bounds(h5py.h5f.LIBVER_LATEST, h5py.h5f.LIBVER_LATEST)
@@ -76,10 +77,9 @@ def _open_on_disk(file: ByteFile) -> Any:
         try:
             return h5py.File(h5py.h5f.open(os.fsencode(str(file.path)), flags, fapl=access))
         except (OSError, UnicodeDecodeError):
-            # UnicodeDecodeError: a garbage collection while h5py builds the error may free the text of the error
+            # UnicodeDecodeError: a garbage collection while h5py builds the error may free the error's text
             if not swmr:
-                # in the other modes a file that was cut off opens, and its lost part reads as if it had never been
-                # there
+                # with SWMR a truncated file would open, and its lost part would look as if it had never been written
                 _check_length(file)
             if not locking:
                 raise
@@ -88,7 +88,7 @@ def _open_on_disk(file: ByteFile) -> Any:
 
 @functools.cache
 def _set_read_attempts() -> Any:
-    """A function of HDF5 that h5py does not offer, but is linked with; None where it is not."""
+    """A function of the HDF5 library that h5py does not wrap; None if it cannot be found."""
     function = getattr(ctypes.CDLL(h5py.h5p.__file__), "H5Pset_metadata_read_attempts", None)
     if function is not None:
         function.argtypes = (ctypes.c_int64, ctypes.c_uint)
@@ -96,9 +96,10 @@ def _set_read_attempts() -> Any:
 
 
 def _bound_retries(access: Any) -> None:
-    """Let HDF5 read metadata that fails its checksum again for 20 ms, as a file that is being written needs.
+    """Limit HDF5's retries of metadata that fails its checksum to 20 ms, which suffices while a file is being written.
 
-    By default it waits twice as long each time, a hundred times, which no damaged file would survive to tell of.
+    By default HDF5 retries a hundred times with doubled pauses, so it would practically never return for a damaged
+    file.
     """
     function = _set_read_attempts()
     if function is not None:

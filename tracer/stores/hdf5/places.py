@@ -1,4 +1,4 @@
-"""Where the chunks of arrays lie in an HDF5 file: asked of HDF5 once, and kept."""
+"""The places of chunks in an HDF5 file, cached after a lookup by HDF5."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from tracer.stores.hdf5.datasets import Dataset
 from tracer.stores.protocols import ByteFile
 
 SETTLED_NANOSECONDS: Final = 2_000_000_000
-"""How long ago a file was written whose damage is taken for lasting: a writer may be in the midst of it."""
+"""Age of the last write from which damage counts as permanent; before, a writer may be in the middle of a change."""
 
 
 FEW: Final = 16
-"""Chunks are asked for one by one where they are fewer than this part of all: HDF5 tells of all of them quicker."""
+"""Chunks are looked up one by one if they are less than 1 / `FEW` of all; else one iteration over all is faster."""
 
 
 class Stored(NamedTuple):
-    """Where a chunk of an array with a filter lies."""
+    """The place of a chunk in an array with a filter."""
 
     offset: int
     nbytes: int
     mask: int
-    """Which filters it did not pass."""
+    """HDF5's filter mask: a bit for each filter that the chunk skipped."""
 
 
 class ChunkPlaces:
-    """Where the chunks of the arrays of an open file are.
+    """The places of the chunks of an open file's arrays.
 
     Parameters
     ----------
     file : ByteFile
     partly : bool
-        Whether the chunks that HDF5 tells of before it fails are taken for those that there are, as in a file that was
-        put right as far as that goes.
+        Whether to use the chunks that HDF5 reports before it fails, as in a file that could be repaired only in part.
     """
 
     __slots__ = ("_broken", "_file", "_known", "_partly")
@@ -47,17 +46,17 @@ class ChunkPlaces:
     def __init__(self, file: ByteFile, *, partly: bool) -> None:
         self._file = file
         self._partly = partly
-        # for each array: the row up to which its chunks were looked up, what HDF5 said of each chunk, and of how many
-        # it was asked one by one since it told of all
+        # for each array: the row up to which chunks were looked up, the place of each chunk, and the number of single
+        # lookups since the last iteration over all chunks
         self._known: dict[str, tuple[int, dict[int, Any], int]] = {}
-        # for arrays whose chunks HDF5 cannot tell: when the file was last written, and why
+        # for arrays whose lookup failed: the modification time of the file, and the error text
         self._broken: dict[str, tuple[int, str]] = {}
 
     def of(self, name: str, dataset: Dataset, start: int, stop: int) -> dict[int, Any]:
-        """Where each chunk of an array lies, by its number: of those with some rows at least.
+        """The places of an array's chunks by number, at least of those that hold rows ``start`` to ``stop``.
 
-        It is the offset, and of an array with a filter a `Stored`. It is looked up anew when rows are asked for that
-        were not there before.
+        A place is an offset, or a `Stored` for an array with a filter. Places are looked up again when `stop` exceeds
+        the rows that were looked up before.
         """
         known, chunks, asked = self._known.get(name, (0, {}, 0))
         if stop <= known:
@@ -76,7 +75,7 @@ class ChunkPlaces:
             elif stored.filter_mask == 0:
                 chunks[number] = stored.byte_offset
 
-        # the last chunk that is known may have been filled, and moved, since
+        # the last known chunk may have been filled since, and moved
         new = dataset.numbers(max(start, known), stop)
         asked += new.stop - new.start
         if asked * FEW < dataset.numbers(0, rows).stop and not self._partly:
@@ -96,15 +95,15 @@ class ChunkPlaces:
         return chunks
 
     def _look(self, name: str, ask: Callable[[], object]) -> None:
-        """Have HDF5 tell of chunks that are stored; where it could not, it is asked again when somebody has written.
+        """Call `ask`, which looks chunks up; a permanent failure is raised again until somebody writes the file.
 
-        It tries for some 20 ms to read what is damaged, and is asked for each chunk.
+        Each try of HDF5 on damaged metadata takes about 20 ms, and there may be a try for each chunk.
         """
         file = self._file.descriptor
-        if file is None:  # an object store may answer otherwise the next time
+        if file is None:  # an error of an object store may be temporary
             ask()
             return
-        # of the open file, since another one, or none, may be at the path by now
+        # by the descriptor, because another file, or none, may be at the path now
         written = os.fstat(file).st_mtime_ns
         broken = self._broken.get(name)
         if broken is not None and broken[0] == written:
@@ -117,7 +116,7 @@ class ChunkPlaces:
             raise
 
     def _rows_found(self, found: Mapping[int, Any], dataset: Dataset) -> int:
-        """How many rows are in the chunks that HDF5 told of before it failed: what it tells of comes in order."""
+        """The rows in the chunks that HDF5 reported before it failed; it reports chunks in order."""
         if not self._partly:
             return 0
         chunks = next(number for number in itertools.count() if number not in found)
@@ -125,6 +124,6 @@ class ChunkPlaces:
 
 
 def _tell(dataset: Dataset, numbers: range, note: Callable[[Any], None]) -> None:
-    """Have HDF5 tell of each of some chunks."""
+    """Look chunks up one by one, and pass each to `note`."""
     for number in numbers:
         note(dataset.id.get_chunk_info_by_coord(dataset.begin_of(number)))

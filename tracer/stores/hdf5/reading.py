@@ -1,4 +1,4 @@
-"""Reading an HDF5 trace: HDF5 says where the chunks are, and what is in them is read without it."""
+"""Reads an HDF5 trace: HDF5 looks up the places of chunks, and their bytes are read without it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tracer.stores.hdf5.superblock import cut_off, is_unfinished
 from tracer.stores.protocols import ByteFile, Place, ReadStore, rows_in
 
 FETCHED_BYTES: Final = 16 << 20
-"""Bytes of the chunks of a file on an object store that are fetched at once."""
+"""Bytes of chunks that are fetched from an object store at once."""
 
 _T = TypeVar("_T")
 
@@ -36,7 +36,7 @@ class Hdf5ReadStore(ReadStore):
     file : ByteFile
         Closed with the store.
     damaged : bool
-        Whether it is opened as far as that is possible.
+        Whether to open a damaged file as far as possible.
     """
 
     checksums_chunks = False
@@ -48,9 +48,9 @@ class Hdf5ReadStore(ReadStore):
         self._damaged = damaged
         self._size = file.size()
         self._datasets: dict[str, Dataset] = {}
-        # the names of those that may have grown since they were opened
+        # names of datasets that may have grown since they were opened
         self._looked_up: set[str] = set()
-        # the file that h5py opened, and what it reads through if the file is damaged
+        # h5py's file, and the file object that it reads through if the file is repaired in memory
         self._hdf5: Any = None
         self._mended: Mended | None = None
         self._places = ChunkPlaces(file, partly=False)
@@ -65,7 +65,7 @@ class Hdf5ReadStore(ReadStore):
             raise
 
     def _begin(self) -> None:
-        """Open the file and look at all that is in it."""
+        """Open the file and check its content."""
         try:
             self._file.hold()
             if is_followed(self._file):
@@ -74,7 +74,7 @@ class Hdf5ReadStore(ReadStore):
                 self._hdf5 = open_both(self._file)
             self._inspect()
         except Exception as error:
-            # a wrong byte may make a dataset look like one that a trace never has
+            # a damaged byte may make a dataset look like content that a trace never has
             if isinstance(error, TraceFormatError) and not self._damaged:
                 raise
             if self._damaged and self._hdf5 is None:
@@ -89,7 +89,7 @@ class Hdf5ReadStore(ReadStore):
                 raise
 
     def _put_back(self) -> bool:
-        """Open the file anew, with what a kill tore put back as it was, if that may help; whether it may."""
+        """Reopen the file repaired in memory; returns False if it is repaired already, or shows no sign of a kill."""
         if self._mended is not None or not (self._damaged or is_unfinished(head_of(self._file))):
             return False
         self._forget()
@@ -122,11 +122,11 @@ class Hdf5ReadStore(ReadStore):
         return sorted(name for name in groups if PART.fullmatch(name))
 
     def refresh(self) -> None:
-        """Look anew at every array, and open the file anew if another one is at the path, as after the first commit."""
+        """Mark all arrays for a refresh; reopen if another file is at the path, as after the writer's first commits."""
         with read_errors(self.path, "the file"):
             if self._file.descriptor is None:  # objects do not grow
                 return
-            # a file that was repaired does not grow
+            # HDF5's view of a repaired file does not grow, so that is reopened, too
             if self._file.is_current() and self._mended is None:
                 self._looked_up.update(dataset.name for dataset in self._datasets.values())
                 return
@@ -160,7 +160,7 @@ class Hdf5ReadStore(ReadStore):
         if dataset.codec is not None:
             length = dataset.rows
             stored = self._asked(f"array {name!r}", lambda: self._places.of(name, self._dataset(name), 0, length))
-            # a damaged file may claim any number for a chunk; chunks may be missing
+            # Chunks may be missing, so the highest number counts. A damaged file may have a chunk of any number.
             chunks = min(max(stored, default=-1) + 1, 1000 * (len(stored) + 1))
             return -(-chunks // dataset.per_row) * dataset.chunk[0]
         return self._size // max(1, dataset.row_nbytes) + 1
@@ -187,7 +187,7 @@ class Hdf5ReadStore(ReadStore):
         return Place(file, offset, False, None, self._key)
 
     def _asked(self, what: str, question: Callable[[], _T]) -> _T:
-        """What HDF5 says of the file; it is asked again once what is wrong in its metadata is put right."""
+        """Call `question`, which uses HDF5; if it fails and the file can be repaired in memory, call it once more."""
         try:  # not `with read_errors`, which takes longer than reading a small message
             return question()
         except TraceError:
@@ -201,7 +201,7 @@ class Hdf5ReadStore(ReadStore):
     def _rows(self, name: str, start: int, stop: int, out: NDArray[Any] | None) -> NDArray[Any]:
         dataset = self._dataset(name)
         if not 0 <= start <= stop <= dataset.rows:
-            # another reader of this store may know of more rows than this handle
+            # the caller may know of more rows than this handle, from another reader
             self._look_again(dataset)
         if not 0 <= start <= stop <= dataset.rows:
             raise TraceCorruptError(
@@ -222,7 +222,7 @@ class Hdf5ReadStore(ReadStore):
         return found
 
     def _read_chunks(self, name: str, dataset: Dataset, start: int, stop: int, out: memoryview) -> None:
-        """Fill `out` with rows ``start`` to ``stop`` from the file itself: HDF5 is asked only where the chunks are."""
+        """Fill `out` with rows ``start`` to ``stop`` without HDF5, which only looks up the chunks."""
         places = self._places.of(name, dataset, start, stop)
         parts = []
         for number, at, low, high in dataset.walk(start, stop):
@@ -244,7 +244,7 @@ class Hdf5ReadStore(ReadStore):
     def _read_compressed(
         self, name: str, dataset: Dataset, codec: Codec, start: int, stop: int, out: NDArray[np.uint8]
     ) -> None:
-        """As `_read_chunks`, for an array with compressed chunks; HDF5 decodes none of them."""
+        """As `_read_chunks`, for compressed chunks, which are decoded without HDF5."""
         item, chunk_nbytes = dataset.dtype.itemsize, dataset.chunk_nbytes
         places = self._places.of(name, dataset, start, stop)
         buffer = np.empty(chunk_nbytes + OVERHEAD, np.uint8)
@@ -266,7 +266,7 @@ class Hdf5ReadStore(ReadStore):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} cannot be decoded")
 
     def _check_size(self, name: str, dataset: Dataset, rows: int) -> None:
-        # missing chunks read as zeros, for which memory would be allocated
+        # HDF5 reads missing chunks as zeros, so a false length would allocate any amount of memory
         nbytes = rows * dataset.row_nbytes
         if nbytes > self._size:
             self._size = self._file.size()
@@ -274,14 +274,14 @@ class Hdf5ReadStore(ReadStore):
             raise TraceCorruptError(f"{self.path}: array {name!r} is larger than the file")
 
     def _check_compressed_size(self, name: str, dataset: Dataset, start: int, stop: int) -> None:
-        """As `_check_size`: compressed, an array may be larger than the file, but not than its chunks become."""
+        """As `_check_size`, for compressed rows, whose limit is the size of their decoded chunks."""
         nbytes = (stop - start) * dataset.row_nbytes
         if nbytes <= self._size:
             return
         places = self._places.of(name, dataset, start, stop)
         wanted = dataset.numbers(start, stop)
         sizes = [size for number, (_, size, _) in places.items() if number in wanted]
-        # a file may claim the same bytes for many chunks; they count once
+        # a damaged file may claim the same bytes for many chunks, so their sum is limited by the file's size
         if sum(sizes) > self._file.size() or nbytes > len(sizes) * dataset.chunk_nbytes:
             raise TraceCorruptError(f"{self.path}: array {name!r} is larger than what is there of it in the file")
 
@@ -290,7 +290,7 @@ class Hdf5ReadStore(ReadStore):
         self._file.close()
 
     def _forget(self) -> None:
-        """Close what HDF5 has open."""
+        """Close HDF5's file and drop everything known about it."""
         self._datasets.clear()
         self._places = ChunkPlaces(self._file, partly=False)
         file, self._hdf5 = self._hdf5, None
@@ -300,7 +300,7 @@ class Hdf5ReadStore(ReadStore):
 
     def _look_again(self, dataset: Dataset) -> None:
         # Refreshed as rarely as possible, because HDF5 gets confused about arrays that a process has open twice. A file
-        # that is opened plainly does not grow, and an array that was just opened is up to date.
+        # that is open without SWMR does not grow, and a newly opened array is up to date.
         if self._hdf5.swmr_mode and dataset.name in self._looked_up:
             dataset.refresh()
         self._looked_up.add(dataset.name)
@@ -308,7 +308,7 @@ class Hdf5ReadStore(ReadStore):
     def _dataset(self, name: str) -> Dataset:
         dataset = self._datasets.get(name)
         if dataset is None:
-            if not self._hdf5:  # an h5py file that is closed is false
+            if not self._hdf5:  # a closed h5py file is falsy
                 raise TraceError(f"{self.path} was closed, and is not read any more")
             raise TraceCorruptError(f"{self.path} has no array {name!r}")
         return dataset

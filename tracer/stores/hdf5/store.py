@@ -1,4 +1,4 @@
-"""HDF5 traces are made, found, opened and removed here."""
+"""Creates, finds, opens and removes HDF5 traces."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tracer.stores.locations import FIRST_PART, beside
 from tracer.stores.protocols import ByteFile
 
 ABSENT_RANKS = 64
-"""So many ranks in a row may have left nothing in a folder that cannot be listed."""
+"""In a folder that cannot be listed, the search for ranks ends after this many missing ranks in a row."""
 
 
 def create(path: Path, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> Hdf5WriteStore:
-    """Make an HDF5 file at `path`, or beside it; see `tracer.stores.opening.create_store`."""
+    """Make an HDF5 file at `path`, or the file of a part beside it; see `tracer.stores.opening.create_store`."""
     if part is not None:
         path = file_of(path, part)
     else:
@@ -49,7 +49,7 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
 
 
 def blank(path: Path) -> bool:
-    """Never: a file gets its name when it holds a trace; see `tracer.stores.opening.blank`."""
+    """Always False: a file gets its name only when it holds a trace; see `tracer.stores.opening.blank`."""
     return False
 
 
@@ -70,7 +70,7 @@ def open(path: Path, *, damaged: bool = False) -> Hdf5ReadStore:
 
 
 def open_file(file: ByteFile, *, damaged: bool = False) -> Hdf5ReadStore:
-    """Open an HDF5 file, wherever it lies; `file` is closed with the store, or if it cannot be opened."""
+    """Open an HDF5 file at any place; `file` is closed with the store, or on failure."""
     try:
         try:
             file.hold()
@@ -79,7 +79,7 @@ def open_file(file: ByteFile, *, damaged: bool = False) -> Hdf5ReadStore:
             raise
         except OSError as error:
             raise TraceUnreadableError(f"cannot read {file.path}: {reason(error)}") from error
-        # HDF5 itself would accept a file whose signature is farther on, behind other bytes
+        # stricter than HDF5, which accepts a signature at a later offset, too
         if head[: len(SIGNATURE)] != SIGNATURE:
             if not looks_like_ours(head):
                 raise TraceFormatError(f"{file.path} is not an HDF5 file")
@@ -93,7 +93,7 @@ def open_file(file: ByteFile, *, damaged: bool = False) -> Hdf5ReadStore:
 
 
 def file_of(path: Path, part: str) -> Path:
-    """The file of a part: that of the first one is the trace's own, ``run.h5``; others are ``run.rank1.h5``."""
+    """The file of a part: ``run.h5`` for the first part, ``run.rank1.h5`` and so on for others."""
     if part == FIRST_PART:
         return path
     path = _itself(path)
@@ -101,18 +101,18 @@ def file_of(path: Path, part: str) -> Path:
 
 
 def _itself(path: Path) -> Path:
-    """What a link leads to: other parts lie beside that."""
+    """The target of a link, which other parts lie beside; any other path as it is."""
     return Path(os.path.realpath(path)) if os.path.islink(path) else path
 
 
 def files(path: Path) -> list[Path]:
-    """The files of a trace: one at `path`, if there is one, and those of other parts beside it."""
+    """The files of a trace: the file at `path`, if it exists, and the files of other parts beside it."""
     there = _itself(path)
     try:
         names = os.listdir(there.parent)
     except (FileNotFoundError, NotADirectoryError):
         names = []
-    except PermissionError:  # it may still be allowed to open files in the folder
+    except PermissionError:  # files in the folder may still be readable
         names = list(_met(there))
     except OSError as error:
         raise TraceUnreadableError(f"{there.parent} cannot be listed: {error.strerror}") from error
@@ -121,10 +121,10 @@ def files(path: Path) -> list[Path]:
 
 
 def _met(path: Path) -> Iterator[str]:
-    """The names of parts that are in a folder which cannot be listed: those of ranks and attempts that follow on."""
+    """Names of part files in a folder that cannot be listed, found by trying ranks and attempts in order."""
     absent = 0
     for rank in itertools.count():
-        attempts = itertools.count(1 if rank == 0 else 0)  # the first attempt of rank 0 is the trace's own file
+        attempts = itertools.count(1 if rank == 0 else 0)  # the first attempt of rank 0 is in the file at `path`
         parts = (f"rank{rank}.attempt{attempt}" if attempt else f"rank{rank}" for attempt in attempts)
         files = (path.with_name(f"{path.stem}.{part}{path.suffix}") for part in parts)
         there = list(itertools.takewhile(os.path.lexists, files))

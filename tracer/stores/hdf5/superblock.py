@@ -1,4 +1,4 @@
-"""The first bytes of an HDF5 file: whether it is one, how long it should be, and whether somebody writes it."""
+"""The superblock at the start of an HDF5 file: signature, end of the file, and the flag of a file being written."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from tracer.stores.hdf5.torn import checksum
 
 SIGNATURE: Final = b"\x89HDF\r\n\x1a\n"
 UNDEFINED: Final = 2**64 - 1
-"""An address that is not there."""
+"""The undefined address."""
 _FIELDS: Final = struct.Struct("<8sBBBBQQQQ")
 _FLAGS, _END = 4, 7
-"""Which of the fields say that the file is being written, and where it ends."""
+"""Indexes of the fields for the flags (being written or not) and for the end of the file."""
 _WRITTEN_IN_SWMR_MODE: Final = 5
 BYTES: Final = _FIELDS.size + 4
 """Bytes of a superblock with its checksum."""
 HEAD_BYTES: Final = BYTES + 4
-"""Bytes of a file that the functions here look at: the signature of the root group's header follows."""
+"""Bytes of a file that this module needs: the superblock, and the signature of the root group's header behind it."""
 
 
 def fields_of(head: bytes) -> list[Any] | None:
-    """The fields of the superblock that a file begins with; None if it fails its checksum."""
+    """The fields of a file's superblock; None if it fails its checksum."""
     body = head[: _FIELDS.size]
     right = len(head) >= BYTES and checksum(body).to_bytes(4, "little") == head[_FIELDS.size : BYTES]
     return list(_FIELDS.unpack(body)) if right else None
 
 
 def superblock(fields: list[Any]) -> bytes:
-    """A superblock with its checksum."""
+    """Serialize a superblock with its checksum."""
     body = _FIELDS.pack(*fields)
     return body + checksum(body).to_bytes(4, "little")
 
 
 def repaired(head: bytes, size: int, farther: int) -> tuple[bytes, int]:
-    """A superblock that HDF5 accepts, and where it says that the file ends.
+    """A superblock that HDF5 accepts, and the end of the file in it.
 
     Parameters
     ----------
     head : bytes
-        What the file begins with.
+        The first bytes of the file.
     size : int
         Bytes of the file.
     farther : int
-        By how much farther than that the file may say that it ends.
+        Bytes to add to the end of the file.
     """
     fields = fields_of(head)
     if fields is None:
-        # the library makes new files so: without an extension, and with the root group behind the superblock
+        # as HDF5 creates new files: no extension, and the root group right behind the superblock
         fields = [SIGNATURE, 3, 8, 8, 0, 0, UNDEFINED, size, BYTES]
     else:
         fields[_FLAGS] = 0  # not marked as being written
@@ -57,12 +57,12 @@ def repaired(head: bytes, size: int, farther: int) -> tuple[bytes, int]:
 
 
 def looks_like_ours(head: bytes) -> bool:
-    """Whether a file without the signature of HDF5 begins otherwise as the files written here do."""
+    """Whether a file with a damaged signature has the root group where files of this package have it."""
     return head[BYTES:HEAD_BYTES] == b"OHDR"
 
 
 def cut_off(head: bytes, size: int) -> list[str]:
-    """What is wrong with the length of a file that was closed in order; others may be shorter than they say."""
+    """The problem of a truncated file, or an empty list. Only a properly closed file has a reliable length."""
     fields = fields_of(head)
     if fields is None or fields[_FLAGS] or size >= fields[_END]:
         return []
@@ -70,15 +70,15 @@ def cut_off(head: bytes, size: int) -> list[str]:
 
 
 def is_unfinished(head: bytes) -> bool:
-    """Whether a file says that it is being written."""
+    """Whether a file is marked as being written."""
     fields = fields_of(head)
     return fields is not None and bool(fields[_FLAGS])
 
 
 def mark_unfinished(path: Path) -> None:
-    """Let a file that HDF5 closed, but could not write in full, say again that it is being written.
+    """Mark a file that HDF5 closed but could not write completely as still being written.
 
-    So it is opened as one whose writer was killed, with all that was committed, and not refused as cut off.
+    So readers treat it as a file whose writer was killed, and find all commits, instead of refusing it as truncated.
     """
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)

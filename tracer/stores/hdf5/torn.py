@@ -1,13 +1,13 @@
-"""Repairs blocks of HDF5's metadata that were half written when the process was killed.
+"""Repairs blocks of HDF5 metadata that were half written when the process was killed.
 
-HDF5 rewrites the header of a dataset, and the index of its chunks, in place each time they change. The system writes
-page by page, and a kill stops it between two pages. So a block of several pages can be left with new first pages and an
-old last page, which holds the checksum. HDF5 then refuses the block, and all chunks that it leads to are lost.
+HDF5 rewrites the header of a dataset, and the index of its chunks, in place. The system writes page by page, and a kill
+stops it between two pages. So a block of several pages may have new first pages and an old last page, which holds the
+checksum. HDF5 then refuses the block, and all chunks that it leads to are lost.
 
-Such a block can be put back to its state before the write. Blocks change only in known ways: an index gets entries, one
-after the other, and a dataset gets rows. So the added entries or rows are taken away again, one by one, until the block
-has the checksum that is in the file. The checksum proves that this is the old state; a block that is damaged in any
-other way matches none of the states and is left as it is.
+Such a block can be restored to its state before the write, because it changes only in known ways: an index gets
+entries, one after the other, and a dataset gets rows. So entries or rows are removed one by one until the block matches
+the checksum in the file, which proves that this is the old state. A block with any other damage matches no state and
+stays unchanged.
 
 The layouts are those of the HDF5 File Format Specification 3.0, III.B and VII.D ("Extensible Array"), the constants
 those of H5Dpkg.h (``H5D_EARRAY_*``), the order in which entries are added that of H5EA.c.
@@ -28,34 +28,34 @@ from tracer.memory import PAGE
 
 _ADDRESS: Final = 8
 _UNDEFINED: Final = 0xFF
-"""Each byte of an address that is not there."""
+"""Each byte of the undefined address."""
 _PAGE_ENTRIES: Final = 1024
-"""Entries of a page, into which larger data blocks are divided."""
+"""Entries per page of a data block; smaller data blocks have no pages."""
 _IN_INDEX: Final = 4
 """Entries in the index block itself."""
 _SMALLEST: Final = 16
 """Entries of the first data block."""
 _DIRECT: Final = 4
-"""The first super blocks are not there: the index block itself refers to their data blocks, 1, 1, 2 and 2 of them."""
+"""Super blocks that do not exist: the index block refers directly to their data blocks (1, 1, 2 and 2)."""
 _DIRECT_BLOCKS: Final = 6
 _SUPER_BLOCKS: Final = 29
-"""Super blocks of an array of the 2^32 chunks that it may have at most."""
+"""Super blocks of an array with the maximum of 2^32 chunks."""
 _BLOCK_START: Final = 18
-"""Bytes at the begin of a data or super block: signature, version, client, the header's address, and an offset."""
+"""Bytes at the start of a data or super block: signature, version, client, address of the header, and an offset."""
 _INDEX_START: Final = 14
 _FRAME: Final = _BLOCK_START + 4
-"""Bytes of a data block without entries: `_BLOCK_START` and a checksum. No block that is rewritten is smaller."""
+"""Bytes of a data block without entries: `_BLOCK_START` and a checksum. No rewritten block is smaller."""
 _STATISTICS: Final = struct.Struct("<6Q")
 _STATISTICS_AT: Final = 12
 _DATASPACE: Final = 1
 _LAYOUT: Final = 8
 _AT_ONCE: Final = 1 << 18
-"""States of a block that are tried together."""
+"""States of a block that are checksummed together."""
 _FARTHEST: Final = 1 << 24
-"""How many rows a commit may have added to an array whose header is torn; trying them all takes seconds."""
+"""The most rows that are assumed to have been added by a torn write; trying them all takes seconds."""
 
 _FILTERED: Final = range(_ADDRESS + 1 + 4, _ADDRESS + 8 + 4 + 1)
-"""Bytes that an entry of a filtered chunk may have: its address, its size (1 to 8 bytes), and a mask of 4 bytes."""
+"""Possible bytes of an entry of a filtered chunk: its address, its size (1 to 8 bytes), and a mask of 4 bytes."""
 
 _Blocks = NDArray[np.uint8]
 
@@ -67,13 +67,13 @@ class _SuperBlock(NamedTuple):
     ----------
     number : int
     blocks, entries, pages : int
-        How many data blocks it leads to, the entries of each, and the pages of each, where they are divided into pages.
+        Number of its data blocks, entries of each, and pages of each (0 if they have no pages).
     before : int
-        Entries of all data blocks before them.
+        Entries of all earlier data blocks.
     bits : int
-        Bytes that say which of these pages are there.
+        Bytes of the bitmap of initialized pages.
     nbytes : int
-        Bytes of the block itself, with its checksum.
+        Bytes of the super block itself, with its checksum.
     """
 
     number: int
@@ -86,7 +86,7 @@ class _SuperBlock(NamedTuple):
 
 
 def checksums(blocks: _Blocks) -> NDArray[np.uint32]:
-    """The checksums of HDF5's metadata, Bob Jenkins' lookup3 (`hashlittle`), of blocks of one length.
+    """The checksums that HDF5 uses for metadata, Bob Jenkins' lookup3 (`hashlittle`), of blocks of equal length.
 
     Parameters
     ----------
@@ -144,15 +144,15 @@ def checksum(block: bytes) -> int:
 
 
 def restored(block: bytes, at: int) -> bytes:
-    """A block of metadata as it was before a write of it was torn, or as it is where that was not so.
+    """Restore a block of metadata to its state before a torn write; any other block is returned unchanged.
 
     Parameters
     ----------
     block : bytes
-        What HDF5 reads at once: a part of the index of an array's chunks, or the header of an object, which may be
-        followed by other bytes.
+        Bytes that HDF5 reads at once: a part of an array's chunk index, or the header of an object, perhaps with other
+        bytes behind it.
     at : int
-        Where in the file it begins. A block within one page was not torn.
+        Offset of the block in the file. A block within one page cannot be torn.
     """
     if len(block) < _FRAME:
         return block
@@ -165,8 +165,8 @@ def restored(block: bytes, at: int) -> bytes:
     should = checksums(whole[None])[0]
     if has == should:
         return block
-    # The page border may be within the checksum: then the block and the first bytes of the checksum are new, and the
-    # last bytes of the checksum are of an earlier state.
+    # The page border may lie within the checksum. Then the block and the first bytes of the checksum are new, and the
+    # last bytes of the checksum are old.
     mixed = max(bits for bits in (0, 8, 16, 24) if not (has ^ should) & np.uint32((1 << bits) - 1))
     for versions in _versions(whole):
         differ = checksums(versions) ^ has
@@ -183,19 +183,19 @@ def restored(block: bytes, at: int) -> bytes:
 
 
 def _without_newer_pages(body: _Blocks, cuts: Sequence[int]) -> _Blocks | None:
-    """A block whose later pages are new and one of whose earlier pages is old, as it was before; None if it is not one.
+    """Restore a block whose later pages are new while an earlier page is old; None if it does not look like one.
 
-    A machine that lost power may leave this, as disks do not write pages in their order. The checksum is the new one
-    then, and parts of the new block are lost, so it proves nothing. But it can be seen which entries are missing: those
-    that were added last. A block that is damaged in another way may be taken for such a one. It then leads to wrong
-    bytes, which the checksums of the messages reveal.
+    A power failure may leave such a block, because disks do not write pages in order. The checksum in the file is then
+    the new one, and parts of the new block are lost, so the checksum proves nothing. But missing entries show: those
+    that were added last. A block with other damage may be mistaken for such a block. It then leads to wrong bytes,
+    which the checksums of the messages reveal.
 
     Parameters
     ----------
     body : numpy.ndarray of uint8
-        Without the checksum.
+        The block without the checksum.
     cuts : sequence of int
-        Where in it pages begin.
+        Offsets of page borders in it.
     """
     kind = body[:4].tobytes()
     if kind == b"OHDR":
@@ -209,14 +209,14 @@ def _without_newer_pages(body: _Blocks, cuts: Sequence[int]) -> _Blocks | None:
         inside = next((cut - at for cut in cuts if at < cut < at + _ADDRESS), _ADDRESS)
         missing = not body[at] & bit if bit >= 0 else bool((address[:inside] == _UNDEFINED).all())
         if missing:
-            # entries behind a missing one were added later, so they go, too
+            # entries behind a missing entry were added later, so they are removed, too
             rest = collections.deque(_emptied_one_by_one(body, entries[number:]), 1)
             return None if at >= cuts[-1] else rest.pop() if rest else body
     return None
 
 
 def _versions(body: _Blocks) -> Iterator[_Blocks]:
-    """The states that a block may have had before, without checksum, many at a time; the likeliest first."""
+    """Possible earlier states of a block, without checksum, in groups; the likeliest first."""
     kind = body[:4].tobytes()
     if kind == b"OHDR":
         yield from _shorter(body)
@@ -228,7 +228,7 @@ def _versions(body: _Blocks) -> Iterator[_Blocks]:
 
 
 def _entries_of(body: _Blocks) -> Iterator[tuple[int, int, int]] | None:
-    """Each entry in a block of an index: its offset, its size, and its bit in that byte, or -1 if it is whole bytes."""
+    """Each entry in a block of an index: offset, size, and the mask of its bit, or -1 if it consists of whole bytes."""
     kind = body[:4].tobytes()
     if kind == b"EAIB":
         return _index_entries(body)
@@ -244,13 +244,13 @@ def _entries_of(body: _Blocks) -> Iterator[tuple[int, int, int]] | None:
 
 
 def _entries(start: int, size: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """Entries of chunks: addresses, followed by other numbers where the chunks have a filter."""
+    """Entries of chunks: an address, followed by size and mask if the chunks have a filter."""
     for at in range(start, start + size * count, size):
         yield at, size, -1
 
 
 def _index_entries(body: _Blocks) -> Iterator[tuple[int, int, int]] | None:
-    # the last addresses are those of all super blocks that an array may get
+    # the block ends with the addresses of all super blocks that an array may have
     supers = _SUPER_BLOCKS - _DIRECT
     size, rest = divmod(len(body) - _INDEX_START - _ADDRESS * (_DIRECT_BLOCKS + supers), _IN_INDEX)
     if rest or size not in (_ADDRESS, *_FILTERED):
@@ -293,7 +293,7 @@ def _super_blocks() -> Iterator[_SuperBlock]:
 
 
 def _with_fewer(body: _Blocks, entries: list[tuple[int, int, int]]) -> Iterator[_Blocks]:
-    """The block without its last entry, without its last two, and so on, in groups."""
+    """The block without its last entry, without its last two entries, and so on, in groups."""
     versions = []
     for version in _emptied_one_by_one(body, entries):
         versions.append(version)
@@ -318,7 +318,7 @@ def _emptied_one_by_one(body: _Blocks, entries: list[tuple[int, int, int]]) -> I
 
 
 def _earlier(body: _Blocks) -> Iterator[_Blocks]:
-    """The header of an index as it was with fewer chunks; all its numbers follow from the number of chunks."""
+    """The header of an index with fewer chunks; all its numbers follow from the number of chunks."""
     size = int(body[6])
     torn = _STATISTICS.unpack_from(body.tobytes(), _STATISTICS_AT)[4]
     supers: list[tuple[int, int]] = []
@@ -329,7 +329,7 @@ def _earlier(body: _Blocks) -> Iterator[_Blocks]:
         if one.number >= _DIRECT:
             supers.append((one.before, one.nbytes))
         nbytes = _FRAME + (one.pages * (_PAGE_ENTRIES * size + 4) if one.pages else one.entries * size)
-        # data blocks beyond the largest number that is tried are left out
+        # leave out data blocks beyond the largest number of chunks that is tried
         most = min(one.blocks, (torn + _AT_ONCE - one.before) // one.entries + 1)
         blocks += [(one.before + block * one.entries, nbytes, one.entries) for block in range(most)]
     starts = [np.array([start for start, *_ in parts]) for parts in (supers, blocks)]
@@ -353,7 +353,7 @@ def _earlier(body: _Blocks) -> Iterator[_Blocks]:
 
 
 def _shorter(body: _Blocks) -> Iterator[_Blocks]:
-    """The header of a dataset as it was with fewer rows, and as it was without rows and index."""
+    """The header of a dataset with fewer rows, and without rows and index."""
     place = _place_of_rows(body)
     if place is None:
         return
@@ -372,19 +372,19 @@ def _shorter(body: _Blocks) -> Iterator[_Blocks]:
 
 
 def _place_of_rows(body: _Blocks) -> tuple[int, int] | None:
-    """Offset and size of the number of rows in the header of a dataset."""
+    """Offset and size of the number of rows in a dataset's header."""
     at, length = _messages_in(body).get(_DATASPACE, (0, 0))
     return None if length < 12 or body[at] != 2 else (at + 4, 8)
 
 
 def _place_of_index(body: _Blocks) -> tuple[int, int] | None:
-    """Offset and size of the address of the index of chunks in the header of a dataset."""
+    """Offset and size of the chunk index's address in a dataset's header."""
     found = _messages_in(body).get(_LAYOUT)
     return None if found is None else (sum(found) - _ADDRESS, _ADDRESS)
 
 
 def _messages_in(body: _Blocks) -> dict[int, tuple[int, int]]:
-    """Place and length of the messages in the header of an object, by their kinds."""
+    """Place and length of the messages in an object's header, by kind."""
     data = body.tobytes()
     start, size = header(data)
     end, head = min(start + size, len(data)), 6 if data[5] & 4 else 4
@@ -392,7 +392,7 @@ def _messages_in(body: _Blocks) -> dict[int, tuple[int, int]]:
 
 
 def _around(torn: int, farthest: int) -> Iterator[NDArray[np.int64]]:
-    """What a number may have been before: a smaller one; a larger one only where a page border cuts its bytes."""
+    """Possible earlier values of a number: smaller ones, and some larger ones in case a page border cuts its bytes."""
     if not 0 <= torn < 1 << 62:
         return
     for first in range(torn, max(-1, torn - farthest), -_AT_ONCE):
@@ -408,9 +408,9 @@ def _header_bytes(block: bytes) -> int:
 
 
 def header(block: bytes) -> tuple[int, int]:
-    """Where the messages in an object's header of version 2 begin, and how many bytes they are."""
+    """Offset and total bytes of the messages in an object's header of version 2."""
     flags = block[5]
-    # times, then the numbers of attributes that are kept in one way or another
+    # optional fields: four times, and two limits for the storage of attributes
     place = 6 + (16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0)
     width = 1 << (flags & 3)
     return place + width, int.from_bytes(block[place : place + width], "little")
@@ -423,9 +423,9 @@ def messages(data: bytes, place: int, end: int, head: int) -> Iterator[tuple[int
     ----------
     data : bytes
     place, end : int
-        Where in it the messages are.
+        Start and end of the messages in `data`.
     head : int
-        Bytes before each of them: 4 or 6, or 8 in headers of version 1.
+        Bytes in front of each message: 4 or 6, or 8 in headers of version 1.
     """
     while place + head <= end:
         old = head == 8

@@ -1,4 +1,4 @@
-"""Recognises virtual datasets by their headers, before HDF5 opens them, which may never return."""
+"""Detects virtual datasets by their headers, because HDF5 may hang when it opens a damaged one."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from tracer.errors import TraceCorruptError
 from tracer.stores.hdf5.torn import header, messages
 
 _LAYOUT, _CONTINUED = 0x08, 0x10
-"""What messages in the header of an object are about: how its data is laid out, and where the header goes on."""
+"""Kinds of messages in the header of an object: the layout of its data, and the continuation of the header."""
 _HEADER_LIMIT: Final = 1 << 20
-"""Bytes of the largest part of a header that is read."""
+"""The most bytes of a part of a header."""
 _HEADER_PARTS: Final = 100
-"""Parts of a header that are read, at most."""
+"""The most parts of a header."""
 
 
 def is_virtual(read: Callable[[int, int], bytes], address: int) -> bool:
-    """Whether the object header at an address is that of a virtual dataset.
+    """Whether the object header at an address belongs to a virtual dataset.
 
-    HDF5 reads the global heap of one as soon as it is opened, or asked what it is. Global heaps have no checksum, and
-    of a damaged one the library never returns; nothing else that is read of a trace lies in one.
+    HDF5 reads the global heap of a virtual dataset as soon as it opens or inspects it. Global heaps have no checksum,
+    and a damaged heap makes HDF5 hang. Nothing in a valid trace uses a global heap.
 
     Parameters
     ----------
     read : callable
-        Gives so many bytes of the file from an offset on, or fewer where it ends.
+        ``read(nbytes, offset)`` returns bytes of the file, fewer at its end.
     address : int
     """
     start = read(64, address)
@@ -34,10 +34,10 @@ def is_virtual(read: Callable[[int, int], bytes], address: int) -> bool:
         front, size = header(start)
         head = 6 if start[5] & 4 else 4
     else:
-        # a header of version 1, as older libraries write it
+        # a header of version 1, from older HDF5 libraries
         front, size = 16, int.from_bytes(start[8:12], "little")
         head = 8
-    # in version 2 a signature is before the messages, and a checksum behind them
+    # in version 2, each part has a signature in front of the messages, and a checksum behind them
     behind = 0 if head == 8 else 4
     blocks, known = [(address, front, front + size + behind)], 1
     while blocks:

@@ -1,13 +1,12 @@
-"""Writing an HDF5 trace.
+"""Writes an HDF5 trace.
 
-Chunks go into the file without passing through HDF5's chunk cache; large ones not through HDF5 at all, which only makes
-room for them. From the first commit on the file is in SWMR mode, in which it can be read while it is written and after
-``kill -9``, and in which no datasets can be made; until then it lies beside its final path, so that what is at the path
-can always be opened.
+Chunks bypass HDF5's chunk cache. Large chunks bypass HDF5 altogether, which only allocates their space. `seal` switches
+the file to SWMR mode: it can then be read while it is written and after ``kill -9``, but gets no more datasets. Until
+then the file lies beside its final path, so that the file at the path can always be opened.
 
-Compressed chunks go the same way, and are decoded here: HDF5 is told which filter they passed, and never runs one. A
-chunk that a commit published before it was full stays uncompressed, because HDF5 would give it another place each time
-that its size changes, and in SWMR mode it never uses the old one again.
+Compressed chunks bypass HDF5's filters: HDF5 only stores which filter they passed. A chunk that a commit published
+before it was full stays uncompressed. Otherwise HDF5 would move it each time its compressed size changes, and in SWMR
+mode it never reuses the old place.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from tracer.stores.hdf5.superblock import mark_unfinished
 from tracer.stores.protocols import WriteStore
 
 _TRIED = 3
-"""How often, of each array, HDF5 is asked where it put large chunks, too."""
+"""How often the computed places of an array's large chunks are verified by a lookup of HDF5."""
 
 
 class _Array:
-    """A dataset that is being written."""
+    """A dataset being written."""
 
     __slots__ = ("codec", "committed", "dataset", "first", "large", "length", "place", "plain", "rows", "tried")
 
@@ -49,19 +48,19 @@ class _Array:
         self.rows = rows
         self.codec = codec
         self.large = _is_large(rows, codec)
-        # the number of the first chunk of the room that was made last, and its offset; -1 if the offset is not known
+        # number and offset of the first chunk that `_make_room` allocated last; the offset is -1 if unknown
         self.first = 0
         self.place = -1
-        # how often the place that was worked out was compared with the one that HDF5 says
+        # how often a computed place was verified by HDF5
         self.tried = 0
         self.length = 0
-        # the number of the last chunk that a commit wrote before it was full
+        # number of the last chunk that a commit wrote before it was full
         self.plain = -1
         self.committed = 0
 
 
 def _is_large(rows: RowChunks, codec: Codec | None) -> bool:
-    """Whether the chunks of an array get their places when it grows, and are written there without HDF5."""
+    """Whether the chunks of an array are written without HDF5, which then only allocates their space."""
     return codec is None and rows.chunk_nbytes >= ALIGNED_BYTES and rows.chunk[0] == 1
 
 
@@ -70,14 +69,14 @@ _WRITING: dict[str, Any] = {
     "locking": False,
     "alignment_threshold": ALIGNED_BYTES,
     "alignment_interval": PAGE,
-    # Larger than by default, so that blocks of metadata are less often where `_make_room` expects a chunk. Not larger
-    # than a page, because metadata must still be written when the disk is full, to say so in the trace.
+    # Larger than the default, so that blocks of metadata lie less often where `_make_room` expects a chunk. At most a
+    # page, because on a full disk the metadata must still be written that reports this in the trace.
     "meta_block_size": PAGE,
 }
 
 
 def _locked(temporary: Path, path: Path) -> int:
-    """A descriptor of the file that a trace is begun in, which nobody else has locked; else `TraceExistsError`."""
+    """Open and lock the temporary file of a new trace; raises `TraceExistsError` if another process has locked it."""
     while True:
         file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -87,7 +86,7 @@ def _locked(temporary: Path, path: Path) -> int:
                 raise TraceExistsError(f"{path} is being recorded by another process") from None
             except OSError:  # a file system without locks
                 return file
-            # before it was locked, its writer may have renamed or removed it
+            # the previous writer may have renamed or removed the file before it was locked here
             if os.path.exists(temporary) and os.path.samestat(os.fstat(file), os.stat(temporary)):
                 return file
         except BaseException:
@@ -112,9 +111,9 @@ class Hdf5WriteStore(WriteStore[_Array]):
         self._unsealed = path.with_name(f".{path.name}.part")
         self._copy = path.with_name(f".{path.name}.copy")
         self._sealed = False
-        # whether the file at the path is this store's, and no longer the one that it overwrites
+        # whether the file at the path is already this store's
         self._placed = False
-        # held until the file is at its path, where its flags tell others that it is being written
+        # held until the file is at its path, where its SWMR flag shows that it is being written
         self._lock = _locked(self._unsealed, path)
         try:
             if not overwrite and is_there(path):
@@ -136,7 +135,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
             raise TraceError(f"{self.path} is sealed: {name!r} should have been made before the first commit")
         filters: dict[str, Any] = {}
         if codec is not None:
-            # HDF5 need not know the filter: chunks are compressed here, and written as they are
+            # HDF5 does not need the filter's plugin, because chunks are compressed here
             options = hdf5_options(codec, rows.dtype.itemsize, rows.chunk_nbytes)
             filters = {"compression": HDF5_FILTER, "compression_opts": options, "allow_unknown_filter": True}
         elif _is_large(rows, codec):
@@ -156,7 +155,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
         array = self.array(name)
         first = array.rows.rows
         self._changed[name] = None
-        try:  # not `with write_errors`: that would be five calls more for each message, and a message is some ten
+        try:  # not `with write_errors`, which adds five function calls to the ten of each message
             array.rows.append(rows, lambda number, pieces: self._write(array, number, pieces))
         except TraceError:
             raise
@@ -174,7 +173,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
                 set_attribute(attrs, key, value)
 
     def seal(self) -> None:
-        """Switch to SWMR mode, and put the file at its path."""
+        """Switch to SWMR mode, and move the file to its path."""
         if self._sealed:
             return
         self.check_open()
@@ -206,7 +205,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
                 if tail is not None:
                     self._write(array, tail[0], [tail[1]], last=True)
                 self._resize(array, array.rows.rows)
-            if self._durable:  # data must be on the disk before the metadata that leads to it
+            if self._durable:  # data must be on the disk before the metadata that refers to it
                 os.fsync(file.id.get_vfd_handle())
             file.flush()
             if self._sealed and os.fstat(self._written.descriptor).st_nlink == 0:
@@ -217,8 +216,8 @@ class Hdf5WriteStore(WriteStore[_Array]):
             if self._durable:
                 os.fsync(file.id.get_vfd_handle())
             if not self._sealed:
-                # After a kill, a file that is not in SWMR mode cannot be opened. So the file is closed, and a copy is
-                # put at the path.
+                # After a kill, a file that is not in SWMR mode cannot be opened. So a copy of the closed file is put at
+                # the path.
                 self._written.descriptor = -1
                 file.close()
                 shutil.copyfile(self._unsealed, self._copy)
@@ -256,7 +255,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
             self.append(name, rows)
             self.commit()
             return
-        # removes the file that is being written, whose space may be the only one left on the disk
+        # frees the space of the unsealed file, perhaps the only space left on the disk
         self.abandon()
         with write_errors(self.path, OF_HDF5):
             try:
@@ -276,14 +275,14 @@ class Hdf5WriteStore(WriteStore[_Array]):
             self._shorten()
         self.closed = True
         self._written.close()
-        # errors are left out, because the one that led here is reported
+        # errors are ignored, because the error that led here is reported
         with contextlib.suppress(Exception):
             self._file.close()
         with contextlib.suppress(OSError):
             if self._sealed:
                 mark_unfinished(self.path)
             else:
-                # all that was committed is in the copy at the path
+                # the copy at the path has all commits
                 self._unsealed.unlink(missing_ok=True)
                 self._copy.unlink(missing_ok=True)
         self._unlock()
@@ -295,7 +294,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
                 self.path.unlink()
 
     def _shorten(self) -> None:
-        """Let arrays be as long as the last commit left them: closing the file writes how long they are."""
+        """Reset arrays to their committed length, because closing the file writes their length."""
         for name in self._changed:
             array = self.arrays[name]
             with contextlib.suppress(Exception):
@@ -312,10 +311,10 @@ class Hdf5WriteStore(WriteStore[_Array]):
         array.length = length
 
     def _make_room(self, array: _Array, length: int) -> None:
-        """Let an array of large chunks grow, which gives each new one its place, and find out where that is.
+        """Extend an array of large chunks, so that HDF5 allocates their space, and compute their places.
 
-        HDF5 says where a chunk is by going through all of them. But it puts large ones behind all that there is, at the
-        next page; so where the file grew by just what the new ones take, they are what is there.
+        A lookup by HDF5 iterates over all chunks. But HDF5 allocates large chunks page-aligned at the end of the file.
+        So if the file grew by exactly their size, their places are known.
         """
         rows, file = array.rows, self._file.id
         before = -(-int(file.get_filesize()) // PAGE) * PAGE
@@ -333,11 +332,11 @@ class Hdf5WriteStore(WriteStore[_Array]):
 
     @staticmethod
     def _apart(array: _Array) -> int:
-        """Bytes from the beginning of a large chunk to that of the next one."""
+        """Bytes from the start of a large chunk to the start of the next."""
         return -(-array.rows.chunk_nbytes // PAGE) * PAGE
 
     def _write(self, array: _Array, number: int, pieces: Sequence[memoryview], last: bool = False) -> None:
-        """Write chunks that follow each other; `last`: the last one of the array, which is not full yet."""
+        """Write consecutive chunks; `last` marks the unfinished last chunk of the array."""
         if array.large:
             self._write_large(array, number, pieces)
             return
@@ -348,7 +347,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
                 self._write_compressed(array, array.codec, one, data, last)
 
     def _write_compressed(self, array: _Array, codec: Codec, number: int, data: memoryview, last: bool) -> None:
-        """Write a chunk compressed; or as it is, where it is the last one, which is not full yet, or once was."""
+        """Write a chunk compressed, or uncompressed if it is unfinished, or was published unfinished before."""
         if last:
             array.plain = number
         if array.plain == number:
@@ -358,13 +357,13 @@ class Hdf5WriteStore(WriteStore[_Array]):
 
     def _write_chunk(self, array: _Array, number: int, data: memoryview, filter_mask: int = 0) -> None:
         start = array.rows.begin_of(number)
-        # HDF5 writes no chunk beyond the length. The rows behind the data are never read: the journal does not refer to
-        # them.
+        # HDF5 writes no chunk beyond the array's length. The excess rows are never read, because the journal does not
+        # refer to them.
         self._resize(array, start[0] + 1)
         array.dataset.write_direct_chunk(start, data, filter_mask)
 
     def _write_large(self, array: _Array, number: int, pieces: Sequence[memoryview]) -> None:
-        """Write chunks to the places that HDF5 has for them, without it."""
+        """Write consecutive chunks to their allocated places without HDF5."""
         self._resize(array, (number + len(pieces) - 1) // array.rows.per_row + 1)
         if array.place < 0 or number < array.first:
             for one, data in enumerate(pieces, number):

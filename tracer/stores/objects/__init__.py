@@ -1,5 +1,5 @@
-"""Traces on object stores: S3, and through obstore Google Cloud Storage, Azure and, for reading only, HTTP.
+"""Traces on S3, Google Cloud Storage, Azure and, read-only, HTTP servers, all through obstore.
 
-`client` makes the requests. Zarr traces are written and read by `writing` and `reading`; `store` makes and opens them.
-HDF5 files are only read: `hdf5` opens them, and fetches blocks of them.
+`client` makes the requests. `store` creates and opens Zarr traces, `writing` writes and `reading` reads them. `hdf5`
+opens HDF5 files, which are read-only here, and fetches blocks of them.
 """

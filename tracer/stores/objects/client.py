@@ -1,4 +1,4 @@
-"""Requests to an object store, made by obstore: retried where they fail, many at a time, with errors of traces."""
+"""Requests to an object store through obstore: parallel, retried on failure, with the errors of `tracer.errors`."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ except ImportError as error:
     ) from error
 
 PARALLEL = 32
-"""Requests at once."""
+"""The most requests at the same time."""
 IN_FLIGHT_BYTES = 32 << 20
-"""Bytes that are on their way at any time, at most; a single object may be larger."""
+"""The most bytes in flight; a single object may be larger."""
 RANGE_BYTES = 4 << 20
-"""Bytes that one request fetches, at most; a single chunk may be larger."""
+"""The most bytes that one request fetches; a single chunk may be larger."""
 MULTIPART_BYTES = 64 << 20
-"""Larger objects are put in parts."""
+"""Objects above this size are uploaded in parts."""
 PART_BYTES = 16 << 20
-"""Bytes of these parts."""
+"""Bytes of a part of a multipart upload."""
 RETRY_SECONDS = 60.0
-"""For how long a failing request is retried, unless the environment variable `RETRY_VARIABLE` says otherwise."""
+"""How long a failing request is retried, unless the environment variable `RETRY_VARIABLE` is set."""
 RETRY_VARIABLE = "TRACE_S3_RETRY_SECONDS"
 REQUEST_SECONDS = 30.0
-"""How long one try may take."""
+"""Timeout of a single try."""
 
 Result = TypeVar("Result")
 
 
 class Found(NamedTuple):
-    """An object in a list."""
+    """An entry in the listing of a store."""
 
     name: str
     nbytes: int
@@ -53,7 +53,7 @@ class Found(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of an object, and the size of the whole."""
+    """Bytes of a range of an object, and the size of the whole object."""
 
     data: memoryview
     nbytes: int
@@ -65,14 +65,11 @@ def document_name(name: str) -> str:
 
 
 class Objects:
-    """The objects below a URL, by their names relative to it; ``""`` is the object at the URL itself.
-
-    May be used by several threads.
-    """
+    """The objects below a URL, named relative to it; ``""`` names the object at the URL itself. Thread-safe."""
 
     def __init__(self, url: Url) -> None:
         self.url = url
-        # the store is opened at the parent, so that the object at the URL itself has a name, too
+        # obstore opens the parent, so that the object at the URL itself has a name
         parent, _, self._base = url.key.rpartition("/")
         self._store = _connect(url, parent)
         self._threads: ThreadPoolExecutor | None = None
@@ -82,12 +79,12 @@ class Objects:
         return f"{self._base}/{name}" if name else self._base
 
     def get(self, name: str, start: int = 0, nbytes: int = DOCUMENT_LIMIT + 1, version: str = "") -> Part | None:
-        """A part of an object, shorter where the object is; None if there is no such object.
+        """A range of an object, cut at the end of the object; None if the object does not exist.
 
         Parameters
         ----------
         version : str
-            Refuse another version of the object than this (`ETag`).
+            The `ETag` that the object must have.
         """
         options: Any = {"range": (start, start + nbytes)}
         if version:
@@ -99,18 +96,18 @@ class Objects:
             self._check_bucket(error)
             return None
         except (BaseError, OSError, ValueError) as error:
-            # the object ends before this offset
+            # the range starts behind the end of the object
             if re.search(r"status code: 416|<Code>InvalidRange</Code>", str(error)):
                 return Part(memoryview(b""), 0)
             raise self._failed("read", error) from error
 
     def document(self, name: str) -> dict[str, Any]:
-        """The ``zarr.json`` of an array or group; empty where there is none, or where it is no JSON object."""
+        """The ``zarr.json`` of an array or group; empty if it is missing or not a JSON object."""
         part = self.get(document_name(name))
         return {} if part is None else as_document(part.data)
 
     def head(self, name: str = "") -> Mapping[str, Any] | None:
-        """What the store says of an object: ``size``, ``last_modified``, ``e_tag``."""
+        """The metadata of an object (``size``, ``last_modified``, ``e_tag``); None if it does not exist."""
         try:
             return cast("Mapping[str, Any]", obstore.head(self._store, self._path(name)))
         except FileNotFoundError as error:
@@ -120,7 +117,7 @@ class Objects:
             raise self._failed("read", error) from error
 
     def put(self, name: str, data: bytes | bytearray) -> None:
-        """Put an object, over one that is there."""
+        """Put an object, replacing an existing one."""
         try:
             obstore.put(
                 self._store,
@@ -134,22 +131,22 @@ class Objects:
             raise self._failed("written", error) from error
 
     def put_new(self, name: str, data: bytes) -> None:
-        """Put an object where none is; `TraceExistsError` if there is one."""
+        """Put an object that must not exist yet; raises `TraceExistsError` if it does."""
         try:
             obstore.put(self._store, self._path(name), data, mode="create", use_multipart=False)
         except AlreadyExistsError as error:
-            # it may be our own: of an earlier try, whose answer was lost
+            # an earlier try of this request may have put the object, with its answer lost
             part = self.get(name)
             if part is None or bytes(part.data) != data:
                 raise TraceExistsError(f"{self.url} was made by somebody else in the meantime") from error
         except NotSupportedError:
-            # the store has no conditional requests; the caller has looked before whether something is there
+            # The store has no conditional requests. The caller has checked that nothing exists.
             self.put(name, data)
         except (BaseError, OSError, ValueError) as error:
             raise self._failed("written", error) from error
 
     def listed(self, prefix: str = "") -> list[Found]:
-        """All objects below a prefix, which ends where a part of their names does."""
+        """All objects below `prefix`, which must end at a ``/`` boundary of their names."""
         path = self._path(prefix)
 
         def found() -> list[Found]:
@@ -162,21 +159,21 @@ class Objects:
         return self._listing(found)
 
     def names(self) -> list[str]:
-        """The names directly below the URL: those of objects, and those of what would be folders on a disk."""
+        """The names of objects and folders directly below the URL."""
         found = self._listing(lambda: obstore.list_with_delimiter(self._store, self._base or None))
         paths = [*found["common_prefixes"], *(one["path"] for one in found["objects"])]
         return [path.rpartition("/")[2] for path in paths]
 
     def any(self) -> bool:
-        """Whether there is an object at the URL or below it."""
+        """Whether an object exists at the URL or below it."""
         if self.url.is_web:
-            # no lists there
+            # HTTP servers list no objects
             return self.head("zarr.json") is not None or self.head() is not None
         below = self._listing(lambda: any(obstore.list(self._store, self._base, chunk_size=1)))
         return below or self.head() is not None
 
     def _listing(self, ask: Callable[[], Result]) -> Result:
-        """The answer to a question for a list; asked again where the connection breaks off, as obstore does not."""
+        """Call `ask`, which lists objects; retry after a broken connection, which obstore does not for listings."""
         until = time.monotonic() + _retry_seconds()
         pause = 0.1
         while True:
@@ -191,7 +188,7 @@ class Objects:
             pause = min(2 * pause, 2.0)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects; first the ``zarr.json`` of the root, without which the others are no trace."""
+        """Remove objects; first the ``zarr.json`` of the root, so that what is left after a failure is no trace."""
         paths = [self._path(name) for name in sorted(names, key=lambda name: name != "zarr.json")]
         try:
             for some in (paths[:1], *(paths[begin : begin + 1000] for begin in range(1, len(paths), 1000))):
@@ -200,15 +197,15 @@ class Objects:
             raise self._failed("removed", error) from error
 
     def disperse(self) -> None:
-        """Remove the consolidated metadata of zarr-python from the root, which lacks what was written since."""
+        """Remove zarr-python's consolidated metadata from the root, because it is out of date after a write."""
         document = self.document("")
         if document.pop(CONSOLIDATED, None) is not None:
             self.put("zarr.json", json.dumps(document).encode())
 
     def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Call a function in one of the threads; the function must not wait for another that was submitted.
+        """Call a function in the thread pool. The function must not wait for another submitted function.
 
-        While a program ends, no thread can be started. Then the function is called right here.
+        While the interpreter shuts down, no thread can start, and the function runs in the calling thread.
         """
         with self._lock:
             if self._threads is None:
@@ -220,26 +217,26 @@ class Objects:
         done: Future[Result] = Future()
         try:
             done.set_result(function(*arguments))
-        except Exception as error:  # noqa: BLE001 - whoever asks for the result gets it
+        except Exception as error:  # noqa: BLE001 - `result()` raises it
             done.set_exception(error)
         return done
 
     def at_once(self, function: Callable[..., Result], arguments: Iterable[tuple[Any, ...]]) -> list[Result]:
-        """Call a function with each of several arguments at the same time; must not be called in one of the threads."""
+        """Call a function in parallel, once for each tuple of arguments; not allowed in a thread of the pool."""
         several = list(arguments)
         if len(several) < 2:
             return [function(*one) for one in several]
         return [future.result() for future in [self.submit(function, *one) for one in several]]
 
     def close(self) -> None:
-        """End the threads; requests that are being made are not waited for."""
+        """Shut down the thread pool without waiting for running requests."""
         with self._lock:
             threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def array_with_other_codecs(self, name: str) -> Any:
-        """zarr-python's array."""
+        """The array opened by zarr-python, which has codecs that this package does not decode."""
         import zarr
         from zarr.storage import ObjectStore
 
@@ -258,7 +255,7 @@ class Objects:
 
 
 def _reason(error: Exception) -> str:
-    """Why a request failed, on one line, and without the request.
+    """Why a request failed, on one line, without obstore's dump of the request.
 
     Examples
     --------
@@ -274,7 +271,7 @@ def _reason(error: Exception) -> str:
 
 
 def _retry_seconds() -> float:
-    """How long a request is tried again."""
+    """How long a request is retried."""
     said = os.environ.get(RETRY_VARIABLE, str(RETRY_SECONDS))
     try:
         seconds = float(said)
@@ -286,7 +283,7 @@ def _retry_seconds() -> float:
 
 
 def _connect(url: Url, prefix: str) -> Any:
-    """Obstore's store of a folder."""
+    """Connect obstore to the folder `prefix`."""
     seconds = _retry_seconds()
     second = dt.timedelta(seconds=1)
     retry: Any = {
@@ -314,7 +311,7 @@ def _connect(url: Url, prefix: str) -> Any:
 
 
 def _aws_credentials(url: Url) -> Any:
-    """What gives credentials of the files in ``~/.aws`` and of whatever else boto3 knows; None where obstore does."""
+    """A credential provider that uses boto3 (``~/.aws`` and more); None where obstore finds credentials itself."""
     known = (
         *("ACCESS_KEY_ID", "WEB_IDENTITY_TOKEN_FILE", "SKIP_SIGNATURE"),
         *("CONTAINER_CREDENTIALS_RELATIVE_URI", "CONTAINER_CREDENTIALS_FULL_URI"),
@@ -325,7 +322,7 @@ def _aws_credentials(url: Url) -> Any:
         from botocore.exceptions import BotoCoreError
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
-        # obstore itself gets the credentials of a cloud instance
+        # without boto3, obstore still gets the credentials of a cloud instance
         return None
     try:
         return Boto3CredentialProvider()

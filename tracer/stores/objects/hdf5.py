@@ -1,4 +1,4 @@
-"""HDF5 traces on object stores are found and opened here; they are only read."""
+"""Finds and opens HDF5 traces on object stores, read-only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tracer.stores.protocols import ByteFile
 
 BLOCK_BYTES = 1 << 18
 BLOCKS = 256
-"""Blocks of a file that are kept, and their size."""
+"""How many blocks of a file stay in memory; `BLOCK_BYTES` is the size of each."""
 
 
 class ObjectFile(ByteFile):
-    """An object that is read in blocks, of which the last used ones are kept. If it is put anew, nothing is read."""
+    """An object read in blocks, with an LRU cache of blocks. Reading fails if the object is replaced meanwhile."""
 
     def __init__(self, url: Url) -> None:
         self.path = url
@@ -42,7 +42,7 @@ class ObjectFile(ByteFile):
         return self._modified
 
     def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Get the blocks of some ranges, offset and size, at once; those of some 16 MiB can be kept."""
+        """Fetch the blocks of ranges (offset, size) in parallel; the cache holds 64 MiB of blocks."""
         wanted = sorted(
             {
                 number
@@ -70,7 +70,7 @@ class ObjectFile(ByteFile):
         return part.data
 
     def readinto(self, target: memoryview, offset: int) -> int:
-        """Read bytes from an offset on; how many there were."""
+        """Read bytes from an offset on; returns how many were read."""
         done = 0
         while done < len(target):
             number, begin = divmod(offset + done, BLOCK_BYTES)
@@ -88,7 +88,7 @@ class ObjectFile(ByteFile):
         return done
 
     def close(self) -> None:
-        """Forget the blocks."""
+        """Drop the cached blocks and close the connection."""
         self._blocks.clear()
         self._objects.close()
 
@@ -99,7 +99,7 @@ def open(url: Url, *, damaged: bool = False) -> Hdf5ReadStore:
 
 
 def files(url: Url) -> list[Url]:
-    """The files of a trace: one at `url`, if there is one, and those of other parts beside it."""
+    """The files of a trace: the file at `url`, if it exists, and the files of other parts beside it."""
     if url.is_web:
         return [url]
     folder, _, _ = url.key.rpartition("/")
@@ -110,5 +110,5 @@ def files(url: Url) -> list[Url]:
 
 
 def blank(url: Url) -> bool:
-    """Never; see `tracer.stores.opening.blank`."""
+    """Always False; see `tracer.stores.opening.blank`."""
     return False

@@ -1,4 +1,4 @@
-"""Reading a Zarr trace from an object store: a request takes so long that many are made at once."""
+"""Reads a Zarr trace from an object store, with many requests in parallel because each takes long."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tracer.stores.zarr.reader import ZarrReader, numbers_in
 from tracer.stores.zarr.shards import MISSING, chunks_begin
 
 GAP_BYTES = 65536
-"""Chunks that are closer to each other than this are fetched at once."""
+"""Chunks with a smaller gap between them are fetched by one request."""
 
 
 class Chunk(NamedTuple):
-    """Where a chunk is in its shard, and what of the wanted rows it holds; see `tracer.stores.chunks.Layout`."""
+    """The place of a chunk in its shard (`offset`, `nbytes`), and its `Piece` (`tracer.stores.chunks`)."""
 
     offset: int
     nbytes: int
@@ -41,7 +41,7 @@ class Chunk(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A part of a shard that is fetched by one request."""
+    """A byte range of a shard that one request fetches."""
 
     shard: int
     start: int
@@ -50,7 +50,7 @@ class Range(NamedTuple):
 
 
 def ranges(shard: int, chunks: list[Chunk]) -> Iterator[Range]:
-    """Put chunks of a shard that are close to each other together."""
+    """Group neighbouring chunks of a shard into the ranges of single requests."""
     chunks = sorted(chunks)
     begin = 0
     for number, chunk in enumerate(chunks):
@@ -66,18 +66,19 @@ def ranges(shard: int, chunks: list[Chunk]) -> Iterator[Range]:
 
 
 AHEAD_BYTES = 4 << 20
-"""Bytes that are fetched ahead where an array is read chunk by chunk."""
+"""Bytes that one request fetches when an array is read in order."""
 AHEAD_ARRAYS = 4
+"""The most arrays whose read-ahead stays in memory."""
 READERS = 4
-"""Blocks of messages that are read at once."""
+"""Blocks of messages that a replay reads in parallel."""
 INDEX_BYTES = 64 << 20
-"""Bytes of indexes of shards that are kept."""
+"""The most bytes of shard indexes in memory."""
 HEAD_BYTES = 16384
-"""Bytes that are fetched with an index: a small shard is there with one request."""
+"""Bytes fetched together with an index, so that a small shard needs only one request."""
 
 
 class _Index(NamedTuple):
-    """The index of a shard, how large the object is, and what it begins with."""
+    """The index of a shard, the size of the shard object, and the first bytes of the object."""
 
     entries: NDArray[np.uint64]
     nbytes: int
@@ -85,13 +86,13 @@ class _Index(NamedTuple):
 
 
 class _Coming(threading.local):
-    """What was fetched ahead, for each thread: what another thread fetched may be too old for this one."""
+    """Data fetched ahead, per thread, because another thread's data may be out of date for this one."""
 
     def __init__(self) -> None:
         self.documents: dict[str, Mapping[str, Any]] = {}
         self.rows: dict[tuple[str, int, int], Future[NDArray[Any]]] = {}
         self.hinted = False
-        """Whether other arrays are read in between."""
+        """Whether this thread serves a range of `will_read`, so that reads of other arrays come in between."""
 
 
 class ObjectReadStore(ZarrReader):
@@ -112,14 +113,14 @@ class ObjectReadStore(ZarrReader):
         super().__init__()
         self.path = objects.url
         self._objects = objects
-        # what was fetched to open the store; used once, because the attributes may change
+        # the zarr.json fetched when the store was opened; used once, because attributes may change
         self._root: Mapping[str, Any] | None = root
         self._indexes: dict[str, dict[int, _Index]] = {}
         self._kept = 0
         self._ahead: OrderedDict[str, tuple[int, int, memoryview]] = OrderedDict()
         self._ends: dict[str, tuple[int, int]] = {}
         self._coming = _Coming()
-        # not the threads that make requests, because these wait for those
+        # a separate pool: its threads wait for the request threads of `objects`
         self._waiting = ThreadPoolExecutor(PARALLEL, "trace-objects-ahead")
 
     @property
@@ -136,7 +137,7 @@ class ObjectReadStore(ZarrReader):
         return 0 if self.path.is_web else sum(one.nbytes for one in self._objects.listed())
 
     def parts(self) -> list[str]:
-        # an http server has no lists, so only traces of one process are found there
+        # HTTP servers list no objects, so only the part of a single-process trace can be found
         names = ["rank0"] if self.path.is_web else self._objects.names()
         return [name for name in names if PART.fullmatch(name)]
 
@@ -144,7 +145,7 @@ class ObjectReadStore(ZarrReader):
         return sorted(name for name in self._tree()[0] if name.startswith(prefix))
 
     def _tree(self) -> tuple[set[str], set[str]]:
-        """The arrays and the groups, by where there are objects; a folder with shards is an array."""
+        """Names of the arrays and of the groups, deduced from the listing; a folder with shards is an array."""
         documents, arrays = set(), set()
         for one in self._objects.listed():
             folder, _, last = one.name.rpartition("/")
@@ -163,7 +164,7 @@ class ObjectReadStore(ZarrReader):
         return arrays, groups | {""}
 
     def damaged_groups(self) -> list[str]:
-        """What is wrong with the ``zarr.json`` of groups."""
+        """Problems of the ``zarr.json`` of groups."""
         groups = sorted(self._tree()[1])
         documents = self._objects.at_once(self._objects.document, ((name,) for name in groups))
         return [
@@ -190,7 +191,7 @@ class ObjectReadStore(ZarrReader):
         self._coming.documents = dict(zip(names, documents, strict=True))
 
     def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
-        # a single range is read when it is asked for
+        # prefetching a single range gains nothing over `read`
         several = ranges if len(ranges) > 1 else ()
 
         def hinted(name: str, start: int, stop: int) -> NDArray[Any]:
@@ -231,7 +232,7 @@ class ObjectReadStore(ZarrReader):
         array = self._arrays.get(name)
         if array is None or (anew and name not in self._assumed):
             check_name(name)
-            # the last shard may have grown since, so what is kept of it is dropped
+            # the last shard may have grown, so its cached index and read-ahead are out of date
             self._indexes.pop(name, None)
             self._ahead.pop(name, None)
             document = self._coming.documents.pop(name, None)
@@ -244,7 +245,7 @@ class ObjectReadStore(ZarrReader):
         for gapless in (False, True):
             array = self._described(name, ObjectArray(name, rows, codec, gapless=gapless).document(0))
             self._indexes.pop(name, None)
-            # the checksum of the index is right only if the number of chunks is
+            # the checksum of the index matches only for the right number of chunks per shard
             if len(self._index_of(array, last)):
                 break
         return array
@@ -283,20 +284,20 @@ class ObjectReadStore(ZarrReader):
     def _held_bytes(self, array: ArrayDescription, start: int, stop: int) -> int:
         there = array.chunk_nbytes
         first, last = start // array.shard_rows, (stop - 1) // array.shard_rows
-        # reading an index raises at the first shard that is not there
+        # `_index` raises at the first missing shard, which ends the loop however long the claimed range is
         for begin in range(first, last + 1, PARALLEL):
             some = range(begin, min(begin + PARALLEL, last + 1))
             indexes = self._objects.at_once(self._index, ((array, one) for one in some))
             if array.codec is None:
                 there += sum(index.nbytes for index in indexes)
             else:
-                # an index may claim the same bytes for many chunks; they count once
+                # a damaged index may claim the same bytes for many chunks, so equal places count once
                 places = (np.unique(index.entries[:, 0]) for index in indexes)
                 there += array.chunk_nbytes * sum(int((one != MISSING).sum()) for one in places)
         return there
 
     def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> list[int]:
-        """Fill `out` with rows ``start`` to ``stop``: chunks that are close to each other with one request."""
+        """Fill `out` with rows ``start`` to ``stop``; neighbouring chunks share a request."""
         waiting: list[Range] = []
         for shard, chunks in self._chunks(array, start, stop):
             for one in ranges(shard, chunks):
@@ -308,7 +309,7 @@ class ObjectReadStore(ZarrReader):
         return []
 
     def _chunks(self, array: ArrayDescription, start: int, stop: int) -> Iterator[tuple[int, list[Chunk]]]:
-        """The chunks of some rows by shard, where they are; their indexes are fetched many at once."""
+        """The chunks of rows ``start`` to ``stop``, shard by shard; many shard indexes are fetched in parallel."""
         most = array.chunk_nbytes + 4 + (0 if array.codec is None else OVERHEAD)
         shards: dict[int, list[Piece]] = {}
         for one in array.walk(start, stop):
@@ -334,7 +335,7 @@ class ObjectReadStore(ZarrReader):
                 self._take(array, chunk, data[begin : begin + chunk.nbytes], out[chunk.low : chunk.high])
 
     def _take(self, array: ArrayDescription, chunk: Chunk, stored: memoryview, out: NDArray[np.uint8]) -> None:
-        """Fill `out` with what is wanted of a chunk, which is compared with its checksum."""
+        """Check the checksum of a chunk and copy its wanted bytes into `out`."""
         if len(stored) != chunk.nbytes or checksum_bytes(stored[:-4]) != stored[-4:]:
             raise TraceCorruptError(f"{self.path}: chunk {chunk.number} of array {array.name!r} fails its checksum")
         numbers = np.frombuffer(stored[:-4], np.uint8)
@@ -344,13 +345,13 @@ class ObjectReadStore(ZarrReader):
             raise TraceCorruptError(f"{self.path}: chunk {chunk.number} of array {array.name!r} cannot be decoded")
 
     def _fetch(self, array: ArrayDescription, wanted: Range, alone: bool) -> memoryview:
-        """The bytes of a range of a shard, and for the next time those behind it if the one before was just read."""
+        """The bytes of a range of a shard; when the array is read in order, the bytes behind it are fetched as well."""
         name, (shard, start, nbytes, _) = array.name, wanted
         head = self._index(array, shard).head
         if start + nbytes <= len(head):
             self._ends[name] = (shard, start + nbytes)
             return head[start : start + nbytes]
-        # Without a lock: threads that read the same array at the same time may fetch again, and nothing worse.
+        # No lock: the worst case is that two threads fetch the same bytes.
         ahead = self._ahead.get(name)
         if ahead is not None and ahead[0] == shard and ahead[1] <= start:
             data = ahead[2][start - ahead[1] :][:nbytes]
@@ -359,7 +360,7 @@ class ObjectReadStore(ZarrReader):
                 return data
         last_shard, last = self._ends.get(name, (-1, -1))
         begins = start == chunks_begin(array.per_shard) and shard == last_shard + 1
-        # reading ahead does not pay where other arrays are read in between
+        # reading ahead does not pay when reads of other arrays come in between
         alone = alone and not self._coming.hinted
         follows = alone and ((shard, start) == (last_shard, last) or (begins and last >= 0))
         self._ends[name] = (shard, start + nbytes)

@@ -1,4 +1,4 @@
-"""Traces on object stores are made, found, opened and removed here."""
+"""Creates, finds, opens and removes Zarr traces on object stores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tracer.stores.zarr.format import WRITER, is_group
 
 
 def create(url: Url, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> ObjectWriteStore:
-    """Make a Zarr group at `url`; see `tracer.stores.opening.create_store`. What was committed is always durable."""
+    """Make a Zarr group at `url`; see `tracer.stores.opening.create_store`. Commits are durable in any case."""
     objects = Objects(url)
     try:
         if part is not None:
@@ -42,7 +42,7 @@ def open(url: Url, *, damaged: bool = False) -> ObjectReadStore:
         if not is_group(document):
             if not document and not objects.any():
                 raise TraceNotFoundError(f"there is no trace at {url}")
-            # an http server has no lists
+            # HTTP servers list no objects
             names = [] if url.is_web else [one.name for one in objects.listed()]
             if not (damaged and any(name.startswith("rank") for name in names)):
                 if any(PART.fullmatch(name.partition("/")[0]) for name in names):
@@ -61,12 +61,12 @@ def open(url: Url, *, damaged: bool = False) -> ObjectReadStore:
 
 
 def files(url: Url) -> list[Url]:
-    """Where the parts of a trace are: below one URL."""
+    """The URL itself: all parts of a trace are below it."""
     return [url]
 
 
 def blank(url: Url) -> bool:
-    """Whether nothing is there but the root, which comes first; see `tracer.stores.opening.blank`."""
+    """Whether only an unused root exists, which a writer puts first; see `tracer.stores.opening.blank`."""
     with closing(Objects(url)) as objects:
         document = objects.document("")
         unmarked = document.get("node_type") == "group" and document.get("attributes", {}).keys() == {WRITER}
@@ -81,7 +81,7 @@ def remove_part(url: Url, part: str) -> None:
 
 
 def exists(url: Url) -> bool:
-    """Whether there is an object at `url` or below it."""
+    """Whether an object exists at `url` or below it."""
     with closing(Objects(url)) as objects:
         return objects.any()
 

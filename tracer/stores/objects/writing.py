@@ -1,8 +1,8 @@
-"""Writing a Zarr trace to an object store.
+"""Writes a Zarr trace to an object store.
 
-An object is put as a whole, and never in part. So a Zarr trace has the same arrays as on a disk, and other rules for
-when their shards are written: the shards of an array that may have gaps are put once, full or at a commit, and the rows
-after a commit begin in the next shard; the last shard of one that must not have gaps is put again at each commit.
+An object can only be put as a whole. So the arrays are the same as on a disk, but their shards are written at other
+times. An array that may have gaps puts each shard once, when it is full or at a commit; rows after a commit begin in
+the next shard. A gapless array puts its last shard again at each commit.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tracer.stores.zarr.shards import GrowingArray, Shard, chunks_begin
 from tracer.stores.zarr.writer import ZarrWriter
 
 SHARD_BYTES = 16 << 20
-"""Bytes of the chunks of a shard, at most, save for rows that are larger."""
+"""The most bytes of chunks in a shard; a larger row has a shard of its own."""
 GAPLESS_SHARD_BYTES = 1 << 20
-"""The same for arrays without gaps, whose last shard is put again and again."""
+"""`SHARD_BYTES` for gapless arrays, smaller because each commit puts the last shard again."""
 CHUNK_FRACTION = 8
-"""The chunks of one-dimensional arrays with gaps are by so much smaller, because one is padded at each commit."""
+"""Divides the chunk size of one-dimensional arrays with gaps, because each commit pads a chunk."""
 PUBLISHED_SHARDS = 16
-"""An array with gaps says that it has the rows of so many shards, and then of twice as many each time."""
+"""Shards whose rows an array with gaps claims at first; the claim doubles each time it is reached."""
 
 
 class _ShardBuffer(Shard):
-    """A shard that is being filled in memory: behind room for its index, chunks as they come."""
+    """A shard that is filled in memory: room for the indexes, then the chunks in the order they arrive."""
 
     __slots__ = ("_buffer",)
 
@@ -45,7 +45,7 @@ class _ShardBuffer(Shard):
         self._buffer = bytearray(chunks_begin(chunks))
 
     def add(self, place: int, data: memoryview | bytes) -> None:
-        """Append a chunk, in the place of the last one if that was not full."""
+        """Append a chunk; a fuller version of the last chunk replaces that."""
         before = self.offset_of(place)
         if before is not None:
             del self._buffer[before:]
@@ -54,7 +54,7 @@ class _ShardBuffer(Shard):
         self._buffer += checksum_bytes(data)
 
     def sealed(self) -> bytearray:
-        """The object."""
+        """The bytes of the shard object, with its indexes filled in."""
         data = self.indexes()
         self._buffer[: len(data)] = data
         self.changed = False
@@ -84,7 +84,7 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
         self._changed[""] = None
         self._flying: OrderedDict[Future[Any], int] = OrderedDict()
         self._touched = "" if part is None else part
-        # The random number tells the writers apart: of two that make the same trace, one is refused.
+        # The random number makes the document unique, so `put_new` refuses the second of two concurrent writers.
         writer = json.dumps(group_document({WRITER: uuid.uuid4().hex})).encode()
         if part is not None:
             self._groups[part] = {}
@@ -101,7 +101,7 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
             except TraceExistsError:
                 if part is None:
                     raise
-                # Another rank made the root. This one writes the same attributes there: the other may have been killed.
+                # Another rank made the root. This rank sets the same attributes too, as the other may have been killed.
 
     def chunk_size(self, shape: tuple[int, ...], chunk_bytes: int, gapless: bool) -> int:
         return chunk_bytes if gapless or shape else max(1, chunk_bytes // CHUNK_FRACTION)
@@ -134,19 +134,19 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
             if tail is not None:
                 self._write(array, tail[0], [tail[1]])
             if array.shard is not None and array.shard.changed:
-                # the shard of an array without gaps goes on to grow, so a copy of it is put
+                # the shard of a gapless array keeps growing, so a copy is put
                 data = array.shard.sealed()
                 self._put(array.shard_name(array.shard.number), bytes(data) if array.gapless else data)
             if array.gapless:
                 gapless.append(array)
                 continue
-            # objects do not change, so the next rows begin another shard
+            # an object cannot grow, so the next rows begin a new shard
             array.shard = None
             array.rows.skip(-(-array.rows.rows // array.shard_rows) * array.shard_rows)
             if array.to_publish() > array.published:
                 self._put_array(array, array.to_publish())
         self._land()
-        # their length is put after their shards, because readers trust it
+        # readers trust the length of a gapless array, so it is put after the shards
         for array in gapless:
             if array.published != array.end:
                 self._put_array(array, array.end)
@@ -158,13 +158,13 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
         self._land()
 
     def last_words(self, name: str, rows: NDArray[Any]) -> None:
-        """Do nothing: a request that failed was tried for long enough."""
+        """Do nothing: the failed request was already retried for long."""
 
     def close(self) -> None:
         if self.closed:
             return
         self.commit()
-        # so that a finished array looks no longer than it is
+        # the final lengths: a growing array claims more rows than it has
         for array in self.arrays.values():
             if array.published != array.end:
                 self._put_array(array, array.end)
@@ -179,7 +179,7 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
         self._objects.close()
 
     def _write(self, array: ObjectArray, number: int, pieces: Iterable[memoryview]) -> None:
-        """Put chunks that follow each other into their shards, and shards that are full on their way."""
+        """Add consecutive chunks to their shards, and start uploading a shard when the next one begins."""
         for one, data in enumerate(pieces, number):
             shard_number, place = divmod(one, array.per_shard)
             shard = array.shard

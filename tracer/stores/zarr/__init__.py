@@ -1,6 +1,6 @@
-"""Traces in a directory of the Zarr v3 format, which any Zarr library reads.
+"""Traces as directories in the Zarr v3 format, which any Zarr library reads.
 
-Arrays are sharded and checksummed: a shard is a file with an index of a fixed size at its start, then chunks. `shards`
-says how; `writer` and `reader` are what a directory and an object store share; `writing` and `reading` are those of a
-directory; `store` makes and opens them.
+Arrays are sharded and checksummed. A shard is a file that begins with an index of fixed size, followed by chunks
+(`shards`). `writer` and `reader` hold what directories and object stores share, `writing` and `reading` what is special
+to directories. `store` creates and opens stores.
 """

@@ -1,4 +1,4 @@
-"""What the ``zarr.json`` of an array says, checked before anything is read."""
+"""Parses and checks the ``zarr.json`` of an array before any data is read."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from tracer.stores.zarr.format import array_document
 from tracer.stores.zarr.shards import shard_name
 
 CHUNK_LIMIT: Final = 1 << 30
-"""Bytes of the largest chunk that is read, and of the index of a shard."""
+"""The most bytes of a chunk, or of a shard index, that are read."""
 _SAFE_CODECS: Final = frozenset({"bytes", "crc32c", "gzip", "zstd", "blosc", "sharding_indexed", "transpose"})
 
 
 class ArrayDescription(Layout):
-    """An array that is being read.
+    """An array being read.
 
     Attributes
     ----------
     rows : int
     codec : Codec or None
     shard_rows : int
-        Rows of a shard.
+        Rows per shard.
     per_shard : int
-        Chunks of a shard.
+        Chunks per shard.
     in_rows : bool
-        Whether each chunk is one row as it is.
+        Whether each chunk is exactly one uncompressed row.
     foreign : object
-        zarr-python's array, which reads what is not laid out as traces are written here; None for all others.
+        zarr-python's array, for a layout that this package does not write; else None.
     """
 
     __slots__ = ("codec", "foreign", "in_rows", "is_ours", "name", "per_shard", "rows", "shard_rows")
@@ -75,16 +75,16 @@ class ArrayDescription(Layout):
         self.in_rows = self.is_ours and self.codec is None and self.chunk == (1, *self.row_shape)
 
     def shard_name(self, number: int) -> str:
-        """What a shard is called, below the store."""
+        """The path of a shard within the store."""
         return f"{self.name}/{shard_name(number, len(self.chunk))}"
 
     def entry_of(self, row: int) -> int:
-        """Which chunk of its shard a row begins in."""
+        """The index in its shard of a row's first chunk."""
         return row % self.shard_rows // self.chunk[0] * self.per_row
 
     def _is_ours(self, document: Mapping[str, Any], shard: tuple[int, ...]) -> bool:
-        """Whether the array is laid out as traces are written here; sets the codec."""
-        # rows are not split between shards, and a shard has no chunks beyond its rows
+        """Whether the array has the layout that this package writes; sets the codec."""
+        # a shard holds whole rows, and no chunks beyond them
         trailing = [count * size for count, size in zip(self.grid, self.chunk[1:], strict=True)]
         whole = self.contiguous and self.shard_rows % self.chunk[0] == 0 and shard == (self.shard_rows, *trailing)
         return whole and self._is_described(document, shard)
@@ -94,13 +94,13 @@ class ArrayDescription(Layout):
             template = array_document(self.dtype, self.chunk, shard, codec)
             if all(document.get(key) == value for key, value in template.items()):
                 self.codec = codec
-                # a damaged file may claim a chunk of any size, for which memory would be allocated
+                # a damaged file may claim a chunk of any size, so the size is limited before memory is allocated
                 return codec is None or self.chunk_nbytes <= largest_chunk(self.row_nbytes)
         return False
 
 
 def _check_codecs(codecs: Any) -> None:
-    """Raise `ValueError` unless an array can be read with these codecs without running code of others."""
+    """Raise `ValueError` for codecs that are not known to be safe, such as plugins that run foreign code."""
     for codec in codecs:
         if codec["name"] not in _SAFE_CODECS:
             raise ValueError(f"codec {codec['name']!r}")
@@ -110,7 +110,7 @@ def _check_codecs(codecs: Any) -> None:
 
 
 def _innermost(codecs: Any, shard: tuple[int, ...]) -> Any:
-    """The shape of the chunks that are encoded one by one."""
+    """The shape of the innermost chunks, which are encoded individually."""
     for codec in codecs:
         if codec["name"] == "sharding_indexed":
             return codec["configuration"]["chunk_shape"]

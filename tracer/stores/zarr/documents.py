@@ -1,4 +1,4 @@
-"""The ``zarr.json`` of groups and arrays on a disk: read, and written whole or not at all."""
+"""Reads the ``zarr.json`` of groups and arrays on a disk, and writes them atomically."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tracer.stores.disk.files import UNREADABLE, open_file, sync
 from tracer.stores.zarr.format import CONSOLIDATED, DOCUMENT_LIMIT, as_bytes, as_document, is_group
 
 TEMPORARY = re.compile(r"\.zarr\.json\.\d+\.[0-9a-f]{8}\.part")
-"""What ``zarr.json`` is called while it is written."""
+"""The name of a ``zarr.json`` while it is written."""
 
 
 def damaged_groups(path: Path) -> list[str]:
-    """What is wrong with the zarr.json of groups; those of arrays are looked at when the arrays are opened."""
+    """Problems of the zarr.json of groups; those of arrays are checked when the arrays are opened."""
     found = []
     for folder, folders, files in os.walk(path):
         document = read_document(Path(folder))
@@ -26,7 +26,7 @@ def damaged_groups(path: Path) -> list[str]:
             folders.clear()
         elif not is_group(document):
             if not _anything(Path(folder)):
-                folders.clear()  # a folder without the file: a process was killed as it made it
+                folders.clear()  # an empty folder: its writer was killed before it wrote the zarr.json
                 continue
             name = os.path.relpath(folder, path)
             why = "is not that of a group or an array" if "zarr.json" in files else "is not there"
@@ -35,12 +35,12 @@ def damaged_groups(path: Path) -> list[str]:
 
 
 def _anything(folder: Path) -> bool:
-    """Whether a file lies in a folder, or below it, that its writer was done with."""
+    """Whether a folder holds, at any depth, a file that is not temporary."""
     return any(not TEMPORARY.fullmatch(name) for _, _, names in os.walk(folder) for name in names)
 
 
 def read_document(folder: Path) -> dict[str, Any]:
-    """The parsed ``zarr.json`` of a folder; empty when there is none, or when it is not a JSON object."""
+    """The parsed ``zarr.json`` of a folder; empty if it is missing or not a JSON object."""
     try:
         file = open_file(folder / "zarr.json")
         try:
@@ -48,21 +48,21 @@ def read_document(folder: Path) -> dict[str, Any]:
         finally:
             os.close(file)
     except OSError as error:
-        if error.errno in UNREADABLE:  # a file that may not be read is neither damaged nor missing
+        if error.errno in UNREADABLE:  # a file without read access is neither damaged nor missing
             raise TraceUnreadableError(f"cannot read {folder / 'zarr.json'}: {error.strerror or error}") from error
         return {}
     return as_document(data)
 
 
 def disperse(path: Path, durable: bool) -> None:
-    """Take out of the root what zarr-python consolidated there, because it does not know what was written since."""
+    """Remove zarr-python's consolidated metadata from the root, because it is out of date after a write."""
     document = read_document(path)
     if document.pop(CONSOLIDATED, None) is not None:
         write_document(path, document, durable)
 
 
 def write_document(folder: Path, document: Mapping[str, Any], durable: bool, anew: bool = True) -> None:
-    """Write the ``zarr.json`` of a folder, all of it or nothing; unless it is there already, if not `anew`."""
+    """Write the ``zarr.json`` of a folder atomically; if not `anew`, an existing file stays."""
     # a random name, because two ranks may write the root at the same time
     temporary = f"{folder}/.zarr.json.{os.getpid()}.{os.urandom(4).hex()}.part"
     data = as_bytes(document, folder)
@@ -84,12 +84,12 @@ def write_document(folder: Path, document: Mapping[str, Any], durable: bool, ane
 
 
 def _put(temporary: str, place: str, anew: bool) -> None:
-    """Give a file its name: in place of one that has it if `anew`, else only where there is none."""
+    """Rename a file; if not `anew`, an existing file of that name stays and the new one is removed."""
     if not anew:
         try:
             with suppress(FileExistsError):
                 os.link(temporary, place)
-        except OSError:  # the file system has no links
+        except OSError:  # the file system has no hard links
             anew = not os.path.exists(place)
     if anew:
         os.replace(temporary, place)

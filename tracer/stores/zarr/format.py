@@ -1,4 +1,4 @@
-"""What the ``zarr.json`` of arrays and groups says, and the checksum behind each chunk."""
+"""The content of ``zarr.json`` documents, and the checksum behind each chunk."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tracer.format.checksum import crc32c
 from tracer.stores.codecs import Codec, zarr_codec
 
 DOCUMENT_LIMIT: Final = 16 << 20
-"""Bytes of the largest zarr.json that is read; parsed, it takes many times as much."""
+"""The most bytes of a zarr.json that are read; parsed, it takes many times as much memory."""
 WRITER: Final = "writer"
-"""The only attribute of a root on an object store that was put so that no other process does, and holds nothing yet."""
+"""The only attribute of a new root on an object store: a random number that identifies the writer that claimed it."""
 CONSOLIDATED: Final = "consolidated_metadata"
-"""Member of the ``zarr.json`` of a group in which zarr-python keeps those of all that is in it, and believes them."""
+"""Member of a group's ``zarr.json`` with zarr-python's copies of all documents below, which it trusts blindly."""
 _BYTES: Final = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC32C: Final = {"name": "crc32c"}
 
 
 def checksum_bytes(data: bytes | memoryview) -> bytes:
-    """The CRC-32C of some bytes, as it stands in a file."""
+    """The CRC-32C of `data`, as 4 bytes little-endian."""
     return int(crc32c(data)).to_bytes(4, "little")
 
 
 def array_document(
     dtype: np.dtype[Any], chunk: tuple[int, ...], shard: tuple[int, ...], codec: Codec | None
 ) -> dict[str, Any]:
-    """The ``zarr.json`` of an array, without what changes: its shape and its attributes."""
+    """The constant part of an array's ``zarr.json``: without shape and attributes."""
     inner = [] if codec is None else [zarr_codec(codec, dtype.itemsize, dtype.itemsize * math.prod(chunk))]
     fill: Any = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": [0.0, 0.0]}[dtype.kind]
     return {
@@ -56,7 +56,7 @@ def array_document(
 
 
 def as_document(data: bytes | memoryview) -> dict[str, Any]:
-    """The object in a ``zarr.json``; empty where it is none, or larger than any of a trace."""
+    """Parse a ``zarr.json``; empty if it is not a JSON object, or is too large."""
     if len(data) > DOCUMENT_LIMIT:
         return {}
     try:
@@ -67,7 +67,7 @@ def as_document(data: bytes | memoryview) -> dict[str, Any]:
 
 
 def as_bytes(document: Mapping[str, Any], where: object) -> bytes:
-    """A ``zarr.json`` as it is written; `TraceError` if the attributes of what is there are no JSON."""
+    """Serialize a ``zarr.json``; raises `TraceError` if the attributes of `where` are not valid JSON."""
     try:
         return json.dumps(document).encode()
     except (TypeError, ValueError) as error:
@@ -75,7 +75,7 @@ def as_bytes(document: Mapping[str, Any], where: object) -> bytes:
 
 
 def is_group(document: Mapping[str, Any]) -> bool:
-    """Whether a ``zarr.json`` is that of a group of Zarr 3."""
+    """Whether a ``zarr.json`` describes a Zarr v3 group."""
     return document.get("zarr_format") == 3 and document.get("node_type") == "group"
 
 

@@ -1,6 +1,6 @@
-"""The base of the stores that read Zarr traces: it finds out which chunks are asked for, and subclasses read those.
+"""The base class of stores that read Zarr traces: it interprets documents and indexes, and subclasses fetch the bytes.
 
-Arrays with other codecs than those written here (a trace that another tool copied) are left to zarr-python.
+Arrays with codecs that this package does not write (in a trace that another tool copied) are read by zarr-python.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tracer.stores.zarr.format import DOCUMENT_LIMIT
 from tracer.stores.zarr.shards import MISSING, as_index, chunks_begin, second_index
 
 EXPANSION: Final = 4096
-"""How many times its size on disk the data of an array with other codecs than ours can be, at most."""
+"""The highest compression ratio that is believed of an array with foreign codecs."""
 
 
 class ZarrReader(ReadStore):
@@ -32,50 +32,50 @@ class ZarrReader(ReadStore):
     def __init__(self) -> None:
         self.problems = []
         self.thorough = False
-        """Whether what a reading does not need is looked at, too."""
+        """Whether to check redundant data as well, such as copies of indexes; set for a damaged store."""
         self._arrays: dict[str, ArrayDescription] = {}
         self._assumed: set[str] = set()
 
-    # -- what depends on where the trace is ----------------------------------------------------------------------------
+    # -- access to files or objects, by subclasses ---------------------------------------------------------------------
 
     @abstractmethod
     def _document(self, name: str) -> Mapping[str, Any]:
-        """The ``zarr.json`` of an array or group; empty where there is none."""
+        """The ``zarr.json`` of an array or group; empty if there is none."""
 
     @abstractmethod
     def _foreign(self, array: ArrayDescription) -> Any:
-        """zarr-python's array, for codecs other than ours."""
+        """Open an array with foreign codecs by zarr-python."""
 
     @abstractmethod
     def _open(self, name: str, anew: bool = False) -> ArrayDescription:
-        """An array, looked at once, or `anew`."""
+        """The description of an array, cached unless `anew`."""
 
     @abstractmethod
     def _bytes_of(self, name: str) -> int:
-        """Bytes of all that is there of an array."""
+        """Bytes of all files or objects of an array."""
 
     @abstractmethod
     def _shard_numbers(self, name: str) -> list[int]:
-        """Numbers of the shards of an array that are there."""
+        """Numbers of the existing shards of an array."""
 
     @abstractmethod
     def _index_of(self, array: ArrayDescription, shard: int) -> NDArray[np.uint64]:
-        """The index of a shard; empty where it cannot be read."""
+        """The index of a shard; empty if it cannot be read."""
 
     @abstractmethod
     def _decoded_size(self, array: ArrayDescription, shard: int, offset: int) -> int:
-        """How large a compressed chunk says that it is; 0 where that cannot be read."""
+        """The decoded size in the header of a compressed chunk; 0 if it cannot be read."""
 
     @abstractmethod
     def _made_as(self, name: str, rows: RowChunks, codec: Codec | None) -> ArrayDescription:
-        """An array of no rows as it was made here."""
+        """The description of an empty array as a `WriteStore` would have made it."""
 
     @abstractmethod
     def _held_bytes(self, array: ArrayDescription, start: int, stop: int) -> int:
-        """How many bytes of rows what is there of these can hold, at most."""
+        """An upper bound of the decoded bytes in the existing shards of rows ``start`` to ``stop``."""
 
     def _check_size(self, array: ArrayDescription, start: int, stop: int) -> None:
-        """Refuse, before memory is taken, to read rows that cannot be there."""
+        """Raise `TraceCorruptError` for more rows than can be stored, before memory is allocated for them."""
         nbytes = (stop - start) * array.row_nbytes
         if nbytes <= DOCUMENT_LIMIT:
             return
@@ -86,9 +86,9 @@ class ZarrReader(ReadStore):
 
     @abstractmethod
     def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> list[int]:
-        """Fill `out` with rows ``start`` to ``stop``; the checksums of their chunks, if they were compared."""
+        """Fill `out` with rows ``start`` to ``stop``; returns the CRC-32Cs of their chunks if they were compared."""
 
-    # -- what does not -------------------------------------------------------------------------------------------------
+    # -- independent of the location -----------------------------------------------------------------------------------
 
     def length(self, name: str) -> int:
         return self._open(name, anew=True).rows
@@ -113,7 +113,7 @@ class ZarrReader(ReadStore):
         if array.foreign is not None:
             return int(EXPANSION * self._bytes_of(name) // max(1, array.row_nbytes))
         numbers = self._shard_numbers(name)
-        # the name of a shard is its number, which a damaged trace may set to anything; shards may be missing
+        # Shards may be missing, so the highest number counts. A damaged trace may have a shard named by any number.
         return min(max(numbers, default=-1) + 1, 1000 * (len(numbers) + 1)) * array.shard_rows
 
     def assume(
@@ -132,11 +132,11 @@ class ZarrReader(ReadStore):
         if not 0 < nbytes <= CHUNK_LIMIT:
             return None
         if nbytes != array.chunk_nbytes:
-            # the first compressed chunk tells that chunks have another size
+            # the first stored chunk shows that the array was made with another chunk size
             array = self._arrays[name] = self._made_as(name, RowChunks(name, dtype, shape, nbytes), codec)
             rows = (last + 1) * array.shard_rows
         if len(stored):
-            # the last shard has rows only up to its last chunk
+            # the last shard is filled only up to its last stored chunk
             chunks = int(np.flatnonzero(index[:, 0] != MISSING).max()) + 1
             rows = last * array.shard_rows - (-chunks // array.per_row) * array.chunk[0]
         array.rows = rows
@@ -176,7 +176,7 @@ class ZarrReader(ReadStore):
         return found
 
     def _described(self, name: str, document: Mapping[str, Any]) -> ArrayDescription:
-        """An array by its ``zarr.json``."""
+        """Describe an array from its ``zarr.json``."""
         array = ArrayDescription(self.path, name, document)
         if not array.is_ours:
             array.foreign = self._foreign(array)
@@ -185,9 +185,9 @@ class ZarrReader(ReadStore):
     def _index_in(
         self, array: ArrayDescription, shard: int, read: Callable[[int, int], bytes]
     ) -> tuple[NDArray[np.uint64], int]:
-        """The index of a shard, and where it begins: the second one if the first fails.
+        """The index of a shard, and its offset in the shard; the second copy is used if the first fails its checksum.
 
-        `read` gives bytes of the shard, from where and how many.
+        ``read(offset, nbytes)`` returns bytes of the shard.
         """
         chunks = array.per_shard
         size, at = chunks * 16 + 4, second_index(chunks)
@@ -199,7 +199,7 @@ class ZarrReader(ReadStore):
                 raise TraceCorruptError(f"{self.path}: the index {why}")
             self._tell(f"the index {why}; its copy is whole, and what it leads to can be read")
             return second, at
-        # traces that other programs wrote have none
+        # shards that another program wrote have no second index: their chunks begin in its place
         if self.thorough and second is None and int(first[:, 0].min()) >= chunks_begin(chunks):
             self._tell(f"the copy of the index {why}; the index itself is whole")
         return first, 0
@@ -210,5 +210,5 @@ class ZarrReader(ReadStore):
 
 
 def numbers_in(names: Iterable[str]) -> list[int]:
-    """Those of some names that can be numbers of shards."""
+    """The shard numbers among the names of files."""
     return [int(name) for name in names if name.isdecimal() and len(name) < 16]

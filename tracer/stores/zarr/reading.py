@@ -1,4 +1,4 @@
-"""Reading a Zarr trace from a directory, with ``pread``: a library call for each chunk costs more than the chunk."""
+"""Reads a Zarr trace from a directory with ``pread``, because a Zarr library costs more per chunk than the chunk."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from tracer.stores.zarr.reader import ZarrReader, numbers_in
 from tracer.stores.zarr.shards import MISSING, GrowingArray
 
 READ_PIECE = 1 << 20
-"""Bytes of one read: they should be in the processor's cache when their checksum is computed."""
+"""Bytes per read call, so that they are still in the CPU cache when their checksum is computed."""
 READS = 3
-"""How often chunks are read before they count as damaged: a writer may have moved one after the index was read."""
+"""Reads before chunks count as damaged, because a writer may have moved one after the index was read."""
 MOVES = 100
-"""How often a chunk is read again because a writer moved it meanwhile: each time it has committed twice."""
+"""Further reads if a writer is known to have moved a chunk; each time it has committed twice."""
 OPEN_FILES = 64
-"""Shards and folders kept open; models have thousands of streams, and processes may open about a thousand files."""
+"""The most shards, and the most folders, kept open; the limit of a process is often about a thousand files."""
 
 
 class _MovedError(TraceCorruptError):
-    """A chunk was moved while it was read."""
+    """A writer moved a chunk while it was read."""
 
 
 class _ReadShard(OpenFile):
-    """A shard that is open for reading, and its index."""
+    """A shard that is open for reading, with its index."""
 
     __slots__ = ("index", "index_at", "key", "last", "settled")
 
@@ -49,19 +49,19 @@ class _ReadShard(OpenFile):
         super().__init__(file)
         self.key = key_of(file)
         self.index: NDArray[np.uint64] = np.empty((0, 2), "<u8")
-        """Offset and bytes of each chunk."""
+        """Offset and size of each chunk."""
         self.index_at = 0
-        """Where in the file the index begins."""
+        """Offset in the file of the index in use."""
         self.last = -1
-        """The last chunk that is there."""
+        """The last chunk that exists."""
         self.settled: list[int] = []
-        """Where each chunk lies, for arrays with a row in each; -1 unless it is whole and stays there."""
+        """The offset of each chunk, for arrays with one row per chunk; -1 unless it is complete and final."""
 
     def moved(self, chunk: int) -> bool:
-        """Whether a writer has moved a chunk since the index was read, so that another may be where it was.
+        """Whether a writer has moved a chunk since the index was read, so that its old place may hold other data.
 
-        To be asked after the chunk was read. Only the last chunk moves, when it grows, and its old place is written to
-        again only after the index that refers to the new one.
+        Call it after the chunk was read. Only the last chunk moves, when it grows, and its old place is reused only
+        after the index with the new place was written.
         """
         if chunk != self.last:
             return False
@@ -77,10 +77,10 @@ class ZarrReadStore(ZarrReader):
         super().__init__()
         self.path = path
         self._root = os.path.realpath(str(path))
-        # folders and shards that are known to lie within the trace
+        # folders known to lie within the trace, even with links resolved
         self._within = {os.path.dirname(str(path / "zarr.json"))}
         self._paths: dict[str, dict[int, Path]] = {}
-        # the shards that were read last, the latest at the end
+        # LRU cache: the shard used last is at the end
         self._shards: dict[tuple[str, int], _ReadShard] = {}
         self._folders: dict[str, Folder] = {}
 
@@ -117,7 +117,7 @@ class ZarrReadStore(ZarrReader):
             return True
         shard = row // array.shard_rows
         index = self._index_of(array, shard) if (self.path / array.shard_name(shard)).is_file() else None
-        # the index itself may be damaged
+        # the index itself may be damaged; then the chunk counts as existing
         return index is not None and (not len(index) or bool(index[array.entry_of(row), 0] != MISSING))
 
     def assume(
@@ -150,7 +150,7 @@ class ZarrReadStore(ZarrReader):
 
     def _foreign(self, array: ArrayDescription) -> Any:
         _check_links(self.path, array.name, len(array.chunk))
-        # here, because most traces do not need zarr-python, and its import takes half a second
+        # imported lazily: most traces do not need zarr-python, and its import takes half a second
         import zarr
 
         try:
@@ -195,17 +195,17 @@ class ZarrReadStore(ZarrReader):
 
     @contextmanager
     def _of_one_run(self, name: str) -> Iterator[None]:
-        """Open something of an array, of the part that was there before, and not of one that was put in its place.
+        """Ensure that what the block opens belongs to the same folder of the part as everything opened before.
 
         Raises
         ------
         TraceUnreadableError
-            If the part is another one by now, or gone.
+            If the folder of the part was replaced or removed.
         """
         part = name.partition("/")[0]
         folder = self._folders.get(part)
         if folder is None and len(self._folders) < OPEN_FILES:
-            folder = Folder.of(self.path / part)  # if there is no folder, the read below says so
+            folder = Folder.of(self.path / part)  # if the folder is missing, the block raises
             if folder is not None:
                 self._folders[part] = folder
         try:
@@ -215,7 +215,7 @@ class ZarrReadStore(ZarrReader):
                 raise gone(self.path)
 
     def _forget(self, name: str) -> None:
-        """Read the indexes of an array's shards anew: they know its rows as far as there were when they were read."""
+        """Drop the cached shards of an array, because their indexes lack rows that were added since."""
         for key in list(self._shards):
             if key[0] == name:
                 self._shards.pop(key, None)
@@ -227,11 +227,11 @@ class ZarrReadStore(ZarrReader):
         if array.codec is not None:
             return self._stored_bytes(array, start, stop)
         shards = [self.path / array.shard_name(number) for number in range(first, last + 1)]
-        # and one chunk more, because the last one may be there only in part
+        # plus one chunk, because the last chunk may be cut off
         return sum(path.stat().st_size for path in shards if path.is_file()) + array.chunk_nbytes
 
     def _stored_bytes(self, array: ArrayDescription, start: int, stop: int) -> int:
-        """How many bytes the compressed chunks of these rows can become."""
+        """An upper bound of the decoded bytes of the compressed chunks of rows ``start`` to ``stop``."""
         wanted = array.numbers(start, stop)
         found = 0
         for number in range(wanted.start // array.per_shard, -(-wanted.stop // array.per_shard)):
@@ -239,13 +239,13 @@ class ZarrReadStore(ZarrReader):
             begin = number * array.per_shard
             sizes = shard.index[max(wanted.start - begin, 0) : wanted.stop - begin, 1]
             sizes = sizes[(sizes > 4) & (sizes <= array.chunk_nbytes + OVERHEAD + 4)]
-            # an index may claim the same bytes for many chunks; they count once
+            # a damaged index may claim the same bytes for many chunks; then the shard does not count
             if int(sizes.sum()) <= os.fstat(shard.file).st_size:
                 found += len(sizes) * array.chunk_nbytes
         return found
 
     def _check_inside(self, path: Path) -> None:
-        # a link could lead out of the directory, and show files that are not the trace's
+        # a link could lead out of the directory and expose files that are not part of the trace
         if not self._is_inside(str(path)):
             raise TraceFormatError(f"{self.path}: {path} leads out of the trace")
 
@@ -289,9 +289,9 @@ class ZarrReadStore(ZarrReader):
     def _fill_plain(
         self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool
     ) -> list[int]:
-        """As `_fill`, for chunks as they are."""
+        """As `_fill`, for uncompressed chunks."""
         checksums: list[int] = []
-        to = out.data  # slices of a memoryview are made in half the time of an array's
+        to = out.data  # slicing a memoryview takes half the time of slicing an array
         chunk_nbytes, per_shard = array.chunk_nbytes, array.per_shard
         shard: _ReadShard | None = None
         shard_number = -1
@@ -311,7 +311,7 @@ class ZarrReadStore(ZarrReader):
             else:
                 target = new_memory(chunk_nbytes).data
                 right = _read_chunk(file, target, trailer, offset)
-                # the rest of the chunk, which was not asked for, may never have been written, and be zeros
+                # the checksum may have been computed with zeros behind the last row, which are damaged now
                 if not right and self.thorough and _without_padding(target, trailer, len(to) - low + at):
                     right = True
                     self._tell(f"what follows the last row in chunk {number} of array {array.name!r} is not as it was")
@@ -351,7 +351,7 @@ class ZarrReadStore(ZarrReader):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {array.name!r} cannot be decoded")
 
     def _shard(self, array: ArrayDescription, number: int) -> _ReadShard:
-        """A shard for reading: opened and its index read once, while it is among those that were used last."""
+        """The cached shard, or a newly opened one."""
         name = array.name
         shard = self._shards.pop((name, number), None)
         if shard is None:
@@ -359,16 +359,16 @@ class ZarrReadStore(ZarrReader):
             shard.last = int(np.flatnonzero(shard.index[:, 0] != MISSING).max(initial=-1))
             if array.in_rows:
                 settled = shard.index[:, 1] == array.chunk_nbytes + 4
-                settled[shard.last] = False  # the last chunk may still be moved by the writer
+                settled[shard.last] = False  # the writer may still move the last chunk
                 shard.settled = np.where(settled, shard.index[:, 0].astype(np.int64), -1).tolist()
             while len(self._shards) >= OPEN_FILES:
-                # another thread may have removed it just now
+                # the defaults are for another thread that empties the cache meanwhile
                 self._shards.pop(next(iter(self._shards), ("", 0)), None)
         self._shards[name, number] = shard
         return shard
 
     def _open_shard(self, array: ArrayDescription, number: int) -> _ReadShard:
-        """A shard that was opened just now, with its index."""
+        """Open a shard and read its index."""
         known = self._paths.setdefault(array.name, {})
         path = known.get(number)
         if path is None:
@@ -383,7 +383,7 @@ class ZarrReadStore(ZarrReader):
         except OSError as error:
             why = f"{self.path}: shard {number} of array {array.name!r} cannot be opened: {error.strerror}"
             raise (TraceUnreadableError if error.errno in UNREADABLE else TraceCorruptError)(why) from error
-        # a damaged file may claim any size, for which memory would be allocated
+        # a damaged description may claim an index of any size, so the file size is checked before memory is allocated
         file, size = shard.file, os.fstat(shard.file).st_size
         shard.index, shard.index_at = self._index_in(
             array, number, lambda begin, nbytes: os.pread(file, nbytes, begin) if begin + nbytes < size else b""
@@ -392,9 +392,9 @@ class ZarrReadStore(ZarrReader):
 
 
 def _check_links(path: Path, name: str, axes: int) -> None:
-    """Refuse what is no file where zarr-python opens the shards: it follows links, and reads folders as zeros."""
+    """Refuse an array in which shards are not regular files: zarr-python follows links, and reads folders as zeros."""
     for parent, folders, files in os.walk(path / name):
-        # the folders of a chunk: "c", then one for each axis but the last
+        # a shard lies in the folder "c" and one further folder for each axis but the last
         deepest = len(Path(parent).relative_to(path / name).parts) == axes
         for entry in (*folders, *files):
             mode = os.lstat(os.path.join(parent, entry)).st_mode
@@ -403,10 +403,10 @@ def _check_links(path: Path, name: str, axes: int) -> None:
 
 
 def _read_chunk(file: int, target: memoryview, trailer: bytearray, offset: int) -> bool:
-    """Read a chunk and the checksum that follows it; whether they agree."""
+    """Read a chunk and the checksum behind it; returns whether they agree."""
     nbytes = len(target)
     start = checksum = 0
-    # in pieces, so that each is still in the processor's cache when its checksum is computed
+    # in pieces that are still in the CPU cache when their checksum is computed
     while nbytes - start > READ_PIECE:
         piece = target[start : start + READ_PIECE]
         if os.preadv(file, [piece], offset + start) != READ_PIECE:
@@ -420,7 +420,7 @@ def _read_chunk(file: int, target: memoryview, trailer: bytearray, offset: int) 
 
 
 def _without_padding(chunk: memoryview, trailer: bytearray, nbytes: int) -> bool:
-    """Whether a chunk is right but for what follows its first bytes, which zeros take the place of."""
+    """Whether a chunk passes its checksum once all but its first `nbytes` bytes are set to zero, as is done here."""
     if not 0 < nbytes < len(chunk):
         return False
     chunk[nbytes:] = bytes(len(chunk) - nbytes)

@@ -1,4 +1,4 @@
-"""The files of shards while they are written: kept open, written past the page cache or through it, and waited for."""
+"""Writes shard files: keeps them open, chooses between direct and cached writes, and syncs them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tracer.stores.chunks import ALIGNED_BYTES
 from tracer.stores.disk.direct import DIRECT, PIECE, DirectIO, is_aligned, write_all
 
 OPEN_FILES = 64
-"""Shards kept open; models have thousands of streams, and processes may open about a thousand files."""
+"""The most shards kept open; the limit of a process is often about a thousand files."""
 
 
 class ShardFiles:
-    """The files of shards that a store writes; see `tracer.stores.disk.direct` for why some bypass the page cache.
+    """The shard files of one store; see `tracer.stores.disk.direct` for why some writes bypass the page cache.
 
     Parameters
     ----------
     durable : bool
-        Whether `sync` waits until the disk has what was written.
+        Whether `sync` waits for the disk.
     """
 
     __slots__ = ("_direct", "_direct_files", "_durable", "_files", "_last_pages", "_unsynced")
@@ -30,16 +30,16 @@ class ShardFiles:
     def __init__(self, *, durable: bool) -> None:
         self._durable = durable
         self._direct = DirectIO()
-        # buffers for the last page of each chunk: its end, its checksum, and zeros
+        # memory for the last page of each chunk: the end of the chunk, its checksum, and zeros
         self._last_pages = new_memory(16 * PAGE)
-        # files and folders that changed since the last `sync`; only kept if the store is durable
+        # files and folders that changed since the last `sync`; only used if durable
         self._unsynced: dict[str, None] = {}
         self._files: OrderedDict[str, int] = OrderedDict()
-        # the same files, opened once more to be written past the page cache
+        # the same files, opened a second time for direct I/O
         self._direct_files: OrderedDict[str, int] = OrderedDict()
 
     def open(self, path: str, flags: int = 0) -> int:
-        """The descriptor of a file, which is made if it is not there."""
+        """The descriptor of a file, which is created if needed."""
         files = self._direct_files if flags else self._files
         file = files.get(path)
         if file is None:
@@ -51,7 +51,7 @@ class ShardFiles:
         return file
 
     def made(self, folder: Path, root: Path) -> None:
-        """Remember that a folder, and perhaps those between it and the root, are new."""
+        """Note that a folder, and perhaps the folders between it and the root, are new."""
         if self._durable:
             while folder != root:
                 self._unsynced[str(folder)] = None
@@ -59,7 +59,7 @@ class ShardFiles:
             self._unsynced[str(folder)] = None
 
     def sync(self) -> None:
-        """Wait until the disk has what was written so far, where it has to be waited for."""
+        """Wait until everything written so far is on the disk; does nothing unless durable."""
         for path in self._unsynced:
             opened = self._files.get(path)
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if opened is None else opened
@@ -71,16 +71,16 @@ class ShardFiles:
         self._unsynced.clear()
 
     def write(self, path: str, data: bytes, offset: int) -> None:
-        """Write bytes as they are."""
+        """Write bytes without a checksum."""
         write_all(self.open(path), [data], len(data), offset)
         self._changed(path)
 
     def write_run(
         self, path: str, run: Sequence[memoryview], offset: int, stride: int, *, unhurried: bool
     ) -> list[int]:
-        """Write chunks, each with its checksum, to places of a file that are so many bytes apart; their checksums.
+        """Write chunks, each followed by its checksum, at `offset` and then every `stride` bytes.
 
-        If `unhurried`, large ones are written past the page cache where that is possible.
+        Returns the checksums. If `unhurried`, large chunks bypass the page cache where possible.
         """
         self._changed(path)
         if unhurried and len(run[0]) >= ALIGNED_BYTES and all(map(self._direct.aligns, run)):
@@ -109,11 +109,12 @@ class ShardFiles:
             self._unsynced[path] = None
 
     def _write_past_cache(self, path: str, run: Sequence[memoryview], offset: int) -> list[int] | None:
-        """Write chunks that begin at pages, each with its checksum and zeros up to the next page.
+        """Write chunks with direct I/O, each followed by its checksum and zeros up to the next page.
 
-        Returns their checksums; None if that did not work.
+        Returns the checksums; None if direct I/O is not possible.
 
-        Together, because what a disk is asked to do, and a thread to wait for, costs more than how much of it that is.
+        All chunks go into one system call if their memory is aligned, because the cost is per call rather than per
+        byte.
         """
         known = self._direct.possible
         if not (self._direct.serves(self.open(path)) if known is None else known):
@@ -149,9 +150,9 @@ class ShardFiles:
 
 
 def _write_pieces(file: int, data: memoryview, offset: int) -> int:
-    """Write a chunk and its checksum, and return that.
+    """Write a chunk followed by its checksum, and return the checksum.
 
-    Each piece is checksummed just before it is written: that brings it into the processor's cache.
+    Each piece is checksummed just before it is written, so that it is in the CPU cache for the write.
     """
     nbytes = len(data)
     start = checksum = 0

@@ -1,7 +1,7 @@
-"""How the chunks of an array fall into shards, wherever those lie: their sizes, their names and their indexes.
+"""Sizes, names and indexes of shards, the same on disks and object stores.
 
-A shard begins with an index, which says where each of its chunks is, and how long. A damaged index would cost all
-chunks of its shard, so a second one follows it, in the next page.
+A shard begins with an index of the offset and size of each chunk. Without it all chunks of the shard would be lost, so
+a copy follows in the next page.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tracer.stores.codecs import Codec
 from tracer.stores.zarr.format import array_document, checksum_bytes
 
 CHUNKS_PER_SHARD = 128
-"""Chunks of a shard, at most, save for rows of more chunks."""
+"""The most chunks of a shard; a row of more chunks has a shard of its own."""
 MISSING: Final = 2**64 - 1
-"""Offset and size of a chunk that is not there."""
+"""Offset and size of a missing chunk in an index."""
 
 
 def second_index(chunks: int) -> int:
-    """Where the second index of a shard of so many chunks begins: at the first page behind the first one.
+    """Offset of the second index of a shard with `chunks` chunks: the first page behind the first index.
 
     Examples
     --------
@@ -36,12 +36,12 @@ def second_index(chunks: int) -> int:
 
 
 def chunks_begin(chunks: int) -> int:
-    """Where the chunks of a shard of so many begin: behind its two indexes."""
+    """Offset of the first chunk of a shard with `chunks` chunks: behind both indexes."""
     return second_index(chunks) + chunks * 16 + 4
 
 
 def as_index(data: bytes, chunks: int) -> NDArray[np.uint64] | None:
-    """The index of a shard of so many chunks that is in `data` with its checksum; None if it fails that."""
+    """Parse the index of `chunks` chunks and its checksum in `data`; None if the checksum fails."""
     size = chunks * 16
     if len(data) != size + 4 or checksum_bytes(data[:size]) != data[size:]:
         return None
@@ -49,7 +49,7 @@ def as_index(data: bytes, chunks: int) -> NDArray[np.uint64] | None:
 
 
 def shard_name(number: int, axes: int) -> str:
-    """What a shard of an array with so many axes is called, below the array.
+    """The path of a shard within its array, which has `axes` axes.
 
     Examples
     --------
@@ -60,7 +60,7 @@ def shard_name(number: int, axes: int) -> str:
 
 
 class Shard:
-    """A shard that is being written, and its index: the chunks are put where a store has room for them."""
+    """A shard being written: its index. Subclasses decide where the chunks lie."""
 
     __slots__ = ("_entries", "changed", "chunks", "number")
 
@@ -68,30 +68,30 @@ class Shard:
         self.number = number
         self.chunks = chunks
         self.changed = False
-        """Whether the index that readers see is not this one."""
-        # for each chunk its offset and its size, as the index has them
+        """Whether this index differs from the published one."""
+        # offset and size of each chunk, alternating as in the index
         self._entries = [MISSING] * (2 * chunks)
 
     def offset_of(self, place: int) -> int | None:
-        """Where a chunk begins; None if it is not there yet."""
+        """The offset of a chunk; None if it was not written yet."""
         offset = self._entries[2 * place]
         return None if offset == MISSING else offset
 
     def enter(self, place: int, offset: int, nbytes: int) -> None:
-        """Say in the index where a chunk begins, and how many bytes it has with its checksum."""
+        """Enter a chunk's offset and its size including the checksum into the index."""
         self._entries[2 * place] = offset
         self._entries[2 * place + 1] = nbytes
         self.changed = True
 
     def indexes(self) -> bytes:
-        """What the shard begins with: its index with the checksum, and once more at the next page."""
+        """The first bytes of the shard: the index with its checksum, and the same again at the next page."""
         data = struct.pack(f"<{len(self._entries)}Q", *self._entries)
         data += checksum_bytes(data)
         return data.ljust(second_index(self.chunks), b"\0") + data
 
 
 class GrowingArray:
-    """An array that is being written: how it falls into shards, and what its ``zarr.json`` says.
+    """An array being written: its shards and its ``zarr.json``.
 
     Parameters
     ----------
@@ -101,9 +101,9 @@ class GrowingArray:
     gapless : bool
         As in `WriteStore.create`.
     shard_bytes : int, optional
-        Bytes of the chunks of a shard, at most, save for rows that are larger.
+        The most bytes of chunks in a shard; a larger row has a shard of its own.
     ahead : int
-        So many shards the ``zarr.json`` of an array with gaps says there are, at least.
+        The least number of shards that the ``zarr.json`` of an array with gaps claims.
     """
 
     __slots__ = (
@@ -136,18 +136,18 @@ class GrowingArray:
         self.attrs: dict[str, Any] = {}
         self.ahead = ahead * self.shard_rows
         self.end = 0
-        """One behind the last row that was appended."""
+        """Number of the last appended row plus one."""
         self.published = -1
-        """Rows that its ``zarr.json`` says; -1 where that is to be written anew."""
+        """Rows that the ``zarr.json`` claims; -1 if it must be rewritten."""
 
     def to_publish(self) -> int:
-        """Rows that the zarr.json should say: to write it at each commit would cost more than the rest of that."""
+        """Rows that the zarr.json should claim: rounded up with gaps, to avoid costly rewrites at each commit."""
         return self.end if self.gapless else rows_ahead(self.end, self.ahead)
 
     def document(self, rows: int) -> Mapping[str, Any]:
-        """The ``zarr.json`` of so many rows."""
+        """The ``zarr.json`` that claims `rows` rows."""
         return self.template | {"shape": [rows, *self.rows.row_shape], "attributes": self.attrs}
 
     def shard_name(self, number: int) -> str:
-        """What a shard is called, below the store."""
+        """The path of a shard within the store."""
         return f"{self.name}/{shard_name(number, len(self.rows.row_shape) + 1)}"

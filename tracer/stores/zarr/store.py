@@ -1,4 +1,4 @@
-"""Zarr traces in directories are made, found, opened and removed here."""
+"""Creates, finds, opens and removes Zarr traces in directories."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tracer.stores.zarr.writing import ZarrWriteStore
 
 
 def create(path: Path, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> ZarrWriteStore:
-    """Make a Zarr group at `path`, or a group in it; see `tracer.stores.opening.create_store`."""
+    """Make a Zarr group at `path`, or the group of a part in it; see `tracer.stores.opening.create_store`."""
     mine = path if part is None else path / part
     if is_there(mine) or mine.is_symlink():
         if not overwrite:
@@ -37,7 +37,7 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
         if mine.exists():
             shutil.rmtree(mine)
         if part is not None:
-            # other processes may make the directory and its root at the same time, but this part is ours alone
+            # other ranks may create the directory and its root at the same time; only this process creates this part
             make_folder(path, durable=durable)
             write_document(path, group_document({}), durable, anew=False)
         else:
@@ -56,12 +56,12 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
 
 
 def files(path: Path) -> list[Path]:
-    """Where the parts of a trace are: in one directory."""
+    """The directory itself: it holds all parts of a trace."""
     return [path]
 
 
 def blank(path: Path) -> bool:
-    """Whether nothing is in a directory but what a process left that was killed as it began."""
+    """Whether a directory holds only what a process leaves when it is killed while it creates a store."""
     if not path.is_dir() or path.is_symlink():
         return False
     names = {name for name in os.listdir(path) if not TEMPORARY.fullmatch(name)}

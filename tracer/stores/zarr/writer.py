@@ -1,4 +1,4 @@
-"""The base of the stores that write Zarr traces: the names of arrays and groups, and their attributes."""
+"""The base class of stores that write Zarr traces: it keeps the names and attributes of arrays and groups."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ZarrWriter(WriteStore[A]):
     def __init__(self) -> None:
         super().__init__()
         self._groups: dict[str, dict[str, Any]] = {"": {}}
-        # arrays and groups with something to publish
+        # names of arrays and groups with unpublished changes
         self._changed: dict[str, None] = {}
-        # whether another process has made the root, and has set its attributes
+        # whether another process has already set the attributes of the root
         self._joined = False
 
     def make(self, name: str, rows: RowChunks, codec: Codec | None, gapless: bool) -> None:
@@ -40,7 +40,7 @@ class ZarrWriter(WriteStore[A]):
 
     @abstractmethod
     def _make(self, name: str, rows: RowChunks, codec: Codec | None, gapless: bool, groups: list[str]) -> None:
-        """Take in an array, and groups above it that are not there yet, the upper ones first."""
+        """Register an array and the new `groups` above it, which are ordered from the top down."""
 
     def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
         if name == "" and self._joined:

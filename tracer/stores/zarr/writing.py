@@ -1,10 +1,8 @@
-"""Writing a Zarr trace into a directory.
+"""Writes a Zarr trace into a directory with ``pwrite``, because a Zarr library costs more per chunk than the chunk.
 
-Shards are written here with ``pwrite``, because a library call for each chunk costs more than the chunk.
-
-What a commit published is never written over: the last chunk of an array, which is not full yet, alternates between
-slots, and the index, which fits into one page, is replaced as a whole. Compressed chunks follow each other as they
-come, each as long as it is; only the last one has slots, which are large enough for whatever it becomes.
+Published data is never overwritten. The unfinished last chunk of an array alternates between slots, and both copies of
+the index are replaced by one write. Compressed chunks are packed one behind the other; only the last chunk has slots,
+which are large enough for any compressed size.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from tracer.stores.zarr.writer import ZarrWriter
 
 
 class _ShardFile(Shard):
-    """The file of a shard that is being written, and which slots of it are in use."""
+    """The file of a shard being written, and its free slots."""
 
     __slots__ = ("end", "free", "path", "retired", "slots")
 
@@ -42,34 +40,34 @@ class _ShardFile(Shard):
         self.path = path
         self.slots = 0
         self.free: list[int] = []
-        # places to which only the index on disk refers; free once that in memory is written
+        # offsets that only the index on disk refers to; free once the index in memory is written
         self.retired: list[int] = []
         # offset of the next compressed chunk
         self.end = first
 
     def put(self, place: int, offset: int, nbytes: int) -> None:
-        """Enter a chunk; if it was elsewhere, that place becomes free as soon as the index is on the disk."""
+        """Enter a chunk; its previous place becomes free as soon as the new index is on the disk."""
         before = self.offset_of(place)
         if before is not None:
             self.retired.append(before)
         self.enter(place, offset, nbytes)
 
     def settle(self) -> None:
-        """Take note that the index which is on disk is the one in memory, so that the old places can be used again."""
+        """Note that the index was written to the disk, which frees the old places."""
         self.changed = False
         self.free += self.retired
         self.retired.clear()
 
 
 class _Array(GrowingArray):
-    """An array that is being written into files."""
+    """An array being written to files."""
 
     __slots__ = ("first", "folder", "full", "shard", "stride")
 
     def __init__(self, folder: Path, name: str, rows: RowChunks, codec: Codec | None, *, gapless: bool) -> None:
         super().__init__(name, rows, codec, gapless=gapless)
         self.folder = folder
-        # where chunks lie in a shard: behind its index, and large ones at page borders, where writing is faster
+        # chunks lie behind the indexes of a shard; large ones are page-aligned, which is faster to write
         page = PAGE if rows.chunk_nbytes >= ALIGNED_BYTES else 1
         self.first = -(-chunks_begin(self.per_shard) // page) * page
         self.stride = -(-(rows.chunk_nbytes + 4) // page) * page
@@ -78,7 +76,7 @@ class _Array(GrowingArray):
         self.full: list[_ShardFile] = []
 
     def changed_shards(self) -> list[_ShardFile]:
-        """The shards whose indexes do not say all that is in them."""
+        """The shards whose index on disk is out of date."""
         last = [] if self.shard is None or not self.shard.changed else [self.shard]
         return [*self.full, *last]
 
@@ -91,7 +89,7 @@ class ZarrWriteStore(ZarrWriter[_Array]):
     def __init__(self, path: Path, *, part: str | None = None, durable: bool = False) -> None:
         super().__init__()
         self.path = path
-        # the folder that this store made; the root of a trace of several parts belongs to all of them
+        # the folder that this store created: of its part only, because all parts share the root
         self._own = path if part is None else path / part
         self._folder = Folder.of(self._own)
         self._durable = durable
@@ -103,7 +101,7 @@ class ZarrWriteStore(ZarrWriter[_Array]):
                 self._join(part)
 
     def _join(self, part: str) -> None:
-        """Make the group of a part; that of the root is there, and has attributes if another process set them."""
+        """Make the group of a part. The root group exists, and has attributes if another process set them."""
         document = read_document(self.path)
         if document.get("node_type") == "group" and isinstance(document.get("attributes"), dict):
             self._groups[""] = document["attributes"]
@@ -128,7 +126,7 @@ class ZarrWriteStore(ZarrWriter[_Array]):
         first = array.rows.rows
         found: list[int] = []
         self._changed[name] = None
-        try:  # not `with write_errors`: that would be five calls more for each message, and a message is some ten
+        try:  # not `with write_errors`, which adds five function calls to the ten of each message
             array.rows.append(rows, lambda number, pieces: found.extend(self._write(array, number, pieces)))
         except OSError as error:
             raise cannot_write(self.path, error) from error
@@ -147,13 +145,12 @@ class ZarrWriteStore(ZarrWriter[_Array]):
                 tail = array.rows.take_tail()
                 if tail is not None:
                     self._write(array, tail[0], [tail[1]], last=True)
-            # Data, then the indexes, then the lengths: each refers to what came before, which must be on the disk
-            # first.
+            # Data, then indexes, then lengths: each refers to the one before, which must be on the disk first.
             self._files.sync()
             shards = [shard for array in arrays for shard in array.changed_shards()]
             for shard in shards:
-                # Both copies in one write: a kill ends it at a page, so one copy at least is whole, the new one or the
-                # old.
+                # Both copies in one write: a kill cuts the write at a page border, so at least one copy stays whole,
+                # new or old.
                 self._files.write(shard.path, shard.indexes(), 0)
             self._files.sync()
             for shard in shards:
@@ -175,7 +172,7 @@ class ZarrWriteStore(ZarrWriter[_Array]):
     def close(self) -> None:
         if not self.closed:
             self.commit()
-            # the length was rounded up while the array grew; if this fails, nothing is lost
+            # replaces the rounded-up lengths by the exact ones; a failure loses no data
             with suppress(OSError):
                 for array in self.arrays.values():
                     if array.published != array.end:
@@ -203,11 +200,11 @@ class ZarrWriteStore(ZarrWriter[_Array]):
 
     def discard(self) -> None:
         self.abandon()
-        if self._folder is None or self._folder.is_there():  # unless the path is another's by now
+        if self._folder is None or self._folder.is_there():  # unless another folder is at the path now
             shutil.rmtree(self._own, ignore_errors=True)
 
     def _shard_of(self, array: _Array, shard_number: int) -> _ShardFile:
-        """The shard that is being written, or a new one; chunks come in order."""
+        """The current shard of an array, or a new one if the next shard begins; chunks come in order."""
         shard = array.shard
         if shard is None or shard.number != shard_number:
             if shard is not None and shard.changed:
@@ -219,9 +216,9 @@ class ZarrWriteStore(ZarrWriter[_Array]):
         return shard
 
     def _write(self, array: _Array, number: int, pieces: Sequence[memoryview], last: bool = False) -> list[int]:
-        """Write chunks that follow each other; `last`: the last one of the array, which comes again when it is fuller.
+        """Write consecutive chunks; returns their checksums unless the array is compressed.
 
-        Returns their checksums, of an array that is not compressed.
+        `last` marks the unfinished last chunk, which is written again when it has more rows.
         """
         if array.codec is None:
             return self._write_chunks(array, number, pieces)
@@ -230,7 +227,7 @@ class ZarrWriteStore(ZarrWriter[_Array]):
         return []
 
     def _write_chunks(self, array: _Array, number: int, pieces: Sequence[memoryview]) -> list[int]:
-        """Write chunks that follow each other, together those that also do in the file; their checksums."""
+        """Write consecutive chunks, those that are adjacent in the file by one call; returns their checksums."""
         checksums: list[int] = []
         run: list[memoryview] = []
         begin = 0
@@ -272,7 +269,7 @@ class ZarrWriteStore(ZarrWriter[_Array]):
             offset = shard.end
             shard.end += len(data) + OVERHEAD + 4 if last else nbytes + 4
         self._files.write_run(shard.path, [encoded], offset, 0, unhurried=False)
-        # only the last chunk is ever rewritten, so each place that becomes free has the size of a slot
+        # only the last chunk is ever rewritten, so every free place has the size of a slot
         shard.put(place, offset, nbytes + 4)
 
     def _publish_array(self, array: _Array, rows: int) -> None:
@@ -287,18 +284,18 @@ class ZarrWriteStore(ZarrWriter[_Array]):
 
 
 def _cut(file: int, shard: _ShardFile, slot_nbytes: int) -> bool:
-    """Free the space behind the last chunk that the index on disk refers to; False if there is no index yet.
+    """Truncate a file behind the last chunk in the index on disk; False if the file has no index yet.
 
-    `slot_nbytes` is the size of the largest place that a chunk has.
+    `slot_nbytes` is the size of the largest slot of a chunk.
     """
     data = os.pread(file, shard.chunks * 16, 0)
-    # zeros: there are chunks, but the index was not written yet
+    # zeros: chunks were written, but no index yet
     if len(data) < shard.chunks * 16 or not any(data):
         return False
     index = np.frombuffer(data, "<u8").reshape(-1, 2)
     index = index[index[:, 0] != MISSING]
     end = int(index.sum(axis=1).max(initial=chunks_begin(shard.chunks)))
-    # the disk may still have the older index, and what that refers to stays
+    # after a power failure the disk may still have the older index, so the places that it refers to stay
     end = max([end, *(place + slot_nbytes for place in shard.retired)])
     if end < os.fstat(file).st_size:
         os.ftruncate(file, end)
