@@ -113,7 +113,7 @@ def profile(name: str) -> tuple[Capture, ...]:
         activations of the first datapoints, at most 64 of one batch. Inputs, labels and outputs of a batch above 8 MiB
         are kept only as a hash. If all parameters together exceed 64 MiB, they take turns in having updates recorded.
     ``full``
-        Everything, at every step and of every evaluation.
+        Every kind of `DEFAULT_KINDS` in full, at every step and of every evaluation.
 
     Raises
     ------
