@@ -50,7 +50,7 @@ ELSEWHERE = {
     "budget": "it trains nine networks for a minute each",
     "diff": "its smallest size trains forty networks, and takes a minute",
     "families": "it is how two of the others run programs",
-    "gpu": "it needs one, and tests/observing/test_cuda.py is for that",
+    "gpu": "it needs one, and tests/observing/test_cuda*.py are for that",
     "least": "it is what two of the others compare with",
     "metrics": "it calls the four others of metrics",
     "metrics_dynamics": "it trains networks for a minute",

@@ -38,6 +38,22 @@ def watch(
     return exporter, heard
 
 
+def observe(model: nn.Module, capture: Any, x: Any = None, steps: int = 3, optimizer: Any = None) -> Collect:
+    """What a training under this capture publishes."""
+    exporter, heard = Exporter(capture=capture, strict=True), Collect("*")
+    exporter.message_bus.register(heard)
+    exporter.set_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
+    exporter.set_optimizer(optimizer)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        output = model(torch.randn(5, 3) if x is None else x)
+        (output[0] if isinstance(output, tuple) else output).square().sum().backward()
+        optimizer.step()
+    exporter.detach()
+    return heard
+
+
 def find(heard: Collect, kind: str, module: str | None = None, **fields: Any) -> list[Message]:
     """The messages of a kind and module with these fields, in order."""
     return [

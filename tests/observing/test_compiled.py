@@ -1,18 +1,14 @@
-"""Recording inside ``torch.compile``: one graph, the same training, eager's values; and where it cannot be."""
+"""Recording inside ``torch.compile``: one graph, the same training, eager's values."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import dataclasses
-import functools
+import importlib
 import inspect
-import io
-import pickle
 import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,225 +18,36 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tracer
-from tests.endings import InBackward, alike, ended, optimizers_of
+from tests.endings import InBackward, alike, ended
+from tests.observing.compiled_training import (
+    EAGER,
+    FORWARD,
+    INDUCTOR,
+    NO_COMPILER,
+    Attention,
+    Convolutions,
+    Residual,
+    Trained,
+    adam,
+    assert_as_the_loop_had_it,
+    assert_close,
+    assert_same_end,
+    dynamo,
+    forget,
+    graphs,
+    identity,
+    loop,
+    train,
+    unchanged,
+)
 from tests.observing.recorded import sgd
-from tracer import Capture, Collect, Exporter, Message
+from tracer import Exporter
 from tracer.observing.pytorch.compiled import SUPPORTED
 
-pytestmark = pytest.mark.skipif(not SUPPORTED, reason="this torch has no operators with effects")
-
-FORWARD = ("input_data", "layer_inputs", "activations", "network_output")
-KINDS = (*FORWARD, "layer_gradients", "weights", "weight_gradients", "weight_updates")
-
-
-def no_compiler() -> str | None:
-    """Why inductor cannot build anything here, or None."""
-    try:
-        from torch._inductor.cpp_builder import get_cpp_compiler
-
-        get_cpp_compiler()
-    except Exception as error:  # noqa: BLE001 - torch's own, of a class that moved between versions
-        return f"inductor finds no C++ compiler: {type(error).__name__}"
-    return None
-
-
-NO_COMPILER = no_compiler()
-# its graph is the one that aot_eager is given, which makes more of it
-EAGER = pytest.param("eager", marks=pytest.mark.slow)
-INDUCTOR = pytest.param("inductor", marks=pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER)))
-
-
-@pytest.fixture(autouse=True)
-def dynamo() -> Iterator[None]:
-    """Compilation begins and ends without what others compiled."""
-    forget()
-    with warnings.catch_warnings():
-        for category in (DeprecationWarning, FutureWarning):  # of torch's own compiler
-            warnings.simplefilter("ignore", category)
-        yield
-    forget()
-
-
-def forget() -> None:
-    """Forget what was compiled."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-
-
-def graphs() -> int:
-    """How many graphs were compiled; a test that asks has no graph breaks."""
-    assert not torch._dynamo.utils.counters["graph_break"]
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-class Residual(nn.Module):
-    """In-place ReLU, dropout that does nothing, `h += x`, and a layer that is called twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 16)
-        self.relu = nn.ReLU(inplace=True)
-        self.shared = nn.Linear(16, 16)
-        self.norm = nn.LayerNorm(16)
-        self.last = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.first(x))
-        h = self.shared(x)
-        h += x
-        return self.last(self.shared(self.norm(h)))
-
-
-class Convolutions(nn.Module):
-    """Batch norm, an in-place ReLU that is called twice, and a residual that is added in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(1, 4, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(4)
-        self.relu = nn.ReLU(inplace=True)
-        self.second = nn.Conv2d(4, 4, 3, padding=1)
-        self.last = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.norm(self.first(x.view(-1, 1, 2, 4))))
-        y = self.second(x)
-        y += x
-        return self.last(self.relu(y).mean((2, 3)))
-
-
-class Attention(nn.Module):
-    """A transformer's encoder, whose modules return tuples and views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        self.last = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.encoder(x.view(2, -1, 8)))
-
-
-def watch(model: nn.Module, optimizer: Any = None, *, strict: bool = True, **settings: Any) -> tuple[Exporter, Collect]:
-    """An exporter with a capture of these settings, and what is heard of it."""
-    exporter, heard = Exporter(capture=Capture(**{"kinds": KINDS, **settings}), strict=strict), Collect("*")
-    exporter.message_bus.register(heard)
-    exporter.set_model(model)
-    exporter.set_optimizer(optimizer)
-    return exporter, heard
-
-
-@dataclasses.dataclass
-class Trained:
-    """A model after its training, what was heard of it, how it ended, and what the loop returned."""
-
-    model: nn.Module
-    exporter: Exporter | None
-    heard: list[Message]
-    end: dict[str, Any]
-    returned: Any = None
-
-    @property
-    def weights(self) -> Tensor:
-        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
-
-    @property
-    def data(self) -> dict[Any, Tensor]:
-        return {identity(one): one.data for one in self.heard if one.data is not None}
-
-
-def loop(run: Any, optimizer: Any, steps: int) -> list[list[Tensor]]:
-    """A training loop; of each step the output, and the gradient of each parameter."""
-    had = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        output = run(torch.randn(16, 8))
-        output.square().mean().backward()
-        optimizer.step()
-        had.append([output.detach().clone(), *(p.grad.clone() for p in optimizer.param_groups[0]["params"])])
-    return had
-
-
-def adam(model: nn.Module) -> torch.optim.AdamW:
-    """The optimizer of most trainings."""
-    return torch.optim.AdamW(model.parameters(), 1e-2)
-
-
-def train(
-    make: Callable[[], nn.Module],
-    backend: str | None,
-    *,
-    record: bool = True,
-    steps: int = 10,
-    optimizer: Callable[[nn.Module], Any] = adam,
-    loop: Callable[..., Any] = loop,
-    calls: bool = False,
-    **settings: Any,
-) -> Trained:
-    """Train a model from one seed: eagerly, or compiled with a backend; for more steps than recompiles are allowed.
-
-    With `calls` the loop has calls of the recorder's in it: it gets the exporter, or None.
-    """
-    forget()
-    torch.manual_seed(3)
-    model = make()
-    chosen = optimizer(model)
-    exporter, heard = watch(model, optimizers_of(chosen), **settings) if record else (None, Collect("*"))
-    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
-    returned = loop(run, chosen, steps, *([exporter] if calls else []))
-    if exporter is not None:
-        exporter.finish()
-        exporter.detach()
-    return Trained(model, exporter, list(heard), ended(model, optimizers_of(chosen)), returned)
-
-
-def assert_same_end(one: Trained, other: Trained) -> None:
-    """Tensors, gradients, the optimizers' state, generators and hooks are those of the other training, to the bit.
-
-    So is what the loop returned.
-    """
-    assert one.end.keys() == other.end.keys()
-    for name, value in one.end.items():
-        assert alike(value, other.end[name]), name
-    assert alike(one.returned, other.returned)
-
-
-def unchanged(make: Callable[[], nn.Module], backend: str | None, **settings: Any) -> Trained:
-    """Trained with a recorder; the same, compiled as well but without a recorder, ends the same."""
-    alone = train(make, backend, record=False, **settings)
-    recorded = train(make, backend, **settings)
-    assert_same_end(recorded, alone)
-    return recorded
-
-
-def assert_as_the_loop_had_it(recorded: Trained, last: str) -> None:
-    """Outputs, the last layer's and its gradients, and gradients of weights, as `loop` had them itself in each step."""
-    names = [name.replace("_orig_mod.", "") for name, _ in recorded.model.named_parameters()]
-    for step, (output, *gradients) in enumerate(recorded.returned):
-        place = step, "default", 0, ""
-        assert torch.equal(recorded.data["activations", last, *place], output)
-        assert torch.equal(recorded.data["network_output", None, *place], output)
-        torch.testing.assert_close(recorded.data["layer_gradients", last, *place], 2 * output / output.numel())
-        for name, gradient in zip(names, gradients, strict=True):
-            module, _, attribute = name.rpartition(".")
-            if attribute == "weight":
-                assert torch.equal(recorded.data["weight_gradients", module, *place], gradient), name
-
-
-def identity(message: Message) -> tuple[Any, ...]:
-    """What tells a message from all others."""
-    return message.kind, message.key, message.global_step, message.tag, message.call, message.leaf
-
-
-def assert_close(found: dict[Any, Tensor], expected: dict[Any, Tensor], backend: str) -> None:
-    """Equal to eager's, bit for bit where the backend runs eager's kernels."""
-    assert found.keys() == expected.keys()
-    near = {"rtol": 1e-9, "atol": 1e-11} if backend == "inductor" else {"rtol": 0, "atol": 0}
-    for key, value in found.items():
-        torch.testing.assert_close(
-            value, expected[key], **near, equal_nan=True, msg=lambda text, key=key: f"{key}: {text}"
-        )
+pytestmark = [
+    pytest.mark.skipif(not SUPPORTED, reason="this torch has no operators with effects"),
+    pytest.mark.usefixtures(dynamo.__name__),
+]
 
 
 # -- what is recorded -----------------------------------------------------------------------------------------
@@ -299,10 +106,89 @@ def test_values_against_autograd(backend: str) -> None:
     assert_as_the_loop_had_it(recorded, "last")
 
 
-@functools.cache
-def alone() -> Trained:
-    """A training that several recorded ones are compared with: ten steps by aot_eager that nobody watches."""
-    return train(Residual, "aot_eager", record=False)
+@pytest.mark.slow
+@pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
+def test_half_precision_is_rounded_where_it_is_recorded() -> None:
+    """Inductor keeps in float32 what it fuses; what is recorded is rounded in between, as it always is eagerly.
+
+    That this is the only difference: when inductor rounds everything that it fuses, the training is bit-equal.
+    """
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.act, self.norm, self.last = nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.last(self.norm(self.act(self.first(x)))).float()
+
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        recorded = train(Half, "inductor")
+        assert graphs() == 1
+        alone = train(Half, "inductor", record=False)
+    assert_same_end(recorded, alone)
+    assert recorded.data["activations", "act", 0, "default", 0, ""].dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
+@pytest.mark.usefixtures("double")  # as where the same graph is compiled above, whose machine code is kept
+def test_cuda_graphs_end_before_what_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor, asked where it would cut its CUDA graphs, names each of the operators; once, however often it traced.
+
+    That what it captures on a device is recorded in every step, `tests/observing/test_cuda_graphs.py` shows.
+    """
+    from torch._inductor.scheduler import Scheduler
+
+    decide, reasons = Scheduler.should_partition, []
+
+    def asked(scheduler: Any, node: Any, *rest: Any) -> Any:
+        reason = decide(scheduler, node, *rest)
+        if "tracereel" in str(getattr(node.node, "op_overload", None)):
+            reasons.append(str(reason))
+        return reason
+
+    monkeypatch.setattr(Scheduler, "should_partition", asked)
+    with torch._inductor.config.patch(fx_graph_cache=False, custom_should_partition_ops=["other::operator"]):
+        recorded = unchanged(Residual, "inductor", steps=1)
+        listed = torch._inductor.config.custom_should_partition_ops
+        assert listed[0] == "other::operator"
+        assert len(listed) == len(set(listed))
+    assert any("observe_gradient" in one for one in reasons)
+    assert all(one.startswith("custom partition op: tracereel::observe") for one in reasons)
+    assert_as_the_loop_had_it(recorded, "last")
+
+
+def test_a_trace_of_a_compiled_run(tmp_path: Path) -> None:
+    """`record` around a compiled loop: all streams stand in the trace, and no module is silent."""
+    trained = []
+    for record in (False, True):
+        forget()
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        optimizer = sgd(model)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        path = tmp_path / "run.zarr"
+        with (
+            tracer.record(path, run, optimizer, strict=True, capture=tracer.Capture())
+            if record
+            else contextlib.nullcontext()
+        ):
+            had = loop(run, optimizer, 3)
+        trained.append(Trained(model, None, [], ended(model, [optimizer]), had))
+    assert_same_end(*trained)
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        for kind in ("activations", "layer_gradients"):
+            assert trace.array(kind, "0")[1].shape == (3, 16, 8)
+        assert not [note for note in trace.notes if "silent" in note or "problem" in note]
+        outputs, first, _, last, _ = (torch.stack(values) for values in zip(*had, strict=True))
+        found = {key: torch.from_numpy(trace.array(*key)[1]) for key in (
+            ("activations", "2"), ("layer_gradients", "2"), ("weight_gradients", "0"), ("weight_gradients", "2")
+        )}  # fmt: skip
+        assert torch.equal(found["activations", "2"], outputs)
+        torch.testing.assert_close(found["layer_gradients", "2"], 2 * outputs / outputs[0].numel())
+        assert torch.equal(found["weight_gradients", "0"], first)
+        assert torch.equal(found["weight_gradients", "2"], last)
 
 
 Pair = collections.namedtuple("Pair", ["one", "other"])
@@ -623,431 +509,11 @@ def test_ways_to_train_a_compiled_model(way: str, backend: str) -> None:
             torch.testing.assert_close(gradient, slope.T @ given)
 
 
-# -- what is compiled -----------------------------------------------------------------------------------------
-
-
-def test_what_is_compiled_may_be_more_or_less_than_the_model() -> None:
-    """A function around it, the module itself by ``.compile()``, or one of its parts: each is one graph."""
-    expected = None
-    settings: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
-    for how in ("function", "method", "part"):
-
-        def compiling(model: Any, optimizer: Any, steps: int, how: str = how) -> list[list[Tensor]]:
-            run = model
-            if how == "function":
-                run = torch.compile(lambda x: model(x), **settings)
-            elif how == "method":
-                model.body.compile(**settings)
-            else:
-                model.body.forward = torch.compile(model.body.forward, **settings)
-            return loop(run, optimizer, steps)
-
-        recorded = unchanged(
-            lambda: nn.Sequential(collections.OrderedDict(body=Residual(), head=nn.Linear(4, 2))),
-            None, optimizer=sgd, loop=compiling, steps=3,
-        )  # fmt: skip
-        told = [identity(one) for one in recorded.heard]
-        expected = expected or told
-        assert recorded.exporter is not None
-        assert (how, graphs(), recorded.exporter.silent) == (how, 1, [])
-        assert told == expected
-        assert_as_the_loop_had_it(recorded, "head")
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["before", "during"])
-def test_what_torch_leaves_uncompiled_stays_so(late: bool) -> None:
-    """`.compile()` of torch's own modules compiles nothing, but with hooks it would: they get none, which is told."""
-
-    def compiling(model: Any, optimizer: Any, steps: int) -> list[list[Tensor]]:
-        if late:
-            model.compile(backend="eager")
-        return loop(model, optimizer, steps)
-
-    def make() -> nn.Module:
-        model = nn.Sequential(collections.OrderedDict(first=nn.Linear(8, 8), body=Residual(), head=nn.Linear(4, 2)))
-        if not late:
-            model.compile(backend="eager")
-        return model
-
-    told = r"the forward of Sequential, 'first', 'head' is not observed: torch compiles nothing"
-    with pytest.warns(RuntimeWarning, match=told):
-        recorded = unchanged(make, None, optimizer=sgd, loop=compiling, steps=3)
-    assert graphs() == 1  # of what is inside and of a class of its own
-    assert recorded.exporter is not None
-    of_weights = {module for kind, module, *_ in recorded.data if kind == "weights"}
-    assert of_weights >= {"first", "body.first", "head"}
-    of_layers = {module for kind, module, *_ in recorded.data if kind == "activations"}
-    assert "body.first" in of_layers
-    assert not {"", "first", "head"} & of_layers
-    assert nn.Module.compile.__module__ == "torch.nn.modules.module"
-    assert not hasattr(nn.Module.compile, "__wrapped__")
-
-
-def test_only_what_is_asked_for_is_in_the_graph() -> None:
-    """Parameters are seen from outside, so recording only them leaves the graph as it is, but for the root's passes."""
-    alone = train(lambda: nn.Sequential(Residual()), "eager", record=False, steps=1)
-    counts = [torch._dynamo.utils.counters["stats"]["calls_captured"]]
-    for kinds in (["weights"], ["weights", "activations"]):
-        recorded = train(lambda: nn.Sequential(Residual()), "eager", steps=1, kinds=kinds)
-        counts.append(torch._dynamo.utils.counters["stats"]["calls_captured"])
-        assert_same_end(recorded, alone)
-        assert {key[0] for key in recorded.data} == set(kinds)
-    assert torch.equal(recorded.data["activations", "0.last", 0, "default", 0, ""], recorded.returned[0][0])
-    assert counts[0] < counts[1] < counts[2]
-
-
-@pytest.mark.parametrize("backend", [EAGER, "aot_eager"])
-def test_after_the_recording(backend: str) -> None:
-    """Nothing is left: no hook, no operator in the graph that is compiled next, and the training goes on as alone."""
-    kept: list[str] = []
-
-    def looking(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        kept.append(graph.print_readable(print_output=False))
-        return torch._dynamo.lookup_backend(backend)(graph, inputs)
-
-    results = []
-    for record in (False, True):
-        forget()
-        torch.manual_seed(5)
-        model = Residual()
-        optimizer = adam(model)
-        run = torch.compile(model, backend=looking, fullgraph=True)
-        had = []
-        if record:
-            kept.clear()
-            exporter, heard = watch(model, optimizer)
-            had += loop(run, optimizer, 3)
-            exporter.detach()
-            count = len(list(heard))
-        else:
-            had += loop(run, optimizer, 3)
-        had += loop(run, optimizer, 3)
-        results.append(Trained(model, None, [], ended(model, [optimizer]), had))
-    assert_same_end(*results)
-    assert ["torch.ops.tracereel" in one for one in kept] == [True, False]
-    assert len(list(heard)) == count
-    found = [one.data for one in heard if (one.kind, one.key) == ("activations", "last")]
-    assert alike(found, [output for output, *_ in had[:3]])
-    assert not [one for one in model.modules() if one._forward_hooks or one._forward_pre_hooks]
-
-
-@pytest.mark.parametrize("make", [pytest.param(Residual, marks=pytest.mark.slow), lambda: nn.Sequential(Residual())])
-def test_hooks_that_come_too_late_are_reported(make: Callable[[], nn.Module]) -> None:
-    """What was compiled before the recording calls no later hooks: a warning, a problem, and the advice that helps."""
-
-    def begun() -> nn.Module:
-        model = make()
-        loop(torch.compile(model, backend="eager", fullgraph=True), sgd(model), 1)
-        return model
-
-    def going_on(run: Any, optimizer: Any, steps: int, exporter: Exporter | None) -> list[list[Tensor]]:
-        if exporter is None:
-            had = loop(run, optimizer, 1)
-        else:
-            with pytest.warns(RuntimeWarning, match="begin the recording before the first call"):
-                had = loop(run, optimizer, 1)
-            assert exporter.silent == [name for name, _ in exporter.named_modules]
-            assert [problem["what"] for problem in exporter.problems] == ["the inside of the model"]
-        torch._dynamo.reset()
-        return had + loop(run, optimizer, 1)
-
-    recorded = unchanged(begun, "eager", optimizer=sgd, loop=going_on, calls=True)
-    assert recorded.exporter is not None
-    assert recorded.exporter.silent == []
-    steps = {kind: {key[2] for key in recorded.data if key[0] == kind} for kind in ("activations", "weight_updates")}
-    assert steps == {"activations": {1}, "weight_updates": {0, 1}}
-    last = "last" if make is Residual else "0.last"
-    for step, (*_, gradient, _) in enumerate(recorded.returned):
-        assert torch.equal(recorded.data["weight_gradients", last, step, "default", 0, ""], gradient)
-    assert torch.equal(recorded.data["activations", last, 1, "default", 0, ""], recorded.returned[1][0])
-
-
-def test_models_of_one_class_are_told_apart() -> None:
-    """Models share what is compiled: two that are watched each have their own, and so does one that is not."""
-    trained = []
-    for record in (False, True):
-        forget()
-        torch.manual_seed(0)
-        models = nn.ModuleList(Residual() for _ in range(3))
-        x = torch.randn(4, 8)
-        expected = [model(x).detach() for model in models]
-        chosen: dict[str, Any] = {"kinds": ["activations", "layer_gradients"], "modules": ["last"]}
-        heard = [watch(model, **chosen) for model in models[:2]] if record else []
-        outputs = []
-        for model in models:
-            outputs.append(torch.compile(model, backend="aot_eager", fullgraph=True)(x))
-            outputs[-1].sum().backward()
-        for exporter, _ in heard:
-            exporter.detach()
-        trained.append(Trained(models, None, [], ended(models, []), outputs))
-        assert graphs() == (3 if record else 1)
-    assert_same_end(*trained)
-    for (_, one), output in zip(heard, expected, strict=False):
-        assert [message.kind for message in one] == ["activations", "layer_gradients"]
-        assert alike([message.data for message in one], [output, torch.ones_like(output)])
-
-
-def test_another_model_of_the_class_that_was_compiled_before_is_reported() -> None:
-    """The plain graph of the first fits the second, whose hooks it does not call."""
-    others = []
-
-    def second() -> nn.Module:
-        others.append(Residual())
-        torch.compile(others[-1], backend="eager", fullgraph=True)(torch.ones(16, 8)).sum().backward()
-        return Residual()
-
-    with pytest.warns(RuntimeWarning, match="for it or for another model of its classes"):
-        recorded = unchanged(second, "eager", optimizer=sgd, steps=1)
-    assert graphs() == 1
-    assert not [one for one in recorded.heard if one.kind == "activations"]
-    gradient = recorded.data["weight_gradients", "last", 0, "default", 0, ""]
-    assert torch.equal(gradient, recorded.returned[0][-2])
-
-
-def test_a_part_that_was_compiled_too_early_is_named() -> None:
-    """Of a model that is eager, the part that was compiled and run before."""
-
-    def begun() -> nn.Module:
-        model = nn.Sequential(torch.compile(Residual(), backend="eager"), nn.Linear(4, 2))
-        loop(model, sgd(model), 1)
-        return model
-
-    with pytest.warns(RuntimeWarning, match="the inside of '0' is not observed"):
-        recorded = unchanged(begun, None, optimizer=sgd, steps=2)
-    assert recorded.exporter is not None
-    assert len(recorded.exporter.problems) == 1
-    assert_as_the_loop_had_it(recorded, "1")
-
-
-def test_compiled_code_elsewhere_is_no_problem() -> None:
-    """A model that is recorded eagerly, although something else was compiled before."""
-
-    def make() -> nn.Module:
-        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-        return Residual()
-
-    recorded = unchanged(make, None, optimizer=sgd, steps=2)
-    assert graphs() == 1
-    assert recorded.exporter is not None
-    assert recorded.exporter.problems == []
-    for step, (output, *_) in enumerate(recorded.returned):
-        assert torch.equal(recorded.data["activations", "last", step, "default", 0, ""], output)
-
-
-# -- what must not break --------------------------------------------------------------------------------------
-
-
-def test_an_attention_is_not_taken_for_a_compiled_model() -> None:
-    """Its last layer is never called by torch; after another model was compiled, that is no sign of hooks too late."""
-
-    def make() -> nn.Module:
-        torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
-        return nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def once(model: nn.Module, optimizer: Any, steps: int) -> list[Tensor]:
-        x = torch.randn(2, 3, 4)
-        output = model(x, x, x)[0]
-        output.sum().backward()
-        optimizer.step()
-        return [output.detach()]
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "(?!Guards may run slower on Python 3.13.0)")
-        recorded = unchanged(make, None, optimizer=sgd, loop=once)
-    assert graphs() == 1
-    assert recorded.exporter is not None
-    assert not recorded.exporter.problems
-    assert "weight_updates" in {one.kind for one in recorded.heard}
-    assert torch.equal(recorded.data["network_output", None, 0, "default", 0, "0"], recorded.returned[0])
-
-
-@pytest.mark.parametrize("kind", ["activations", pytest.param("layer_gradients", marks=pytest.mark.slow)])
-def test_what_fails_in_an_operator_stays_there(kind: str) -> None:
-    """The stream is given up with a warning, and the training is the same; strict, the error reaches the loop."""
-
-    def condition(message: Message) -> bool:
-        if message.kind == kind and message.global_step >= 1:
-            raise RuntimeError("no luck")
-        return True
-
-    with pytest.warns(RuntimeWarning, match="no luck"):
-        recorded = train(Residual, "aot_eager", strict=False, condition=condition)
-    assert_same_end(recorded, alone())
-    assert {key[2] for key in recorded.data if key[0] == kind} == {0}
-    assert {key[2] for key in recorded.data if key[0] == "weights"} == set(range(10))
-    with pytest.raises(RuntimeError, match="no luck"):
-        train(Residual, "aot_eager", condition=condition)
-
-
-def test_copies_are_not_watched() -> None:
-    """A copy or a pickle of the model, compiled, tells nobody; nor does a graph whose exporter is gone."""
-    trained = []
-    for record in (False, True):
-        forget()
-        torch.manual_seed(3)
-        model = Residual()
-        optimizer = sgd(model)
-        exporter, heard = watch(model, optimizer) if record else (None, Collect("*"))
-        run = torch.compile(model, backend="aot_eager", fullgraph=True)
-        had = [*loop(run, optimizer, 1)]
-        count = len(list(heard))
-        saved = io.BytesIO()
-        torch.save(model, saved)
-        saved.seek(0)
-        loaded = torch.load(saved, weights_only=False)
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
-            output = torch.compile(other, backend="aot_eager", fullgraph=True)(torch.ones(2, 8))
-            output.sum().backward()
-            had.append([output.detach(), *(p.grad for p in other.parameters())])
-        assert len(list(heard)) == count
-        if exporter is not None:
-            exporter.message_bus.unregister(heard)
-            exporter.message_bus.unwatch(exporter.parts.rewire)
-        del exporter
-        had += loop(run, optimizer, 2)
-        assert len(list(heard)) == count
-        trained.append(Trained(model, None, [], ended(model, [optimizer]), had))
-        del trained[-1].end["hooks"]  # some of an exporter that was never detached are still there, and do nothing
-    assert_same_end(*trained)
-
-
-def test_an_exported_model_has_no_operators() -> None:
-    """It is used without the exporter, perhaps without this package; it is the program that is exported without."""
-    trained = []
-    for record in (False, True):
-        forget()
-        torch.manual_seed(3)
-        model = Residual()
-        exporter, heard = watch(model) if record else (None, Collect("*"))
-        had: list[Any] = []
-        for strict in (False, True):
-            program = torch.export.export(model, (torch.ones(2, 8),), strict=strict)
-            assert "tracereel" not in str(program.graph)
-            output = program.module()(torch.randn(2, 8))
-            output.sum().backward()
-            had += [str(program.graph), output.detach()]
-        if exporter is not None:
-            exporter.detach()
-        assert not list(heard)
-        trained.append(Trained(model, None, [], ended(model, []), had))
-    assert_same_end(*trained)
-
-
-class Branches(nn.Module):
-    """One layer or another, as the input has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, self.one, self.other, (x,))
-
-
-def test_where_operators_cannot_be_modules_are_silent() -> None:
-    """Under vmap, and in a branch of ``torch.cond``, the graph is compiled as without, and the modules are reported."""
-
-    def compiling(model: nn.Module, optimizer: Any, steps: int) -> list[list[Tensor]]:
-        run = model if isinstance(model, Branches) else torch.vmap(model)
-        return loop(torch.compile(lambda x: run(x), backend="aot_eager", fullgraph=True), optimizer, steps)
-
-    for make in (Branches, lambda: nn.Sequential(nn.Linear(8, 8))):
-        settings = {"steps": 2, "kinds": ["activations", "layer_gradients"]}
-        recorded = unchanged(make, None, loop=compiling, **settings)
-        assert not recorded.heard
-        assert recorded.exporter is not None
-        assert recorded.exporter.silent == [name for name, _ in recorded.exporter.named_modules]
-        eager = train(make, None, record=False, steps=2)
-        torch.testing.assert_close(recorded.returned, eager.returned)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
-def test_half_precision_is_rounded_where_it_is_recorded() -> None:
-    """Inductor keeps in float32 what it fuses; what is recorded is rounded in between, as it always is eagerly.
-
-    That this is the only difference: when inductor rounds everything that it fuses, the training is bit-equal.
-    """
-
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.act, self.norm, self.last = nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return self.last(self.norm(self.act(self.first(x)))).float()
-
-    with torch._inductor.config.patch(emulate_precision_casts=True):
-        recorded = train(Half, "inductor")
-        assert graphs() == 1
-        alone = train(Half, "inductor", record=False)
-    assert_same_end(recorded, alone)
-    assert recorded.data["activations", "act", 0, "default", 0, ""].dtype == torch.bfloat16
-
-
-@pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
-@pytest.mark.usefixtures("double")  # as where the same graph is compiled above, whose machine code is kept
-def test_cuda_graphs_end_before_what_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor, asked where it would cut its CUDA graphs, names each of the operators; once, however often it traced.
-
-    That what it captures on a device is recorded in every step, `tests/observing/test_cuda.py` shows.
-    """
-    from torch._inductor.scheduler import Scheduler
-
-    decide, reasons = Scheduler.should_partition, []
-
-    def asked(scheduler: Any, node: Any, *rest: Any) -> Any:
-        reason = decide(scheduler, node, *rest)
-        if "tracereel" in str(getattr(node.node, "op_overload", None)):
-            reasons.append(str(reason))
-        return reason
-
-    monkeypatch.setattr(Scheduler, "should_partition", asked)
-    with torch._inductor.config.patch(fx_graph_cache=False, custom_should_partition_ops=["other::operator"]):
-        recorded = unchanged(Residual, "inductor", steps=1)
-        listed = torch._inductor.config.custom_should_partition_ops
-        assert listed[0] == "other::operator"
-        assert len(listed) == len(set(listed))
-    assert any("observe_gradient" in one for one in reasons)
-    assert all(one.startswith("custom partition op: tracereel::observe") for one in reasons)
-    assert_as_the_loop_had_it(recorded, "last")
-
-
-def test_a_trace_of_a_compiled_run(tmp_path: Path) -> None:
-    """`record` around a compiled loop: all streams stand in the trace, and no module is silent."""
-    trained = []
-    for record in (False, True):
-        forget()
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-        optimizer = sgd(model)
-        run = torch.compile(model, backend="aot_eager", fullgraph=True)
-        path = tmp_path / "run.zarr"
-        with (
-            tracer.record(path, run, optimizer, strict=True, capture=tracer.Capture())
-            if record
-            else contextlib.nullcontext()
-        ):
-            had = loop(run, optimizer, 3)
-        trained.append(Trained(model, None, [], ended(model, [optimizer]), had))
-    assert_same_end(*trained)
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        for kind in ("activations", "layer_gradients"):
-            assert trace.array(kind, "0")[1].shape == (3, 16, 8)
-        assert not [note for note in trace.notes if "silent" in note or "problem" in note]
-        outputs, first, _, last, _ = (torch.stack(values) for values in zip(*had, strict=True))
-        found = {key: torch.from_numpy(trace.array(*key)[1]) for key in (
-            ("activations", "2"), ("layer_gradients", "2"), ("weight_gradients", "0"), ("weight_gradients", "2")
-        )}  # fmt: skip
-        assert torch.equal(found["activations", "2"], outputs)
-        torch.testing.assert_close(found["layer_gradients", "2"], 2 * outputs / outputs[0].numel())
-        assert torch.equal(found["weight_gradients", "0"], first)
-        assert torch.equal(found["weight_gradients", "2"], last)
+# -- the page -------------------------------------------------------------------------------------------------
 
 
 def test_the_page_has_a_row_for_every_test() -> None:
-    """The table in docs/semantics.md: each test of this file, its backends, and whether it counts graphs.
+    """The table in docs/semantics.md: each test of `test_compiled*.py`, its backends, and whether it counts graphs.
 
     And each compares with the same training without a recorder, as the page says.
     """
@@ -1056,7 +522,9 @@ def test_the_page_has_a_row_for_every_test() -> None:
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if "`test_" in line and line[0] == "|"]
     found = {name.strip("`"): (backends, "graph" in recorded) for _, recorded, backends, name in rows}
     expected = {}
-    for name, test in globals().items():
+    files = sorted(Path(__file__).parent.glob("test_compiled*.py"))
+    tests = [one for file in files for one in vars(importlib.import_module(f"tests.observing.{file.stem}")).items()]
+    for name, test in tests:
         if name.startswith("test_") and name != "test_the_page_has_a_row_for_every_test":
             source = inspect.getsource(test).replace("EAGER,", "'eager',")
             assert "unchanged(" in source or "assert_same_end(" in source, name

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import tracer
+from tests.observing.cuda_training import batches, make, repeatable, state, train
 from tests.observing.device_cases import SIZES, laid_out, odd, of_sizes, wrong_entries, wrong_hash
-from tests.observing.test_cuda import batches, make, repeatable, state, train
 from tracer import Capture
 from tracer.messaging.messages import DATA_KINDS
 from tracer.numbers.statistics import ENTRIES

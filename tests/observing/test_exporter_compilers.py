@@ -95,7 +95,7 @@ def dynamo() -> Iterator[None]:
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_compiled_model_trains_on(fullgraph: bool, tmp_path: Path, dynamo: None) -> None:
-    """Compiled training is unchanged and recorded; more of it in ``test_compiled.py``."""
+    """Compiled training is unchanged and recorded; more of it in ``test_compiled*.py``."""
     results = []
     for watched in (False, True):
         torch.manual_seed(1)
