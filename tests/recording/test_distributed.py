@@ -7,22 +7,17 @@ training's own weights and gradients (`full_tensor` of shards), and gradients co
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, nn
 
 import tracer
@@ -30,31 +25,12 @@ from analyze.registry import parse
 from tests import processes
 from tests.endings import alike, ended
 from tests.recording import two_ranks
-from tracer import Collect, ModuleMessage, TraceReader, TraceWriter
-from tracer.errors import CaptureError, TraceCorruptError, TraceError
-from tracer.format.names import part_name
-from tracer.format.placement import Placement, cover
+from tests.recording.ranks import ROOT, needs_gloo, torchrun, values
+from tracer import Collect, TraceReader
+from tracer.errors import CaptureError
 from tracer.stores.zarr.documents import write_document
-from tracer.trace import assembly
-from tracereel.main import main
 
-ROOT = Path(__file__).parents[2]
-GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
-needs_gloo = pytest.mark.skipif(not GLOO, reason="this build of torch has no torch.distributed with gloo")
 DDP, FSDP = (list(two_ranks.SITUATIONS[which]) for which in ("ddp", "fsdp"))
-
-
-def torchrun(*arguments: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Two processes on this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
-    for _ in range(3):
-        ran = processes.run(command, env=variables, capture_output=True, text=True, timeout=300)
-        # a thread of torch's own that still runs as a process ends, which a script that nobody records meets as well
-        if "terminate called without an active exception" not in ran.stderr:
-            break
-    assert not check or ran.returncode == 0, ran.stderr
-    return ran
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +57,6 @@ def streams(parameter: str) -> tuple[str, str, str, str]:
     return (module, "biases", "bias_gradients", "bias_updates") if attribute == "bias" else (
         module, "weights", "weight_gradients", "weight_updates"
     )  # fmt: skip
-
-
-def values(reader: TraceReader, kind: str, module: str | None, **filters: Any) -> list[Tensor]:
-    """The data of a stream, in order."""
-    return [one.data for one in reader.messages(kind, modules=module, **filters) if one.data is not None]
 
 
 @needs_gloo
@@ -471,356 +442,9 @@ def test_ranks_that_begin_at_once(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["zarr.json"]
 
 
-# -- trace record -----------------------------------------------------------------------------------------------------
-
-SCRIPT = """
-import sys, torch, torch.distributed as dist
-from torch import nn
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-ddp = nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-for step in range(3):
-    optimizer.zero_grad()
-    ddp(torch.full((2, 3), float(dist.get_rank() + step))).square().mean().backward()
-    optimizer.step()
-torch.save([*model.state_dict().values(), torch.get_rng_state()], f"{sys.argv[1]}.{dist.get_rank()}")
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-BECOMES_ANOTHER = """
-import os, subprocess, sys
-sys.path.remove("")
-from tracereel.main import main
-os.execv = lambda path, command: sys.exit(subprocess.run(command).returncode)
-main()
-"""
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the script saved how each rank ended that nobody recorded."""
-    folder = tmp_path_factory.mktemp("alone")
-    (folder / "train.py").write_text(SCRIPT)
-    torchrun(str(folder / "train.py"), str(folder / "ended"))
-    return folder / "ended"
-
-
-def as_one_process() -> list[dict[Any, Tensor]]:
-    """Each step of the script, whose gradients are the mean of the ranks': by kind, and by module or rank."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = []
-    for step in range(3):
-        optimizer.zero_grad()
-        had = {("weights", module): model.get_submodule(module).weight.detach().clone() for module in ("0", "2")}
-        for rank in (0, 1):
-            loss = model(torch.full((2, 3), float(rank + step))).square().mean()
-            (loss / 2).backward()
-            had["loss", rank] = loss.detach()
-        had |= {("weight_gradients", module): model.get_submodule(module).weight.grad.clone() for module in ("0", "2")}
-        steps.append(had)
-        optimizer.step()
-    return steps
-
-
-@needs_gloo
-@pytest.mark.parametrize(
-    "form",
-    [
-        *("torchrun", "torchrun inside"),
-        # which become the same command (tests/recording/launching/test_launchers.py)
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("torchrun by its path", "python")),
-        pytest.param("--module torch.distributed.run", marks=pytest.mark.slow),
-    ],
-)
-def test_trace_record_under_torchrun(tmp_path: Path, form: str, alone: Path) -> None:
-    """The launcher around the recorder, or the recorder around the launcher: one trace with a part for each rank.
-
-    The script ends as it does without either, to the bit; the weights are those of one process with all the batches.
-    """
-    script, path, end = tmp_path / "train.py", tmp_path / "run.zarr", tmp_path / "ended"
-    script.write_text(SCRIPT)
-    options = ["record", "--out", str(path), "-k", "weights", "-k", "weight_gradients", "-k", "loss"]
-    if form == "torchrun":
-        torchrun("-m", "tracereel", *options, str(script), str(end))
-    else:
-        launcher = {
-            "torchrun inside": ["torchrun"],
-            "torchrun by its path": [str(tmp_path / "bin" / "torchrun")],  # there may be none: what counts is the name
-            "python": [sys.executable, "-u", "-m", "torch.distributed.run"],
-        }.get(form, form.split())
-        launcher += ["--standalone", "--nproc-per-node", "2"]
-        (tmp_path / "tracereel.py").write_text("raise SystemExit('a script of the user that is called so, too')")
-        # in forked processes, so that it becomes one of those (in fresh ones: test_launchers.py, with accelerate)
-        forked = form == "torchrun inside"
-        recorder = ["-c", BECOMES_ANOTHER] if forked else [str(ROOT / "cli.py")]
-        ran = (processes.run if forked else subprocess.run)(
-            [sys.executable, *recorder, *options, *launcher, str(script), str(end)],
-            cwd=tmp_path, capture_output=True, text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert ran.returncode == 0, ran.stderr
-    with TraceReader(path) as reader:
-        assert (reader.ranks, reader.problems, reader.status) == ([0, 1], [], "finished")
-        assert {(one.kind, one.module, one.rank) for one in reader.streams} == {
-            *((kind, module, 0) for kind in ("weights", "weight_gradients") for module in ("0", "2")),
-            *(("loss", None, rank) for rank in (0, 1)),
-        }
-        assert [len(reader.array("weights", module)[0]) for module in ("0", "2")] == [3, 3]
-        steps = as_one_process()
-        for kind, of in steps[0]:
-            found = values(reader, kind, None, ranks=of) if kind == "loss" else values(reader, kind, of)
-            torch.testing.assert_close(found, [step[kind, of] for step in steps])
-    for rank in (0, 1):
-        one, other = (torch.load(f"{where}.{rank}", weights_only=True) for where in (end, alone))
-        assert alike(one, other)
-
-
-def test_options_are_checked(tmp_path: Path) -> None:
-    """Before anything is made."""
-    model = nn.Linear(2, 2)
-    with pytest.raises(CaptureError, match="replicated is 'once' or 'every'"):
-        tracer.record(tmp_path / "run.zarr", model, replicated="twice", capture=tracer.Capture()).__enter__()  # type: ignore[arg-type]
-    assert not (tmp_path / "run.zarr").exists()
-
-
-# -- parts of all sorts -----------------------------------------------------------------------------------------------
-
-
-def write_parts(
-    path: Path,
-    boxes: list[tuple[list[int], list[int]]],
-    shape: list[int],
-    *,
-    steps: int = 2,
-    missing: int | None = None,
-) -> np.ndarray[Any, Any]:
-    """A trace whose ranks hold these parts (offsets, sizes) of a matrix of the numbers from 0; the matrix.
-
-    `missing`: a rank that was killed before its last step.
-    """
-    whole = torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape)
-    for rank, (offsets, sizes) in enumerate(boxes):
-        at = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
-        placement = {"replicas": [rank], "shape": shape, "offsets": offsets, "sizes": sizes}
-        header = {"ranks": [*range(len(boxes))]}
-        with TraceWriter(path, header=header, part=part_name(rank)) as writer:
-            for step in range(steps - (rank == missing)):
-                where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "rank": rank}
-                data = whole[at] + 100 * step
-                where["sampling"] = {"placement": placement}
-                writer.write(ModuleMessage(kind="weights", module="fc", data=data.contiguous(), **where))
-    found: np.ndarray[Any, Any] = whole.numpy()
-    return found
-
-
-@pytest.mark.parametrize("lost", ["missing", "torn"])
-def test_a_copy_says_what_the_original_had_lost(tmp_path: Path, lost: str) -> None:
-    """The ranks that can be read are copied; the command tells, exits with 3, and the copy, of one part, has a note."""
-    path, copy = tmp_path / "run.zarr", tmp_path / "copy.h5"
-    write_parts(path, [([0, 0], [2, 3]), ([2, 0], [1, 3])], [3, 3])
-    if lost == "missing":
-        shutil.rmtree(path / "rank1")
-    else:
-        (journal,) = (path / "rank1" / "journal" / "c").glob("*/*")
-        journal.write_bytes(journal.read_bytes()[:100])
-    sentence = "nothing of rank 1" if lost == "missing" else "rank 1 cannot be read"
-    told = CliRunner().invoke(main, ["cat", str(path)])
-    assert (told.exit_code, sentence in told.stderr) == (0, True), told.output
-    told = CliRunner().invoke(main, ["convert", str(path), str(copy)])
-    assert (told.exit_code, sentence in told.stderr) == (3, True), told.output
-    with TraceReader(copy) as reader:
-        notes = [note["problem"]["why"] for note in reader.notes if "problem" in note]
-        assert any(sentence in why for why in notes)
-        assert len(reader) == 2
-    told = CliRunner().invoke(main, ["convert", "--json", str(path), str(tmp_path / "other.zarr")])
-    assert (told.exit_code, json.loads(told.stdout)["problems"]) == (3, notes), told.output
-
-
-def splits(shape: list[int], generator: np.random.Generator) -> Iterator[tuple[list[int], list[int]]]:
-    """A random grid of blocks, some empty."""
-    cuts = [sorted([0, size, *generator.integers(0, size + 1, 2).tolist()]) for size in shape]
-    spans = [list(itertools.pairwise(one)) for one in cuts]
-    for block in np.ndindex(*(len(one) for one in spans)):
-        chosen = [spans[axis][place] for axis, place in enumerate(block)]
-        yield [begin for begin, _ in chosen], [end - begin for begin, end in chosen]
-
-
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 6))])
-@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
-def test_any_blocks_are_put_together(tmp_path: Path, suffix: str, seed: int) -> None:
-    """Random grids of up to 9 ranks, in any order, empty blocks and copies among them; read in every way."""
-    generator = np.random.default_rng(seed)
-    shape = generator.integers(1, 7, 2).tolist()
-    boxes = list(splits(shape, generator))
-    boxes = [boxes[place] for place in generator.permutation(len(boxes))]
-    path = tmp_path / f"run{suffix}"
-    whole = write_parts(path, boxes, shape)
-    with TraceReader(path) as reader:
-        assert reader.problems == []
-        steps, data = reader.array("weights", "fc")
-        assert steps.tolist() == [0, 1]
-        assert isinstance(data, np.ndarray)
-        np.testing.assert_array_equal(data, [whole, whole + 100])
-        for batch in reader.arrays():
-            np.testing.assert_array_equal(batch.data[0], whole + 100 * reader.journal[batch.rows[0], 5])
-        assert len(reader) == 2
-    last = len(boxes) - 1
-    with TraceReader(path, ranks=[last]) as reader:
-        assert [(one.rank, one.global_step) for one in reader] == [(last, 0), (last, 1)]
-    with TraceReader(path, assemble=False) as reader:
-        assert len(reader) == 2 * len(boxes)
-
-
-def test_ranks_that_change_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step has parts of its own, as after restarts with more or fewer ranks; in several goes."""
-    monkeypatch.setattr(assembly, "TABLE", 50)
-    path, size, steps = tmp_path / "run.zarr", 12, 30
-    with TraceWriter(path) as writer:
-        for step in range(steps):
-            cuts = [0, *range(1 + step % 5, size, 1 + step % 5), size]
-            for rank, (begin, end) in enumerate(itertools.pairwise(cuts)):
-                placement = {"replicas": [rank], "shape": [size], "offsets": [begin], "sizes": [end - begin]}
-                where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "rank": rank}
-                data = torch.arange(float(begin), float(end)) + 100 * step
-                where["sampling"] = {"placement": placement}
-                writer.write(ModuleMessage(kind="weights", module="fc", data=data, **where))
-    with TraceReader(path) as reader:
-        assert reader.problems == []
-        found, data = reader.array("weights", "fc")
-        assert found.tolist() == [*range(steps)]
-        np.testing.assert_array_equal(data, np.arange(12.0) + 100 * np.arange(steps)[:, None])
-
-
-def test_a_step_that_a_killed_rank_did_not_finish(tmp_path: Path) -> None:
-    """It is left out and told, and the steps before it are whole."""
-    path = tmp_path / "run.zarr"
-    write_parts(path, [([0, 0], [3, 4]), ([3, 0], [2, 4])], [5, 4], steps=3, missing=1)
-    with TraceReader(path) as reader:
-        assert reader.array("weights", "fc")[0].tolist() == [0, 1]
-        assert reader.problems == [
-            f"{path}: 1 messages of weights are of distributed tensors of which not all ranks' parts are there"
-        ]
-    with TraceReader(path, assemble=False) as reader:
-        assert len(reader) == 5
-
-
-@pytest.mark.parametrize(
-    "boxes",
-    [
-        [([0, 0], [3, 4]), ([2, 0], [3, 4])],
-        [([0, 0], [3, 4])],
-        [([0, 0], [5, 2]), ([0, 0], [3, 4])],
-    ],
-)
-def test_overlaps_and_gaps_are_never_put_together(tmp_path: Path, boxes: list[tuple[list[int], list[int]]]) -> None:
-    """They stay parts, and a problem says so."""
-    path = tmp_path / "run.zarr"
-    write_parts(path, boxes, [5, 4])
-    with TraceReader(path) as reader:
-        assert len(reader) == 2 * len(boxes)
-        assert "not all ranks' parts are there" in reader.problems[0]
-
-
-HOSTILE: list[Any] = [
-    *(3, [], "Shard(0)", {}, {"replicas": []}, {"replicas": [-1]}, {"replicas": [True]}, {"replicas": "01"}),
-    {"replicas": [0], "shape": [5, 4], "offsets": [-1, 0], "sizes": [3, 4]},
-    {"replicas": [0], "shape": [5, 4], "offsets": [3, 0], "sizes": [3, 4]},
-    {"replicas": [0], "shape": [5, 4], "offsets": [0], "sizes": [3, 4]},
-    {"replicas": [0], "shape": [5, 4], "offsets": [0, 0]},
-    {"replicas": [0], "offsets": [0, 0], "sizes": [3, 4]},
-    {"replicas": [0], "shape": [2**40, 2**40], "offsets": [0, 0], "sizes": [3, 4]},
-    {"replicas": [0], "shape": [1.5, 4], "offsets": [0, 0], "sizes": [1, 4]},
-    {"replicas": [0], "shape": [1] * 65, "offsets": [0] * 65, "sizes": [1] * 65},
-]
-
-
-@pytest.mark.parametrize("placement", HOSTILE, ids=repr)
-def test_placements_that_make_no_sense_are_damage(tmp_path: Path, placement: Any) -> None:
-    """A typed error when the trace is opened; `verify` names it."""
-    path = tmp_path / "run.zarr"
-    with TraceWriter(path) as writer:
-        where: dict[str, Any] = {"global_step": 0, "train_step": 0, "epoch": 0}
-        where["sampling"] = {"placement": placement}
-        writer.write(ModuleMessage(kind="weights", module="fc", data=torch.ones(3, 4), **where))
-    with pytest.raises(TraceCorruptError, match="a declaration is damaged"):
-        TraceReader(path)
-    assert {one.check for one in tracer.verify(path).problems} >= {"declaration"}
-
-
-def test_a_huge_whole_takes_no_memory(tmp_path: Path) -> None:
-    """A part that says it is one of 2**59 elements, or lies about its own size, allocates nothing."""
-    path = tmp_path / "run.zarr"
-    for rank, size in enumerate((2**58, 2**58)):
-        placement = {"replicas": [rank], "shape": [2**59], "offsets": [rank * size], "sizes": [size]}
-        with TraceWriter(path, header={"ranks": [0, 1]}, part=part_name(rank)) as writer:
-            where: dict[str, Any] = {"global_step": 0, "train_step": 0, "epoch": 0, "rank": rank}
-            where["sampling"] = {"placement": placement}
-            writer.write(ModuleMessage(kind="weights", module="fc", data=torch.ones(8), **where))
-    with TraceReader(path) as reader:
-        assert [one.data.shape for one in reader if one.data is not None] == [(8,), (8,)]
-        assert "not all ranks' parts are there" in reader.problems[0]
-
-
-def test_parts_in_the_same_place_are_refused(tmp_path: Path) -> None:
-    """A small pool that many parts claim would be blown up to a large whole."""
-    path = tmp_path / "run.h5"
-    write_parts(path, [([0], [4]), ([4], [4])], [8], steps=1)
-    with TraceReader(path) as reader:
-        recorded = reader._rows().data.merged.recorded
-        recorded[1] = recorded[0]
-        with pytest.raises(TraceCorruptError, match="in the same place of a pool"):
-            next(iter(reader.messages()))
-
-
-def test_too_many_parts_are_not_put_together() -> None:
-    """A bound on the work: no run has so many ranks that hold parts of one tensor."""
-    assert cover([5000], [((one,), (1,)) for one in range(5000)]) is None
-    assert cover([4096], [((one,), (1,)) for one in range(4096)]) == [*range(4096)]
-
-
-def test_samples_of_parts_stay_parts(tmp_path: Path) -> None:
-    """What was chosen among the elements of each part is not a part of the whole."""
-    path = tmp_path / "run.zarr"
-    for rank in (0, 1):
-        placement = {"replicas": [rank], "shape": [8], "offsets": [4 * rank], "sizes": [4]}
-        for_stream = {"placement": placement, "shape": [4], "elements": {"count": 2, "of": 4, "seed": 0}}
-        with TraceWriter(path, header={"ranks": [0, 1]}, part=part_name(rank)) as writer:
-            where: dict[str, Any] = {"global_step": 0, "train_step": 0, "epoch": 0, "rank": rank}
-            writer.write(ModuleMessage(kind="weights", module="fc", data=torch.ones(2), sampling=for_stream, **where))
-    with TraceReader(path) as reader:
-        assert (len(reader), reader.problems) == (2, [])
-
-
-def test_placements_round_trip() -> None:
-    """What is written is what is read; the rest of it is for people."""
-    told = {"replicas": [3, 1], "shape": [5, 4], "offsets": [3, 0], "sizes": [2, 4], "mesh": {"names": ["x"]}}
-    assert Placement.parse(told) == Placement((1, 3), (5, 4), (3, 0), (2, 4))
-    assert Placement.parse({"replicas": [0, 1]}) == Placement((0, 1))
-
-
 def test_the_page_names_every_situation() -> None:
     """docs/semantics.md says of each situation that is trained here what is recorded of it."""
     page = (ROOT / "docs" / "semantics.md").read_text(encoding="utf-8")
     _, _, section = page.partition("## Ranks")
     section = section.partition("\n## ")[0]
     assert set(re.findall(r"`two_ranks: (\w+)`", section)) == {*DDP, *FSDP}
-
-
-def test_an_error_is_of_this_project(tmp_path: Path) -> None:
-    """Of a trace whose other rank is damaged, one rank is still read."""
-    path = tmp_path / "run.h5"
-    write_parts(path, [([0], [4]), ([4], [4])], [8])
-    other = tmp_path / "run.rank1.h5"
-    other.write_bytes(other.read_bytes()[:100])
-    with TraceReader(path, ranks=[0]) as reader:
-        assert [one.shape for one in values(reader, "weights", "fc")] == [(4,), (4,)]
-        assert reader.problems
-    path.unlink()
-    with pytest.raises(TraceError):
-        TraceReader(path)
