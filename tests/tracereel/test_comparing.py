@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.analyze.comparing.test_diff import series, write
-from tests.tracereel.test_cli import run
+from tests.tracereel.command_line import run
 from tracer.format.names import part_name
 from tracer.messaging.messages import ModuleMessage
 
