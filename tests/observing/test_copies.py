@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tests.recording.launching.test_launch_programs import of, record, run, script
+from tests.recording.launching.recorded_programs import of, record, run, script
 from tracer import Collect, Exporter
 
 

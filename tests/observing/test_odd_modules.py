@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import processes
-from tests.recording.launching.test_launch_programs import ENVIRONMENT, of, record, run, script, values
+from tests.recording.launching.recorded_programs import ENVIRONMENT, of, record, run, script, values
 from tracer import Capture, Collect, Exporter, Message, walking
 from tracer.messaging.messages import DATA_KINDS
 

@@ -1,0 +1,257 @@
+"""``trace record`` on scripts with several models, or with tensors of none: how each is found, named and let go."""
+
+from __future__ import annotations
+
+import collections
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import tracer
+from tests.recording.launching.recorded_scripts import PLAIN, record, run, script
+
+
+def test_modules_with_names_of_their_own(tmp_path: Path) -> None:
+    """What a module calls `modules` or `parameters` need not be torch's methods."""
+    body = """
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(4, 4)])
+            self.modules = [1, 2]
+            self.parameters = "none"
+    bag = Bag()
+    """
+    done = record(tmp_path, str(script(tmp_path, textwrap.dedent(body) + PLAIN)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.select("loss", tags="default").size == 6
+        assert not trace.notes or "problem" not in str(trace.notes)
+
+
+def test_two_models_are_told_apart(tmp_path: Path) -> None:
+    """Two models with an optimizer each are recorded under the names of their variables; the last optimizer ends a
+    step.
+    """
+    body = """
+    netG, netD = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    optD, optG = torch.optim.SGD(netD.parameters(), lr=0.1), torch.optim.SGD(netG.parameters(), lr=0.1)
+    for _ in range(3):
+        fake = netG(torch.randn(5, 2))
+        optD.zero_grad(); (netD(x).mean() - netD(fake.detach()).mean()).backward(); optD.step()
+        optG.zero_grad(); netD(fake).mean().backward(); optG.step()
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        modules = {stream.module for stream in trace.streams if stream.kind == "weight_updates"}
+        calls = [m.call for m in trace.messages(kinds="activations", modules="netD.0", steps=(0, 1))]
+        assert modules == {"netG", "netD.0", "netD.2"}
+        assert calls == [0, 1, 2]
+        assert trace.info["steps"] == [0, 2]
+
+
+RAW = """
+w = torch.randn(4, 3, requires_grad=True)
+b = nn.Parameter(torch.zeros(3))
+"""
+BY_HAND = """
+for _ in range(3):
+    loss = LOSS
+    loss.backward()
+    print(float(loss.detach()), float(w.grad.double().sum()))
+    with torch.no_grad():
+        for p in (w, b):
+            p -= 0.1 * p.grad; p.grad = None
+"""
+OPTIMIZED = """
+first = torch.optim.SGD([w], lr=0.1, momentum=0.9)
+last = torch.optim.Adam([{"params": [b]}], lr=0.1)
+for _ in range(3):
+    before = [p.detach().clone() for p in (w, b)]
+    first.zero_grad(); last.zero_grad()
+    loss = LOSS
+    loss.backward(); first.step(); last.step()
+    kept = globals().setdefault("kept", [])
+    kept.append([loss.detach()])
+    for p, was in zip((w, b), before):
+        kept[-1] += [was, p.grad.clone(), p.detach() - was]
+    print(float(loss.detach()))
+torch.save(kept, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("loss", ["F.cross_entropy(x @ w + b, y)", "((x @ w + b) ** 2).mean()"])
+def test_tensors_of_no_module(tmp_path: Path, loss: str) -> None:
+    """What the optimizers train is recorded as ``parameters.N``, with the values that the script had, and a note."""
+    path = script(tmp_path, RAW + OPTIMIZED.replace("LOSS", loss))
+    alone, recorded = run(tmp_path, str(path), "alone.pt"), record(tmp_path, "--certify", "2", str(path), "kept.pt")
+    assert (alone.returncode, recorded.returncode, alone.stdout) == (0, 0, recorded.stdout), recorded.stderr
+    assert "certificate: identical" in recorded.stderr
+    kept = torch.load(tmp_path / "alone.pt")
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.status == "finished"
+        names = ["weights", "weight_gradients", "weight_updates"]
+        streams = [("loss", None), *((kind, f"parameters.{number}") for number in (0, 1) for kind in names)]
+        for place, (kind, module) in enumerate(streams):
+            steps, values = trace.array(kind, module)
+            assert steps.tolist() == [0, 1, 2]
+            assert all(torch.equal(torch.as_tensor(one), step[place]) for one, step in zip(values, kept, strict=True))
+        assert ["parameters.0" in note["problem"]["why"] for note in trace.notes if "problem" in note] == [True]
+
+
+@pytest.mark.parametrize("loss", ["F.cross_entropy(x @ w + b, y)", "((x @ w + b) ** 2).mean()"])
+def test_updates_by_hand(tmp_path: Path, loss: str) -> None:
+    """No optimizer ends a step: each backward does. The losses are those that the script prints, and a note says so."""
+    path = script(tmp_path, RAW + BY_HAND.replace("LOSS", loss))
+    alone, recorded = run(tmp_path, str(path)), record(tmp_path, "--strict", str(path))
+    assert (alone.returncode, recorded.returncode, alone.stdout) == (0, 0, recorded.stdout), recorded.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        steps, values = trace.array("loss")
+        assert steps.tolist() == [0, 1, 2]
+        assert [float(one) for one in values] == [float(line.split()[0]) for line in alone.stdout.splitlines()]
+        assert ["by hand" in note["problem"]["why"] for note in trace.notes if "problem" in note] == [True]
+
+
+def test_tensors_that_are_no_modules_may_be_trained_first(tmp_path: Path) -> None:
+    """An image, say, is recorded as what it is; the network that is trained later under its own names."""
+    body = """
+    image = torch.zeros(20, 4, requires_grad=True)
+    first = torch.optim.Adam([image], lr=0.1)
+    for _ in range(3):
+        first.zero_grad(); F.mse_loss(image, x).backward(); first.step()
+    del first
+    """
+    alone = record(tmp_path, str(script(tmp_path, body)))
+    assert alone.returncode == 0
+    done = record(tmp_path, "--overwrite", str(script(tmp_path, textwrap.dedent(body) + PLAIN)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        counts = {one.module: one.count for one in trace.streams if one.kind == "weight_gradients"}
+    assert counts == {"parameters.0": 3, "0": 6, "3": 6}
+
+
+def test_a_second_training_is_recorded_too(tmp_path: Path) -> None:
+    """A model that is made and trained after another, as in cross-validation, is recorded under its own name."""
+    body = """
+    def train(net, opt):
+        for _ in range(2):
+            opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    first = nn.Sequential(nn.Linear(4, 3)); train(first, torch.optim.SGD(first.parameters(), lr=0.1))
+    second = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)); train(second, torch.optim.Adam(second.parameters()))
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        steps = {(one.kind, one.module): one.steps for one in trace.streams}
+    assert steps["activations", "0"] == (0, 1)
+    assert steps["activations", "second.1"] == steps["layer_gradients", "second.0"] == (2, 3)
+    assert steps["weight_updates", "second.0"] == (2, 3)
+
+
+FOLDS = """
+import gc, weakref
+gc.collect()
+gc.set_threshold(1000000)
+made = []
+def fold(number):
+    torch.manual_seed(number)
+    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    {of_itself}
+    opt = torch.optim.Adam(net.parameters())
+    made.append((weakref.ref(net), weakref.ref(opt)))
+    for _ in range(2):
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    {afterwards}
+    return float(net[0].weight.detach().double().sum())
+print([fold(number) for number in range(30)])
+print(sum(one() is not None for pair in made for one in pair))
+"""
+
+
+def test_models_that_a_script_is_done_with_are_let_go(tmp_path: Path) -> None:
+    """As in cross-validation: one model after another is recorded as the first one was, and none is kept."""
+    done = record(tmp_path, str(script(tmp_path, FOLDS.format(of_itself="", afterwards=""))))
+    assert done.returncode == 0, done.stderr
+    (printed, there), (alone, there_alone) = done.stdout.splitlines(), run(tmp_path, "train.py").stdout.splitlines()
+    assert printed == alone
+    assert int(there) <= int(there_alone) + 2  # the last model and its optimizer
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.info["steps"] == [0, 59]
+        kinds = collections.Counter((message.kind, message.key) for message in trace.messages())
+    assert {kinds[kind, None] for kind in ("input_data", "network_output", "loss")} == {60}
+    assert {kinds[kind, name] for kind in ("weights", "weight_updates") for name in ("0", "2")} == {60}
+    assert {name for _, name in kinds} == {None, "0", "1", "2"}
+
+
+@pytest.mark.parametrize("afterwards", ["", "net(x)"])
+def test_models_that_are_garbage_are_collected(tmp_path: Path, afterwards: str) -> None:
+    """Models whose parts refer to each other are let go before there are many; and in the midst of a step, too."""
+    body = FOLDS.format(of_itself="net.itself = [net]", afterwards=afterwards)
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    (printed, there), (alone, there_alone) = done.stdout.splitlines(), run(tmp_path, "train.py").stdout.splitlines()
+    assert printed == alone
+    assert int(there) <= 10
+    assert int(there_alone) >= 30
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        losses = [message.global_step for message in trace.messages("loss")]
+    assert losses == list(range(60))
+
+
+def test_models_that_a_script_keeps_are_kept(tmp_path: Path) -> None:
+    """What the script may go on with is observed all the time, and what hangs on it stays where it is."""
+    body = """
+    kept = []
+    for number in range(3):
+        net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        kept.append((net, opt, [*net._forward_hooks]))
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+        print([[*net._forward_hooks] == hooks or not hooks for net, _, hooks in kept])
+    for net, opt, _ in kept:
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    assert "False" not in done.stdout
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        updates = {stream.module: stream.steps for stream in trace.streams if stream.kind == "weight_updates"}
+    assert list(updates) == ["", "net", "net_"]
+    assert [steps[1] for steps in updates.values()] == [3, 3, 3]  # all in one: the last one ends it
+
+
+def test_layers_in_eval_of_a_model_that_is_trained_by_its_parts(tmp_path: Path) -> None:
+    """A frozen batch norm is part of the training, whether the root is called or only what is in it."""
+    body = """
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)), nn.Linear(5, 3))
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        net.train(); net[0][1].eval()
+        opt.zero_grad(); F.cross_entropy(net[1](net[0](x)), y).backward(); opt.step()
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        for kind in ("activations", "layer_gradients"):
+            found = [(one.global_step, one.tag) for one in trace.messages(kind, modules="0.1")]
+            assert found == [(0, "default"), (1, "default")]
+
+
+def test_models_that_are_frozen_for_the_collector(tmp_path: Path) -> None:
+    """``gc.freeze`` keeps objects from being listed; a model in a variable is found all the same."""
+    body = """
+    import gc
+    def main():
+        net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+        gc.collect(); gc.freeze()
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(2):
+            opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    main()
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert [one.global_step for one in trace.messages("weights", modules="1")] == [0, 1]

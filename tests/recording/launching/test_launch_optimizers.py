@@ -1,0 +1,221 @@
+"""``trace record`` on scripts with several optimizers: which one ends a step, and what each trains."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import tracer
+from tests.recording.launching.recorded_scripts import record, script
+from tracer.observing.optimizers import Optimizers
+
+
+def test_an_optimizer_for_each_parameter(tmp_path: Path) -> None:
+    """Nothing is looked for again where there are many optimizers of what is watched; another model is found."""
+    body = """
+    import gc
+    looked, look = [], gc.get_objects
+    gc.get_objects = lambda *of: looked.append(1) or look(*of)
+    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)], nn.Linear(4, 3))
+    opts = [torch.optim.SGD([p], lr=0.1) for p in net.parameters()]
+    print(len(opts), len(looked))
+    head = nn.Linear(3, 3)
+    opts.append(torch.optim.SGD(head.parameters(), lr=0.1))
+    for _ in range(2):
+        F.cross_entropy(head(net(x)), y).backward()
+        for opt in opts:
+            opt.step(); opt.zero_grad()
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == f"42 {8 + 2}"  # of the first eight, and of 16 and 32
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        found = [stream.module for stream in trace.streams if stream.kind == "weight_updates"]
+        losses = [message.global_step for message in trace.messages("loss")]
+    assert sorted(found) == sorted(["head", *(f"net.{number}" for number in range(21))])
+    assert losses == [0, 1]
+
+
+def test_the_last_step_of_an_optimizer_that_comes_after_the_last(tmp_path: Path) -> None:
+    """It belongs to the next step; where there is none any more, the end of the run ends it."""
+    body = """
+    d, g = nn.Linear(4, 3), nn.Linear(4, 3)
+    og = torch.optim.SGD(g.parameters(), lr=0.1)
+    od = torch.optim.SGD(d.parameters(), lr=0.1)
+    for _ in range(5):
+        for net, opt in ((d, od), (g, og)):
+            opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        steps = {name: trace.array("weights", name)[0].tolist() for name in ("d", "g")}
+        events = collections.Counter(one.kind for one in trace.messages(["batch_started", "batch_finished"]))
+    assert steps == {"d": [0, 1, 2, 3, 4], "g": [1, 2, 3, 4, 5]}
+    assert events == {"batch_started": 6, "batch_finished": 6}
+
+
+def test_what_an_optimizer_no_longer_trains_stays(tmp_path: Path) -> None:
+    """An optimizer takes the place of another, and trains less: what is frozen is recorded as before."""
+    body = """
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(4):
+        if step == 2:
+            net[0].requires_grad_(False)
+            opt = torch.optim.SGD(net[1].parameters(), lr=0.1)
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        for name in ("0", "1"):
+            assert trace.array("weights", name)[0].tolist() == [0, 1, 2, 3]
+        assert not trace.array("weight_updates", "0")[1][2:].any()
+
+
+SEVERAL = """
+    nets = [nn.Linear(4, 3) for _ in range({number})]
+    opts = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    def train(which, times):
+        for _ in range(times):
+            opts[which].zero_grad(); F.cross_entropy(nets[which](x), y).backward(); opts[which].step()
+"""
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_optimizers_that_train_one_after_another(tmp_path: Path, every: int) -> None:
+    """All made at the beginning: each one's steps are steps, but for the first two, of which nobody could know it."""
+    body = SEVERAL.format(number=3) + "    train(0, 20); train(1, 20); train(2, 20)"
+    done = record(tmp_path, "--every", str(every), str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        updates = {stream.module: stream.steps for stream in trace.streams if stream.kind == "weight_updates"}
+        losses = [message.global_step for message in trace.messages("loss")]
+    assert losses == [step for step in (0, *range(59)) if step % every == 0]
+    if every == 1:
+        assert [updates[f"linear{'_' * number}"] for number in range(3)] == [(0, 18), (19, 38), (39, 58)]
+
+
+@pytest.mark.parametrize(
+    ("training", "losses_of_steps"),
+    [
+        # one that steps very often without the others is one that trains alone
+        (
+            "train(0, 1); train(1, 1); train(1, 1); train(0, 300); train(1, 200)",
+            [2, 1, 128, *[1] * 172, 128, *[1] * 72],
+        ),
+        # the last one ends a step from its first step on, however often the others step before
+        ("for _ in range(4): train(0, 5); train(1, 1)", [2, 1, 1, 1, 1, 6, 6, 6]),
+    ],
+    ids=["alone after all have", "critics"],
+)
+def test_which_optimizer_ends_a_step(tmp_path: Path, training: str, losses_of_steps: list[int]) -> None:
+    """How many losses there are in each step of two optimizers that do not simply take turns."""
+    done = record(tmp_path, str(script(tmp_path, SEVERAL.format(number=2) + f"    {training}")))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        losses = collections.Counter(message.global_step for message in trace.messages("loss"))
+    assert list(losses.values()) == losses_of_steps
+
+
+AFTER_THE_LAST = {
+    # pix2pix: the generator's optimizer is made first, and steps last, for a forward that was before both
+    "one forward": """
+    nets = [nn.Linear(4, 6), nn.Linear(6, 1)]
+    made = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    def iteration(a):
+        fake = nets[0](a)
+        made[1].zero_grad()
+        score = nets[1](fake.detach())
+        F.binary_cross_entropy_with_logits(score, torch.zeros_like(score)).backward()
+        made[1].step()
+        made[0].zero_grad()
+        score = nets[1](fake)
+        F.binary_cross_entropy_with_logits(score, torch.ones_like(score)).backward()
+        made[0].step()
+    """,
+    # two for the parts of one model, as with Muon for its matrices
+    "one model": """
+    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
+    nets = [net[0], net[1]]
+    made = [torch.optim.SGD(part.parameters(), lr=0.1) for part in net]
+    def iteration(a):
+        for one in made: one.zero_grad()
+        net(a).square().mean().backward()
+        made[1].step()
+        made[0].step()
+    """,
+}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("how", AFTER_THE_LAST)
+def test_an_optimizer_that_was_made_first_may_step_last(tmp_path: Path, how: str, every: int) -> None:
+    """Everything is of the step that it belongs to, from the first one on, and no problem is told."""
+    loop = """
+    kept = []
+    for number in range(7):
+        kept.append([net.weight.detach().clone() for net in nets])
+        iteration(x)
+    kept.append([net.weight.detach().clone() for net in nets])
+    torch.save(kept, "kept.pt")
+    """
+    done = record(tmp_path, "--every", str(every), str(script(tmp_path, AFTER_THE_LAST[how] + loop)))
+    assert done.returncode == 0, done.stderr
+    kept = torch.load(tmp_path / "kept.pt")
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert [one.global_step for one in trace.messages("batch_started")] == list(range(0, 7, every))
+        found = {(one.kind, one.key, one.global_step): one.data for one in trace.messages()}
+        modules = sorted({module for kind, module, _ in found if kind == "weights"})
+        told = [note["problem"]["what"] for note in trace.notes if "problem" in note]
+    assert len(modules) == 2
+    assert "the end of step 0" not in told
+    for step in range(0, 7, every):
+        for number, module in enumerate(modules):
+            before, after = kept[step][number], kept[step + 1][number]
+            assert torch.equal(found["weights", module, step], before)
+            assert torch.equal(found["weight_updates", module, step], after - before)
+
+
+def test_an_optimizer_that_trained_nothing_observed_is_given_what_is(tmp_path: Path) -> None:
+    """One that trained a mere tensor gets a part of a model that another one's parameters have already shown."""
+    body = """
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    loose = torch.zeros(3, requires_grad=True)
+    first, aside = torch.optim.SGD(net[0].parameters(), lr=0.1), torch.optim.SGD([loose], lr=0.1)
+    kept = []
+    for number in range(6):
+        if number == 2: aside.add_param_group({"params": net[1].parameters()})
+        kept.append(net[1].weight.detach().clone())
+        net.zero_grad(); (net(x) + loose).square().mean().backward(); first.step(); aside.step()
+    kept.append(net[1].weight.detach().clone())
+    torch.save(kept, "kept.pt")
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    kept = torch.load(tmp_path / "kept.pt")
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        found = {(one.kind, one.key, one.global_step): one.data for one in trace.messages()}
+    for step in range(2, 6):
+        assert torch.equal(found["weights", "1", step], kept[step]), step
+        assert torch.equal(found["weight_updates", "1", step], kept[step + 1] - kept[step]), step
+
+
+def test_what_an_optimizer_was_given_since_counts() -> None:
+    """Whether one comes after the last depends on what it trains by now, not on what it did when it was asked first."""
+    nets = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)]
+    observed = SimpleNamespace(tops=[(str(number), net) for number, net in enumerate(nets)])
+    first, last = (torch.optim.SGD(net.parameters(), lr=0.1) for net in nets[:2])
+    optimizers = Optimizers(observed)
+    optimizers.found = True
+    optimizers.take((first, last))
+    optimizers._forwards = ({id(nets[1])}, {id(nets[2])})
+    assert not optimizers.comes_after_last(first)
+    first.add_param_group({"params": nets[2].parameters()})
+    assert optimizers.comes_after_last(first)
