@@ -32,11 +32,8 @@ import tracer
 
 FORMATS = (".zarr", ".h5")
 WHEN = 1_735_689_600  # in the archive no file is new: then a trace without a status is one that nobody writes any more
-HEADER = {
-    "run_id": "sample",
-    "created": "2026-01-01T00:00:00+00:00",
-    "process": {"pid": 0, "hostname": "sample", "start": None},
-}
+PROCESS = {"pid": 0, "hostname": "sample", "start": None}
+HEADER = {"run_id": "sample", "created": "2026-01-01T00:00:00+00:00", "process": PROCESS}
 
 # ---- what is read of a trace --------------------------------------------------------------------------------------
 
@@ -144,9 +141,8 @@ class Bundled(tracer.Subscriber):
     """Notes the bundles that it gets, and answers each."""
 
     def __init__(self, *kinds: str) -> None:
-        super().__init__(
-            tracer.SynchronizedSubscription(kinds, tag=None, incomplete="partial"), produces=f"{kinds[0]}_bundled"
-        )
+        subscription = tracer.SynchronizedSubscription(kinds, tag=None, incomplete="partial")
+        super().__init__(subscription, produces=f"{kinds[0]}_bundled")
         self.heard: list[list[Any]] = []
 
     def compute(self, message: Any) -> Iterator[tracer.Message]:
@@ -395,9 +391,8 @@ def compressed_run(path: Path, choice: Any) -> None:
     with tracer.record(path, model, optimizer, loss=criterion, capture=capture, compression=choice) as run:
         for step in range(4):
             optimizer.zero_grad()
-            criterion(
-                model(torch.arange(1024 * 8).remainder(90 + step).reshape(-1, 8)), torch.arange(1024) % 2
-            ).backward()
+            tokens = torch.arange(1024 * 8).remainder(90 + step).reshape(-1, 8)
+            criterion(model(tokens), torch.arange(1024) % 2).backward()
             optimizer.step()
             if step < 2 and run.recorder is not None and run.recorder.writer is not None:
                 run.recorder.wait_until_written()
@@ -417,8 +412,7 @@ def resumed_run(path: Path) -> None:
                     steps(model, optimizer, 1)
                     if step == 3:
                         run.epoch_finished()
-                        kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                        kept = {key: _copy(value) for key, value in kept.items()}
+                        kept = _copy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
                 if not last:
                     raise RuntimeError("the node has failed")
         except RuntimeError:
@@ -441,10 +435,9 @@ def ranks_run(path: Path, *, resume: bool = False) -> None:
         for rank in range(size):
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(29500 + attempt)}
             model, optimizer = seeded()
-            first: dict[str, Any] = {"resume": True, "first_step": 2 * attempt} if resume else {}
-            recording = tracer.record(
-                path, model, optimizer, loss=nn.functional.cross_entropy, **{"capture": tracer.Capture(), **first}
-            )
+            options: dict[str, Any] = {"resume": True, "first_step": 2 * attempt} if resume else {}
+            options |= {"loss": nn.functional.cross_entropy, "capture": tracer.Capture()}
+            recording = tracer.record(path, model, optimizer, **options)
             runs.append((recording, recording.__enter__(), model, optimizer))
         for rank, (recording, run, model, optimizer) in enumerate(runs):
             torch.manual_seed(rank)
@@ -550,9 +543,8 @@ def distributed_run(folder: Path) -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             torch.manual_seed(0 if name == "tensor-parallel" else torch.distributed.get_rank())
             path = folder / f"{name}{suffix}"
-            with tracer.record(
-                path, model, optimizer, loss=nn.functional.cross_entropy, **{"capture": tracer.Capture(), **options}
-            ) as run:
+            options |= {"loss": nn.functional.cross_entropy, "capture": tracer.Capture()}
+            with tracer.record(path, model, optimizer, **options) as run:
                 steps(model, optimizer, 2)
                 run.epoch_finished()
             torch.distributed.barrier()
@@ -602,9 +594,8 @@ def make(folder: Path) -> None:
         write_parts(folder / f"parts{suffix}")
         whole_run(folder / f"run{suffix}")
         with tracer.open(folder / f"run{suffix}") as reader:
-            assert {stream.kind for stream in reader.streams} >= {
-                name for name, kind in tracer.KINDS.items() if not kind.state
-            }
+            recorded = {stream.kind for stream in reader.streams}
+            assert recorded >= {name for name, kind in tracer.KINDS.items() if not kind.state}
         sampled_run(folder / f"sampled{suffix}")
         compressed_run(folder / f"lz4{suffix}", "lz4")
         compressed_run(folder / f"zstd{suffix}", "zstd")
