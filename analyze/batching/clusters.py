@@ -15,6 +15,8 @@ from analyze.batching.engines import Death, Document, cores
 from analyze.metrics.checks import is_whole
 from tracer.errors import MessageError, TracerError
 
+NO_DASHBOARD: Final = {"dashboard": False, "dashboard_address": ":0"}
+"""Options of a Dask scheduler. It always serves HTTP; any free port serves, since 8787 may belong to another batch."""
 CONNECT_SECONDS: Final = 30.0
 """How long a Dask scheduler may take to answer."""
 WORKERS_SECONDS: Final = 300.0
@@ -63,7 +65,7 @@ class Dask:
                     threads_per_worker=1,
                     processes=True,
                     memory_limit=memory or "auto",
-                    dashboard_address=None,
+                    scheduler_kwargs=NO_DASHBOARD,
                     silence_logs=40,
                 )
             elif not isinstance(scheduler, str):
@@ -226,7 +228,7 @@ def slurm(options: Mapping[str, Any]) -> Any:
     given.setdefault("cores", 1)
     given.setdefault("processes", given["cores"])
     given.setdefault("memory", f"{4 * int(given['cores'])}GB")
-    given.setdefault("scheduler_options", {"dashboard_address": None})
+    given.setdefault("scheduler_options", dict(NO_DASHBOARD))
     try:
         cluster = dask_jobqueue.SLURMCluster(**given)
         cluster.scale(jobs=jobs)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -220,3 +222,13 @@ def test_options_of_a_cluster(tmp_path: Path) -> None:
     toml.write_text("jobs = ")
     with pytest.raises(MessageError, match="is not TOML"):
         options_of(str(toml))
+
+
+def test_a_local_cluster_leaves_the_default_port_to_others() -> None:
+    """Dask would warn that its port is taken, by another batch for example; warnings are errors here."""
+    pytest.importorskip("distributed", reason="dask is not installed: pip install 'tracereel[cluster]'")
+    with socket.socket() as other:
+        with contextlib.suppress(OSError):  # it is taken already
+            other.bind(("", 8787))
+            other.listen()
+        Dask("local", workers=1).close()
