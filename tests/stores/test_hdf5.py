@@ -16,10 +16,7 @@ import pytest
 
 from tests import processes
 from tests.stores.stored import numbers, written_unhurried
-from tracer.errors import (
-    TraceError,
-    TraceFormatError,
-)
+from tracer.errors import TraceCorruptError, TraceError, TraceFormatError
 from tracer.stores.hdf5 import reading as hdf5_reading
 from tracer.stores.opening import create_store, open_store
 
@@ -62,6 +59,23 @@ def test_hdf5_attributes_of_other_types(tmp_path: Path, what: str) -> None:
     store = open_store(path)
     with pytest.raises(TraceFormatError, match=r"'odd' of 'the root' is not one of a trace"):
         store.attrs()
+    store.close()
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 30_000])
+def test_an_error_in_an_attribute_stops_no_other_thread(tmp_path: Path, text: str) -> None:
+    """Other threads use HDF5 while a program keeps the error, as an interactive session keeps its last one."""
+    path = tmp_path / "store.h5"
+    with h5py.File(path, "w") as file:
+        file.attrs.create("odd", b"json:" + text.encode(), dtype=h5py.string_dtype("utf-8", len(text) + 5))
+    store = open_store(path)
+    with pytest.raises(TraceCorruptError, match="the attributes of 'the root' cannot be read") as kept:
+        store.attrs()
+    other = threading.Thread(target=lambda: five_numbers(tmp_path / "other.h5").close(), daemon=True)
+    other.start()
+    other.join(60)
+    assert not other.is_alive()
+    assert kept.value.__traceback__ is not None
     store.close()
 
 

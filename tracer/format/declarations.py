@@ -10,6 +10,7 @@ from typing import Any
 
 from tracer.errors import TraceCorruptError, TraceError
 from tracer.format.checksum import crc32c
+from tracer.format.parsing import parsed
 
 
 def declaration(what: str, value: Any) -> bytes:
@@ -31,7 +32,6 @@ def is_note(line: bytes) -> bool:
     return line.startswith(b'{"note":')
 
 
-_decode = json.JSONDecoder().raw_decode
 _SEAL = b',"crc32c":'
 _MARK = "\x7f"
 """Separates lines that are parsed together; `_MARK_ESCAPED` is the start of its escaped form in JSON."""
@@ -70,11 +70,10 @@ def sealed(lines: Iterable[bytes], checksum: int = 0) -> tuple[bytes, int]:
 def _object(body: bytes) -> dict[str, Any] | None:
     """Parse a line without its checksum member; None if it is not a JSON object with exactly one other member."""
     try:
-        text = f"{body.decode()}}}"
-        value, end = _decode(text)  # takes half the time of `json.loads`
-    except (ValueError, RecursionError):
+        value = parsed(f"{body.decode()}}}")
+    except ValueError:
         return None
-    return value if end == len(text) and isinstance(value, dict) and len(value) == 1 else None
+    return value if isinstance(value, dict) and len(value) == 1 else None
 
 
 def _objects(bodies: Sequence[bytes]) -> list[dict[str, Any]]:
@@ -92,8 +91,8 @@ def _objects(bodies: Sequence[bytes]) -> list[dict[str, Any]]:
         text = (b"[" + _BETWEEN.join(bodies) + b"}]").decode()
         escaped = "\\" in text and _MARK_ESCAPED in text  # the first test is much faster
         alone = text.count(_MARK) == len(bodies) - 1 and not escaped
-        values, _ = _decode(text) if alone else ([], 0)
-    except (ValueError, RecursionError):
+        values = parsed(text) if alone else []
+    except ValueError:
         values = []
     objects = values[::2]
     if (

@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 
 from tracer.errors import TraceError, TraceFormatError
+from tracer.format.parsing import parsed
 from tracer.stores.locations import Location
 
 _JSON: Final = "json:"
@@ -36,7 +37,8 @@ def attributes(attrs: Any, path: Location, name: str) -> dict[str, Any]:
                 f"{path}: the attribute {key!r} of {name or 'the root'!r} is not one of a trace: "
                 "those are single numbers, bools and texts of a fixed length"
             )
-    return {key: _decode(value) for key, value in attrs.items()}
+    # not `attrs.items()`, which holds h5py's lock for as long as an error of `_decode` refers to it
+    return {key: _decode(attrs[key]) for key in attrs}
 
 
 def _encode(value: Any) -> Any:
@@ -54,7 +56,7 @@ def _encode(value: Any) -> Any:
 def _decode(value: Any) -> Any:
     if isinstance(value, bytes):
         text = value.decode()
-        return json.loads(text.removeprefix(_JSON)) if text.startswith(_JSON) else text
+        return parsed(text.removeprefix(_JSON)) if text.startswith(_JSON) else text
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return value.item()
     raise TraceFormatError(f"an attribute of the type {type(value).__name__} is not one of a trace")

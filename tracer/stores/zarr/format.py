@@ -11,6 +11,7 @@ import numpy as np
 
 from tracer.errors import TraceError
 from tracer.format.checksum import crc32c
+from tracer.format.parsing import parsed
 from tracer.stores.codecs import Codec, zarr_codec
 
 DOCUMENT_LIMIT: Final = 16 << 20
@@ -60,8 +61,8 @@ def as_document(data: bytes | memoryview) -> dict[str, Any]:
     if len(data) > DOCUMENT_LIMIT:
         return {}
     try:
-        document = json.loads(bytes(data))
-    except (ValueError, RecursionError):
+        document = parsed(bytes(data).decode().strip())
+    except ValueError:
         return {}
     return document if isinstance(document, dict) else {}
 
