@@ -180,7 +180,8 @@ class MessageBus:
             self._publishing = True
             try:
                 self._deliver(message, key)
-                self._deliver_queued()
+                if self._queue:
+                    self._deliver_queued()
             finally:
                 self._publishing = False  # before the call of clear(), which may be interrupted
                 self._queue.clear()

@@ -31,25 +31,32 @@ class Calls(Part):
         if recomputing():
             first = self.gradients.first_call(path)
             if first is not None:
-                self._enter(path, [], leaves(arguments_of(args, kwargs)), first, DEFAULT_TAG)
+                now = self.demand.at(DEFAULT_TAG)
+                self._enter(path, [], leaves(arguments_of(args, kwargs)), first, DEFAULT_TAG, now)
             return
         running = self.passes.enter_at(path, module)
         if not running.listening:
             return
-        tag = running.tag
+        tag, now = running.tag, self.demand.at(running.tag)
         copies: list[tuple[str, Tensor]] = []
         inputs = leaves(arguments_of(args, kwargs))
-        if self.demand.wanted("layer_inputs", path, tag):
+        if self.demand.wanted("layer_inputs", path, tag, now):
             for leaf, tensor in inputs:  # copied now, because the module may overwrite its input in place
                 if self.publisher.can_record("layer_inputs", path, tensor):
                     copies.append((leaf, self.publisher.copy(tensor.detach())))
-        self._enter(path, copies, inputs, self.numbers.call(path, tag), tag)
+        self._enter(path, copies, inputs, self.numbers.call(path, tag), tag, now)
 
     def _enter(
-        self, path: str, copies: list[tuple[str, Tensor]], inputs: list[tuple[str, Tensor]], call: int, tag: str
+        self,
+        path: str,
+        copies: list[tuple[str, Tensor]],
+        inputs: list[tuple[str, Tensor]],
+        call: int,
+        tag: str,
+        now: At,
     ) -> None:
         """Keep the inputs of a call until its forward is over. It is counted then, as others may end before it."""
-        hooks = self.gradients.watch("input_gradients", path, inputs, call, tag) if is_grad_enabled() else []
+        hooks = self.gradients.watch("input_gradients", path, inputs, call, tag, now) if is_grad_enabled() else []
         self.gate.passes.now.inputs.append(OpenCall(path, copies, hooks))
 
     def _leave(self, path: str, call: int) -> list[tuple[str, Tensor]]:
@@ -88,22 +95,22 @@ class Calls(Part):
                     self.problems.note(f"activations of {path!r}", why)
             except Exception as error:  # noqa: BLE001 - the output's gradients are another stream
                 self.demand.give_up("activations", path, error)
-        self._watch_output(path, observed, call, tag)
+        self._watch_output(path, observed, call, tag, now)
 
     def _after_recomputed(self, path: str, output: Any) -> None:
         """See the end of a call that runs inside a backward."""
         first = self.gradients.recompute(path)
         if first is not None:
             self._leave(path, first)
-            self._watch_output(path, leaves(output), first, DEFAULT_TAG)
+            self._watch_output(path, leaves(output), first, DEFAULT_TAG, self.demand.at(DEFAULT_TAG))
 
-    def _watch_output(self, path: str, output: list[tuple[str, Tensor]], call: int, tag: str) -> None:
+    def _watch_output(self, path: str, output: list[tuple[str, Tensor]], call: int, tag: str, now: At) -> None:
         """Watch for the gradients of a call's output; without gradients, expect the call to be computed again.
 
         Also the second forward of a checkpoint may be without: for a checkpoint inside, it is a first one once more.
         """
         if is_grad_enabled():
-            self.gradients.watch("layer_gradients", path, output, call, tag)
+            self.gradients.watch("layer_gradients", path, output, call, tag, now)
         elif tag == DEFAULT_TAG:
             self.gradients.note_ungraded(path, call)
 

@@ -295,7 +295,7 @@ class Capture:
         """
         if KINDS[kind].clock != "global_step":
             return True
-        return self.next_step(step) == step if tag == DEFAULT_TAG else self.due_batch(step, batch)
+        return self.due_batch(step, step if tag == DEFAULT_TAG else batch)
 
     def due_batch(self, global_step: int, batch: int) -> bool:
         """Whether it observes a pass of an evaluation, given the step and the pass's number.
@@ -315,7 +315,7 @@ class Capture:
         ----------
         global_step : int
         """
-        return self.next_step(global_step) == global_step
+        return self.due_batch(global_step, global_step)
 
     def next_step(self, global_step: int) -> int | None:
         """The first observed training step at or after `global_step`; None if there is none.

@@ -404,7 +404,7 @@ class Demand:
     def at(self, tag: str) -> At:
         """The counters of what is observed now, in a pass of this tag."""
         now, running = self.clock.now(), self.passes.now
-        return now._replace(batch=running.batch) if running.batch and running.tag == tag else now
+        return At(*now[:3], running.batch) if running.batch and running.tag == tag else now
 
     def wanted(self, kind: str, path: str | None, tag: str, at: At | None = None) -> Captures:
         """The captures by which to observe a stream at these counters, or now; none if nobody wants it."""

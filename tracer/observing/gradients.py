@@ -38,18 +38,19 @@ class Gradients(Part):
         self._recomputed: Counter[tuple[int | None, int, str]] = Counter()
         self._recalled: dict[str, int] = {}  # by path: the call that was recomputed last
 
-    def watch(self, kind: str, path: str, found: list[tuple[str, Tensor]], call: int, tag: str) -> list[GradientHook]:
+    def watch(
+        self, kind: str, path: str, found: list[tuple[str, Tensor]], call: int, tag: str, at: At
+    ) -> list[GradientHook]:
         """Hang hooks on the tensors of a module's output or input, if gradients are wanted; returns the hooks.
 
-        `found`: the tensors with their leaves. `call` and `tag`: the module's call and pass.
+        `found`: the tensors with their leaves. `call`, `tag` and `at`: the module's call, its pass, and its counters.
         """
         hooks: list[GradientHook] = []
-        now = self.demand.at(tag)
-        if self.demand.wanted(kind, path, tag, now):
+        if self.demand.wanted(kind, path, tag, at):
             scale = self.scale
             for leaf, tensor in found:
                 if tensor.requires_grad:
-                    hooks.append(GradientHook(self, StreamKey(kind, path, tag, leaf), call, now, scale))
+                    hooks.append(GradientHook(self, StreamKey(kind, path, tag, leaf), call, at, scale))
                     self._hang(tensor, hooks[-1])
         return hooks
 
