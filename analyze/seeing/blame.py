@@ -194,7 +194,8 @@ def blame(path: Anywhere | TraceReader, step: int | None = None, *, most: int = 
         if step is None:
             worst = check(reader).worst
             if worst is None:
-                raise CaptureError(f"no rule found anything in {reader.path}: say which step is meant")
+                given = "give the step of the spike, with --step N or step=N"
+                raise CaptureError(f"no rule found anything in {reader.path}: {given}")
             step, why = worst.first, f"{worst.title}: {worst.evidence}"
         steps = _steps(reader)
         if step not in steps:

@@ -128,6 +128,22 @@ def test_topics_are_the_buss_own() -> None:
     assert "loss" in bus.topics
 
 
+def test_topics_come_and_go_with_their_receiver() -> None:
+    """A topic that was registered by itself stays; a receiver that is refused leaves none."""
+    bus = MessageBus()
+    one = Recording("one", [], produces=["stored", "made"])
+    bus.register_topic("stored")
+    bus.register(one)
+    bus.unregister(one)
+    assert "stored" in bus.topics
+    assert "made" not in bus.topics
+    bus.register_topic("rate", "network")
+    with pytest.raises(MessageError, match="'rate' of bus 'bus' is already registered as network, not any"):
+        bus.register(Recording("two", [], produces=["made", "rate"]))
+    assert "made" not in bus.topics
+    assert bus.receivers == ()
+
+
 def test_topics_have_a_class_of_message() -> None:
     """A network kind is published as a network message, a module kind as one of a module."""
     bus = MessageBus()

@@ -397,6 +397,28 @@ def test_derivatives_of_a_distributed_model(how: str, told: str, tmp_path: Path)
 
 @needs_gloo
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")  # of torch
+def test_derivatives_beside_a_sharded_module(tmp_path: Path) -> None:
+    """A loss that also depends on a sharded module beside the model has no derivatives."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(3, 2)
+        head = parallelize_module(nn.Linear(2, 4), init_device_mesh("cpu", (1,)), ColwiseParallel())
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+        with tracer.record(
+            tmp_path / "run.zarr", model, optimizer, receivers=[parse("hessian_trace")], capture=tracer.Capture()
+        ) as run:
+            run.exporter.add_modules(("head", head))
+            with pytest.warns(RuntimeWarning, match="the model is sharded, so a backward of one rank waits"):
+                head(model(torch.ones(2, 3))).square().sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@needs_gloo
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")  # of torch
 def test_a_sharded_model_on_one_rank(tmp_path: Path) -> None:
     """The one part is the whole; a probe, whose forward would wait for other ranks, is refused before it runs."""
     from torch.distributed.fsdp import fully_shard

@@ -141,6 +141,16 @@ def test_hdf5_parts_that_a_trace_never_has(tmp_path: Path, kind: str) -> None:
         open_store(path)
 
 
+def test_hdf5_of_groups_inside_groups(tmp_path: Path) -> None:
+    """Too many to be read by recursion are refused in a sentence."""
+    with h5py.File(tmp_path / "deep.h5", "w") as file:
+        group: Any = file
+        for _ in range(3000):
+            group = group.create_group("g")
+    with pytest.raises(TraceFormatError, match=r"deep.h5: more than 64 groups are inside each other"):
+        open_store(tmp_path / "deep.h5")
+
+
 def test_hdf5_opened_twice_in_a_process(tmp_path: Path) -> None:
     """Two readers of one file see the same, one after the other and side by side, while it is written and later."""
     path = tmp_path / "store.h5"

@@ -61,6 +61,7 @@ class MessageBus:
         # replaced and never changed in place: receivers may come and go during a delivery
         self._receivers: tuple[Receiver, ...] = ()
         self._topics: dict[str, Topic] = {}
+        self._brought: set[str] = set()  # the topics that only receivers registered: these go with their receiver
         for kind in NETWORK_KINDS:
             self._topics[kind] = "network"
         for kind in MODULE_KINDS:
@@ -80,16 +81,21 @@ class MessageBus:
 
     def register_topic(self, kind: str, topic: Topic = "any") -> None:
         """Allow messages of `kind`; raises `MessageError` if `kind` is registered with another `topic`."""
-        known = self._topics.get(kind)
-        if known is not None and known != topic:
-            raise MessageError(f"topic {kind!r} of bus {self.name!r} is already registered as {known}, not {topic}")
+        self._check_topic(kind, topic)
         self._topics[kind] = topic
+        self._brought.discard(kind)
 
     def deregister_topic(self, kind: str) -> None:
         """Stop allowing messages of `kind`."""
         if kind not in self._topics:
             raise MessageError(f"bus {self.name!r} has no topic {kind!r}; it has {', '.join(sorted(self._topics))}")
         del self._topics[kind]
+        self._brought.discard(kind)
+
+    def _check_topic(self, kind: str, topic: Topic) -> None:
+        known = self._topics.get(kind, topic)
+        if known != topic:
+            raise MessageError(f"topic {kind!r} of bus {self.name!r} is already registered as {known}, not {topic}")
 
     # -- receivers ------------------------------------------------------------------------------------------
 
@@ -105,7 +111,7 @@ class MessageBus:
         ------
         MessageError
             If it needs a kind that is not a topic of this bus (register the producer of that kind first), or produces
-            a kind that another receiver produces too.
+            a kind that another receiver produces too. The bus is then as before.
         """
         if any(receiver is known for known in self._receivers):
             return
@@ -125,7 +131,9 @@ class MessageBus:
                         f"{describe(receiver)}:as=LABEL or in Python .labelled('LABEL'), and it produces {kind}_LABEL"
                     )
         for kind in receiver.produces:
-            self.register_topic(kind)
+            self._check_topic(kind, "any")
+        self._brought.update(set(receiver.produces).difference(self._topics))
+        self._topics.update(dict.fromkeys(receiver.produces, "any"))
         self._receivers = (*self._receivers, receiver)
         self._changed()
 
@@ -134,12 +142,12 @@ class MessageBus:
         self.register(sub)
 
     def unregister(self, receiver: Receiver) -> None:
-        """Remove a receiver and its topics, without closing the receiver."""
+        """Remove a receiver, and the topics that came with it, without closing the receiver."""
         if not any(receiver is known for known in self._receivers):
             raise MessageError(f"{describe(receiver)} is not registered on bus {self.name!r}")
         self._receivers = tuple(known for known in self._receivers if known is not receiver)
-        for kind in receiver.produces:
-            self._topics.pop(kind, None)
+        for kind in self._brought.intersection(receiver.produces):
+            self.deregister_topic(kind)
         self._changed()
 
     def watch(self, callback: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ finds the graph unchanged.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from tracer import walking
 from tracer.errors import CaptureError
+from tracer.format.placement import is_distributed
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.messaging.receiver import Receiver
 from tracer.observing.part import Ground, Part
@@ -298,8 +300,10 @@ class Differentiable(Part):
 
     def _hindrance(self, trained: Iterable[Tensor]) -> str:
         """The reason why the loss cannot be differentiated in addition to the training's backward; empty if it can."""
-        inside = (one for _, top in self.models.tops for one in walking.modules(top))
-        if self.models.is_sharded or any("_is_fsdp_managed_module" in vars(one) for one in inside):
+        tops = [top for _, top in self.models.tops]
+        inside = itertools.chain.from_iterable(map(walking.modules, tops))
+        parameters = itertools.chain.from_iterable(map(walking.parameters, tops))
+        if any(map(is_distributed, parameters)) or any("_is_fsdp_managed_module" in vars(one) for one in inside):
             return "the model is sharded, so a backward of one rank waits for all others"
         if any(isinstance(one, DistributedDataParallel) and one.static_graph for one in self.ranks.around):
             return "DistributedDataParallel with static_graph=True takes each backward for the training's"

@@ -18,6 +18,8 @@ from tracer.stores.locations import Location
 
 CHUNK_LIMIT: Final = 1 << 30
 """The most bytes of a chunk that are read."""
+DEPTH_LIMIT: Final = 64
+"""The most groups inside each other that are read. A trace has 3; thousands would reach Python's recursion limit."""
 NOT_FILTERED: Final = 1
 """Filter mask of a chunk that skipped its only filter."""
 
@@ -67,6 +69,8 @@ class Inspection:
 
     def of(self, group: Any, prefix: str = "") -> dict[str, Dataset]:
         """Check everything in a group; returns `found`."""
+        if prefix.count("/") > DEPTH_LIMIT:
+            raise TraceFormatError(f"{self._path}: more than {DEPTH_LIMIT} groups are inside each other")
         try:
             # The journal first: data is committed before the journal refers to it, so arrays that are opened later
             # contain it.

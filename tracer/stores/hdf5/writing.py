@@ -132,7 +132,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
 
     def make(self, name: str, rows: RowChunks, codec: Codec | None, gapless: bool) -> None:
         if self._sealed:
-            raise TraceError(f"{self.path} is sealed: {name!r} should have been made before the first commit")
+            raise TraceError(f"{self.path} is sealed: {name!r} must be made before that")
         filters: dict[str, Any] = {}
         if codec is not None:
             # HDF5 does not need the filter's plugin, because chunks are compressed here
@@ -165,7 +165,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
 
     def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
         if self._sealed:
-            raise TraceError(f"{self.path} is sealed: attributes should have been set before the first commit")
+            raise TraceError(f"{self.path} is sealed: attributes must be set before that")
         self.check_open()
         with write_errors(self.path, OF_HDF5):
             attrs = self._file[name or "/"].attrs
