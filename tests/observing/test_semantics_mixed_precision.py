@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +217,33 @@ def test_grad_scalers_of_other_classes(name: str, late: bool) -> None:
         weight, bias = (only(heard, kind, "", global_step=step) for kind in ("weights", "biases"))
         assert same(only(heard, "activations", "", global_step=step, call=call), F.linear(x, weight, bias))
     descended(heard)
+
+
+def test_grad_scaler_in_two_threads_at_once() -> None:
+    """A scaler that two threads use at the same time scales both losses; gradients of both are published unscaled."""
+    both = threading.Barrier(2, timeout=60)
+
+    class Waiting(torch.amp.GradScaler):
+        def scale(self, outputs: Any) -> Any:
+            both.wait()
+            scaled = super().scale(outputs)
+            both.wait()
+            return scaled
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        scaler = Waiting("cpu", init_scale=1024.0)
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        with ThreadPoolExecutor(2) as threads:
+            scaled = list(threads.map(scaler.scale, [model(x).sum() for x in batches(2)]))
+        for one in scaled:
+            one.backward()
+        scaler.step(optimizer)
+
+    _, _, heard = unchanged(lambda: nn.Linear(3, 2), train)
+    gradients = data_of(heard, "layer_gradients", "")
+    assert len(gradients) == 2
+    for one in gradients:
+        assert same(one, torch.ones(4, 2))
 
 
 def test_grad_scaler_beside_an_unscaled_loss() -> None:

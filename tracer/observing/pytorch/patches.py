@@ -190,7 +190,8 @@ def _as_unwatched(original: Callable[..., Any]) -> Callable[..., Any]:
     return script
 
 
-_in_scaler: set[tuple[int, str]] = set()  # running scalers and methods, because one may call its parent's
+# by thread, the scalers and their methods that are running, because a method may call its parent's
+_in_scaler: set[tuple[int, int, str]] = set()
 
 
 def _observe_scalers(owner: type[GradScaler]) -> None:
@@ -210,7 +211,7 @@ def _new_scaler(owner: type[Any], /, **kwargs: Any) -> None:
 @contextlib.contextmanager
 def _inside(scaler: GradScaler, method: str) -> Iterator[bool]:
     """Mark a scaler's method as running; yields whether it was not called by the same method of a subclass."""
-    key = id(scaler), method
+    key = threading.get_ident(), id(scaler), method
     outermost = key not in _in_scaler
     _in_scaler.add(key)
     try:
