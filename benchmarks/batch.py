@@ -16,6 +16,7 @@ import argparse
 import heapq
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -94,6 +95,12 @@ def planning(folder: Path, count: int) -> dict[str, float]:
     }
 
 
+def processor_seconds() -> float:
+    """Processor time of this process and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
 def few_small(folder: Path, rounds: int, count: int = 60) -> dict[str, dict[str, float]]:
     """Seconds of a batch of small traces: by default, in one process, with two workers; as command, and as function.
 
@@ -120,10 +127,10 @@ def few_small(folder: Path, rounds: int, count: int = 60) -> dict[str, dict[str,
         busy: dict[str, list[float]] = {way: [] for way in WAYS}
         for _ in range(rounds):
             for way in WAYS:
-                before, began = os.times(), time.perf_counter()
+                before, began = processor_seconds(), time.perf_counter()
                 run_once(way)
                 walls[way].append(time.perf_counter() - began)
-                busy[way].append(sum(os.times()[:4]) - sum(before[:4]))
+                busy[way].append(processor_seconds() - before)
         found[name] = {"traces": float(count)}
         for what, seconds in (("wall", walls), ("cpu", busy)):
             found[name] |= {f"{way}_{what}": statistics.median(seconds[way]) for way in WAYS}
