@@ -188,8 +188,7 @@ class MessageBus:
             self._publishing = True
             try:
                 self._deliver(message, key)
-                if self._queue:
-                    self._deliver_queued()
+                self._deliver_queued()
             finally:
                 self._publishing = False  # before the call of clear(), which may be interrupted
                 self._queue.clear()

@@ -80,7 +80,7 @@ class Numbers:
 
     def count_call(self, path: str, tag: str) -> int:
         """Count a call that has ended; returns its number."""
-        calls = self._calls.setdefault(tag, {})
+        calls = self.calls_of(tag)
         call = calls.get(path, 0)
         calls[path] = call + 1
         return call
