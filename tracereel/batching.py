@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from analyze.tables.escapes import printable
+from tracer.shown import printable
 from tracereel import options
 from tracereel.checks import check_installed
 from tracereel.command import Command, conclude

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import tracer
-from analyze.tables.escapes import printable
+from tracer.shown import printable
 from tracereel import bisecting, options
 from tracereel.command import Command, conclude
 from tracereel.errors import DIFFERENT, FAILED

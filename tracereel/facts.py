@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from analyze.tables.escapes import printable
+from tracer.shown import printable
 from tracereel.printing import cell, shape_of
 
 if TYPE_CHECKING:

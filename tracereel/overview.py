@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from analyze.tables.escapes import printable
+from tracer.shown import printable
 from tracereel.printing import cell, size, span
 
 Line = tuple[str, str]

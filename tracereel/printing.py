@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from analyze.tables.escapes import finite, in_json, printable
+from tracer.shown import finite, in_json, printable
 from tracereel.errors import as_typed, harmless
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import click
 from click.core import ParameterSource
 
 import tracer
-from analyze.tables.escapes import printable
 from tracer.errors import CaptureError, UnknownNameError
+from tracer.shown import printable
 from tracereel import options
 from tracereel.checks import check_new_trace
 from tracereel.errors import FOUND, WRONG_USAGE, Failure, debugging, wrong_usage

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import tracer
-from analyze.tables.escapes import printable
 from tracer.errors import TracerError
 from tracer.secrets import masked
+from tracer.shown import printable
 from tracereel import options
 from tracereel.checks import TRACE_SUFFIXES
 from tracereel.command import Command, conclude

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any, Final, final
 
-from analyze.tables.escapes import in_json
+from tracer.shown import in_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -153,7 +153,7 @@ def _replace(made: Path, baseline: Path) -> None:
 
 def _sentences(found: Difference, name: str) -> str:
     """The message of a failed test: where the training parts, in which streams next, and what else differs."""
-    from analyze.tables.escapes import printable
+    from tracer.shown import printable
 
     lines = [f"the training parts from its baseline {name} (A: the baseline, B: this run): {found.verdict}"]
     lines += [f"  {one.first}" for one in found.streams[1:_SHOWN] if one.first is not None]

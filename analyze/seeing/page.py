@@ -15,7 +15,7 @@ from analyze.seeing.layers import layers
 from analyze.seeing.panels import arrays, curves, heat, loss, provenance, rates, rules, similarity, table, zoom
 from analyze.seeing.panels.panel import Panel
 from analyze.seeing.words import text
-from analyze.tables.escapes import printable
+from tracer.shown import printable
 
 if TYPE_CHECKING:
     from bokeh.models import Range1d

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from analyze.tables.escapes import printable
+from tracer.shown import printable
 
 
 def text(value: object) -> str:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.tables.escapes import finite
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, message_of
 from tracer.messaging.stacks import COUNTERS as HEADS
 from tracer.messaging.stacks import Stack, Stretch
+from tracer.shown import finite
 
 
 class Row(NamedTuple):

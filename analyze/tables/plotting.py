@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.tables.columns import Columns
-from analyze.tables.escapes import printable
 from analyze.tables.layout import shortened
 from analyze.tables.sparkline import mean_of
 from analyze.tables.writing import needed
 from tracer.errors import MessageError
 from tracer.messaging.messages import DEFAULT_TAG
+from tracer.shown import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -254,7 +254,7 @@ class Results:
         """Write comma-separated values, UTF-8, with a header line.
 
         Values read back as the same float64, including ``nan``, ``inf`` and ``-inf``. Texts that a spreadsheet would
-        compute (``=1+1``) get an apostrophe before them, see `analyze.tables.escapes.in_cell`; a reader removes the
+        compute (``=1+1``) get an apostrophe before them, see `tracer.shown.in_cell`; a reader removes the
         first apostrophe of a text.
         """
         write_csv(self, path, overwrite=overwrite)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from analyze.tables.columns import Row
-from analyze.tables.escapes import printable
 from analyze.tables.layout import shortened
 from analyze.tables.series import Series
+from tracer.shown import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

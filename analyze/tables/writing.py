@@ -16,9 +16,9 @@ from typing import Any, TextIO, TypeAlias
 import numpy as np
 
 from analyze.tables.columns import COLUMNS, WHOLE, Row, as_json
-from analyze.tables.escapes import in_cell, in_json
 from tracer.errors import TraceError, TraceExistsError, TraceNotFoundError, TracerError
 from tracer.messaging.messages import Message
+from tracer.shown import in_cell, in_json
 
 PathLike: TypeAlias = str | os.PathLike[str]
 _ODD = "backslashreplace"

@@ -15,9 +15,9 @@ import torch
 from analyze.seeing.gather import gather, reference
 from analyze.seeing.gathered import Gathered
 from analyze.seeing.page import page
-from analyze.tables.escapes import printable
 from tests.analyze.seeing.runs import HOSTILE, LAYERS, flip, messages, probes, write
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
+from tracer.shown import printable
 from tracer.trace.writer import TraceWriter
 
 VOID = {"meta", "input", "br"}
