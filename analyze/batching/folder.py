@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, final
 
 from tracer.errors import TraceError, TraceExistsError
 from tracer.format.process import process_start
+from tracer.stores.disk.files import replacing
 from tracer.stores.locations import Anywhere, Url, location
 from tracer.stores.opening import check_writable, remove
 
@@ -141,19 +142,15 @@ class _DiskFolder(Folder):
 
     def write(self, name: str, data: bytes, *, replace: bool = True) -> None:
         target = self._path / name
-        temporary = target.with_name(f".{target.name}.{socket.gethostname()}.{os.getpid()}.tmp")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
+            with replacing(target, f".{socket.gethostname()}.{os.getpid()}.tmp") as temporary:
+                with temporary.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
         except OSError as error:
             raise TraceError(f"{target} cannot be written: {error.strerror or error}") from error
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:

@@ -29,7 +29,7 @@ def write_csv(rows: Iterable[Row], path: PathLike, *, overwrite: bool) -> None:
     """Write comma-separated values: see `analyze.Results.to_csv`."""
     with (
         new_file(path, overwrite=overwrite) as temporary,
-        temporary.open("w", encoding="utf-8", errors=_ODD, newline="") as file,
+        temporary.open("x", encoding="utf-8", errors=_ODD, newline="") as file,
     ):
         writer = csv.writer(_Lines(file), lineterminator=_CRLF)
         writer.writerow(COLUMNS)
@@ -56,7 +56,7 @@ class _Lines:
 
 def write_jsonl(rows: Iterable[Row], path: PathLike, *, overwrite: bool) -> None:
     """Write JSON lines: see `analyze.Results.to_jsonl`."""
-    with new_file(path, overwrite=overwrite) as temporary, temporary.open("w", encoding="utf-8", errors=_ODD) as file:
+    with new_file(path, overwrite=overwrite) as temporary, temporary.open("x", encoding="utf-8", errors=_ODD) as file:
         for row in rows:
             file.write(in_json(json.dumps(as_json(row), ensure_ascii=False, allow_nan=False)) + "\n")
 

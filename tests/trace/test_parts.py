@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -99,9 +100,59 @@ def test_two_that_begin_one_file_at_the_same_moment(tmp_path: Path) -> None:
     with contextlib.closing(open_store(path)) as store:
         assert store.read("a", 0, 3).tolist() == [0, 1, 2]
     create_store(path, overwrite=True).abandon()
-    (tmp_path / ".run.h5.part").write_bytes(b"left by one that was killed")
+    for left in (".run.h5.0123abcd.part", ".run.h5.0123abcd.copy", ".run.h5.part", ".run.h5.lock"):
+        (tmp_path / left).write_bytes(b"left by one that was killed")
     create_store(tmp_path / "other.h5").close()
+    assert (tmp_path / ".run.h5.0123abcd.part").exists()
     create_store(path, overwrite=True).close()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["other.h5", "run.h5"]
+
+
+@pytest.mark.parametrize("planted", [".run.h5.part", ".run.h5.copy", ".run.h5.lock"])
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_link_that_somebody_planted_is_not_written_through(tmp_path: Path, planted: str, hard: bool) -> None:
+    """A file elsewhere keeps its bytes, whatever links to it beside the path of a new trace."""
+    (tmp_path / "shared").mkdir()
+    victim, path = tmp_path / "thesis.txt", tmp_path / "shared" / "run.h5"
+    victim.write_text("precious")
+    (os.link if hard else os.symlink)(victim, path.with_name(planted))
+    if planted == ".run.h5.lock" and not hard:
+        with pytest.raises(TraceError, match=r"run\.h5\.lock is a link.*remove it"):
+            write_part(path, range(3), ranks=(0,))
+        path.with_name(planted).unlink()
+    write_part(path, range(3), ranks=(0,))
+    assert victim.read_text() == "precious"
+    assert not path.is_symlink()
+    assert len(TraceReader(path)) == 6
+    assert sorted(one.name for one in path.parent.iterdir()) == ["run.h5"]
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_temporary_files_are_new_files_of_random_names(tmp_path: Path, suffix: str) -> None:
+    """What is renamed to its name was made under another name each time, and no file of that name was opened."""
+    code = (
+        "import os, sys; from tests.trace.written_parts import write_part\n"
+        "from pathlib import Path\n"
+        "def told(event, given):\n"
+        "    if event == 'open' and given[2] & os.O_CREAT and not given[2] & os.O_EXCL: print('opened', given[0])\n"
+        "    if event == 'os.rename': print('renamed', given[0])\n"
+        "sys.addaudithook(told)\n"
+        "write_part(Path(sys.argv[1]), range(3))"
+    )
+    renamed: list[set[str]] = []
+    for number in range(2):
+        path = tmp_path / str(number) / f"run{suffix}"
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
+        ran = subprocess.run(
+            [sys.executable, "-c", code, str(path)], capture_output=True, text=True, env=environment, check=True
+        )
+        lines = [line.split(" ", 1) for line in ran.stdout.splitlines() if str(tmp_path) in line]
+        renamed.append({os.path.relpath(name, path.parent) for what, name in lines if what == "renamed"})
+        opened = {name for what, name in lines if what == "opened"} - {f"{path.parent}/.run.h5.lock"}
+        # the copy of an HDF5 file is written into the new file of that name
+        assert all(".copy" in name or "/c/" in name for name in opened), opened
+    assert renamed[0]
+    assert not renamed[0] & renamed[1]
 
 
 @every_format

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -400,11 +401,31 @@ def test_a_folder_sweeps_what_the_dead_left(tmp_path: Path) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     host = socket.gethostname()
-    left = parts / f".a.parquet.{host}.{gone.pid}.tmp"
-    kept = [parts / f".b.parquet.{host}.{os.getpid()}.tmp", parts / f".c.parquet.elsewhere.{gone.pid}.tmp", parts / "d"]
+    left = parts / f".a.parquet.0123abcd.{host}.{gone.pid}.tmp"
+    kept = [
+        parts / f".b.parquet.0123abcd.{host}.{os.getpid()}.tmp",
+        parts / f".c.parquet.0123abcd.elsewhere.{gone.pid}.tmp",
+        parts / "d",
+    ]
     for path in (left, *kept):
         path.write_text("")
     folder = folder_at(tmp_path)
     folder.sweep()
     assert sorted(parts.iterdir()) == sorted(kept)
     assert folder.names("parts") == {"d"}
+
+
+def test_a_file_of_a_folder_is_never_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each temporary file is new and has another name, so nobody can plant a link where it will be."""
+    (tmp_path / "thesis.txt").write_text("precious")
+    (tmp_path / "out" / "parts").mkdir(parents=True)
+    os.symlink(tmp_path / "thesis.txt", tmp_path / "out" / "parts" / "a.parquet")
+    os.symlink(tmp_path / "thesis.txt", tmp_path / "out" / f".manifest.json.{socket.gethostname()}.{os.getpid()}.tmp")
+    renamed, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: (renamed.append(str(old)), replace(old, new)))
+    folder = folder_at(tmp_path / "out")
+    for name in ("parts/a.parquet", "manifest.json", "manifest.json"):
+        folder.write(name, b"answers")
+        assert folder.read(name) == b"answers"
+    assert len(set(renamed)) == 3
+    assert (tmp_path / "thesis.txt").read_text() == "precious"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,31 @@ def sync(path: Path | str) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def create_beside(path: Path, ending: str) -> Path:
+    """Make an empty hidden file beside `path`, named at random, and return its path.
+
+    It is never a file or a link that somebody else put there: the name of such a thing is taken, and another is tried.
+    """
+    while True:
+        made = path.with_name(f".{path.name}.{os.urandom(4).hex()}{ending}")
+        with suppress(FileExistsError):
+            os.close(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
+            return made
+
+
+@contextmanager
+def replacing(path: Path, ending: str) -> Iterator[Path]:
+    """A new file from `create_beside`, which replaces `path` if the block succeeds, and is removed otherwise."""
+    made = create_beside(path, ending)
+    try:
+        yield made
+        os.replace(made, path)
+    except BaseException:
+        with suppress(OSError):
+            made.unlink()
+        raise
 
 
 def open_file(path: Path) -> int:

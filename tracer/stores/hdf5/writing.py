@@ -12,8 +12,10 @@ mode it never reuses the old place.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +28,7 @@ from tracer.errors import TraceError, TraceExistsError, TraceNotFoundError
 from tracer.memory import PAGE
 from tracer.stores.chunks import ALIGNED_BYTES, RowChunks
 from tracer.stores.codecs import HDF5_FILTER, Codec, encode, hdf5_options
-from tracer.stores.disk.files import is_there, sync
+from tracer.stores.disk.files import create_beside, is_there, replacing, sync
 from tracer.stores.errors import OF_HDF5, cannot_write, write_errors
 from tracer.stores.hdf5.attributes import set_attribute
 from tracer.stores.hdf5.datasets import NOT_FILTERED
@@ -75,10 +77,18 @@ _WRITING: dict[str, Any] = {
 }
 
 
-def _locked(temporary: Path, path: Path) -> int:
-    """Open and lock the temporary file of a new trace; raises `TraceExistsError` if another process has locked it."""
+def _locked(lock: Path, path: Path) -> int:
+    """Open and lock the lock file of a new trace; raises `TraceExistsError` if another process has locked it.
+
+    Nothing is ever written to a lock file, because somebody else may know its name and put another file there.
+    """
     while True:
-        file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise TraceError(f"cannot write {path}: {lock} is a link, which a lock file never is; remove it") from None
         try:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,13 +96,22 @@ def _locked(temporary: Path, path: Path) -> int:
                 raise TraceExistsError(f"{path} is being recorded by another process") from None
             except OSError:  # a file system without locks
                 return file
-            # the previous writer may have renamed or removed the file before it was locked here
-            if os.path.exists(temporary) and os.path.samestat(os.fstat(file), os.stat(temporary)):
-                return file
+            # the previous writer may have removed the file before it was locked here
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file), os.lstat(lock)):
+                    return file
         except BaseException:
             os.close(file)
             raise
         os.close(file)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the temporary files of earlier writers of `path` that were killed; the caller has the lock."""
+    temporary = re.compile(rf"\.{re.escape(path.name)}(\.[0-9a-f]{{8}})?\.(part|copy)")
+    for name in filter(temporary.fullmatch, os.listdir(path.parent)):
+        with contextlib.suppress(OSError):
+            os.unlink(path.with_name(name))
 
 
 class Hdf5WriteStore(WriteStore[_Array]):
@@ -108,20 +127,24 @@ class Hdf5WriteStore(WriteStore[_Array]):
         self._durable = durable
         super().__init__()
         self._changed: dict[str, None] = {}
-        self._unsealed = path.with_name(f".{path.name}.part")
-        self._copy = path.with_name(f".{path.name}.copy")
+        self._lock_file = path.with_name(f".{path.name}.lock")
         self._sealed = False
         # whether the file at the path is already this store's
         self._placed = False
         # held until the file is at its path, where its SWMR flag shows that it is being written
-        self._lock = _locked(self._unsealed, path)
+        self._lock = _locked(self._lock_file, path)
         try:
             if not overwrite and is_there(path):
                 raise TraceExistsError.at(path)
-            self._file: Any = h5py.File(self._unsealed, "w", **_WRITING)
+            _remove_leftovers(path)
+            self._unsealed = create_beside(path, ".part")
+            try:
+                self._file: Any = h5py.File(self._unsealed, "w", **_WRITING)
+            except OSError:
+                self._unsealed.unlink(missing_ok=True)
+                raise
         except (OSError, TraceExistsError):
-            self._unsealed.unlink(missing_ok=True)
-            os.close(self._lock)
+            self._unlock()
             raise
         self._written = WrittenFile(int(self._file.id.get_vfd_handle()))
 
@@ -192,6 +215,8 @@ class Hdf5WriteStore(WriteStore[_Array]):
 
     def _unlock(self) -> None:
         if self._lock >= 0:
+            with contextlib.suppress(OSError):
+                self._lock_file.unlink()
             os.close(self._lock)
             self._lock = -1
 
@@ -220,10 +245,10 @@ class Hdf5WriteStore(WriteStore[_Array]):
                 # the path.
                 self._written.descriptor = -1
                 file.close()
-                shutil.copyfile(self._unsealed, self._copy)
-                if self._durable:
-                    sync(self._copy)
-                os.replace(self._copy, self.path)
+                with replacing(self.path, ".copy") as copy:
+                    shutil.copyfile(self._unsealed, copy)
+                    if self._durable:
+                        sync(copy)
                 if self._durable:
                     sync(self.path.parent)
                 self._placed = True
@@ -257,16 +282,12 @@ class Hdf5WriteStore(WriteStore[_Array]):
             return
         # frees the space of the unsealed file, perhaps the only space left on the disk
         self.abandon()
-        with write_errors(self.path, OF_HDF5):
-            try:
-                shutil.copyfile(self.path, self._copy)
-                with h5py.File(self._copy, "r+", libver="latest", locking=False) as file:
-                    length = len(file[name])
-                    file[name].resize(length + len(rows), axis=0)
-                    file[name][length:] = rows
-                os.replace(self._copy, self.path)
-            finally:
-                self._copy.unlink(missing_ok=True)
+        with write_errors(self.path, OF_HDF5), replacing(self.path, ".copy") as copy:
+            shutil.copyfile(self.path, copy)
+            with h5py.File(copy, "r+", libver="latest", locking=False) as file:
+                length = len(file[name])
+                file[name].resize(length + len(rows), axis=0)
+                file[name][length:] = rows
 
     def abandon(self) -> None:
         if self.closed:
@@ -284,7 +305,6 @@ class Hdf5WriteStore(WriteStore[_Array]):
             else:
                 # the copy at the path has all commits
                 self._unsealed.unlink(missing_ok=True)
-                self._copy.unlink(missing_ok=True)
         self._unlock()
 
     def discard(self) -> None:

@@ -66,7 +66,7 @@ def write_document(folder: Path, document: Mapping[str, Any], durable: bool, ane
     # a random name, because two ranks may write the root at the same time
     temporary = f"{folder}/.zarr.json.{os.getpid()}.{os.urandom(4).hex()}.part"
     data = as_bytes(document, folder)
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         while data:
             data = data[os.write(file, data) :]
