@@ -115,7 +115,7 @@ def made(series: int, steps: int) -> Gathered:
     }
     layers = [f"encoder.layers.{number // 8}.block.{number % 8}.dense" for number in range(series // 2)]
     found = Gathered(
-        Checked("synthetic.zarr", "finished", (), (), {}, steps), info, 0, (0, steps - 1), grid, layers=layers
+        Checked("synthetic.zarr", "finished", (), steps=steps), info, 0, (0, steps - 1), grid, layers=layers
     )
     found.limit = min(LONGEST, max(512, POINTS // series))
     draw = np.random.default_rng(0)

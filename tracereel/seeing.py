@@ -114,7 +114,9 @@ def _check_several(traces: tuple[str, ...], rules: list[Rule], filters: Filters,
 
 
 def _print(found: Checked) -> None:
-    """Print the verdict, the findings in order of time, and the rules without findings."""
+    """Print the verdict, the findings in order of time, and what each rule judged."""
+    from analyze.rules.coverage import in_table
+
     tell(found.verdict)
     worst = found.worst
     if worst is not None:
@@ -131,8 +133,10 @@ def _print(found: Checked) -> None:
         for rule, count in counts.items():
             if count > _OF_A_RULE:
                 click.echo(f"and {count - _OF_A_RULE:,} more of {rule} (--json tells all)")
-    if found.silent:
-        click.echo(f"\nlooked and found nothing: {', '.join(found.silent)}")
+    if found.coverage:
+        click.echo("\nwhat each rule judged, and it says nothing about the rest:")
+        parts, judged = in_table(found.coverage, (one.rule for one in found.findings))
+        print_table(parts, judged, right=("findings", "streams"), prose=("not judged",))
     for name, why in found.unjudged.items():
         tell(f"could not judge: {name}: {why}")
 

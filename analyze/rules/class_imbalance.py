@@ -75,11 +75,13 @@ class ClassImbalance(Rule):
         if self.words or self.output is None or self.labels is None or self.output[0] != self.labels[0]:
             return
         (_, classes, predicted), (_, labels) = self.output, self.labels
+        place = Place.of(message)._replace(kind="input_labels")
         self.output = self.labels = None
         if len(labels) != len(predicted) or len(labels) == 0 or not 0 <= labels.min() <= labels.max() < classes:
             return
         if len(self.seen) != classes:
             self.seen, self.right = np.zeros(classes, np.int64), np.zeros(classes, np.int64)
+        self.weigh(place)
         self.seen += np.bincount(labels, minlength=classes)
         self.right += np.bincount(labels[labels == predicted], minlength=classes)
         if self.seen.sum() < self.datapoints:
@@ -90,9 +92,7 @@ class ClassImbalance(Rule):
         ratio = most / max(count, 1)
         self.seen[:], self.right[:] = 0, 0
         bad = ratio > self.ratio and recall < self.recall
-        yield from self.judge(
-            Place.of(message)._replace(kind="input_labels"), bad, ratio, self.ratio, rare, count, recall
-        )
+        yield from self.judge(place, bad, ratio, self.ratio, rare, count, recall)
 
     def evidence(self, found: Finding) -> str:
         name, count, recall = (found.numbers[one] for one in self.numbers)

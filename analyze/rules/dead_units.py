@@ -103,7 +103,7 @@ class DeadUnits(Rule):
         layer.hear(place, active, x.size // len(active))
         dead = (layer.steps >= self.steps) & (layer.rows >= self.datapoints)
         if not dead.any():
-            self.judged += 1
+            self.judged(message)
             return
         count, needed = int(dead.sum()), int(np.ceil(self.share * len(dead)))
         bad = count >= needed

@@ -117,6 +117,7 @@ class EvaluationMode(Rule):
             bias = self.biases.get(series[0] or "")
             if bias is None or bias.shape != mean.shape:
                 continue
+            self.weigh(place)
             offsets = self.offsets.setdefault(series, [])
             if offsets and offsets[0][1].shape != mean.shape:
                 offsets.clear()

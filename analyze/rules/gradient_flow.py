@@ -72,6 +72,8 @@ class VanishingGradient(Rule):
         """Judge the gradients of a step."""
         now, self.now = self.now, {}
         for norms in self.networks(now):
+            for place, _ in norms:
+                self.judged(place)
             largest = max(norm for _, norm in norms)
             if largest == 0:
                 continue
@@ -158,7 +160,8 @@ class ExplodingGradient(Rule):
     def look(self, message: Message) -> Iterator[Message]:
         """Judge the gradient of a weight, or store the norm of the gradient of a layer."""
         norm = shared(message, "norm2")
-        self.judged += norm == 0
+        if norm == 0:
+            self.judged(message)
         if not 0 < norm < math.inf:
             return
         series = series_of(message)
@@ -183,6 +186,8 @@ class ExplodingGradient(Rule):
         self.steps += 1
         if self.steps > 3:
             return
+        for place, _ in layers.values():
+            self.judged(place)
         last = next(iter(layers.values()))[1]  # backward reaches the last layer first
         place, norm = max(layers.values(), key=lambda one: one[1])
         yield from self.judge(place, norm > self.growth * last, norm, self.growth * last, last, 0.0)

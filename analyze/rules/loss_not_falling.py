@@ -71,6 +71,7 @@ class LossNotFalling(Rule):
             return
         of = self.losses.setdefault(series_of(message), _Losses(Place.of(message)))
         of.last = Place.of(message)
+        self.weigh(of.last)
         of.count += 1
         if len(of.start) < 10:
             of.start.append(loss)

@@ -72,11 +72,12 @@ class NoisyGradient(Rule):
         scale, samples = single_number(said["noise_scale"].data), single_number(said["samples"].data)
         if scale is None or not math.isfinite(scale) or not samples or samples < 2:
             return
+        place = Place.of(said["noise_scale"])._replace(kind="weight_gradients")
+        self.weigh(place)
         self.scales.append(scale)
         del self.scales[: -self.steps]
         if len(self.scales) == self.steps:
             usual, bound = median(self.scales), self.factor * samples
-            place = Place.of(said["noise_scale"])._replace(kind="weight_gradients")
             yield from self.judge(place, usual > bound, usual, bound, samples)
 
     def evidence(self, found: Finding) -> str:

@@ -59,13 +59,14 @@ class NotFinite(Rule):
         extent = Extent.of(message)
         if extent is None or not extent.floating or message.data is None or message.data.layout != torch.strided:
             return
-        self.judged += 1
         nan, inf = shared(message, "nan"), shared(message, "inf")
         if inf and not nan and message.kind in _FORWARD and shared(message, "max") != math.inf:
             inf = 0.0
-        if not (nan or inf):
-            return
         place = Place.of(message)
+        if not (nan or inf):
+            yield from self.judge(place, False, 0.0, 0.0)
+            return
+        self.judged(place)
         if self.origin is None or message.global_step > self.last + 1:
             self.origin, self.followed, self.first = place, set(), (nan, inf)
         self.last = message.global_step

@@ -37,7 +37,7 @@ class Overfitting(Rule):
     """
 
     name = "overfitting"
-    memory = ("training", "evaluated", "place", "done", "best")
+    memory = ("training", "evaluated", "place", "trained", "done", "best")
     judges = "losses of the training and of three evaluations"
     numbers = ("best", "best_step", "training")
     advice = "stop at the best evaluation, or take more data, augmentation, dropout or weight decay"
@@ -50,6 +50,7 @@ class Overfitting(Rule):
         self.training: list[float] = []
         self.evaluated: list[float] = []
         self.place: Place | None = None
+        self.trained: Place | None = None
         self.done = 0
         self.best = (math.inf, 0, math.inf)  # the loss, its step, and the training loss at that time
 
@@ -59,10 +60,13 @@ class Overfitting(Rule):
         if loss is None or not math.isfinite(loss):
             return
         if message.tag == self.evaluation:
+            self.weigh(message)
             self.evaluated.append(loss)
             self.place = Place.of(message)
         elif message.tag == DEFAULT_TAG:
             yield from self.evaluation_over()
+            self.trained = Place.of(message)
+            self.weigh(message)
             self.training.append(loss)
 
     def conclude(self) -> Iterator[Message]:
@@ -80,6 +84,8 @@ class Overfitting(Rule):
         self.done += 1
         best, step, trained = self.best
         if self.done >= 3:
+            if self.trained is not None:
+                self.judged(self.trained)
             bound = best + self.rise * abs(best)
             yield from self.judge(place, loss > bound and training < trained, loss, bound, best, step, training)
         if loss < best:

@@ -91,6 +91,8 @@ class PoorInitialisation(Rule):
             return
         least = min(scales, key=lambda one: one[1])
         most = max(scales, key=lambda one: one[1])
+        for place, _ in scales:
+            self.judged(place)
         ratio = most[1] / least[1]
         place = least[0] if scales.index(least) > scales.index(most) else most[0]
         yield from self.judge(place, ratio > self.growth, ratio, self.growth, _GROWTH, most[1])

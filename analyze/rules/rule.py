@@ -13,6 +13,7 @@ import torch
 from analyze.metrics.checks import check, is_whole
 from analyze.metrics.metric import Metric
 from analyze.metrics.streams import Series, series_of
+from analyze.rules.coverage import Judged
 from analyze.rules.finding import Finding, Severity
 from tracer.errors import MessageError
 from tracer.messaging.messages import DEFAULT_TAG, Message, message_of
@@ -23,7 +24,12 @@ FIELDS = ("severity", "kind", "worst", "last", "steps", "value", "threshold")
 """The first numbers in the data of a finding's message; those of `Rule.numbers` follow."""
 
 
-_MEMORY = ("judged", "_step", "_episodes")
+_MEMORY = ("coverage", "_weighed", "_step", "_episodes", "_over")
+_REST = 10
+"""A finding ends when its condition has not held at this many judged steps in a row."""
+_EPISODES = 16
+"""After this many findings in a series, the rest before the next doubles with each, so that a condition that comes and
+goes makes few of them."""
 
 
 class Looking(TypedDict, total=False):
@@ -66,6 +72,18 @@ class _Episode:
     numbers: tuple[float, ...]
     said: bool = False
     changed: bool = True  # since it was last published
+    rested: int = 0  # judged steps in a row at which the condition did not hold
+    good: int = -1  # the last of them
+
+    def rest(self, step: int) -> None:
+        """Count a step at which the condition does not hold."""
+        if step not in (self.last, self.good):
+            self.rested, self.good = self.rested + 1, step
+
+    def is_over(self, step: int, earlier: int) -> bool:
+        """Whether a condition that holds at a step begins to hold anew there; `earlier`: findings before this one."""
+        needed = _REST << max(0, earlier - _EPISODES)
+        return self.said and self.rested - (self.good == step) >= needed
 
     def message(self, produces: str, kinds: Sequence[str]) -> Message:
         """The finding as a message at its first step."""
@@ -89,10 +107,14 @@ class Rule(Metric):
     """A subscriber that looks for a fault, and publishes each finding twice, as ``{name}_finding``.
 
     The first message comes as soon as the condition has held for `patience` steps, so that a live run can be stopped.
-    The second comes when the run or the replay ends, if the finding has changed since, and says how long the condition
-    held and when it was worst. Both messages have the step at which it began. `finding` turns either into a `Finding`.
+    The second says how long the condition held and when it was worst. It comes if the finding has changed since: when
+    the next finding in the series begins, or when the run or the replay ends. Both messages have the step at which the
+    finding began. `finding` turns either into a `Finding`. A condition that holds again after 10 judged steps without
+    it is another finding.
 
-    A subclass implements `look`, which calls `judge` for each series that it can judge, and `evidence`.
+    A subclass implements `look`, which calls `judge` for each series that it can judge, and `evidence`. `judge` notes
+    in `coverage` what was judged. A rule that judges several steps at once calls `weigh` at each; a rule that judges
+    several series at once, or has no value to compare, calls `judged` for each.
 
     Parameters
     ----------
@@ -117,8 +139,8 @@ class Rule(Metric):
         The names of the further numbers of a finding.
     memory : tuple of str
         The names of the attributes of a subclass that change while it receives messages: its state.
-    judged : int
-        How many times the rule could judge.
+    coverage : Judged
+        The steps and streams that the rule has judged.
     """
 
     severity: ClassVar[Severity] = Severity.WARNING
@@ -144,9 +166,11 @@ class Rule(Metric):
         Subscriber.__init__(self, subscriptions, f"{self.name}_finding")
         self.kinds = tuple(kind for kinds in wanted for kind in kinds)
         self.patience = patience
-        self.judged = 0
+        self.coverage = Judged()
+        self._weighed: dict[tuple[str, Series], Judged] = {}
         self._step: int | None = None
         self._episodes: dict[tuple[str, Series], _Episode] = {}
+        self._over: dict[tuple[str, Series], int] = {}  # the number of finished findings
 
     @abstractmethod
     def look(self, message: Message) -> Iterator[Message]:
@@ -203,21 +227,28 @@ class Rule(Metric):
         worse : bool
             Whether a larger value is worse than a smaller one.
         """
-        self.judged += 1
+        self.judged(at)
         if not bad and not self._episodes:
             return
         place = at if isinstance(at, Place) else Place.of(at)
-        known = self._episodes.get((place.kind, place.series))
+        stream, step = place[:2], place.global_step
+        known = self._episodes.get(stream)
         if not bad:
-            if known is not None and not known.said:
-                del self._episodes[place.kind, place.series]
+            if known is not None and known.said:
+                known.rest(step)
+            elif known is not None:
+                del self._episodes[stream]
             return
-        step = place.global_step
         told = severity or self.severity
+        if known is not None and known.is_over(step, self._over.get(stream, 0)):
+            if known.changed:
+                yield known.message(self.produces[0], self.kinds)
+            self._over[stream] = self._over.get(stream, 0) + 1
+            known = None
         if known is None:
-            known = _Episode(since or place, told, step, step, 1, value, threshold, numbers)
-            self._episodes[place.kind, place.series] = known
+            known = self._episodes[stream] = _Episode(since or place, told, step, step, 1, value, threshold, numbers)
         else:
+            known.rested = 0
             is_worst = value > known.value if worse else value < known.value
             known.changed |= is_worst or step != known.last or told > known.severity
             known.steps += step != known.last
@@ -227,6 +258,19 @@ class Rule(Metric):
                 known.worst, known.value, known.threshold, known.numbers = step, value, threshold, numbers
         if not known.said and known.steps >= self.patience:
             yield known.message(self.produces[0], self.kinds)
+
+    def judged(self, at: Message | Place) -> None:
+        """Note in `coverage` that a series was judged at a step, and at the earlier steps that were weighed."""
+        stream = at.kind, at.series if isinstance(at, Place) else series_of(at)
+        weighed = self._weighed.pop(stream, None)
+        if weighed is not None:
+            self.coverage.take(weighed)
+        self.coverage.add(*stream, at.global_step)
+
+    def weigh(self, at: Message | Place) -> None:
+        """Note that a series at a step is part of the next judgement on this series."""
+        stream = at.kind, at.series if isinstance(at, Place) else series_of(at)
+        self._weighed.setdefault(stream, Judged()).add(*stream, at.global_step)
 
     def amend(self, kind: str, series: Series, *numbers: float) -> None:
         """Replace the further numbers of a finding; its last message will have them."""
@@ -278,4 +322,4 @@ class Rule(Metric):
 
     def unjudged(self) -> str:
         """The reason why the rule judged nothing; empty if it judged something."""
-        return "" if self.judged else f"it needs {self.judges}"
+        return "" if self.coverage else f"it needs {self.judges}"

@@ -90,7 +90,8 @@ class UpdateRatio(Rule):
             return
         weight = self.weights.get(series_of(message), 0.0)
         update = shared(message, "norm2")
-        self.judged += update == 0
+        if update == 0:
+            self.judged(message)
         if weight > 0 and math.isfinite(weight) and 0 < update < math.inf:
             self.now[series_of(message)] = Place.of(message), update / weight
         yield from ()

@@ -7,14 +7,18 @@ from contextlib import nullcontext
 from copy import deepcopy
 
 import numpy as np
+from numpy.typing import NDArray
 
 from analyze.registry import instances
 from analyze.rules import RULES
+from analyze.rules.coverage import Coverage
+from analyze.rules.coverage import together as coverage_of
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Rule
 from analyze.seeing.findings import Checked, Findings, in_time
 from tracer.errors import MessageError, TraceCorruptError
 from tracer.format.journal import Column
+from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.messaging.subscriber import run_again
 from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters
@@ -109,13 +113,19 @@ def together(reader: TraceReader, asked: Sequence[Rule], each: Sequence[Checked]
     """
     looked = {name for one in each for name in one.looked}
     why = {name: reason for one in reversed(each) for name, reason in one.unjudged.items() if name not in looked}
+    spans = [one.span for one in each if one.span is not None]
     return Checked(
         trace=str(reader.path),
         status=reader.status,
         findings=tuple(sorted((found for one in each for found in one.findings), key=_in_time_and_rank)),
-        looked=tuple(one.name for one in asked if one.name in looked),
+        coverage={
+            rule.name: coverage_of([one.coverage.get(rule.name) or Coverage(steps=0, of=one.steps) for one in each])
+            for rule in asked
+            if rule.name in looked
+        },
         unjudged={one.name: why[one.name] for one in asked if one.name in why},
         steps=max((one.steps for one in each), default=0),
+        span=(min(first for first, _ in spans), max(last for _, last in spans)) if spans else None,
         damage="; ".join(dict.fromkeys(one.damage for one in each if one.damage)),
     )
 
@@ -151,6 +161,7 @@ def concluded(
     Parameters
     ----------
     reader : TraceReader
+        A reader of the rank that was replayed.
     able : sequence of Rule
         The rules that listened to the replay.
     unjudged : mapping of str to str
@@ -162,18 +173,35 @@ def concluded(
         What ended the replay early.
     """
     told = {**unjudged, **{rule.name: rule.unjudged() for rule in able}}
-    replayed: set[int] = set()
-    for window in Filters.of(steps=steps).part_of(reader).windows():
-        replayed.update(np.unique(window.journal[window.select(steps=steps), Column.GLOBAL_STEP]).tolist())
+    recorded = _recorded(reader, steps)
+    training = recorded.get(DEFAULT_TAG)
+    if training is None:
+        training = np.unique(np.concatenate([*recorded.values(), np.zeros(0, np.int64)]))
     return Checked(
         trace=str(reader.path),
         status=reader.status,
         findings=tuple(findings),
-        looked=tuple(rule.name for rule in able if not told[rule.name]),
+        coverage={rule.name: rule.coverage.coverage(recorded) for rule in able if not told[rule.name]},
         unjudged={name: why for name, why in told.items() if why},
-        steps=len(replayed),
+        steps=len(training),
+        span=(int(training[0]), int(training[-1])) if len(training) else None,
         damage=damage,
     )
+
+
+def _recorded(reader: TraceReader, steps: Steps | None) -> dict[str, NDArray[np.int64]]:
+    """By tag, the steps of which data was recorded, ascending."""
+    kinds: dict[str, set[str]] = {}
+    for stream in reader.streams:
+        if stream.kind not in KINDS or not KINDS[stream.kind].event:
+            kinds.setdefault(stream.tag, set()).add(stream.kind)
+    found: dict[str, list[NDArray[np.int64]]] = {tag: [] for tag in kinds}
+    for window in Filters.of(steps=steps).part_of(reader).windows():
+        for tag, of in kinds.items():
+            rows = window.select(kinds=of, tags=tag, steps=steps)
+            found[tag].append(np.unique(window.journal[rows, Column.GLOBAL_STEP]))
+    joined = {tag: np.unique(np.concatenate(each)) for tag, each in found.items() if each}
+    return {tag: one for tag, one in joined.items() if len(one)}
 
 
 def lacking(rule: Rule, reader: TraceReader, rank: int | None = None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from analyze.rules import RULES
+from analyze.rules.coverage import Coverage, in_table
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Rule
 from tracer.messaging.messages import Message
@@ -71,12 +72,14 @@ class Checked:
         As `tracer.TraceReader.status`.
     findings : tuple of Finding
         In the order of their first steps.
-    looked : tuple of str
-        The rules that had something to judge.
+    coverage : mapping of str to Coverage
+        For each rule that had something to judge: at which steps and in which streams it judged.
     unjudged : mapping of str to str
         For each other rule, why it could not judge.
     steps : int
-        How many steps were recorded.
+        How many steps of the training were recorded; of a trace without a training, how many steps.
+    span : tuple of int or None
+        The first and the last of them.
     damage : str
         What ended the reading early; empty if nothing did.
     """
@@ -84,9 +87,10 @@ class Checked:
     trace: str
     status: str
     findings: tuple[Finding, ...]
-    looked: tuple[str, ...]
+    coverage: Mapping[str, Coverage] = field(default_factory=dict)
     unjudged: Mapping[str, str] = field(default_factory=dict)
     steps: int = 0
+    span: tuple[int, int] | None = None
     damage: str = ""
 
     @property
@@ -100,27 +104,44 @@ class Checked:
         return max((one.severity for one in self.findings), default=None)
 
     @property
+    def looked(self) -> tuple[str, ...]:
+        """The rules that had something to judge."""
+        return tuple(self.coverage)
+
+    @property
     def silent(self) -> tuple[str, ...]:
-        """The rules that looked and found nothing."""
+        """The rules that found nothing where they judged; `coverage` says where that was."""
         fired = {one.rule for one in self.findings}
         return tuple(name for name in self.looked if name not in fired)
 
     @property
+    def whole(self) -> tuple[str, ...]:
+        """The rules that judged all recorded steps of the training, and each of their streams to its end."""
+        return tuple(name for name, one in self.coverage.items() if one.complete and one.of == self.steps)
+
+    @property
     def verdict(self) -> str:
-        """The worst finding with step, place and evidence; or, without findings, how many rules looked."""
+        """The worst finding with step, place and evidence; or, without findings, how many rules judged how much."""
         worst = self.worst
         if worst is not None:
             return f"{worst.severity}: {worst.title}: {worst.evidence}"
         steps = f"{self.steps:,} step{'s' if self.steps != 1 else ''}"
         if not self.looked:
             return f"nothing could be judged in {steps}"
-        return f"nothing found by {len(self.looked)} rule{'s' if len(self.looked) != 1 else ''} over {steps}"
+        told, whole = f"nothing found by {len(self.looked)} rule{'s' if len(self.looked) != 1 else ''}", self.whole
+        if len(whole) == len(self.looked):
+            return f"{told} over {steps}"
+        if len(self.looked) == 1:
+            (only,) = self.coverage.values()
+            return f"{told}, which judged {only.judged} steps"
+        return f"{told}, of which {len(whole) or 'none'} judged all {steps}"
 
     def _repr_html_(self) -> str:
         """The verdict and the findings, for notebooks."""
         columns = ("step", "severity", "rule", "where", "steps", "evidence")
         rows = [(one.first, one.severity, one.rule, one.place, one.steps, one.evidence) for one in self.findings]
-        return table(columns, rows, self.verdict)
+        told = table(columns, rows, self.verdict)
+        return told + table(*in_table(self.coverage, (one.rule for one in self.findings)), "what each rule judged")
 
     def as_json(self) -> dict[str, Any]:
         """All fields in JSON values, as `trace check --json` prints them."""
@@ -130,7 +151,9 @@ class Checked:
             "verdict": self.verdict,
             "severity": None if self.severity is None else str(self.severity),
             "steps": self.steps,
+            "span": self.span,
             "findings": [one.as_json() for one in self.findings],
+            "coverage": {name: one.as_json() for name, one in self.coverage.items()},
             "silent": list(self.silent),
             "unjudged": dict(self.unjudged),
             "damage": self.damage,

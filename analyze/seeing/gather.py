@@ -144,7 +144,7 @@ class Gathering:
         self.kinds, self.grid, self.only, self.steps = kinds, grid, only, steps
         metrics, rules = copy.deepcopy(self.asked)
         _, span = _survey(reader)
-        checked = Checked(str(reader.path), reader.status, (), ())
+        checked = Checked(str(reader.path), reader.status, ())
         grid = grid or (Grid(span[0] if span else 0, 1, COLUMNS) if grows else Grid.over(*(span or (0, 0))))
         self.found = Gathered(checked, reader.info, rank, span, grid, grows=grows)
         self.ended = False
@@ -223,7 +223,8 @@ class Gathering:
         found = self.found
         self._look(reader)
         steps = self.steps if self.ended else (None, found.reached + 1)
-        found.checked = concluded(reader, self.able, self.unjudged, self.findings, steps=steps, damage=found.damage)
+        of_rank = reader.of_rank(found.rank) if len(reader.ranks) > 1 else reader
+        found.checked = concluded(of_rank, self.able, self.unjudged, self.findings, steps=steps, damage=found.damage)
         if self.ended and len(reader):
             heard = {key.what for key in (*found.courses, *found.frames)}
             silent = [describe(one) for one in self.metrics if not heard.intersection(one.produces)]

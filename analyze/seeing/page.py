@@ -192,10 +192,12 @@ def header_of(found: Gathered, references: Sequence[Gathered]) -> str:
 
 
 def _extent(found: Gathered) -> str:
-    if found.span is None:
+    if found.span is None or found.checked.span is None:
         return "it holds no step of training"
-    first, last = found.span
-    return f"steps {first} to {last}, of which {found.checked.steps:,} were recorded; {len(found.layers):,} layers"
+    first, last = found.checked.span
+    recorded = found.checked.steps
+    told = "all of them recorded" if recorded == last - first + 1 else f"of which {recorded:,} were recorded"
+    return f"steps {first} to {last}, {told}; {len(found.layers):,} layers"
 
 
 def _steps_bar(found: Gathered) -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from analyze.seeing.check import check
 from tracer.messaging.messages import Message, message_of
 from tracer.trace.writer import TraceWriter
 from tracereel.main import main
@@ -56,9 +57,38 @@ def test_nothing_found(tmp_path: Path) -> None:
     found = run("check", write(tmp_path / "run.zarr", [1.0] * 30))
     assert found.exit_code == 0
     first, *others = found.stdout.splitlines()
-    assert first == "nothing found by 4 rules over 30 steps"
-    assert "looked and found nothing: not_finite, loss_spike, all_zeros, rank_collapse" in found.stdout
+    assert first == "nothing found by 4 rules, of which 3 judged all 30 steps"
+    judged = [line.split() for line in others if " of 30 " in line or " all 30 " in line]
+    assert judged == [
+        ["not_finite", "0", "all", "30", "2"],
+        ["loss_spike", "0", "14", "of", "30", "1", "before", "step", "16"],
+        ["all_zeros", "0", "all", "30", "1"],
+        ["rank_collapse", "0", "all", "30", "1"],
+    ]
     assert "could not judge: update_ratio: it needs weights, weight_updates" in others
+
+
+def test_no_run_is_called_clean_beyond_what_was_judged(tmp_path: Path) -> None:
+    """Activations of 15 of 240 steps: their rules judge 15. A step that only an evaluation has is none of the run's."""
+    path = tmp_path / "run.zarr"
+    with TraceWriter(path) as writer:
+        for step in range(241):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            tag = "default" if step < 240 else "eval"
+            writer.write(message_of(None, kind="loss", data=torch.tensor(2 - step / 240), tag=tag, **where))
+            if step < 15:
+                writer.write(message_of("fc", kind="activations", data=torch.randn(4, 3), **where))
+    found = run("check", path, "-s", "rank_collapse")
+    assert found.stdout.splitlines()[0] == "nothing found by 1 rule, which judged 15 of 240 steps"
+    assert " ".join(found.stdout.split()[-9:]) == "rank_collapse 0 15 of 240 1 after step 14"
+    told = json.loads(run("check", path, "--json").stdout)
+    assert (told["steps"], told["span"]) == (240, [0, 239])
+    assert told["verdict"] == "nothing found by 5 rules, of which 1 judged all 240 steps"
+    part, whole = told["coverage"]["rank_collapse"], told["coverage"]["not_finite"]
+    assert (part["steps"], part["of"], part["first"], part["last"], part["after"]) == (15, 240, 0, 14, 14)
+    assert (whole["steps"], whole["aside"], whole["ended"]) == (240, {"eval": 1}, {"activations of fc": 14})
+    checked = check(path, "rank_collapse")
+    assert "<td>15 of 240</td><td>1</td><td>after step 14</td>" in checked._repr_html_()
 
 
 def test_a_finding(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from analyze.rules.coverage import in_table
 from analyze.rules.finding import Finding
 from analyze.seeing.findings import Checked
 from analyze.seeing.panels.panel import Panel
@@ -24,11 +25,14 @@ def panel(checked: Checked) -> Panel:
             '<th scope="col">steps</th><th scope="col">evidence, and what to try</th>'
             f"</tr></thead><tbody>{rows}</tbody></table></div>{left_out}"
         )
-    else:
-        parts.append("<p>No rule found anything.</p>")
-    if checked.silent:
+    if checked.coverage:
+        columns, told = in_table(checked.coverage, (one.rule for one in checked.findings))
+        head = "".join(f'<th scope="col">{text(one)}</th>' for one in columns)
+        body = "".join(f"<tr>{''.join(f'<td>{text(one)}</td>' for one in row)}</tr>" for row in told)
         parts.append(
-            f"<p>{len(checked.silent)} rules looked and found nothing: {', '.join(map(text, checked.silent))}.</p>"
+            "<h3>What each rule judged</h3>"
+            '<div class="wide" tabindex="0" role="region" aria-label="What each rule judged">'
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         )
     if checked.unjudged:
         reasons = "".join(f"<dt>{text(rule)}</dt><dd>{text(why)}</dd>" for rule, why in checked.unjudged.items())

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from analyze import registry, rulebook
 from analyze.registry import parse
 from analyze.rules import RULES
 from analyze.rules.finding import Finding, Severity
+from analyze.rules.rank_collapse import RankCollapse
 from analyze.rules.rule import Rule
 from analyze.seeing.findings import Findings
 from tracer.errors import MessageError, TracerError, UnknownNameError
@@ -163,6 +165,54 @@ def test_masks_are_no_fault(value: float, kind: str, bad: bool) -> None:
     """Minus infinity in a forward is what masks are made of."""
     module = None if kind in ("loss", "network_output") else "m"
     assert bool(findings("not_finite", [at(0, kind, [1.0, value], module)])) is bad
+
+
+# -- what was judged, and what is one finding -----------------------------------------------------------------------
+
+
+def test_separate_episodes_are_separate_findings() -> None:
+    """Each has its own step, worst step and evidence."""
+    found = findings("loss_spike", falling(300, {18: 9.0, 20: 12.0, 275: 49.39}))
+    assert [(one.first, one.worst, one.last, one.steps) for one in found] == [(18, 20, 20, 2), (275, 275, 275, 1)]
+    assert found[1].evidence.startswith("the loss was 49.39 in step 275")
+
+
+def test_a_condition_that_comes_and_goes_makes_few_findings() -> None:
+    """One of every twelve steps for 60,000 steps is not 5,000 findings, and no step of them is lost."""
+    messages = [at(step, "activations", [0.0 if step % 12 == 0 else 1.0] * 4, "a") for step in range(60_000)]
+    found = findings("all_zeros:patience=1", messages)
+    assert [one.first for one in found[:3]] == [0, 12, 24]
+    assert len(found) < 40
+    assert sum(one.steps for one in found) == 5_000
+
+
+def test_a_rule_accounts_for_what_it_judged() -> None:
+    """Steps and streams, in whatever order they come: 40 steps of one layer, 15 of another, 3 of evaluations."""
+    rule = RankCollapse(tag=None)
+    order = list(range(100, 140))
+    random.Random(0).shuffle(order)
+    for step in order:
+        list(rule.receive(at(step, "activations", noise(step, 6, 3), "a")))
+    for step in range(100, 115):
+        list(rule.receive(at(step, "activations", noise(step, 6, 3), "b")))
+    for step in (110, 120, 130):
+        list(rule.receive(at(step, "activations", noise(step, 6, 3), "a", tag="eval")))
+    covered = rule.coverage.coverage({"default": np.arange(90, 200), "eval": np.array([110, 120, 130])})
+    assert (covered.steps, covered.of, covered.first, covered.last, covered.streams) == (40, 110, 100, 139, 3)
+    assert (covered.before, covered.after, covered.aside) == (100, 139, {"eval": 3})
+    assert covered.ended["activations of b"] == 114
+
+
+def test_a_judgement_over_many_steps_covers_them() -> None:
+    """A loss that is judged at the end of the run was judged at all its steps; one that is too short, at none."""
+    rules = {}
+    for steps in (99, 100):
+        rules[steps] = parse("loss_not_falling")
+        for message in falling(steps):
+            list(rules[steps].receive(message))
+        list(rules[steps].finish())
+    assert rules[99].unjudged() == "it needs a loss over 100 steps or more"
+    assert rules[100].coverage.coverage({"default": np.arange(100)}).complete
 
 
 # -- losses -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ STEPS = 3000
 
 def many(count: int) -> Gathered:
     """Series of a long run; one of a single step that is far from all others."""
-    found = Gathered(Checked("run", "finished", (), ()), {}, 0, (0, STEPS - 1), Grid.over(0, STEPS - 1))
+    found = Gathered(Checked("run", "finished", ()), {}, 0, (0, STEPS - 1), Grid.over(0, STEPS - 1))
     found.layers = [f"l{number}" for number in range(count)]
     draw = np.random.default_rng(0)
     for layer in found.layers:

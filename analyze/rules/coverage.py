@@ -1,0 +1,214 @@
+"""What a rule judged: at which steps, in how many streams, and since when no more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.metrics.streams import Series
+from tracer.messaging.messages import DEFAULT_TAG
+
+Steps = NDArray[np.int64]
+_BITS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """The part of a run that a rule judged; about the rest it says nothing.
+
+    Attributes
+    ----------
+    steps : int
+        The number of recorded steps at which the rule judged something: of the training or, if it judged nothing
+        there, of the other tags.
+    of : int
+        The number of recorded steps of the same tags.
+    first, last : int or None
+        The first and the last of `steps`.
+    before : int or None
+        `first`, if steps were recorded before it.
+    after : int or None
+        `last`, if the recorded steps go on for longer than the rule ever was silent before.
+    streams : int
+        The number of streams that were judged.
+    ended : mapping of str to int
+        For each stream that was judged no more from some step on, while other streams were: the last step at which it
+        was. The stream is written as kind and module, such as ``weights of fc1``.
+    aside : mapping of str to int
+        For each other tag, such as that of evaluations, the number of judged steps.
+    uneven : bool
+        Whether several ranks were judged, and not alike: then the steps are those of the rank with the smallest share.
+
+    Examples
+    --------
+    >>> part = Coverage(steps=224, of=240, first=16, last=239, before=16, streams=1)
+    >>> part.judged, part.unjudged, part.complete
+    ('224 of 240', 'before step 16', False)
+    """
+
+    steps: int
+    of: int
+    first: int | None = None
+    last: int | None = None
+    before: int | None = None
+    after: int | None = None
+    streams: int = 0
+    ended: Mapping[str, int] = field(default_factory=dict)
+    aside: Mapping[str, int] = field(default_factory=dict)
+    uneven: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all recorded steps were judged, and each stream to its end."""
+        return self.steps == self.of and not self.ended
+
+    @property
+    def judged(self) -> str:
+        """How many of the recorded steps were judged, in words."""
+        told = f"all {self.of:,}" if self.steps == self.of else f"{self.steps:,} of {self.of:,}"
+        asides = "".join(f", {count:,} of {tag}" for tag, count in self.aside.items())
+        return f"{told}{asides}{' in one of the ranks' if self.uneven else ''}"
+
+    @property
+    def unjudged(self) -> str:
+        """Before and after which steps nothing was judged, and in which streams; empty if that is not known."""
+        told = [] if self.before is None else [f"before step {self.before}"]
+        told += [] if self.after is None else [f"after step {self.after}"]
+        if self.ended:
+            soonest = sorted(self.ended, key=lambda one: self.ended[one])
+            more = f" and {len(soonest) - 2:,} more" if len(soonest) > 2 else ""
+            told.append(", ".join(f"{one} after step {self.ended[one]}" for one in soonest[:2]) + more)
+        return "; ".join(told)
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields in JSON values."""
+        return asdict(self) | {"ended": dict(self.ended), "aside": dict(self.aside)}
+
+
+class Judged:
+    """The steps and streams that a rule has judged so far: a bit for each step and tag, three numbers for each stream.
+
+    Examples
+    --------
+    >>> judged = Judged()
+    >>> for step in range(15):
+    ...     judged.add("weights", ("fc1", "default", "", 0), step)
+    >>> found = judged.coverage({"default": np.arange(240)})
+    >>> found.judged, found.unjudged
+    ('15 of 240', 'after step 14')
+    """
+
+    def __init__(self) -> None:
+        self.steps: dict[str, dict[int, int]] = {}  # by tag: number of a block of 64 steps → its bits
+        self.streams: dict[tuple[str, Series], list[int]] = {}  # the first step, the last, the longest way to the next
+
+    def __bool__(self) -> bool:
+        return bool(self.streams)
+
+    def add(self, kind: str, series: Series, step: int) -> None:
+        """Note that a stream was judged at a step."""
+        known = self.streams.get((kind, series))
+        if known is None:
+            self.streams[kind, series] = [step, step, 0]
+        elif step > known[1]:
+            known[1:] = step, max(known[2], step - known[1])
+        elif step == known[1]:
+            return
+        blocks = self.steps.setdefault(series[1], {})
+        block, bit = divmod(step, _BITS)
+        blocks[block] = blocks.get(block, 0) | 1 << bit
+
+    def take(self, other: Judged) -> None:
+        """Note all that another has noted."""
+        for tag, more in other.steps.items():
+            blocks = self.steps.setdefault(tag, {})
+            for block, bits in more.items():
+                blocks[block] = blocks.get(block, 0) | bits
+        for stream, (first, last, way) in other.streams.items():
+            known = self.streams.setdefault(stream, [first, last, way])
+            known[2] = max(known[2], way, first - known[1])
+            known[0], known[1] = min(known[0], first), max(known[1], last)
+
+    def coverage(self, recorded: Mapping[str, Steps]) -> Coverage:
+        """What was judged of the steps that were recorded.
+
+        Parameters
+        ----------
+        recorded : mapping of str to ndarray of int64
+            By tag, the recorded steps, ascending.
+        """
+        own = {tag: np.intersect1d(_steps_of(blocks), recorded.get(tag, ())) for tag, blocks in self.steps.items()}
+        main = [DEFAULT_TAG] if DEFAULT_TAG in own or not own else list(own)
+        judged, there = (_union([by_tag[tag] for tag in main if tag in by_tag]) for by_tag in (own, recorded))
+        if not len(judged):
+            return Coverage(steps=0, of=len(there))
+        first, last = int(judged[0]), int(judged[-1])
+        longest = int(np.diff(judged).max(initial=0))
+        end = int(there[-1])
+        ended = {
+            _in_words(kind, series): of[1]
+            for (kind, series), of in self.streams.items()
+            if of[1] < last and end - of[1] > of[2]
+        }
+        return Coverage(
+            steps=len(judged),
+            of=len(there),
+            first=first,
+            last=last,
+            before=first if first > there[0] else None,
+            after=last if end - last > longest else None,
+            streams=len(self.streams),
+            ended=ended,
+            aside={tag: len(steps) for tag, steps in own.items() if tag not in main},
+        )
+
+
+def in_table(
+    coverage: Mapping[str, Coverage], found: Iterable[str]
+) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
+    """Columns and rows that say how far each rule judged; `found`: the rule of each finding."""
+    counts = Counter(found)
+    columns = ("rule", "findings", "steps judged", "streams", "not judged")
+    return columns, [(name, counts[name], one.judged, one.streams, one.unjudged) for name, one in coverage.items()]
+
+
+def together(each: Sequence[Coverage]) -> Coverage:
+    """The coverage of several ranks: the steps of that with the smallest share, the streams of all.
+
+    Examples
+    --------
+    >>> part = Coverage(steps=3, of=9, first=0, last=2, streams=2)
+    >>> both = together([Coverage(steps=9, of=9, first=0, last=8, streams=2), part])
+    >>> both.judged, both.streams
+    ('3 of 9 in one of the ranks', 4)
+    """
+    least = min(each, key=lambda one: one.steps / max(one.of, 1))
+    return replace(
+        least,
+        streams=sum(one.streams for one in each),
+        ended={stream: step for one in each for stream, step in one.ended.items()},
+        uneven=any(one.uneven or (one.steps, one.of) != (least.steps, least.of) for one in each),
+    )
+
+
+def _steps_of(blocks: Mapping[int, int]) -> Steps:
+    """The steps whose bits are set, ascending."""
+    numbers = np.array(sorted(blocks), np.int64)
+    octets = np.array([blocks[one] for one in numbers.tolist()], "<u8").view(np.uint8)
+    rows, bits = np.nonzero(np.unpackbits(octets, bitorder="little").reshape(-1, _BITS))
+    return numbers[rows] * _BITS + bits
+
+
+def _union(each: Sequence[Steps]) -> Steps:
+    return np.unique(np.concatenate(each)) if each else np.zeros(0, np.int64)
+
+
+def _in_words(kind: str, series: Series) -> str:
+    module, tag, leaf, rank = series
+    where = kind if module is None else f"{kind} of {module or 'the root'}{f'#{leaf}' if leaf else ''}"
+    return f"{where}{'' if tag == DEFAULT_TAG else f' (tag {tag})'}{f' (rank {rank})' if rank else ''}"
