@@ -113,6 +113,7 @@ class Sketches:
         k = np.array([self.k if known.drawn else 0 for known in self._known], np.int64)
         most = np.maximum(directions[:, None], directions)
         scarce = np.where((n - 1)[:, None] < 5 * np.nan_to_num(most), STATUSES.index("few_samples"), 0)
+        scarce[np.isnan(values) & (lows == 0)] = STATUSES.index("ill_posed")  # an interval that excludes nothing
         codes = codes_of_pairs(scarce, same, (known.status for known in self._known))
         return Similarities(tuple(self.keys), values, codes, k, n, nulls, "sketched_cka", False, lows, highs)
 

@@ -257,8 +257,8 @@ def alignments(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """The values and the ends of the intervals of many CKA: arrays (...), from their logarithms (..., k + 1).
 
-    If a logarithm is infinite, because the columns of two layers have nothing in common, the value is 0 and its
-    interval from 0 to 1.
+    The value is NaN where the interval is all from 0 to 1. It is if a logarithm is infinite, because the columns of two
+    layers have nothing in common.
     """
     with np.errstate(invalid="ignore"):
         values, lows, highs = of_logarithms(logs_1k, 1.0)
@@ -266,7 +266,13 @@ def alignments(
     least = (values <= _NOTHING_IN_COMMON) & (lows < highs)
     lows = np.where(least, 0.0, lows)
     highs = np.where(least, np.maximum(highs, _NOTHING_IN_COMMON), highs)
-    return np.where(unknown, 0.0, values), np.where(unknown, 0.0, lows), np.where(unknown, 1.0, highs)
+    lows, highs = np.where(unknown, 0.0, lows), np.where(unknown, 1.0, highs)
+    return np.where((lows <= 0) & (highs >= 1), math.nan, values), lows, highs
+
+
+def is_no_answer(low: float, high: float) -> bool:
+    """Whether the interval of a similarity excludes nothing: it is all from 0 to 1."""
+    return low <= 0 and high >= 1
 
 
 def jackknifed(of_1k: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

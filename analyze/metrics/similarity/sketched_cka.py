@@ -130,7 +130,8 @@ def compared(one: Kept, other: Kept, k: int) -> SketchedResult:
     traces = [float(trace_product(columns, columns, k)[0]) for columns in (x, y)]
     directions = max(traces[0] / float(xx[0]), traces[1] / float(yy[0]))
     null = min(1.0, math.sqrt(traces[0] * traces[1]) / (n - 1) / float(size[0]))
-    return SketchedResult(value, low, high, n, "few_samples" if n - 1 < 5 * directions else "ok", null)
+    status: Status = "few_samples" if n - 1 < 5 * directions else "ok"
+    return SketchedResult(value, low, high, n, "ill_posed" if math.isnan(value) else status, null)
 
 
 def unlike(status: Status, n: int = 0) -> SketchedResult:

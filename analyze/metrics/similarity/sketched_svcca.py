@@ -10,7 +10,7 @@ import numpy as np
 from analyze.metrics.similarity.bases import check_threshold, of_sheet
 from analyze.metrics.similarity.canonical import CanonicalResult, compare, refuse, sheets
 from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, check_positions
-from analyze.metrics.similarity.estimates import SIZE, Columns, check_sketch, columns_of, of_rows
+from analyze.metrics.similarity.estimates import SIZE, Columns, check_sketch, columns_of, is_no_answer, of_rows
 from analyze.metrics.similarity.similarity import Compared, Kept
 from analyze.metrics.similarity.sketched_cka import OfSketches, SketchedResult, unlike
 from tracer.numbers.arrays import Array
@@ -52,8 +52,9 @@ def sketched_svcca(
     Returns
     -------
     SketchedResult
-        Its status is ``"ill_posed"`` where more than a quarter of the columns are needed for the share of the variance:
-        then the interval is all from 0 to 1, and it takes more columns, or a smaller threshold, to say more.
+        Its value is NaN and its status ``"ill_posed"`` where the interval is all from 0 to 1, as it is where more than
+        a quarter of the columns are needed for the share of the variance. More columns, or a smaller threshold, give
+        an answer.
 
     Raises
     ------
@@ -97,11 +98,12 @@ def compared(one: Kept, other: Kept, k: int, threshold: float) -> SketchedResult
     around = [_of_part(x, y, max(share, threshold / 2), slice(None)) for share in shares]
     value = min(1.0, max(0.0, 2 * value - float(np.mean([float(one) for one in halves]))))
     kept = max(max(one.k if x.drawn else 0, one.m if y.drawn else 0) for one in (whole, *around))
-    if kept > _RESOLVED * k:
-        return SketchedResult(value, 0.0, 1.0, n, "ill_posed", whole.null_baseline)
     found = [float(one) for one in (whole, *halves, *quarters, *around)]
-    reach = _REACH * (max(found) - min(found)) + _ROUNDING
-    return SketchedResult(value, max(0.0, value - reach), min(1.0, value + reach), n, whole.status, whole.null_baseline)
+    reach = _REACH * (max(found) - min(found)) + _ROUNDING if kept <= _RESOLVED * k else math.inf
+    low, high = max(0.0, value - reach), min(1.0, value + reach)
+    if is_no_answer(low, high):
+        return SketchedResult(math.nan, low, high, n, "ill_posed", whole.null_baseline)
+    return SketchedResult(value, low, high, n, whole.status, whole.null_baseline)
 
 
 def _parts(k: int, count: int) -> list[slice]:
@@ -138,8 +140,8 @@ class SketchedSVCCA(OfSketches):
         As in `analyze.SVCCA`, but positions are no frequencies.
     details : bool
         Whether to answer also ``_low`` and ``_high``, the ends of the interval; ``_null``, the value to expect of
-        unrelated layers; and ``_status`` as in `analyze.SVCCA`, which is 2 (ill_posed) also where more than a quarter
-        of the columns hold the share of the variance.
+        unrelated layers; and ``_status`` as in `analyze.SVCCA`, which is 2 (ill_posed) also where the interval is all
+        from 0 to 1.
     tag, subsample, modules
         As in `tracer.Subscription`; by default the probe's.
 
@@ -163,8 +165,9 @@ class SketchedSVCCA(OfSketches):
     yet.
     *Invariant to* the scale of either set of neurons, to offsets, to dead neurons, and to a permutation of the
     datapoints common to both; to orthogonal maps as far as the interval tells. Symmetric.
-    *Edge values*: as `analyze.SVCCA`. Where a layer needs as many directions as a sketch has columns, sketches say
-    little of SVCCA, and the interval says so: `analyze.SketchedCKA` asks less, or a smaller threshold.
+    *Edge values*: as `analyze.SVCCA`. NaN (ill_posed) where the interval is all from 0 to 1, which is no answer: a
+    layer that needs more than a quarter as many directions as a sketch has columns. `analyze.SketchedCKA` asks less, or
+    a smaller threshold.
     *Memory*: for each stream the last `lag` sketches, n by k float32 (with ``"final"`` those of all steps); part of
     `state_dict`.
     *Numerics*: float64 throughout; sketches are made in float32, of float64 activations in float64.
@@ -175,7 +178,7 @@ class SketchedSVCCA(OfSketches):
     --------
     >>> import torch
     >>> from tracer import ModuleMessage
-    >>> x_nd = torch.randn(40, 300, generator=torch.Generator().manual_seed(0))
+    >>> x_nd = torch.linspace(0, 1, 40)[:, None] * torch.arange(300.0)
     >>> probe, answers = SketchedSVCCA(k=32, details=False), []
     >>> for step, activations in enumerate([x_nd, 3 * x_nd + 1]):
     ...     where = dict(module="fc", global_step=step, train_step=step, epoch=0, tag="probe")
@@ -185,6 +188,7 @@ class SketchedSVCCA(OfSketches):
     """
 
     name = "sketched_svcca"
+    version = 2
     invariances = ("rows", "scale", "shift", "offset")
 
     def __init__(

@@ -14,7 +14,7 @@ from analyze.metrics.checks import check, is_whole
 from tracer.errors import MessageError
 
 Sizes = int | tuple[int, ...] | None
-Padding = int | tuple[int, ...] | Literal["same", "valid", "circular"] | None
+Padding = int | tuple[int, ...] | tuple[tuple[int, int], ...] | Literal["same", "valid", "circular"] | None
 Mode = Literal["zeros", "reflect", "replicate", "circular"]
 
 MODES: Mapping[Mode, Literal["reflect", "edge", "wrap"] | None] = {
@@ -48,6 +48,10 @@ def padded(
         return tuple(b // 2 for b in both), tuple(b - b // 2 for b in both)
     if isinstance(padding, str) or padding is None:
         raise MessageError(f"padding is a number, one for each axis, 'same', 'valid' or 'circular', not {padding!r}")
+    if isinstance(padding, tuple) and any(isinstance(one, tuple) for one in padding):  # the two sides of each axis
+        both = [per_axis(one, 2, "padding of both sides", 0) for one in padding]
+        check(len(both) == len(kernel), f"padding has both sides of {len(kernel)} axes", padding)
+        return tuple(before for before, _ in both), tuple(after for _, after in both)
     sides = per_axis(padding, len(kernel), "padding", 0)
     return sides, sides
 

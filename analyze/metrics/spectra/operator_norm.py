@@ -72,8 +72,8 @@ def operator_norm(
         The size of the input, one number for all spatial axes or one for each. Needed by convolutions only.
     stride, dilation, groups
         As in ``torch.nn.Conv2d``.
-    padding : int, tuple of int, or {"same", "valid", "circular"}
-        How much there is on both sides, as in ``torch.nn.Conv2d``; ``"same"`` is dilation · (k - 1) / 2, rounded down
+    padding : int, tuple of int, tuple of pairs of int, or {"same", "valid", "circular"}
+        How much there is on both sides, as in ``torch.nn.Conv2d``, or (before, after) for each axis; ``"same"`` is dilation · (k - 1) / 2, rounded down
         on the left and up on the right, ``"valid"`` is none. ``"circular"`` is ``"same"`` with that `padding_mode`; at
         stride 1 it is exact: the largest singular value over all frequencies.
     padding_mode : {"zeros", "reflect", "replicate", "circular"}
@@ -353,7 +353,7 @@ class OperatorNorm(PerMessage):
         size: Any = self.input_hw if self.input_hw is not None else inputs[-axes:]
         if header.get("transposed", False):  # a convolution from outputs to inputs has the same norm
             if outputs and self.input_hw is None:
-                return outputs[-axes:]
+                return tuple(m - unused for m, unused in zip(outputs[-axes:], header["cropped"], strict=True))
             return inputs_of(size, kernel, *layout, header["output_padding"]) if size else size
         if not size and outputs and stride is not None and padding is not None:
             return inputs_of(outputs[-axes:], kernel, *layout)

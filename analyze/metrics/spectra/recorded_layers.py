@@ -64,7 +64,10 @@ def _fitting(n: int, m: int, k: int) -> Iterator[tuple[int, int]]:
 def recorded(said: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any] | None:
     """A convolution from a trace's header, as arguments of `operator_norm`.
 
-    Empty if the header is missing or does not fit; None if `operator_norm` does not support the convolution's padding.
+    Of a transposed convolution they describe the convolution from its outputs to its inputs, which has the same norm;
+    ``output_padding`` and ``cropped`` are what to add to the size that its input gives, and what to take from the size
+    of its output. Empty if the header is missing or does not fit; None if `operator_norm` does not support the
+    convolution's padding.
     """
     try:
         axes = len(kernel)
@@ -82,12 +85,18 @@ def recorded(said: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any] |
         "groups": groups,
         "transposed": transposed is True,
         "output_padding": further,
+        "cropped": (0,) * axes,
         "padding_mode": mode if any(before + after) else "zeros",
     }
     if transposed is True:
-        # with output padding of a stride or more, it is not the transpose of a convolution that is supported
-        fits = mode == "zeros" and all(p < s for p, s in zip(further, strides, strict=True))
-        return found if fits else None
+        # Output padding below the stride has no part in the transpose: a convolution leaves as many inputs unused.
+        # With more, the transpose has as much less padding at the end of an axis, or unused inputs (`cropped`).
+        if any(p >= s for p, s in zip(further, strides, strict=True)):
+            ends = zip(before, further, strict=True)
+            found["padding"] = tuple((b, max(b - more, 0)) for b, more in ends)
+            found["cropped"] = tuple(max(more - b, 0) for b, more in zip(before, further, strict=True))
+            found["output_padding"] = (0,) * axes
+        return found if mode == "zeros" else None
     if mode not in MODES:
         return None
     spans = [d * (k - 1) for k, d in zip(kernel, dilations, strict=True)]

@@ -27,7 +27,7 @@ SHEETS = 8
 UNKNOWN = "-"
 MEANINGS = {
     "few_samples": "so few datapoints that unrelated layers look alike, too",
-    "ill_posed": "rounding decides on the value",
+    "ill_posed": "rounding decides on the value, or sketches cannot tell it, and there is none",
     "zero_variance": "a layer is constant, so there is no value",
     "nonfinite": "a layer has NaN or infinity, so there is no value",
     "mismatch": "not the same datapoints, so there is no value; positions=pooled compares layers of different sizes",

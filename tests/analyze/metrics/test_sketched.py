@@ -186,31 +186,56 @@ def test_intervals_of_svcca_hold(count: int) -> None:
         assert sum(one.low - 1e-9 <= exact <= one.high + 1e-9 for one in found) >= 0.99 * count, name
         unsure = sum(one.status == "ill_posed" for one in found)
         assert unsure == 0 if name == "few" else unsure > 0.9 * count, name
+        assert all(math.isnan(float(one)) == (one.low == 0 and one.high == 1) for one in found), name
+        assert all((one.status == "ill_posed") == math.isnan(float(one)) for one in found), name
         if name == "few":
             assert np.median([one.high - one.low for one in found]) < 0.2
 
 
 def test_what_must_match_matches() -> None:
     """A layer with itself, moved, scaled or turned to itself by a permutation of datapoints, is 1 without doubt."""
-    x = np.random.default_rng(0).standard_normal((50, 200))
-    for name in ("sketched_cka", "sketched_svcca"):
+    random = np.random.default_rng(0)
+    wide, few = random.standard_normal((50, 200)), random.standard_normal((50, 3)) @ random.standard_normal((3, 200))
+    for name, x in (("sketched_cka", wide), ("sketched_cka", few), ("sketched_svcca", few)):
         function = getattr(analyze, name)
         for other in (x, 3 * x - 7):
             found = function(x, other, k=32)
             assert float(found) == pytest.approx(1, abs=1e-6)
         order = np.random.default_rng(1).permutation(50)
-        y = np.tanh(x[:, :150])
+        y = np.tanh(0.01 * x[:, :150])
         assert float(function(x[order], y[order], k=32)) == pytest.approx(float(function(x, y, k=32)), abs=1e-9)
         assert float(function(y, x, k=32)) == pytest.approx(float(function(x, y, k=32)), abs=1e-9)
-    found = analyze.sketched_cka(x, 3 * x - 7, k=32)
+    found = analyze.sketched_cka(wide, 3 * wide - 7, k=32)
     assert found.low == pytest.approx(1, abs=1e-5)
+
+
+def test_an_interval_that_excludes_nothing_is_no_answer() -> None:
+    """Of layers that need more directions than a sketch has, SVCCA is not known, and neither is it of a layer's copy."""
+    random = np.random.default_rng(0)
+    x, y = random.standard_normal((50, 200)), random.standard_normal((50, 200))
+    for other in (y, 3 * x - 7):
+        found = analyze.sketched_svcca(x, other, k=32)
+        assert (found.low, found.high, found.status) == (0.0, 1.0, "ill_posed")
+        assert math.isnan(float(found))
+    with pytest.raises(MessageError, match="no value for these activations: ill_posed"):
+        analyze.sketched_svcca(x, y, k=32, strict=True)
+    # the supports of two layers are different datapoints, so that their kernels have nothing in common
+    apart = np.zeros((2, 40, 20))
+    apart[0, :2, 0], apart[1, 2:4, 0] = (1, -1), (1, -1)
+    z_nk = [one @ projection(20, 16, seed) for seed, one in enumerate(apart)]
+    for one in z_nk:
+        one[np.abs(one) < 1e-12] = 0
+    found = analyze.sketched_cka(*z_nk, k=16, sketches=True)
+    assert (found.low, found.high, found.status) == (0.0, 1.0, "ill_posed")
+    assert math.isnan(float(found))
 
 
 @pytest.mark.parametrize("name", SKETCHED)
 def test_declared_invariances(name: str) -> None:
     """What a class says that its answers do not depend on, of layers that are projected."""
     random = np.random.default_rng(0)
-    x, y = random.standard_normal((40, 90)), random.standard_normal((40, 70))
+    # few directions, of which a sketch tells SVCCA
+    x, y = (random.standard_normal((40, 4)) @ random.standard_normal((4, width)) for width in (90, 70))
 
     def value(x: Any, y: Any) -> float:
         function = getattr(analyze, name)
@@ -224,7 +249,7 @@ def test_declared_invariances(name: str) -> None:
             found = [value(x[order], y[order])]
         else:
             found = [value(INVARIANCES[word](x, random), y), value(x, INVARIANCES[word](y, random))]
-        np.testing.assert_allclose(found, value(x, y), rtol=1e-6, err_msg=f"{name} and {word}")
+        np.testing.assert_allclose(found, value(x, y), rtol=1e-6, err_msg=f"{name} and {word}", equal_nan=False)
 
 
 def test_narrow_layers_are_exact() -> None:
@@ -304,8 +329,11 @@ def test_a_layer_of_as_many_neurons_as_columns_is_no_sketch() -> None:
     rank = analyze.sketched_rank(x, k=64)
     assert rank.low < analyze.participation_ratio(x, centre=True) < rank.high
     assert float(rank) == pytest.approx(float(analyze.sketched_rank(x @ drawn, k=64, sketches=True)), abs=1e-9)
-    one, other = analyze.sketched_svcca(x, y, k=64), analyze.sketched_svcca(x @ drawn, y @ drawn, k=64, sketches=True)
-    assert float(one) == pytest.approx(float(other), abs=1e-12)
+    few = x @ np.outer(np.linspace(1, 3, 64), np.ones(64)), np.tanh(x[:, :1]) * np.ones(64)
+    one, other = (
+        analyze.sketched_svcca(few[0] @ by, few[1] @ by, k=64, sketches=by is drawn) for by in (np.eye(64), drawn)
+    )
+    assert 0 < float(one) == pytest.approx(float(other), abs=1e-12)
     narrow = x[:, :20]
     exact = analyze.sketched_cka(narrow, y[:, :20], k=64, sketches=True)
     assert exact.low == exact.high == pytest.approx(float(analyze.cka(narrow, y[:, :20])))
