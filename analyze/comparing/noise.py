@@ -27,6 +27,10 @@ rounding. The relative difference is the norm of the difference divided by the n
    judged for `RECOVERY` recorded steps, and later each stream is judged against the differences that it reached in
    these steps. A remark names the step. The steps in which noise runs have a kink are excluded from their envelopes.
 
+**Exact streams.** Labels and inputs do not depend on rounding, nor do a frozen layer's weights. So no tolerance is
+given to a stream that no noise run changes, though the run goes on after it first differs: not before anything else of
+the judged run differs, and not at all to what the program feeds to the network (`FED`).
+
 **Repeated steps.** An abandoned attempt trained some steps that a later attempt trained again (`Repeated`). The
 difference of the two attempts serves as a noise run over these steps. It is shifted in time so that it begins where the
 judged run first differs, because rounding errors grow from where they begin. Steps beyond its reach are judged by other
@@ -58,6 +62,8 @@ ALONE: Final = 20.0
 """The least margin with a single noise run, and with too few ratios to estimate a tail."""
 RECOVERY: Final = 10
 """Recorded steps after a kink that are not judged: about the memory of an optimizer with a momentum of 0.9."""
+FED: Final = ("input_data", "input_labels")
+"""The kinds that the program, and not the network, computes."""
 KINKED: Final = ("layer_gradients", "input_gradients")
 """The kinds in which a kink appears first."""
 _FEW: Final = 50
@@ -89,8 +95,7 @@ class Observed:
 
     def first_difference(self, name: NDArray[np.int64], step: NDArray[np.int64]) -> int | None:
         """The first step with a difference; `name` and `step` are those of each message. None if there is none."""
-        with np.errstate(invalid="ignore"):
-            differs = (name >= 0) & ((self.relative > 0) | self.broken)
+        differs = _differing(self, name)
         return int(step[differs].min()) if differs.any() else None
 
 
@@ -208,7 +213,32 @@ def judge(journal: Journal, run: Observed, noise: Sequence[Observed]) -> Judgeme
         found.tolerance[chosen[rows]] = np.maximum(
             (margin * _upper_median(envelopes))[at], 2 * journal.rounding[chosen[rows]]
         )
+    found.tolerance[_exact(journal, run, noise)] = 0.0
     _walk(journal, run, noise, steps, found)
+    return found
+
+
+def _exact(journal: Journal, run: Observed, noise: Sequence[Observed]) -> NDArray[np.bool_]:
+    """The messages that rounding cannot change: of streams that no noise run changes; see the module."""
+    changed, lasting = np.zeros((2, len(journal.kinds)), np.bool_)
+    for one in noise:
+        name, step = (one.name, one.step) if isinstance(one, Repeated) else (journal.name, journal.step)
+        differs = _differing(one, name)
+        if differs.any():
+            later = (name >= 0) & ~np.isnan(one.relative) & (step > step[differs].min())
+            changed[name[differs]], lasting[name[later]] = True, True
+    still = np.append(lasting & ~changed, False)  # the last entry is that of messages without a stream
+    fed = np.array([*(kind in FED for kind in journal.kinds), False])
+    differs = _differing(run, journal.name)
+    before = np.arange(len(differs)) <= (int(differs.argmax()) if differs.any() else len(differs))
+    found: NDArray[np.bool_] = still[journal.name] & (fed[journal.name] | before)
+    return found
+
+
+def _differing(run: Observed, name: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """The messages that differ; `name` is the stream of each."""
+    with np.errstate(invalid="ignore"):
+        found: NDArray[np.bool_] = (name >= 0) & ((run.relative > 0) | run.broken)
     return found
 
 

@@ -96,6 +96,34 @@ def test_exact_numbers() -> None:
     assert not judge(exact, run, still).alarms.any()
 
 
+def still_streams(*runs: Observed) -> None:
+    """Streams 0 and 1 are what the program feeds, and stream 8 a frozen weight: no rounding changes them."""
+    for one in runs:
+        one.relative[np.isin(NAMES, (0, 1, 8))] = 0.0
+
+
+def test_streams_that_no_rounding_changes_are_compared_exactly() -> None:
+    """One unit in the last place of an input or label is told at any step; of a weight where nothing differed yet."""
+    journal = replace(JOURNAL, kinds=["input_data", "input_labels", *KINDS[2:]])
+    others = [noise(np.random.default_rng(seed), begin=5) for seed in range(3)]
+    last_place = 2.0**-23
+    for stream, step, told in ((0, 2, True), (1, 30, True), (8, 2, True), (8, 30, False)):
+        run = noise(np.random.default_rng(7), begin=5)
+        still_streams(run, *others)
+        run.relative[row(stream, step)] = last_place
+        found = judge(journal, run, others)
+        assert np.flatnonzero(found.alarms).tolist() == [row(stream, step)] * told, (stream, step)
+        assert found.tolerance[row(stream, step)] == 0 or not told
+    # noise runs that change inputs, or that end where they first differ, say nothing of this
+    run = noise(np.random.default_rng(7), begin=5)
+    run.relative[row(0, 4)] = last_place
+    for say_nothing in (
+        [noise(np.random.default_rng(seed), begin=5) for seed in range(3)],
+        [noise(np.random.default_rng(seed), begin=STEPS - 1) for seed in range(3)],
+    ):
+        assert not judge(journal, run, say_nothing).alarms.any()
+
+
 def kinked(step: int, after: float) -> Observed:
     """Noise with a kink in a gradient, after which everything is as much larger as said."""
     run = noise(np.random.default_rng(4), growth=0.0)
@@ -181,14 +209,21 @@ class Wrong(Fault):
             grad.add_(error, alpha=float(1e-4 * grad.norm() / error.norm()))
 
 
-def train(path: Path, *, fused: bool = False, rounding: float = 0.0, fault: Fault | None = None) -> Path:
-    """Train an LSTM; `rounding` moves the inputs by so much, as another order of sums would."""
+def train(
+    path: Path, *, fused: bool = False, rounding: float = 0.0, fault: Fault | None = None, other_input: int = -1
+) -> Path:
+    """Train an LSTM; `rounding` moves the gradients by so much, as another order of sums would.
+
+    In the step `other_input`, one number of the inputs is the next larger one.
+    """
     torch.manual_seed(0)
     model = NETWORKS["rnn"]()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, foreach=False, fused=fused)
     loss = nn.functional.cross_entropy
     with tracer.record(path, model, optimizer, loss=loss, capture=tracer.Capture()):
         for step, (x, y) in enumerate(batches("rnn", 16, 0)):
+            if step == other_input:
+                x[0, 0, 0] = torch.nextafter(x[0, 0, 0], torch.tensor(torch.inf))
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             if rounding:
@@ -215,3 +250,6 @@ def test_a_fused_optimizer_is_rounding_and_a_fault_is_not(tmp_path: Path) -> Non
     )  # fmt: skip
     assert wrong.first.tolerance is not None
     assert wrong.first.tolerance < 1e-4
+    other = diff(a, train(tmp_path / "e.zarr", fused=True, other_input=7), noise=others)
+    assert other.first is not None
+    assert (other.first.step, other.first.name.kind, other.first.tolerance) == (7, "input_data", 0.0)
