@@ -49,9 +49,9 @@ def padded(
     if isinstance(padding, str) or padding is None:
         raise MessageError(f"padding is a number, one for each axis, 'same', 'valid' or 'circular', not {padding!r}")
     if isinstance(padding, tuple) and any(isinstance(one, tuple) for one in padding):  # the two sides of each axis
-        both = [per_axis(one, 2, "padding of both sides", 0) for one in padding]
-        check(len(both) == len(kernel), f"padding has both sides of {len(kernel)} axes", padding)
-        return tuple(before for before, _ in both), tuple(after for _, after in both)
+        sides_of = [per_axis(one, 2, "padding of both sides", 0) for one in padding]
+        check(len(sides_of) == len(kernel), f"padding has both sides of {len(kernel)} axes", padding)
+        return tuple(one[0] for one in sides_of), tuple(one[1] for one in sides_of)
     sides = per_axis(padding, len(kernel), "padding", 0)
     return sides, sides
 

@@ -73,9 +73,9 @@ def operator_norm(
     stride, dilation, groups
         As in ``torch.nn.Conv2d``.
     padding : int, tuple of int, tuple of pairs of int, or {"same", "valid", "circular"}
-        How much there is on both sides, as in ``torch.nn.Conv2d``, or (before, after) for each axis; ``"same"`` is dilation · (k - 1) / 2, rounded down
-        on the left and up on the right, ``"valid"`` is none. ``"circular"`` is ``"same"`` with that `padding_mode`; at
-        stride 1 it is exact: the largest singular value over all frequencies.
+        How much there is on both sides, as in ``torch.nn.Conv2d``, or (before, after) for each axis; ``"same"`` is
+        dilation · (k - 1) / 2, rounded down on the left and up on the right, ``"valid"`` is none. ``"circular"`` is
+        ``"same"`` with that `padding_mode`; at stride 1 it is exact: the largest singular value over all frequencies.
     padding_mode : {"zeros", "reflect", "replicate", "circular"}
         What is there, as in ``torch.nn.Conv2d``: zeros, or elements of the input.
     tolerance, random

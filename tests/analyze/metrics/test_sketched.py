@@ -210,7 +210,7 @@ def test_what_must_match_matches() -> None:
 
 
 def test_an_interval_that_excludes_nothing_is_no_answer() -> None:
-    """Of layers that need more directions than a sketch has, SVCCA is not known, and neither is it of a layer's copy."""
+    """Of layers that need more directions than a sketch has, SVCCA is not known, nor of a layer's copy."""
     random = np.random.default_rng(0)
     x, y = random.standard_normal((50, 200)), random.standard_normal((50, 200))
     for other in (y, 3 * x - 7):
