@@ -174,14 +174,17 @@ def raised_by_signal(error: BaseException) -> bool:
     return at is not None
 
 
-def warn_only(sentence: str, stacklevel: int = 1) -> None:
+def warn_only(sentence: str, stacklevel: int = 1, place: tuple[str, int] | None = None) -> None:
     """Warn as `warnings.warn` does, but write to stderr if the program turns warnings into errors.
 
-    A warning about observing must not end the training.
+    A warning about observing must not end the training. `place`: the file and line to name in place of the caller's.
     """
     sentence = masked_urls(sentence)
     try:
-        warnings.warn(sentence, RuntimeWarning, stacklevel=stacklevel + 1)
+        if place is not None:
+            warnings.warn_explicit(sentence, RuntimeWarning, *place)
+        else:
+            warnings.warn(sentence, RuntimeWarning, stacklevel=stacklevel + 1)
     except RuntimeWarning:
         _say(sentence)
 

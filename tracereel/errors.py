@@ -12,6 +12,7 @@ import click
 from tracer.errors import CaptureError, MessageError, TraceCorruptError, TraceLostError, TracerError, UnknownNameError
 from tracer.secrets import masked_urls
 from tracer.shown import printable
+from tracereel.own import hidden
 
 FAILED, WRONG_USAGE, DAMAGED, SOME_FAILED, DIFFERENT, FOUND, INTERRUPTED = 1, 2, 3, 4, 5, 6, 130
 """Exit codes; the docstring of the package ``tracereel`` explains them."""
@@ -69,6 +70,13 @@ def wrong_usage() -> Iterator[None]:
         if debugging():
             raise
         raise Failure(str(error), WRONG_USAGE) from error
+
+
+def need_analyze() -> None:
+    """Refuse a command that needs the package `analyze` where another module has its name."""
+    why = hidden("analyze")
+    if why is not None:
+        raise Failure(why, WRONG_USAGE)
 
 
 def harmless(text: str) -> str:

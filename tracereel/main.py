@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import UserDict
 from collections.abc import Mapping
 from importlib import import_module
@@ -9,8 +10,14 @@ from typing import Any, final
 
 import click
 
+from tracereel.own import hidden
+
+if (_why := hidden("tracer")) is not None:  # before anything imports it
+    sys.stderr.write(f"Error: {_why}\n")
+    sys.exit(2)
+
 import tracer
-from tracereel.errors import debug_option
+from tracereel.errors import debug_option, need_analyze
 
 HOMES: Mapping[str, str] = {
     "batch": "tracereel.batching:batch",
@@ -38,9 +45,14 @@ HOMES: Mapping[str, str] = {
 
 @final
 class Commands(UserDict[str, Any]):
-    """The commands of `HOMES` by name; each is imported on access."""
+    """The commands of `HOMES` by name; each is imported on access.
+
+    All but ``record``, which runs a program that may have an ``analyze`` of its own, need the package `analyze`.
+    """
 
     def __getitem__(self, name: str) -> click.Command:
+        if name != "record":
+            need_analyze()
         module, _, attribute = self.data[name].partition(":")
         command: click.Command = getattr(import_module(module), attribute)
         return command

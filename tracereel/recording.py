@@ -18,7 +18,7 @@ from tracer.errors import CaptureError, UnknownNameError
 from tracer.shown import printable
 from tracereel import options
 from tracereel.checks import check_new_trace
-from tracereel.errors import FOUND, WRONG_USAGE, Failure, debugging, wrong_usage
+from tracereel.errors import FOUND, WRONG_USAGE, Failure, debugging, need_analyze, wrong_usage
 from tracereel.printing import few_shapes, path_in_model, print_json, print_table, say, size, steps_in_short
 from tracereel.programs import MAIN, OPTIONS, ProgramCommand, module_option, program_argument, program_of, title_of
 
@@ -104,6 +104,7 @@ class FlightOptions(NamedTuple):
         names = [one for one in self.flight_when if one in NAMES]
         when: list[str | Receiver] = [*(names if self.flight_when else WHEN)]
         if rules:
+            need_analyze()
             from analyze.seeing.check import rules_of
 
             with wrong_usage():
@@ -329,6 +330,8 @@ def record(
     if module is None and not program:
         raise click.UsageError("there is no script to run: trace record [OPTIONS] SCRIPT.py [ARGS]...")
     _refuse_contradictions(given, rehearsals)
+    if rehearsals.only_dry_run:
+        need_analyze()  # its tables
     watch = _watch(stop_on, rules, rehearsals)
     given["flight"] = recorder.flight()
     _become_launcher(program, module, rehearsals)
@@ -406,6 +409,7 @@ def _watch(stop_on: str | None, rules: tuple[str, ...], rehearsals: Rehearsals) 
         return None
     if rehearsals.only_dry_run:
         raise click.UsageError("--dry-run trains nothing that could be stopped: give --dry-run or --stop-on")
+    need_analyze()
     from analyze.seeing.watch import Watch
 
     with wrong_usage():

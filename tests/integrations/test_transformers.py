@@ -332,7 +332,7 @@ def test_beginning_again_closes_what_was_open(tmp_path: Path) -> None:
 ENDINGS = {
     "exception.zarr": ("raise ValueError('as the test wants it')", 1, "failed: ValueError: as the test wants it"),
     "SIGINT.h5": ("os.kill(os.getpid(), signal.SIGINT)", -2, "failed: KeyboardInterrupt"),
-    "exit.zarr": ("sys.exit(3)", 3, "failed: TraceError: the training did not come to its end"),
+    "exit.zarr": ("sys.exit(3)", 3, "failed: TraceError: the program ended before the recording"),
 }
 
 

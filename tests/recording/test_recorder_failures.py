@@ -198,7 +198,7 @@ def test_a_recording_that_nobody_closes_says_nothing(suffix: str, tmp_path: Path
     output, _ = process.communicate(timeout=120)
     assert (process.returncode, output) == (0, "")
     with tracer.open(tmp_path / f"run.{suffix}") as trace:
-        assert trace.status == "failed: TraceError: the training did not come to its end"
+        assert trace.status == "failed: TraceError: the program ended before the recording"
 
 
 @pytest.mark.parametrize("suffix", FORMATS)

@@ -244,7 +244,7 @@ def closes_at_its_end(tmp_path: Path, suffix: str, who: str, how: str, *, fresh:
         elif how == "raises":
             assert reader.status == "failed: ValueError: of the program's"
         else:
-            assert reader.status == "failed: TraceError: the training did not come to its end"
+            assert reader.status == "failed: TraceError: the program ended before the recording"
 
 
 @pytest.mark.parametrize("who", ["record", "callback", "recorders"])
@@ -463,7 +463,7 @@ def writes_all_at_its_end(tmp_path: Path, suffix: str, signal_name: str, *, fres
     assert done.returncode == (0 if signal_name == "SIGINT" else -signal.SIGTERM), done.stderr
     assert ("^C again" in done.stderr) == (signal_name == "SIGINT")
     assert "Traceback" not in done.stderr
-    why = "failed: TraceError: the training did not come to its end"
+    why = "failed: TraceError: the program ended before the recording"
     assert losses_in(path) == (why, [float(step) for step in range(200)])
 
 
@@ -574,7 +574,7 @@ def test_what_is_dropped_anywhere_is_closed(tmp_path: Path, where: str, monkeypa
         assert collected == ["trace-writer"]
     assert not model._forward_hooks
     with TraceReader(path) as reader:
-        assert reader.status == "failed: TraceError: the training did not come to its end"
+        assert reader.status == "failed: TraceError: the program ended before the recording"
         assert len([*reader.messages("batch_finished")]) >= 1
     recorder.close()
     assert recorder._close_at_exit not in termination._endings

@@ -187,7 +187,7 @@ for step in range(24):
     assert done.returncode == bool(ending), done.stderr
     assert "shutdown" not in done.stderr
     with TraceReader(url) as reader:
-        why = "ValueError: of its own" if ending else "TraceError: the training did not come to its end"
+        why = "ValueError: of its own" if ending else "TraceError: the program ended before the recording"
         assert reader.status == f"failed: {why}"
         assert [float(one.data[-1]) for one in reader.messages(modules="b")] == [*range(24)]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -35,8 +37,15 @@ _PATIENCE = 5.0
 """The most seconds that `end` with ``wait=False`` waits for the recorder's thread."""
 
 
+_started: dict[Run, record] = {}
+"""The recordings that `record.start` began and that are not closed."""
+
+
 class record:  # noqa: N801 - a context manager that reads as a verb, as in contextlib
     """Record a training run: a context manager around a training loop that needs no other change.
+
+    Where a ``with`` cannot stand around the training, as in the cells of a notebook, `start` begins the recording, and
+    `Run.close` ends it. A `record` that never began warns when it is dropped.
 
     Parameters
     ----------
@@ -198,8 +207,43 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         self._receivers = tuple(receivers)
         self._logs = (logs,) if isinstance(logs, str) else tuple(logs)
         self._run: Run | None = None
+        caller = sys._getframe(1)
+        self._code, self._line = caller.f_code, caller.f_lineno  # that made this object
+        self._forgotten = weakref.finalize(self, _tell_forgotten, self.path, self._code.co_filename, self._line)
+
+    def start(self) -> Run:
+        """Begin the recording, without a ``with``; `Run.close` ends it.
+
+        A recording that a cell of a notebook started ends first, with a warning, if the cell runs again, as does one
+        with the same path.
+
+        Raises
+        ------
+        TraceExistsError, CaptureError
+            As a ``with``.
+        """
+        for run, other in [*_started.items()]:
+            if other is not self and (run.path == self.path or self._made_again(other)):
+                run.close()
+                warn_only(f"the recording to {run.path} ends here, because it is started again", stacklevel=2)
+        run = self.__enter__()
+        _started[run] = self
+        return run
+
+    def _made_again(self, other: record) -> bool:
+        """Whether a cell made another `record` and ran again to make this one: each run of a cell compiles it anew."""
+        mine, theirs = self._code, other._code
+        return mine is not theirs and (mine.co_filename, self._line) == (theirs.co_filename, other._line)
+
+    def close(self) -> None:
+        """End the recording, as `Run.close`; does nothing if there is none."""
+        if self._run is not None:
+            self._run.close()
 
     def __enter__(self) -> Run:
+        self._forgotten.detach()
+        if self._run is not None and not self._run.closed:
+            raise CaptureError(f"the recording to {self.path} has begun; close it before it begins again")
         exporter = observer(self.path, self._captures, self._options)
         try:
             exporter.set_model(self._model)
@@ -221,9 +265,15 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        run, self._run = self._run, None
+        run = self._run
         if run is not None:
             end(run, None if concluded(run.exporter, error) else error)
+
+
+def _tell_forgotten(path: Location, file: str, line: int) -> None:
+    """Warn, as Python does of a coroutine that was never awaited, of a `record` that was dropped before it began."""
+    told = f"nothing is recorded to {path}: use `with record(...) as run:`, or `run = record(...).start()`"
+    warn_only(told, place=(file, line))
 
 
 def concluded(exporter: Exporter, error: BaseException | None) -> bool:
@@ -269,7 +319,7 @@ def start(
     if options.disabled and options.first_step is not None:
         exporter.start_at(options.first_step, 0, options.first_epoch or 0)
     if options.disabled or not part.is_recorded:
-        return Run(path, exporter, None)
+        return Run(path, exporter, None, end=end)
     ordered = in_order(tuple(receivers))
     derived = answers_of(ordered)
     _doubt_kinds(Compression(options.compression), {*KINDS, *exporter.message_bus.topics, *derived})
@@ -308,7 +358,7 @@ def start(
         recorder.close(f"failed: {summary(error)}")
         raise
     flight = None if options.flight is None else FlightRecorder(options.flight, exporter, recorder)
-    run = Run(path, exporter, recorder, flight)
+    run = Run(path, exporter, recorder, flight, end)
     pacer, folder = Pacer.of(options, exporter, recorder), disk_of(path)
     if pacer is not None:
         run.paced_by(pacer)
@@ -353,6 +403,10 @@ def end(run: Run, error: BaseException | None = None, *, wait: bool = True) -> N
     `wait`: whether to wait until all is written, however long that takes. If not, the recorder's thread may still
     write on return.
     """
+    if run.closed:
+        return
+    run.closed = True
+    _started.pop(run, None)
     exporter, recorder, strict = run.exporter, run.recorder, run.exporter.strict
     if recorder is None:
         exporter.detach()

@@ -18,7 +18,13 @@ from tracer.stores.locations import Location
 
 
 class Run:
-    """A recording in progress, as ``with record(...) as run`` gives it."""
+    """A recording in progress, as ``with record(...) as run`` and `record.start` give it.
+
+    Attributes
+    ----------
+    closed : bool
+        Whether the recording has ended.
+    """
 
     def __init__(
         self,
@@ -26,7 +32,10 @@ class Run:
         exporter: Exporter,
         recorder: Recorder | None,
         flight: FlightRecorder | None = None,
+        end: Callable[[Run], None] | None = None,
     ) -> None:
+        self.closed = False
+        self._end = end
         self.exporter = exporter
         self.recorder = recorder
         self.flight = flight
@@ -87,6 +96,14 @@ class Run:
             self.flight.keep(why)
         elif self.recorder is not None:
             raise CaptureError("nothing is held that could be kept: give the recording flight=tracer.Flight()")
+
+    def close(self) -> None:
+        """End the recording of `record.start`: finish the open step, remove the hooks, close the trace.
+
+        Does nothing if it has ended.
+        """
+        if self._end is not None:
+            self._end(self)
 
     def epoch_finished(self) -> None:
         """End the epoch, as `Exporter.epoch_finished`."""

@@ -334,11 +334,11 @@ def last_unhandled() -> object:
 
 
 def what_ends_the_program(before: object = None) -> BaseException:
-    """The exception that ends the program; if there is none, a `TraceError`: the training did not come to its end.
+    """The exception that ends the program; if there is none, a `TraceError`: the program ended before the recording.
 
     `before`: the result of `last_unhandled` when the recording began.
     """
     found = last_unhandled()
     if isinstance(found, BaseException) and found is not before:
         return found
-    return TraceError("the training did not come to its end")
+    return TraceError("the program ended before the recording")

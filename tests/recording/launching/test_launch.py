@@ -93,9 +93,43 @@ def test_a_module_of_the_same_name(
     script(tmp_path, "def late():\n    from tracer import trace\n" + textwrap.dedent(body), "other.py")
     done = run(tmp_path, *main, "--overwrite", "other.py")
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"its own {theirs.relative_to(tmp_path)}, which has the name of this package" in " ".join(
+    assert f"its own {theirs.relative_to(tmp_path)}, which has the name of the package tracer" in " ".join(
         done.stderr.split()
     )
+
+
+def test_a_module_of_the_same_name_behind_a_helper(tmp_path: Path) -> None:
+    """The helper of a script that imports its own tracer.py would get this package in its place."""
+    (tmp_path / "tracer.py").write_text("def trace(x): return x\n")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "__init__.py").write_text("from . import inner\n")
+    (tmp_path / "parts" / "inner.py").write_text("def late():\n    import tracer\n")
+    script(tmp_path, "print('begun')\nimport parts\n")
+    done = record(tmp_path.parent, "--out", str(tmp_path / "run.zarr"), str(tmp_path / "train.py"), fresh=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "imports its own tracer.py, which has the name of the package tracer" in " ".join(done.stderr.split())
+
+
+def test_a_script_with_an_analyze_of_its_own(tmp_path: Path) -> None:
+    """It gets its own, unless the recording is to be judged; then it is refused before it runs."""
+    (tmp_path / "analyze.py").write_text("number = 9\n")
+    path = script(tmp_path, "import analyze; print(analyze.number)\n" + PLAIN)
+    done = record(tmp_path.parent, "--out", str(tmp_path / "run.zarr"), str(path), fresh=True)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "9"), done.stderr
+    judged = record(
+        tmp_path.parent, "--out", str(tmp_path / "judged.zarr"), "--stop-on", "error", str(path), fresh=True
+    )
+    assert (judged.returncode, judged.stdout) == (2, "")
+    assert "imports its own analyze.py" in " ".join(judged.stderr.split())
+
+
+@pytest.mark.parametrize(("name", "command"), [("tracer", "info"), ("tracer", "record"), ("analyze", "check")])
+def test_a_module_of_the_same_name_on_the_path(tmp_path: Path, name: str, command: str) -> None:
+    """A command says whose file hides a package that it needs, and does not run it."""
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('it ran')\n")
+    done = run(tmp_path, "-m", "tracereel", command, "run.zarr", fresh=True)  # -m puts this folder first
+    assert done.returncode == 2
+    assert f"Python finds {tmp_path / name}.py for the module {name}" in " ".join(done.stderr.split())
 
 
 def test_arguments_and_main_are_the_scripts(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import builtins
-import dis
+import contextlib
 import importlib.util
 import io
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from modulefinder import ModuleFinder
 from types import CodeType, ModuleType
 
 from tracer import version
@@ -66,31 +67,57 @@ class Program:
         sys.argv = [str(main.__file__) if self.module else self.script, *self.arguments]
         sys.path.insert(0, self.folder)
 
-    def check_imports(self, code: CodeType) -> None:
-        """Refuse a program whose own module `tracer` would be shadowed by this package.
+    def check_imports(self) -> None:
+        """Refuse a program that imports a module of its own whose name a loaded package of this project has.
+
+        Python keeps one module of a name, so the program would get the package. Modules of the program that import it,
+        in the program's folder or in ``PYTHONPATH``, count as well.
 
         Raises
         ------
         CaptureError
             If the program imports such a module.
         """
-        folder = self.folder
-        for theirs in (os.path.join(folder, "tracer.py"), os.path.join(folder, "tracer", "__init__.py")):
-            is_other = os.path.isfile(theirs) and not os.path.samefile(os.path.dirname(theirs), PACKAGE)
-            if is_other and _imports(code, "tracer"):
+        hidden = [name for name in sorted(_ours()) if _has_module(self.folder, name)]
+        if not hidden:
+            return
+        imported = self._own_imports()
+        for name in hidden:
+            if name in imported:
                 raise CaptureError(
-                    f"the program imports its own {os.path.relpath(theirs, folder)}, which has the name of this "
-                    "package, and would get the package; give it another name"
+                    f"the program imports its own {os.path.relpath(imported[name], self.folder)}, which has the name "
+                    f"of the package {name}, and would get the package; give it another name"
                 )
 
+    def _own_imports(self) -> dict[str, str]:
+        """Modules that the program's folder or ``PYTHONPATH`` has and the program may import: name → file."""
+        path = [self.folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        finder = ModuleFinder(path)
+        with contextlib.suppress(SyntaxError, ValueError, OSError):  # Python reports it when the program imports it
+            if self.module:
+                finder.import_hook(self.script)
+                with contextlib.suppress(ImportError):  # no package
+                    finder.import_hook(f"{self.script}.__main__")
+            else:
+                finder.run_script(self.script)
+        files = {name: vars(one)["__file__"] for name, one in finder.modules.items()}  # of modulefinder's own class
+        return {name: file for name, file in files.items() if file is not None}
 
-def _imports(code: CodeType, name: str) -> bool:
-    """Whether code, or a function in it, imports a module."""
-    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
-    found = any(
-        one.opname == "IMPORT_NAME" and str(one.argval).partition(".")[0] == name for one in dis.get_instructions(code)
-    )
-    return found or any(_imports(one, name) for one in inner)
+
+def _ours() -> set[str]:
+    """Names of this project's loaded packages."""
+    beside = os.path.dirname(PACKAGE)
+    files = {name: getattr(module, "__file__", None) for name, module in [*sys.modules.items()]}
+    return {name for name, file in files.items() if file == os.path.join(beside, name, "__init__.py")}
+
+
+def _has_module(folder: str, name: str) -> bool:
+    """Whether a folder has a module of a name that is not this project's own."""
+    package = os.path.join(folder, name)
+    ours = os.path.join(os.path.dirname(PACKAGE), name)
+    if os.path.isfile(os.path.join(package, "__init__.py")):
+        return not (os.path.exists(ours) and os.path.samefile(package, ours))
+    return os.path.isfile(f"{package}.py")
 
 
 def _load_script(script: str) -> tuple[CodeType, ModuleType]:

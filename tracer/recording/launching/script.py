@@ -87,7 +87,7 @@ def run(
     target = location(out)
     _check_target(target, options)
     code, main = program.load()
-    program.check_imports(code)
+    program.check_imports()
     # import the libraries now: the script may log imports
     backend_of(target)
     Compression(options.compression).load(plainly=target.suffix.lower() == ".zarr")
