@@ -1,8 +1,9 @@
 """Replaces secrets by ``***`` in command lines, URLs, errors and headers that are written or printed.
 
 A secret is recognized by the name before it (``--api-key X``, ``PASSWORD=X``, ``{"token": "X"}``), by its place in a
-URL (``https://user:X@host``, ``?sig=X``), or by its own form (``hf_…``, ``ghp_…``, ``AKIA…``). Any other secret cannot
-be distinguished from an ordinary word.
+URL (``https://user:X@host``, ``?sig=X``, the address of a webhook) or after a user's name (``--user me:X``), by the
+command that it logs in with (``docker login -p X``), or by its own form (``hf_…``, ``ghp_…``, ``AKIA…``). Any other
+secret cannot be distinguished from an ordinary word.
 """
 
 from __future__ import annotations
@@ -61,10 +62,26 @@ _USER = re.compile(
 _QUERY = re.compile(r"(?P<before>[?&;#](?P<name>[\w.\-%]+)=)(?P<value>[^&\s'\"<>#]+)")
 _FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w\-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w\-]{16,}"
-    r"|xox[abeprs]-[\w\-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w\-]{30,}|eyJ[\w\-]{8,2000}\.[\w\-]{8,4000}\.[\w\-]*)"
+    r"|xox[abeprs]-[\w\-]{10,}|xapp-[\w\-]{10,}|npm_[A-Za-z0-9]{30,}|pypi-[\w\-]{16,}|dckr_pat_[\w\-]{16,}"
+    r"|(?:sk|rk|pk|whsec)_(?:live|test)_[A-Za-z0-9]{10,}|whsec_[A-Za-z0-9]{16,}|SG\.[\w\-]{16,}\.[\w\-]{16,}|dop_v1_[a-f0-9]{32,}"
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w\-]{30,}|eyJ[\w\-]{8,2000}\.[\w\-]{8,4000}\.[\w\-]*)"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)",
     re.DOTALL,
 )
+_WEBHOOK = re.compile(
+    r"(?P<before>https?://(?:hooks\.slack\.com/(?:services|workflows|triggers)|(?:[\w\-]+\.)?discord(?:app)?\.com/api/webhooks"
+    r"|[\w\-.]*\.webhook\.office\.com/[\w\-]+|outlook\.office(?:365)?\.com/webhook|hooks\.zapier\.com/hooks/catch"
+    r"|maker\.ifttt\.com/trigger|api\.telegram\.org/(?=bot)|oapi\.dingtalk\.com/robot|open\.feishu\.cn/open-apis/bot"
+    r"|chat\.googleapis\.com/v1/spaces)/?)[^\s'\"<>]+",
+    re.IGNORECASE,
+)
+"""Addresses that are secrets as a whole: whoever knows them can post."""
+_USERS = ("-u", "-U", "--user", "--proxy-user")
+"""Options whose value may be a user's name, a colon and a password; two numbers are ids of a user and a group."""
+_USER_VALUE = r"['\"]?(?!\d+:\d+$)[\w.@\-]+:"
+_USER_GIVEN = re.compile(rf"(?P<before>(?<!\S)(?:{'|'.join(_USERS)})(?:\s+|=){_USER_VALUE})(?P<value>[^\s'\"]+)")
+_LOGIN = re.compile(r"(?P<before>\blogin\b[^;&|\n]*?\s-p(?:\s+|=)['\"]?)(?P<value>[^\s'\"\-][^\s'\"]*)")
+"""``docker login -u me -p X``."""
 _AUTHORIZED = re.compile(
     r"(?P<before>\b(?:[A-Za-z\-]{0,20}authorization['\"]?\s*[:=]\s*['\"]?)(?:[A-Za-z][\w\-]*\s+)?|\bbearer\s+(?=\S*\d))"
     r"(?P<value>[^\s'\",}\]]+)",
@@ -157,7 +174,9 @@ def masked_text(text: str) -> str:
         quoted = bool(found["quote"]) == ("," in found["sign"])
         return quoted and names_secret(found["name"]) and found["value"] not in _PROSE
 
+    text = _WEBHOOK.sub(rf"\g<before>{STARS}", text)
     text = _FORMS.sub(STARS, masked_urls(text))
+    text = _LOGIN.sub(rf"\g<before>{STARS}", _USER_GIVEN.sub(rf"\g<before>{STARS}", text))
     text = _AUTHORIZED.sub(rf"\g<before>{STARS}", text)
     return _starred(_OPTION, _starred(_ASSIGNED, text, assigned), given)
 
@@ -172,7 +191,14 @@ def masked_command(arguments: Sequence[str]) -> list[str]:
     """
     told: list[str] = []
     expected, many = False, False  # whether a secret comes next, and whether more may follow it
-    for one in arguments:
+    for place, one in enumerate(arguments):
+        before = arguments[place - 1] if place else ""
+        if before in _USERS and (user := re.match(_USER_VALUE, one)):
+            told.append(user[0] + STARS)
+            continue
+        if before == "-p" and "login" in arguments[:place]:
+            told.append(STARS)
+            continue
         flag = _FLAG.fullmatch(one)
         # a longer word with one dash is an option only if it names a secret; else it may be a secret with a dash
         is_option = flag is not None and (flag["dashes"] == "--" or len(one) == 2 or names_secret(flag["name"]))

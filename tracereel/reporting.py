@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import webbrowser
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import click
 
@@ -112,10 +116,24 @@ def view(
         with wrong_usage():
             metrics = instances(specs)
 
-        def opened(address: str) -> None:
-            click.echo(address)
-            say("Ctrl-C ends it.")
-            if not no_open:
-                webbrowser.open(address)
+        with ExitStack() as until_served:
 
-        serve(trace, metrics, against=others, rank=rank, port=port, opened=opened)
+            def opened(address: str) -> None:
+                click.echo(address)
+                say("Ctrl-C ends it.")
+                if not no_open:
+                    webbrowser.open(until_served.enter_context(_leading_to(address)))
+
+            serve(trace, metrics, against=others, rank=rank, port=port, opened=opened)
+
+
+@contextmanager
+def _leading_to(address: str) -> Iterator[str]:
+    """The address of a file that leads to another address, which holds a secret.
+
+    Only this user can read the file, but every user of the machine sees the command line of a browser.
+    """
+    with NamedTemporaryFile("w", prefix="trace-view-", suffix=".html", encoding="utf-8") as file:  # of mode 0600
+        file.write(f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={html.escape(address)}">')
+        file.flush()
+        yield Path(file.name).as_uri()

@@ -15,8 +15,8 @@ from analyze.batching.engines import Death, Document, cores
 from analyze.metrics.checks import is_whole
 from tracer.errors import MessageError, TracerError
 
-NO_DASHBOARD: Final = {"dashboard": False, "dashboard_address": ":0"}
-"""Options of a Dask scheduler. It always serves HTTP; any free port serves, since 8787 may belong to another batch."""
+NO_DASHBOARD: Final = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
+"""Options of a Dask scheduler. It always serves HTTP: to this machine only, on a port that no other batch has."""
 CONNECT_SECONDS: Final = 30.0
 """How long a Dask scheduler may take to answer."""
 WORKERS_SECONDS: Final = 300.0

@@ -67,6 +67,16 @@ raise ValueError(f"refused: {given}")
         (["token: abc"], ["token: ***"]),
         (["sh", "-c", f"python x.py --api-key {S} --lr 1"], ["sh", "-c", "python x.py --api-key *** --lr 1"]),
         (["hf_abcdefghijklmnopqrstuv", "AKIAABCDEFGHIJKLMNOP"], ["***", "***"]),
+        (["npm_" + "a1B2" * 9, "pypi-AgEIcHlwaS5vcmcCJDU5", "sk_live_4eC39HqLyjWDarjtT1"], ["***", "***", "***"]),
+        (["--hook", "https://hooks.slack.com/services/T0/B0/x9Y"], ["--hook", "https://hooks.slack.com/services/***"]),
+        (["https://discord.com/api/webhooks/12/ab-c"], ["https://discord.com/api/webhooks/***"]),
+        (["https://x.webhook.office.com/webhookb2/a@b/c"], ["https://x.webhook.office.com/webhookb2/***"]),
+        (["https://api.telegram.org/bot12:ab_c/sendMessage"], ["https://api.telegram.org/***"]),
+        (["curl", "--user", f"me:{S}", "-u", f"a@b.c:{S}"], ["curl", "--user", "me:***", "-u", "a@b.c:***"]),
+        ([f"--user=me:{S}"], ["--user=me:***"]),
+        (["sh", "-c", f"curl -u me:{S} https://h/x"], ["sh", "-c", "curl -u me:*** https://h/x"]),
+        (["docker", "login", "-u", "me", "-p", S], ["docker", "login", "-u", "me", "-p", "***"]),
+        (["sh", "-c", f"az acr login -p '{S}' && x -p 1"], ["sh", "-c", "az acr login -p '***' && x -p 1"]),
     ],
 )  # fmt: skip
 def test_values_of_secrets_are_stars(given: list[str], told: list[str]) -> None:
@@ -84,6 +94,8 @@ def test_values_of_secrets_are_stars(given: list[str], told: list[str]) -> None:
         ["--tokens-per-batch", "4096"], ["--passes", "3", "--bypass", "x", "--forward-pass=2"], ["--seconds", "2"],
         ["https://host:8080/a/b@2x.png", "s3://bucket/run.zarr", "user@host:path", "me@example.org"],
         ["https://host/x?page=2&size=10", "a?b=c"], ["--lr", "0.1", "-b", "8", "-k", "3"], ["model.key_proj=linear"],
+        ["-u", "1000:1000", "--user", "me", "-p", "8080", "train.py", "-p", "fp16", "--user=1000:100"],
+        ["https://hooks.example.org/services/a", "npm_config_cache", "pypi-mirror", "sk_learn"],
         ["--compass", "north", "--path=/home/me/keys", "C:/data/x:y"], ["--authors", "2", "--authored", "x"],
     ],
 )  # fmt: skip

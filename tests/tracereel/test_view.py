@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from click.testing import CliRunner
@@ -33,3 +35,21 @@ def test_bad_input_is_a_sentence(tmp_path: Path) -> None:
         code, sentence = told(path, "--port", str(port))
     assert code == 1
     assert f"port {port} cannot be served: " in sentence
+
+
+def test_the_secret_is_in_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The browser is given a file that only this user can read, and that leads to the page until the server ends."""
+    address, given = "http://127.0.0.1:1/s3cret&x/", []
+
+    def serve(*_: object, opened: Callable[[str], object], **__: object) -> None:
+        opened(address)
+        file = Path(urlsplit(given[0]).path)
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert "url=http://127.0.0.1:1/s3cret&amp;x/" in file.read_text()
+
+    monkeypatch.setattr("webbrowser.open", given.append)
+    monkeypatch.setattr("analyze.seeing.viewing.server.view", serve)
+    done = CliRunner().invoke(main, ["view", str(write(tmp_path / "run.zarr", messages(("fc",), 3)))])
+    assert (done.exit_code, done.stdout) == (0, f"{address}\n"), done.output
+    assert "s3cret" not in given[0]
+    assert not Path(urlsplit(given[0]).path).exists()

@@ -232,3 +232,16 @@ def test_a_local_cluster_leaves_the_default_port_to_others() -> None:
             other.bind(("", 8787))
             other.listen()
         Dask("local", workers=1).close()
+
+
+def test_a_local_cluster_listens_to_this_machine_only() -> None:
+    """Scheduler, worker, and the HTTP servers of both; Dask asks no password."""
+    pytest.importorskip("distributed", reason="dask is not installed: pip install 'tracereel[cluster]'")
+    psutil = pytest.importorskip("psutil")  # comes with distributed
+    dask = Dask("local", workers=1)
+    try:
+        here = psutil.Process()
+        sockets = [one for process in (here, *here.children(recursive=True)) for one in process.net_connections("tcp")]
+    finally:
+        dask.close()
+    assert {one.laddr.ip for one in sockets if one.status == "LISTEN"} == {"127.0.0.1"}
