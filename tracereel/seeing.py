@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import tracer
-from tracer.errors import TracerError
+from tracer.errors import CaptureError, TracerError
 from tracereel import options
 from tracereel.command import Command, conclude
-from tracereel.errors import DAMAGED, FOUND, SOME_FAILED, wrong_usage
+from tracereel.errors import DAMAGED, FOUND, SOME_FAILED, Failure, debugging, wrong_usage
 from tracereel.options import Filters
 from tracereel.printing import complain, note_problems, note_status, plain_warnings, print_json, print_table, tell
 from tracereel.showing import means_several
@@ -153,22 +153,28 @@ def _row(found: Finding) -> tuple[object, ...]:
 @options.number("--most", default=10, show_default=True, help="How many datapoints are told.")
 @options.as_json
 def blame(trace: str, step: int | None, most: int, as_json: bool) -> None:
-    """Say what caused a spike: the first stream that left its own past, and the datapoints that stand out.
+    """Say what caused a spike: changed settings, the first stream that left its past, and datapoints that stand out.
 
-    These are those whose input is unlike those of the steps before (marked !), then those with the largest gradients.
-    Where sample ids were recorded, they say which datapoints of the data set these are.
-    Datapoints can be told apart where layer_inputs and layer_gradients were recorded of all of them.
+    Datapoints that stand out are those whose input is unlike those of the steps before (marked !), then those with the
+    largest gradients. Where sample ids were recorded, they say which datapoints of the data set these are.
+    Datapoints can be told apart where layer_inputs and layer_gradients were recorded of all of them. Where nothing
+    stands out, the answer says what was recorded there, and which command records more.
     """
     from analyze.seeing.blame import blame as blame_trace
 
     with tracer.open(trace) as reader, plain_warnings():
         note_problems(reader)
-        found = blame_trace(reader, step, most=most)
+        try:
+            found = blame_trace(reader, step, most=most)
+        except CaptureError as error:  # a step that was not recorded is no wrong usage: nobody can know it before
+            if debugging():
+                raise
+            raise Failure(str(error)) from error
     if as_json:
         print_json(found.as_json())
         return
     tell(found.verdict)
-    if found.why != "it was given":
+    if found.step is not None and found.why != "it was given":
         tell(f"the step is that of {found.why}")
     if found.suspects:
         click.echo()
@@ -183,6 +189,10 @@ def blame(trace: str, step: int | None, most: int, as_json: bool) -> None:
         print_table(columns, rows, right=[name for name in columns if name != "label"])
     for sentence in found.unseen:
         tell(f"not seen: {sentence}")
+    if not found.answered:
+        tell(f"recorded {'in this run' if found.step is None else 'there'}: {found.recorded.removeprefix('only ')}")
+        if found.more:
+            tell(f"to see more: {found.more}")
 
 
 def _gradient(one: Suspect) -> tuple[float | None, float | None]:

@@ -1,4 +1,4 @@
-"""Finds the cause of a spike: the first stream with an unusual norm, and the datapoints that stand out."""
+"""Finds the cause of a spike: changed settings, the first stream with an unusual norm, datapoints that stand out."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from analyze.metrics.gradients.layer_grams import Geometry, layer_grams
 from analyze.metrics.inputs import as_float64
 from analyze.metrics.streams import Series, series_of
 from analyze.seeing.check import check
+from analyze.seeing.settings import Change, changes
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS, STATISTICS_SUFFIX, kept_of
-from tracer.messaging.subscriber import run_again
+from tracer.messaging.subscriber import run_again, summary
 from tracer.messaging.subscription import is_doubled
 from tracer.numbers.arrays import as_array
 from tracer.numbers.past import NORMAL, Past
@@ -35,6 +36,8 @@ _FACTOR = 3.0
 _DEVIATIONS = 8.0
 _BEFORE = 3
 """The search for a cause starts this many recorded steps before the spike."""
+_TOLD = 3
+"""How many changed settings the verdict names."""
 _NOT_COMPARED = ("sample_ids", "input_labels", "loss_terms")
 _COMPARED = tuple(name for name in DATA_KINDS if not KINDS[name].event and name not in _NOT_COMPARED)
 _SEEN = (*_COMPARED, *(kind + STATISTICS_SUFFIX for kind in _COMPARED))
@@ -75,9 +78,10 @@ class Suspect:
         Index in the batch, from 0.
     norm : float
         Norm of the gradient of the datapoint's loss with respect to the covered parameters. Without recorded layer
-        inputs: the norm of the gradient of each layer's output, divided by its mean over the batch, summed over layers.
+        inputs: the norm of the gradient of each layer's output, divided by the median over the batch, summed over
+        layers.
     typical : float
-        The median of `norm` over the batch.
+        The median of `norm` over the datapoints of the batch whose `norm` is finite.
     label : str
         The datapoint's label; empty if unknown.
     size : float
@@ -108,35 +112,59 @@ class Blame:
     Attributes
     ----------
     trace : str
-    step : int
-        Of the spike.
+    step : int or None
+        Of the spike; None if none was given and no rule found anything.
     why : str
-        Why this step: the title and evidence of a finding, or that the caller gave the step.
+        Why this step: the title and evidence of a finding, or that the caller gave the step. Without a step: what the
+        rules judged.
+    settings : tuple of Change
+        The settings of the optimizers that changed there.
     departure : Departure or None
     suspects : tuple of Suspect
         The most suspicious first: those with an unusual input, then those with the largest gradients.
     unseen : tuple of str
         What could not be examined, a sentence each.
+    recorded : str
+        What was recorded of the step and the three before; without a step, of the run.
+    more : str
+        Which command records what the ranking of datapoints needs; empty if all of it was recorded.
     """
 
     trace: str
-    step: int
+    step: int | None
     why: str
-    departure: Departure | None
-    suspects: tuple[Suspect, ...]
-    unseen: tuple[str, ...]
+    settings: tuple[Change, ...] = ()
+    departure: Departure | None = None
+    suspects: tuple[Suspect, ...] = ()
+    unseen: tuple[str, ...] = ()
+    recorded: str = ""
+    more: str = ""
+
+    @property
+    def answered(self) -> bool:
+        """Whether there is a setting, a stream or a datapoint to name."""
+        return bool(self.settings or self.departure or self.suspects)
 
     @property
     def verdict(self) -> str:
         """The cause, in a sentence."""
+        if self.step is None:
+            return f"no step to begin at: {self.why}; --step N (step=N) gives one"
+        told = [str(one) for one in self.settings[:_TOLD]]
+        if len(self.settings) > _TOLD:
+            told.append(f"{len(self.settings) - _TOLD} more settings changed")
+        return f"step {self.step}: {'; '.join([*told, self._departed])}"
+
+    @property
+    def _departed(self) -> str:
         one = self.departure
         if one is None:
-            return f"step {self.step}: no stream left its own past there or in the {_BEFORE} recorded steps before"
+            return f"no stream left its own past there or in the {_BEFORE} recorded steps before"
         where = one.kind if one.module is None else f"{one.kind} of {one.module or 'the root'}"
         times = f"{one.value / one.usual:.3g} times" if one.usual > 0 and math.isfinite(one.value) else "not"
         return (
-            f"step {self.step}: the first to leave its past was {where} in step {one.step}: its norm was "
-            f"{one.value:.4g}, {times} what is usual for it"
+            f"the first to leave its past was {where} in step {one.step}: its norm was {one.value:.4g}, {times} what "
+            "is usual for it"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -147,7 +175,7 @@ class Blame:
             for name in (*unknown, *(["size"] if math.isnan(suspect.size) else [])):
                 one[name] = None
             del one["seen"]
-        return {**told, "verdict": self.verdict}
+        return {**told, "verdict": self.verdict, "answered": self.answered}
 
 
 def blame(path: Anywhere | TraceReader, step: int | None = None, *, most: int = 10) -> Blame:
@@ -169,40 +197,46 @@ def blame(path: Anywhere | TraceReader, step: int | None = None, *, most: int = 
     Raises
     ------
     CaptureError
-        If the step was not recorded, or if no step is given and no rule finds anything.
+        If the step was not recorded.
     TracerError
         What `tracer.open` raises.
 
     Notes
     -----
+    The answer begins with the settings of the optimizers (the recorded ``hyperparameters``) that changed in the step or
+    the three recorded steps before, by more than a schedule that goes on changes them; see `settings.changes`.
+
     A norm is unusual where its logarithm exceeds the median of the stream's 40 recorded steps before by log 3 and by 8
-    robust standard deviations. Streams are searched in the order in which they were observed, because a cause comes
-    before its effects. Datapoints are ranked by the norms of their gradients, computed from each layer's inputs and
-    output gradients (I. Goodfellow, "Efficient Per-Example Gradient Computations", arXiv:1510.01799), for linear
-    layers, convolutions, embeddings and normalisations.
+    robust standard deviations, or where it is the first of its stream that is not finite. Streams are searched in the
+    order in which they were observed, because a cause comes before its effects. Datapoints are ranked by the norms of
+    their gradients, computed from each layer's inputs and output gradients (I. Goodfellow, "Efficient Per-Example
+    Gradient Computations", arXiv:1510.01799), for linear layers, convolutions, embeddings and normalisations. What is
+    typical for a batch is a median of its finite norms, so that a datapoint with NaN leaves the others as they are.
 
     Datapoints with an unusual input rank above all others: the input comes before the gradients, and a corrupted
     datapoint has a small gradient where the network happens to be right. The input is that of the network or, where
-    that is not recorded or has no floating-point numbers, that of the first layer. An input is unusual if its norm is
-    outside the range of all datapoints of the 40 recorded steps before, and the logarithm of the norm is farther from
-    their median than log 3 and than 8 robust standard deviations, up or down.
+    that is not recorded or has no floating-point numbers, that of the first layer. An input is unusual if it is not
+    finite, or if its norm is outside the range of all datapoints of the 40 recorded steps before, and the logarithm of
+    the norm is farther from their median than log 3 and than 8 robust standard deviations, up or down.
     """
     with nullcontext(path) if isinstance(path, TraceReader) else TraceReader(path) as opened:
         reader = opened.of_rank(opened.ranks[0]) if len(opened.ranks) > 1 else opened
         unseen = [f"rank {rank} was not looked at" for rank in opened.ranks[1:]]
         why = "it was given"
         if step is None:
-            worst = check(reader).worst
-            if worst is None:
-                given = "give the step of the spike, with --step N or step=N"
-                raise CaptureError(f"no rule found anything in {reader.path}: {given}")
-            step, why = worst.first, f"{worst.title}: {worst.evidence}"
+            checked = check(reader)
+            if checked.worst is None:
+                recorded, more = _recorded(reader, None)
+                return Blame(
+                    str(reader.path), None, checked.verdict, unseen=tuple(unseen), recorded=recorded, more=more
+                )
+            step, why = checked.worst.first, f"{checked.worst.title}: {checked.worst.evidence}"
         steps = _steps(reader)
         if step not in steps:
-            near = min(steps, key=lambda one: abs(one - step), default=None)
-            has = "it has none" if near is None else f"the nearest is {near}"
-            raise CaptureError(f"step {step} was not recorded in {reader.path}; {has}")
+            raise CaptureError(_not_recorded(reader, steps, step))
         at = steps.index(step)
+        since = max(0, at - _BEFORE)
+        settings = changes(reader, steps[since : at + 1], steps[max(0, since - _PAST) : since])
         departure = _first_departure(reader, steps[max(0, at - _BEFORE - _PAST) : at + 1], steps[max(0, at - _BEFORE)])
         if at < _LEAST_PAST:
             unseen.append(f"only {at} steps were recorded before step {step}, too few to say what is usual")
@@ -211,7 +245,44 @@ def blame(path: Anywhere | TraceReader, step: int | None = None, *, most: int = 
         suspects, missing = _suspects(reader, steps[begin : at + 1], steps[max(0, begin - _PAST) : begin])
         if _NO_GRADIENTS in missing and any(one.kind == "keyframe" for one in reader.streams):
             missing[missing.index(_NO_GRADIENTS)] += f"; {run_again(_PER_SAMPLE, f'{start}:{step + 1}')}"
-        return Blame(str(reader.path), step, why, departure, tuple(suspects[:most]), (*unseen, *missing))
+        return Blame(
+            str(reader.path),
+            step,
+            why,
+            settings,
+            departure,
+            tuple(suspects[:most]),
+            (*unseen, *missing),
+            *_recorded(reader, (steps[since], step + 1)),
+        )
+
+
+def _recorded(reader: TraceReader, steps: tuple[int, int] | None) -> tuple[str, str]:
+    """What was recorded of the training in some steps, or of all; and the command that records what is missing."""
+    there = reader.streams
+    if steps is not None:
+        rows = reader.select(tags=DEFAULT_TAG, steps=steps)
+        numbers = set(np.unique(reader.journal[rows, Column.STREAM]).tolist())
+        there = [one for one in there if one.id in numbers]
+    kinds = {one.kind for one in there}
+    data = [(one.kind, one.module, one.tag) for one in there if kept_of(one.kind)[0] in DATA_KINDS and one.dtype]
+    more = ""
+    if not kinds.issuperset(_PER_SAMPLE):
+        if any(one.kind == "keyframe" for one in reader.streams):
+            more = run_again(_PER_SAMPLE, "A:B" if steps is None else f"{steps[0]}:{steps[1]}")
+        else:
+            more = f"trace record {' '.join(f'-k {kind}' for kind in _PER_SAMPLE)} SCRIPT.py records it in another run"
+    return summary(data), more
+
+
+def _not_recorded(reader: TraceReader, steps: Sequence[int], step: int) -> str:
+    """A sentence about a step that was not recorded, with the steps around it and the command that runs it again."""
+    near = [*[one for one in steps if one < step][-1:], *[one for one in steps if one > step][:1]]
+    has = f"the nearest {'is' if len(near) == 1 else 'are'} {' and '.join(map(str, near))}" if near else "it has none"
+    again = ""
+    if len(near) == 2 and any(one.kind == "keyframe" for one in reader.streams):
+        again = f"; {run_again(_PER_SAMPLE, f'{step}:{step + 1}')}"
+    return f"step {step} was not recorded in {reader.path}; {has}{again}"
 
 
 def _steps(reader: TraceReader) -> list[int]:
@@ -223,17 +294,24 @@ def _steps(reader: TraceReader) -> list[int]:
 def _first_departure(reader: TraceReader, steps: Sequence[int], since: int) -> Departure | None:
     """The first message, from step `since` on, whose norm is unusual for its stream."""
     past: dict[tuple[str, int, Series], Past] = {}
+    last: dict[tuple[str, int, Series], float] = {}
     for message in reader.messages(kinds=_SEEN, tags=DEFAULT_TAG, steps=(steps[0], steps[-1] + 1)):
         extent = Extent.of(message)
         if extent is None or not extent.floating or extent.count == 0 or is_doubled(message.sampling):
             continue  # the message of its statistics is examined instead
         kind, norm = kept_of(message.kind)[0], shared(message, "norm2")
-        before = past.setdefault((kind, message.call, series_of(message)), Past(_PAST))
-        if message.global_step >= since and len(before) >= _LEAST_PAST:
-            usual = math.exp(before.centre)
+        stream = kind, message.call, series_of(message)
+        before = past.setdefault(stream, Past(_PAST))
+        # a stream that was never finite, such as a mask of minus infinity, has no past to leave
+        was_finite = math.isfinite(last[stream]) if stream in last else math.isnan(norm)
+        last[stream] = norm
+        if message.global_step >= since and not math.isfinite(norm) and was_finite:
+            usual = math.exp(before.centre) if len(before) else math.nan
+            return Departure(message.global_step, kind, message.key, norm, usual)
+        if message.global_step >= since and len(before) >= _LEAST_PAST and 0 < norm < math.inf:
             far = max(math.log(_FACTOR), _DEVIATIONS * before.scale)
-            if not math.isfinite(norm) or (norm > 0 and math.log(norm) - before.centre > far):
-                return Departure(message.global_step, kind, message.key, norm, usual)
+            if math.log(norm) - before.centre > far:
+                return Departure(message.global_step, kind, message.key, norm, math.exp(before.centre))
         if norm > 0 and math.isfinite(norm):
             before.add(math.log(norm))
     return None
@@ -247,7 +325,7 @@ def _suspects(reader: TraceReader, steps: Sequence[int], before: Sequence[int]) 
     usual = [sizes[step] for step in before if step in sizes]
     if len(usual) < _LEAST_PAST:
         where = f"in {len(usual)} of the steps before only" if sizes else "nowhere"
-        unseen[f"inputs of floating-point numbers were recorded {where}, so an odd one is not told"] = None
+        unseen[f"inputs of floating-point numbers were recorded {where}, so one of unusual size is not told"] = None
     for step in steps:
         heard = _heard(reader, step)
         norms, remarks = _norms(heard, len(sizes.get(step, ())))
@@ -256,10 +334,11 @@ def _suspects(reader: TraceReader, steps: Sequence[int], before: Sequence[int]) 
         if norms is None:  # an unusual input is reported even without gradients
             norms = np.full(len(sizes.get(step, ())), math.nan)
         labels, samples = _labels(heard, len(norms)), _samples(heard, len(norms))
-        typical = float(np.median(norms)) if len(norms) else math.nan
+        typical = _typical(norms)
         times, odd = [math.nan] * len(norms), [False] * len(norms)
-        if len(usual) >= _LEAST_PAST and len(sizes.get(step, ())) == len(norms):
-            times, odd = _beside(sizes[step], np.concatenate(usual))
+        if len(sizes.get(step, ())) == len(norms) > 0:
+            past = np.concatenate(usual) if len(usual) >= _LEAST_PAST else np.zeros(0)
+            times, odd = _beside(sizes[step], past)
         found += [
             Suspect(step, position, float(norm), typical, label, size, is_odd, seen, sample)
             for position, (norm, label, size, is_odd, sample) in enumerate(
@@ -296,11 +375,11 @@ def _sizes(reader: TraceReader, steps: Sequence[int]) -> dict[int, NDArray[np.fl
 
 
 def _beside(now: NDArray[np.float64], usual: NDArray[np.float64]) -> tuple[list[float], list[bool]]:
-    """Each input norm divided by the median of the usual norms, and whether it is unusual."""
+    """Each input norm divided by the median of the usual norms, if there are any, and whether it is unusual."""
     usual = usual[np.isfinite(usual)]
     middle = float(np.median(usual)) if len(usual) else 0.0
     if middle == 0:
-        return [math.nan] * len(now), [False] * len(now)
+        return [math.nan] * len(now), (~np.isfinite(now)).tolist()
     with np.errstate(all="ignore"):
         spread = NORMAL * float(np.median(np.abs(np.log(usual / middle))))
         far = np.abs(np.log(now / middle)) > max(math.log(_FACTOR), _DEVIATIONS * spread)
@@ -328,6 +407,9 @@ def _norms(heard: _Heard, likely: int) -> tuple[NDArray[np.float64] | None, list
     for module, calls in heard.get("weight_gradients", {}).items():
         of_bias = heard.get("bias_gradients", {}).get(module, {})
         recorded = [as_array(next(iter(one.values()))) for one in (calls, of_bias) if one]
+        if recorded[0].ndim > 2 and not np.isfinite(recorded[0]).all():
+            left.append(module or "")  # the recorded gradient does not say which geometry the convolution has
+            continue
         with np.errstate(all="ignore"):
             grams = layer_grams(
                 inputs.get(module, {}), gradients.get(module, {}), recorded,
@@ -352,7 +434,7 @@ def _norms(heard: _Heard, likely: int) -> tuple[NDArray[np.float64] | None, list
 def _norms_of_outputs(
     gradients: Mapping[str | None, Mapping[int, Tensor]],
 ) -> tuple[NDArray[np.float64] | None, list[str]]:
-    """Without layer inputs: the norms of the output gradients, each divided by the batch mean, summed over layers."""
+    """Without layer inputs: the norms of the output gradients, each divided by what is typical, summed over layers."""
     rows = [as_float64(calls[min(calls)]) for calls in gradients.values() if calls[min(calls)].ndim >= 2]
     if not rows:
         return None, [_NO_GRADIENTS]
@@ -362,11 +444,19 @@ def _norms_of_outputs(
         for one in rows:
             if len(one) == usual:
                 norms = np.linalg.norm(one.reshape(usual, -1), axis=1)
-                mean = norms.mean()
-                if mean != 0:
-                    total += norms / mean
+                typical = _typical(norms)
+                if typical > 0:
+                    total += norms / typical
     remark = "no layer_inputs were recorded, so datapoints are ranked by the gradients of the layers' outputs alone"
     return total, [remark]
+
+
+def _typical(norms: NDArray[np.float64]) -> float:
+    """The median of the finite norms or, where that is zero, their mean; NaN without any: no single one decides it."""
+    finite = norms[np.isfinite(norms)]
+    if not len(finite):
+        return math.nan
+    return float(np.median(finite)) or float(finite.mean())
 
 
 def _most_frequent(counts: Sequence[int]) -> int:

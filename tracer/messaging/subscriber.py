@@ -341,7 +341,7 @@ def unmet(receivers: Iterable[Receiver], offered: Offered, source: str) -> list[
             if len(stand_ins) == len(lacking) and all(stand_ins):
                 told += f"of which {source} has only {' and '.join(sorted(set.union(*stand_ins)))}"
             else:
-                told += f"but {source} has {_summary(offered)}"
+                told += f"but {source} has {summary(offered)}"
             remedies = list(_remedies(receiver, lost, offered))
             # a kind that a remedy mentions is not misspelled
             meant = [hint for hint, kind in hints.items() if not kind or not any(kind in one for one in remedies)]
@@ -416,7 +416,7 @@ def _other_tags(receiver: Receiver, wanted: str | None, tags: Sequence[str]) -> 
     return f"; {name} compares the same inputs at different steps, as {_PROBES}; {name}:tag={tag} compares {other}"
 
 
-def _summary(offered: Offered) -> str:
+def summary(offered: Offered) -> str:
     """The offered kinds with their tags (unless only the training's), then the hashes and statistics without data."""
     tags: dict[str, dict[str, None]] = {}
     held: dict[str, dict[str, None]] = {}
