@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -12,10 +11,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
-from tracer.errors import CaptureError, TraceNotFoundError, TraceUnreadableError
+from tracer.errors import CaptureError, TraceNotFoundError, TraceUnreadableError, warn_only
 from tracer.format.version import FORMAT
+from tracer.stores.disk.files import is_there
 from tracer.stores.locations import SCHEMES, Anywhere, Url, location, whole_of
 from tracer.stores.opening import STORES
+from tracer.stores.zarr.documents import read_document
 
 GLOB: Final = frozenset("*?[")
 SUFFIXES: Final = tuple(STORES)
@@ -38,7 +39,13 @@ def find_traces(sources: Anywhere | Iterable[Anywhere], *, outside: Anywhere | N
     Returns
     -------
     list of str
-        Paths as they are given, or below the folder as it is given.
+        Paths as they are given, or below the folder as it is given. A trace to which links lead, too, is named once, by
+        the path that has no link if there is one.
+
+    Warns
+    -----
+    RuntimeWarning
+        If a folder below a given folder cannot be listed; its traces are left out.
 
     Raises
     ------
@@ -49,42 +56,59 @@ def find_traces(sources: Anywhere | Iterable[Anywhere], *, outside: Anywhere | N
     """
     if isinstance(sources, (str, os.PathLike, Url)):
         sources = [sources]
-    found: dict[str, None] = {}
+    found: dict[str, str] = {}
     without = None if outside is None else location(outside)
     for source in sources:
         for trace in _meant(source, ()):
             if not _inside(trace, without):
-                found.setdefault(trace)
+                found.setdefault(_itself(trace), trace)
     if not found:
         raise CaptureError("a batch needs at least one trace, but got none")
-    return list(found)
+    return list(found.values())
+
+
+def _itself(trace: str) -> str:
+    """A URL, or the path of a trace without links."""
+    return trace if "://" in trace else os.path.realpath(trace)
+
+
+def _once(paths: Iterable[str]) -> list[str]:
+    """Each trace once, sorted; of several paths of a trace, the path with the fewest links."""
+
+    def links(path: str) -> int:
+        return sum(one.is_symlink() for one in (Path(path), *Path(path).parents))
+
+    found: dict[str, str] = {}
+    for path in sorted(paths, key=lambda path: (links(path), path)):
+        found.setdefault(_itself(path), path)
+    return sorted(found.values(), key=lambda path: Path(path).parts)
 
 
 def _meant(source: Anywhere, lists: tuple[str, ...]) -> Iterator[str]:
     text = str(source) if isinstance(source, Url) else os.fspath(source)
-    if text.startswith("@") and not Path(text).exists():
+    if text.startswith("@") and not os.path.exists(text):
         yield from _listed(text[1:], lists)
         return
     if "://" in text and text.partition("://")[0] in SCHEMES:
         yield from _at_url(text)
         return
     path = Path(text)
-    if path.suffix.lower() in SUFFIXES and (path.exists() or (lists and not GLOB.intersection(text))):
+    if path.suffix.lower() in SUFFIXES and (is_there(path) or (lists and not GLOB.intersection(text))):
         yield text
-    elif path.is_dir():
-        below = list(_below(path))
+    elif os.path.isdir(text):
+        below = _once(_below(text))
         if not below:
             raise CaptureError(
                 f"there is no trace in the folder {text}: none of its names ends in {', '.join(SUFFIXES)}"
             )
         yield from below
     elif GLOB.intersection(text):
-        matches = sorted(glob.glob(text, recursive=True))
-        traces = [match for match in matches if Path(match).suffix.lower() in SUFFIXES and not _is_part(Path(match))]
+        matches = list(_matching(text))
+        traces = _once(one for one in matches if Path(one).suffix.lower() in SUFFIXES and not _is_part(Path(one)))
         if not traces:
             raise CaptureError(f"no trace matches {text}" + (f", but {len(matches)} other files do" if matches else ""))
         yield from traces
-    elif path.exists():
+    elif is_there(path):
         raise CaptureError(
             f"{text} is neither a trace (its name would end in {', '.join(SUFFIXES)}) nor a folder; "
             f"a file that lists traces is given as @{text}"
@@ -109,39 +133,78 @@ def _listed(name: str, lists: tuple[str, ...]) -> Iterator[str]:
             yield from _meant(entry, (*lists, name))
 
 
-def _below(folder: Path) -> Iterator[str]:
+def _below(folder: str) -> Iterator[str]:
     """The traces in a folder and its subfolders; Zarr arrays and groups of other formats are left out."""
-    try:
-        entries = sorted(os.scandir(folder), key=lambda one: one.name)
-    except PermissionError as error:
-        raise TraceUnreadableError(f"the folder {folder} cannot be listed: {error.strerror}") from error
-    for entry in entries:
-        path = Path(entry.path)
-        suffix = path.suffix.lower()
-        if entry.name.startswith("."):
-            continue
-        if suffix in SUFFIXES:
-            if not _is_part(path) and not _is_other(path):
+    for _, entries in _folders(folder):
+        for entry in entries:
+            path = Path(entry.path)
+            if path.suffix.lower() in SUFFIXES and not _is_part(path) and not _is_other(path):
                 yield str(path)
-        elif entry.is_dir():
-            yield from _below(path)
+
+
+def _folders(top: str) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+    """Each folder at or below `top` once, whatever links lead to it, with its entries; traces are no folders.
+
+    Links are followed after all other folders, and not to a folder that holds `top`.
+    """
+    above = {_key(one) for one in Path(os.path.realpath(top)).parents}
+    seen: set[tuple[int, int]] = set()
+    folders: list[str] = [top]
+    links: list[str] = []
+    while folders or links:
+        folder = (folders or links).pop()
+        try:
+            key = _key(folder)
+            with os.scandir(folder) as scanned:
+                entries = [one for one in scanned if not one.name.startswith(".")]
+        except OSError as error:
+            why = f"the folder {folder} cannot be listed: {error.strerror or error}"
+            if folder == top:
+                raise TraceUnreadableError(why) from error
+            warn_only(f"{why}; traces in it are left out", stacklevel=2)
+            continue
+        if key in seen or key in above:
+            continue
+        seen.add(key)
+        entries.sort(key=lambda one: one.name)
+        yield folder, entries
+        for entry in reversed(entries):
+            if Path(entry.name).suffix.lower() not in SUFFIXES and os.path.isdir(entry.path):
+                (links if entry.is_symlink() else folders).append(entry.path)
+
+
+def _key(folder: str | Path) -> tuple[int, int]:
+    """Device and inode number of a folder."""
+    found = os.stat(folder)
+    return found.st_dev, found.st_ino
+
+
+def _matching(pattern: str) -> Iterator[str]:
+    """The paths that match a glob; its ``**`` visits each folder once, as `_folders` does."""
+    before, recursive, after = f"{pattern}/*".partition("**/") if pattern.endswith("**") else pattern.partition("**/")
+    if not recursive:
+        yield from glob.glob(pattern)
+        return
+    for start in glob.glob(before) if before else ["."]:
+        for folder, _ in _folders(start):
+            there = "" if folder == "." and not before else folder.removeprefix("" if before else "./")
+            yield from _matching(os.path.join(glob.escape(there), after))
 
 
 def _is_part(path: Path) -> bool:
     """Whether a file is a part of a trace in the same folder: ``run.rank1.h5`` belongs to ``run.h5``."""
     whole = whole_of(path.name)
-    return whole is not None and path.with_name(whole).exists()
+    return whole is not None and os.path.exists(path.with_name(whole))
 
 
 def _is_other(path: Path) -> bool:
     """Whether a path is a Zarr group or array of another format, rather than a trace or a damaged trace."""
-    if not path.is_dir():
-        return False
     try:
-        document = json.loads((path / "zarr.json").read_text(encoding="utf-8"))
-        return bool(document.get("attributes", {}).get("format") != FORMAT)
-    except (OSError, ValueError, AttributeError):
+        document = read_document(path) if os.path.isdir(path) else {}
+    except TraceUnreadableError:
         return False
+    attributes = document.get("attributes", {})
+    return bool(document) and isinstance(attributes, dict) and attributes.get("format") != FORMAT
 
 
 def _at_url(text: str) -> Iterator[str]:

@@ -400,6 +400,16 @@ DECLARED: dict[str, list[bytes]] = {
             {"id": 0, "kind": "a", "network": False, "module": "m", "tag": "t", "leaf": "", "dtype": "os.system"},
         )
     ],
+    **{
+        f"a sampling that is {what}": [
+            declaration(
+                "stream",
+                {"id": 0, "kind": "a", "network": False, "module": "m", "tag": "t", "leaf": "", "dtype": "float32"}
+                | {"rank": 0, "sampling": sampling},
+            )
+        ]
+        for what, sampling in {"a list": [1], "a text": "rows", "a number": 7, "false": False}.items()
+    },
     "a pool elsewhere": [
         *(declaration("shape", {"id": 0, "shape": [2]}),),
         declaration("pool", {"id": 0, "name": "../../../etc/passwd", "dtype": "float32"}),

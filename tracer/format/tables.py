@@ -74,7 +74,9 @@ class Stream(NamedTuple):
             raise TypeError(f"stream {number} has a name that is no text")
         if type(rank) is not int or rank < 0:
             raise ValueError(f"stream {number} has the rank {rank!r}")
-        place = sampling.get("placement") if isinstance(sampling, dict) else None
+        if sampling is not None and not isinstance(sampling, dict):
+            raise TypeError(f"stream {number} has a sampling that is no object")
+        place = None if sampling is None else sampling.get("placement")
         placement = None if place is None else Placement.parse(place)
         return cls(kind, module is None, module, tag, leaf, dtype, sampling, rank, placement)
 
