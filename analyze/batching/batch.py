@@ -26,6 +26,7 @@ from analyze.batching.cutting import PART_BYTES
 from analyze.batching.engines import Engine
 from analyze.batching.folder import Folder, folder_at
 from analyze.batching.manifest import conclude
+from analyze.batching.part_files import remove_spoiled
 from analyze.batching.units import Pairs
 from analyze.batching.work import Work
 from analyze.metrics.checks import is_whole
@@ -130,6 +131,7 @@ def batch(
     with folder_at(out) as folder:
         folder.make()
         folder.sweep()
+        remove_spoiled(folder, [unit.id for unit in planned.spoiled])
         work = Work(planned, folder, say, force)
         say({"event": "planned", **planned.counts})
         _compute(planned, work, folder, lambda: engine(planned, workers, scheduler, slurm, memory))

@@ -12,7 +12,7 @@ from analyze.batching.cutting import PART_BYTES
 from analyze.batching.dealing import dealt, fused
 from analyze.batching.engines import cores
 from analyze.batching.folder import folder_at
-from analyze.batching.part_files import done
+from analyze.batching.part_files import stored
 from analyze.batching.planning import plan_trace, unplanned, where
 from analyze.batching.questions import Question, questions
 from analyze.batching.traces import find_traces
@@ -46,7 +46,9 @@ class BatchPlan:
     tasks : list of Task
         The tasks to compute, the largest first, without the cached units.
     cached : list of Unit
-        Units whose answers are already stored.
+        Units whose answers are already stored, as they were written.
+    spoiled : list of Unit
+        Units whose stored answers are damaged or cannot be read; they are among `tasks`.
     share : (int, int) or None
         The number of this share, and the number of all shares; the plan has the units of this share only.
     """
@@ -56,6 +58,7 @@ class BatchPlan:
     traces: list[TracePlan]
     tasks: list[Task]
     cached: list[Unit]
+    spoiled: list[Unit]
     share: tuple[int, int] | None
 
     @property
@@ -70,8 +73,13 @@ class BatchPlan:
 
     @property
     def notes(self) -> list[str]:
-        """Distinct sentences about incomplete traces: runs that did not finish, and missing parts."""
+        """Distinct sentences about stored answers that are damaged, and about incomplete traces.
+
+        A trace is incomplete if its run did not finish, or parts of it are missing.
+        """
         notes: dict[str, None] = {}
+        for unit in self.spoiled:
+            notes[f"the stored answers of {unit.spec} to {unit.title} are damaged, so they are computed again"] = None
         for run in (one.run for one in self.traces if one.run is not None):
             notes |= dict.fromkeys(run.problems)
             if run.status != "finished":
@@ -130,7 +138,7 @@ def plan_batch(
     replacement: Replacement | None = None,
     progress: Progress | None = None,
 ) -> BatchPlan:
-    """Plan what a batch would compute, without reading data or writing anything.
+    """Plan what a batch would compute, without reading the data of traces or writing anything.
 
     Parameters are those of `batch`.
     """
@@ -156,7 +164,7 @@ def plan_batch(
         # deal before removing the cached units, so that all shares deal the same tasks
         _keep(dealt(fused(planned, filters, hands), *share), planned, is_first=share[0] == 0)
     with folder_at(out) as folder:
-        there = set() if force else done(folder)
+        there, spoiled = stored(folder, [unit for one in planned for unit in one.units if not force])
     left = [TracePlan(run=one.run, units=[unit for unit in one.units if unit.id not in there]) for one in planned]
     return BatchPlan(
         asked=asked,
@@ -164,6 +172,7 @@ def plan_batch(
         traces=planned,
         tasks=fused(left, filters, hands),
         cached=[unit for one in planned for unit in one.units if unit.id in there],
+        spoiled=[unit for one in planned for unit in one.units if unit.id in spoiled],
         share=share,
     )
 

@@ -41,11 +41,12 @@ class BatchResults(Results):
         How many units were computed now, and how many by earlier batches.
     notes : list of str
         Sentences about incomplete traces: a run that did not finish, or missing parts of a trace. The answers are about
-        the part of the trace that exists.
+        the part of the trace that exists. Also sentences about damaged files of earlier batches.
     """
 
     def __init__(self, out: str, planned: BatchPlan, work: Work, seconds: float) -> None:
-        self._parts = PartFiles(out, planned.units)
+        complete = {unit.id for unit in planned.cached} | work.complete
+        self._parts = PartFiles(out, planned.units, complete)
         super().__init__(self._parts)
         self.out, self.seconds = out, seconds
         self.units, self.notes, self.cached = planned.units, planned.notes, len(planned.cached)

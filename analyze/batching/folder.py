@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from tracer.errors import TraceError, TraceExistsError
+from tracer.errors import TraceError, TraceExistsError, TraceUnreadableError
 from tracer.format.process import process_start
-from tracer.stores.disk.files import replacing
+from tracer.stores.disk.files import open_file, replacing
 from tracer.stores.locations import Anywhere, Url, location
 from tracer.stores.opening import check_writable, remove
 
@@ -72,7 +72,13 @@ class Folder(ABC):
 
     @abstractmethod
     def read(self, name: str) -> bytes | None:
-        """The bytes of a file; None if there is none."""
+        """The bytes of a file; None if there is none.
+
+        Raises
+        ------
+        TraceUnreadableError
+            If it cannot be read, or is no file; a pipe is not waited for.
+        """
 
     @abstractmethod
     def write(self, name: str, data: bytes, *, replace: bool = True) -> None:
@@ -133,12 +139,17 @@ class _DiskFolder(Folder):
             return {name for name in os.listdir(self._path / prefix) if not name.startswith(".")}
         except FileNotFoundError:
             return set()
+        except OSError as error:
+            raise TraceUnreadableError(f"{self._path / prefix} cannot be listed: {error.strerror or error}") from error
 
     def read(self, name: str) -> bytes | None:
         try:
-            return (self._path / name).read_bytes()
+            with open(open_file(self._path / name), "rb") as file:
+                return file.read()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise TraceUnreadableError(f"{self._path / name} cannot be read: {error.strerror or error}") from error
 
     def write(self, name: str, data: bytes, *, replace: bool = True) -> None:
         target = self._path / name
@@ -154,8 +165,12 @@ class _DiskFolder(Folder):
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                (self._path / name).unlink()
+            try:
+                (self._path / name).unlink(missing_ok=True)
+            except IsADirectoryError:
+                pass  # not a file of a batch
+            except OSError as error:
+                raise TraceError(f"{self._path / name} cannot be removed: {error.strerror or error}") from error
 
     def trace(self, name: str) -> Path:
         return self._path / name

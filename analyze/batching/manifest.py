@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
 import json
 import platform
 import re
@@ -15,6 +16,8 @@ from analyze.batching.folder import Folder
 from analyze.batching.part_files import remove_outdated, state_of
 from analyze.batching.units import SCHEMA, Failure
 from analyze.batching.work import Work
+from tracer.errors import TraceUnreachableError, TraceUnreadableError
+from tracer.format.parsing import parsed
 
 MANIFEST: Final = "manifest.json"
 FAILURES: Final = "failures.jsonl"
@@ -35,6 +38,7 @@ def conclude(folder: Folder, planned: BatchPlan, work: Work, state: str) -> None
         folder.remove(name for name in folder.names("") if _OF_A_SHARE.fullmatch(name))
     folder.write(FAILURES, _lines(work.failures))
     told = _manifest(planned, work, state, folder)
+    told["digest"] = _digest(told)
     folder.write(MANIFEST, json.dumps(told, indent=1, ensure_ascii=False).encode(errors="backslashreplace"))
 
 
@@ -44,12 +48,20 @@ def _lines(failures: Sequence[Failure]) -> bytes:
 
 
 def read_manifest(folder: Folder) -> dict[str, Any]:
-    """The manifest of a folder; empty if there is none, or if it has the layout of another release."""
+    """The manifest of a folder; empty if there is none, if it is damaged, or if another release has written it."""
     try:
-        found = json.loads(folder.read(MANIFEST) or b"{}")
-    except ValueError:
+        found = parsed((folder.read(MANIFEST) or b"{}").decode().strip())
+    except TraceUnreachableError:
+        raise
+    except (ValueError, TraceUnreadableError):
         return {}
-    return found if isinstance(found, dict) and found.get("schema") == SCHEMA else {}
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA or found.pop("digest", None) != _digest(found):
+        return {}
+    return found
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
 def _manifest(planned: BatchPlan, work: Work, state: str, folder: Folder) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The files that hold the answers of a batch: a Parquet file per unit, and a trace for the large answers of a unit.
 
-The metadata of a Parquet file have what its rows lack to restore the answers as messages.
+The metadata of a Parquet file have what its rows lack to restore the answers as messages. A digest of the file and the
+checksums of the trace tell whether the answers are as they were written.
 """
 
 from __future__ import annotations
@@ -9,16 +10,20 @@ import dataclasses
 import io
 import itertools
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 
 from analyze.batching.arrow_columns import table_of
 from analyze.batching.folder import Folder, folder_at
+from analyze.batching.seal import is_sealed, sealed
 from analyze.batching.units import Run, Unit
 from analyze.tables.columns import COLUMNS, COUNTERS, Columns, Row, Stream
 from analyze.tables.results import Results
+from tracer.errors import TraceCorruptError, TraceError, TraceNotFoundError, TraceUnreachableError
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stretch
 from tracer.trace.reader import TraceReader
@@ -31,6 +36,8 @@ DETAILS: Final = b"tracereel"
 """The key of the details (see `PartAnswers`) in the metadata of a Parquet file."""
 RUN_COLUMNS: Final = ("spec", "run_id", "created", "status", "array")
 """The columns of the table of a batch after `analyze.tables.columns.COLUMNS`."""
+READERS: Final = 8
+"""How many files on an object store are read at the same time."""
 ARRAY_NUMBERS: Final = 4096
 """An answer of more numbers than this is stored in a results trace, not number by number in the table."""
 State: TypeAlias = Literal["done", "damaged", "missing"]
@@ -43,10 +50,47 @@ def state_of(unit_id: str, names: Collection[str]) -> State:
     return "damaged" if unit_id + DAMAGED in names else "missing"
 
 
-def done(folder: Folder) -> set[str]:
-    """The ids of the units whose answers are all stored."""
+def stored(folder: Folder, units: Sequence[Unit]) -> tuple[set[str], set[str]]:
+    """Read the stored answers of units.
+
+    Returns
+    -------
+    whole : set of str
+        The ids of the units whose answers are all there, as they were written.
+    spoiled : set of str
+        The ids of the units whose file is there, but cannot be read, or is not what was written, or refers to large
+        answers of which this holds.
+    """
     names = folder.names("parts")
-    return {name.removesuffix(COMPLETE) for name in names if name.endswith(COMPLETE) and not name.endswith(DAMAGED)}
+    there = [unit for unit in units if unit.id + COMPLETE in names]
+    check = partial(_is_whole, folder)
+    with ThreadPoolExecutor(READERS, "batch-reader") as threads:  # starts threads only when something is submitted
+        found = list(map(check, there) if folder.on_disk else threads.map(check, there))
+    whole = {unit.id for unit, is_whole in zip(there, found, strict=True) if is_whole}
+    return whole, {unit.id for unit in there} - whole
+
+
+def _is_whole(folder: Folder, unit: Unit) -> bool:
+    """Whether all answers of a unit are stored, as they were written."""
+    try:
+        details = _details_in(_read(_part(folder, unit, COMPLETE), []))
+        if details["arrays"]:
+            with _large(folder, unit, len(details["arrays"])) as reader:
+                if folder.on_disk:  # an object store checks its objects itself
+                    for _ in reader:  # reading checks the checksum of each message
+                        pass
+    except TraceUnreachableError:
+        raise
+    except TraceError:
+        return False
+    return bool(details["complete"])
+
+
+def remove_spoiled(folder: Folder, ids: Collection[str]) -> None:
+    """Remove the files of units whose answers are not what was written."""
+    folder.remove([f"parts/{unit_id}{COMPLETE}" for unit_id in ids])
+    for unit_id in ids:
+        folder.remove_trace(_arrays_of(unit_id))
 
 
 def remove_outdated(folder: Folder, units: Collection[Unit]) -> None:
@@ -202,8 +246,8 @@ def _parquet(table: Any) -> bytes:
     import pyarrow.parquet as pq
 
     buffer = io.BytesIO()
-    pq.write_table(table, buffer)
-    return buffer.getvalue()
+    pq.write_table(table, buffer, write_page_checksum=True)
+    return sealed(buffer.getvalue())
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -218,15 +262,24 @@ class PartFiles:
     out : str
         The folder.
     units : sequence of Unit
-        The units, in the order in which their answers are read; units without answers are skipped.
+        The units, in the order in which their answers are read.
+    complete : collection of str
+        The ids of the units of which all answers are stored; other units may have no answers, and are then skipped.
+
+    Raises
+    ------
+    TraceNotFoundError
+        While the answers are read, if a file of a complete unit is gone.
+    TraceCorruptError, TraceUnreadableError
+        While the answers are read, if a file is not what was written, or cannot be read.
     """
 
-    def __init__(self, out: str, units: Sequence[Unit]) -> None:
-        self._out, self._units = out, units
+    def __init__(self, out: str, units: Sequence[Unit], complete: Collection[str]) -> None:
+        self._out, self._units, self._complete = out, units, complete
 
     def __len__(self) -> int:
         """The number of rows."""
-        return sum(_details_in(_read(data, []))["numbers"] for data, _ in self._files())
+        return sum(_details_in(_read(data, []))["numbers"] for _, data, _ in self._files())
 
     def __iter__(self) -> Iterator[Row]:
         return itertools.chain.from_iterable(self._each())
@@ -244,23 +297,47 @@ class PartFiles:
 
     def tables(self) -> Iterator[Any]:
         """A `pyarrow.Table` of each file."""
-        for data, _ in self._files():
+        for _, data, _ in self._files():
             yield _read(data).replace_schema_metadata(None)
 
     def _each(self) -> Iterator[Columns]:
         """The answers of each unit."""
-        return (_answers_in(data, folder) for data, folder in self._files())
+        return (_answers_in(*one) for one in self._files())
 
-    def _files(self) -> Iterator[tuple[bytes, Folder]]:
-        """The bytes of the file of each unit, and the folder that has it."""
+    def _files(self) -> Iterator[tuple[Unit, bytes, Folder]]:
+        """Each unit that has answers, the bytes of its file, and the folder that has it."""
         endings = {"done": COMPLETE, "damaged": DAMAGED}
         with folder_at(self._out) as folder:
             names = folder.names("parts")
             for unit in self._units:
-                ending = endings.get(state_of(unit.id, names))
-                data = None if ending is None else folder.read(f"parts/{unit.id}{ending}")
-                if data is not None:
-                    yield data, folder
+                state: State = "done" if unit.id in self._complete else state_of(unit.id, names)
+                if state in endings:
+                    yield unit, _part(folder, unit, endings[state]), folder
+
+
+def _part(folder: Folder, unit: Unit, ending: str) -> bytes:
+    """The bytes of a unit's file, which are those that were written."""
+    name = f"parts/{unit.id}{ending}"
+    data = folder.read(name)
+    of = f"{folder}/{name}, with the answers of {unit.spec} to {unit.title},"
+    again = "the same batch computes them again"
+    if data is None:
+        raise TraceNotFoundError(f"{of} is gone; {again}")
+    if not is_sealed(data) or _details_in(_read(data, []))["unit"] != unit.id:
+        raise TraceCorruptError(f"{of} is not as it was written; {again}")
+    return data
+
+
+def _large(folder: Folder, unit: Unit, count: int) -> TraceReader:
+    """Open the trace with the `count` large answers of a unit."""
+    reader = TraceReader(folder.trace(_arrays_of(unit.id)))
+    if len(reader) != count:
+        reader.close()
+        raise TraceCorruptError(
+            f"{reader.path} has {len(reader):,} of the {count:,} large answers of {unit.spec} to {unit.title}; the "
+            "same batch computes them again"
+        )
+    return reader
 
 
 def _read(data: bytes, columns: Sequence[str] | None = None) -> Any:
@@ -276,13 +353,13 @@ def _read(data: bytes, columns: Sequence[str] | None = None) -> Any:
         return file.read(columns=columns, use_threads=False)
 
 
-def _details_in(table: Any) -> dict[str, Any]:
+def _details_in(table: Any) -> Mapping[str, Any]:
     """The details that `PartAnswers.write` has put into the metadata."""
-    details: dict[str, Any] = json.loads(table.schema.metadata[DETAILS])
+    details: Mapping[str, Any] = json.loads(table.schema.metadata[DETAILS])
     return details
 
 
-def _answers_in(data: bytes, folder: Folder) -> Columns:
+def _answers_in(unit: Unit, data: bytes, folder: Folder) -> Columns:
     """The answers in the bytes of a unit's file, in their order, with the numbers of large answers."""
     table = _read(data, [*COLUMNS, "array"])
     details = _details_in(table)
@@ -290,9 +367,9 @@ def _answers_in(data: bytes, folder: Folder) -> Columns:
     small = Columns.of({name: columns[name][: columns["array"].count("")] for name in COLUMNS}, details["structure"])
     if not details["arrays"]:
         return small
-    place, subscriber = columns["array"][-1].partition("#")[0], columns["subscriber"][-1]
+    subscriber = columns["subscriber"][-1]
     whole, messages, done_so_far = Columns(), small.messages(), 0
-    with TraceReader(folder.trace(place)) as reader:
+    with _large(folder, unit, len(details["arrays"])) as reader:
         for at, message in zip(details["arrays"], reader, strict=True):
             for one in itertools.islice(messages, at - done_so_far):
                 whole.add(one, details["trace"], subscriber)

@@ -19,7 +19,7 @@ from tracer.secrets import masked_text
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 """Raised whenever the format of part files changes, so that parts of another release are not reused."""
 Module: TypeAlias = str | None
 """A module's dotted path; None is the network."""

@@ -29,15 +29,17 @@ class Work:
     ----------
     failures : list of Failure
         What could not be answered, including the failures of planning.
-    computed, parts : int
-        The number of computed units so far, and the number of all units to compute.
+    complete : set of str
+        The ids of the units that were computed so far.
+    parts : int
+        The number of all units to compute.
     seconds : dict of str to list
         For each subscriber: the seconds, the bytes and the number of computed parts.
     """
 
     def __init__(self, planned: BatchPlan, folder: Folder, say: Progress, force: bool) -> None:
         self.failures = list(planned.failures)
-        self.computed = 0
+        self.complete: set[str] = set()
         self.seconds: dict[str, list[float]] = {}
         self.parts = sum(len(task.units) for task in planned.tasks)
         self._planned, self._folder, self._say, self._force = planned, folder, say, force
@@ -46,6 +48,11 @@ class Work:
         self._tried: set[str] = set()
         # tasks to retry alone, when all other tasks are done
         self._later: list[Task] = []
+
+    @property
+    def computed(self) -> int:
+        """The number of computed units so far."""
+        return len(self.complete)
 
     def run(self, engine: Engine) -> None:
         """Compute all tasks."""
@@ -98,7 +105,7 @@ class Work:
         """Count a finished unit, and report it."""
         self._done += 1
         if outcome.status == "computed":
-            self.computed += 1
+            self.complete.add(unit.id)
         else:
             self._failed += 1
             self.failures.append(Failure.of(unit, outcome, where))

@@ -76,6 +76,28 @@ def write(path: str | Path, seed: int = 0, steps: int = 4) -> None:
             writer.write(ModuleMessage(kind="weights", data=torch.randn(5, 4, generator=generator), **at))
 
 
+def test_a_damaged_part_on_an_object_store_is_computed_again(bucket: Any, tmp_path: Path) -> None:
+    """An object that is not what was put is replaced, although nothing there is replaced unasked."""
+    write(f"s3://{BUCKET}/spoiled/run.zarr")
+    file = tmp_path / "large.py"
+    file.write_text(LARGE)
+    specs, out = ["norm", f"{file}:Large"], f"s3://{BUCKET}/spoiled-results"
+    expected = list(batch(f"s3://{BUCKET}/spoiled/run.zarr", specs, out, workers=0))
+    parts = keys(bucket, "spoiled-results/parts/")
+    assert len(parts) == 2
+    data = bytearray(bucket.get_object(Bucket=BUCKET, Key=parts[0])["Body"].read())
+    data[len(data) // 2] ^= 1
+    bucket.put_object(Bucket=BUCKET, Key=parts[0], Body=bytes(data))
+    again = batch(f"s3://{BUCKET}/spoiled/run.zarr", specs, out, workers=0)
+    assert (again.computed, again.cached, again.failures) == (1, 1, [])
+    assert list(again) == expected
+    for key in keys(bucket, "spoiled-results/arrays/"):
+        bucket.delete_object(Bucket=BUCKET, Key=key)
+    again = batch(f"s3://{BUCKET}/spoiled/run.zarr", specs, out, workers=0)
+    assert (again.computed, again.cached) == (1, 1)
+    assert list(again) == expected
+
+
 def test_traces_and_results_on_an_object_store(bucket: Any, tmp_path: Path) -> None:
     """Found below a URL, computed by another process, put under names that say what they are, never twice."""
     for seed in range(2):
