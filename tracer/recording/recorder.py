@@ -286,6 +286,8 @@ class Recorder(Receiver):
             termination.not_at_exit(self._close_at_exit)
             self._transfers.forget()
             self.stopped = self.overhears = None  # they refer to the exporter, and so to the model
+            if self.writer is not None:
+                self.writer.say_again()
             self._check()
 
     def _close_at_exit(self) -> None:

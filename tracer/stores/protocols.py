@@ -31,6 +31,8 @@ class WriteStore(ABC, Generic[A]):
     """Whether the store itself has checksums that reveal damaged data."""
     seals: bool = False
     """Whether `seal` ends the creation of arrays and attributes."""
+    may_answer_later: bool = False
+    """Whether a store that cannot be written now may be written later, so that `last_words` are worth another try."""
     plainly_compressed: bool
     """Whether the format's own libraries read compressed arrays without a plugin."""
     unhurried: bool = False
@@ -154,7 +156,8 @@ class WriteStore(ABC, Generic[A]):
         """Append rows to one array and commit them after a write error; uncommitted rows of other arrays are dropped.
 
         The space of the dropped rows is freed first, as far as possible. The caller has no uncommitted rows in this
-        array, and calls only `abandon` afterwards.
+        array, unless `may_answer_later`, and calls only `abandon` afterwards; or `last_words` again with no rows, if it
+        failed.
 
         Raises
         ------

@@ -68,6 +68,10 @@ class Commits:
         self._sealed = 0
         # whether the declarations are as they were after the last commit
         self._at_rest = False
+        # whether the status is being written, which nothing may follow
+        self._concluding = False
+        # whether `_say_why` is to be tried again
+        self._unsaid = False
 
     def begin(self, header: Mapping[str, Any], chunk_bytes: int) -> None:
         """Create the tables of a new part, and commit what waits."""
@@ -113,8 +117,8 @@ class Commits:
         if self.lines:
             lines, self._sealed = sealed(self.lines, self._sealed)
             self.store.append(self._declarations, np.frombuffer(lines, np.uint8))
-            self.store.commit()
             self.lines.clear()
+            self.store.commit()
         if self.rows:
             rows = np.frombuffer(self._journal, "<i8", self.rows * COLUMNS).reshape(-1, COLUMNS)
             rows[:, Column.CHECK] = row_checksums(rows, self.committed)
@@ -127,10 +131,10 @@ class Commits:
 
     def conclude(self, status: str, ended: str | None) -> None:
         """Commit the status last and by itself, so that a trace with a status is complete; then close the store."""
+        self._concluding = True
         told = ending(status, ended, self.committed)
         self.declare("status", told)
         self.publish()
-        # nothing may follow the status, so a failure from here on writes nothing
         self._at_rest = False
         if self.store.can_create:
             self.store.set_attrs(self.part, {"status": told["status"]})
@@ -148,11 +152,22 @@ class Commits:
         if self.failed is not None:
             return
         self.failed = error
-        if self._at_rest:
+        if self._at_rest or (self.store.may_answer_later and not self._concluding):
             # if this fails too, the trace reads as being recorded until this process ends
-            with contextlib.suppress(Exception):
+            try:
                 self._say_why(error)
-        self.store.abandon()
+            except Exception:  # noqa: BLE001 - `error` is what is reported
+                self._unsaid = self.store.may_answer_later
+        if not self._unsaid:
+            self.store.abandon()
+
+    def say_again(self) -> None:
+        """Write why nothing more was written, if the store did not answer when that happened."""
+        if self._unsaid and self.failed is not None:
+            self._unsaid = False
+            with contextlib.suppress(Exception):
+                self.store.last_words(self._declarations, np.empty(0, np.uint8))
+            self.store.abandon()
 
     def _say_why(self, error: BaseException) -> None:
         """Write the status of a failed recording; its messages are those of the last commit."""

@@ -354,6 +354,8 @@ class TraceWriter:
                 self.finish(f"failed: {type(error).__name__}: {error}")
             except TraceError as second:
                 error.add_note(f"and the trace could not be finished: {second}")
+        else:
+            self._commits.say_again()
 
     @property
     def writes(self) -> bool:
@@ -370,3 +372,7 @@ class TraceWriter:
         """Write nothing more, because of an error outside the writer; what was committed is safe."""
         if not self._finished:
             self._commits.fail(error)
+
+    def say_again(self) -> None:
+        """Write into a failed trace why it failed, if its store did not answer at that time."""
+        self._commits.say_again()

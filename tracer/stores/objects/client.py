@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
 import os
@@ -10,15 +11,23 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar, cast
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 
-from tracer.errors import TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError, TraceUnreachableError
+from tracer.errors import (
+    TraceError,
+    TraceExistsError,
+    TraceFormatError,
+    TraceNotFoundError,
+    TraceUnreachableError,
+    TraceUnreadableError,
+)
 from tracer.stores.locations import Url
 from tracer.stores.zarr.format import CONSOLIDATED, DOCUMENT_LIMIT, as_document
 
 try:
     import obstore
-    from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError
+    from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError, PreconditionError
     from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 except ImportError as error:
     raise TraceError(
@@ -38,10 +47,33 @@ PART_BYTES = 16 << 20
 RETRY_SECONDS = 60.0
 """How long a failing request is retried, unless the environment variable `RETRY_VARIABLE` is set."""
 RETRY_VARIABLE = "TRACE_S3_RETRY_SECONDS"
+FIRST_PAUSE = 0.1
+LAST_PAUSE = 2.0
+"""Seconds between the first tries of a request, and the most between later tries."""
 REQUEST_SECONDS = 30.0
 """Timeout of a single try."""
+_PASSING = re.compile(
+    # errors that say of themselves that the same request may succeed later
+    "<Code>(RequestTimeout|OperationAborted|ConditionalRequestConflict|IncompleteBody|SlowDown|ServerBusy|InternalError"
+    "|ServiceUnavailable|Throttling|ThrottlingException|RequestLimitExceeded|TooManyRequests|OperationTimedOut)</Code>"
+    # a connection that broke off while the answer was read, which obstore does not repeat
+    "|response body|status code: (408|425|429)"
+)
+_EXPIRED = re.compile(
+    "<Code>(ExpiredToken|ExpiredTokenException|TokenRefreshRequired|RequestExpired|RequestTimeTooSkewed"
+    "|ExpiredAuthenticationToken)</Code>"
+)
+"""Errors of credentials, or of a clock, that were right before."""
+_REPLACED = re.compile("<Code>(InvalidAccessKeyId|InvalidToken)</Code>|status code: 401")
+"""Errors of credentials that have been replaced, if the store has accepted them before."""
+_WITHOUT_REASON = re.compile("status code: 400(?!.*<Code>)", re.DOTALL)
+"""A refusal whose answer has no reason, as all answers to ``HEAD``."""
 
 Result = TypeVar("Result")
+
+
+class _VanishedError(OSError):
+    """A store refused to put an object because it exists, but has none: another writer has removed it since."""
 
 
 class Found(NamedTuple):
@@ -67,11 +99,14 @@ def document_name(name: str) -> str:
 class Objects:
     """The objects below a URL, named relative to it; ``""`` names the object at the URL itself. Thread-safe."""
 
-    def __init__(self, url: Url) -> None:
+    def __init__(self, url: Url, patience: float | None = None) -> None:
+        """Connect to the store; `patience` replaces the seconds for which a failing request is retried."""
         self.url = url
+        self._patience = _retry_seconds() if patience is None else min(patience, _retry_seconds())
         # obstore opens the parent, so that the object at the URL itself has a name
-        parent, _, self._base = url.key.rpartition("/")
-        self._store = _connect(url, parent)
+        self._parent, _, self._base = url.key.rpartition("/")
+        self._store = _connect(url, self._parent, self._patience)
+        self._answered = False
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
@@ -89,17 +124,18 @@ class Objects:
         options: Any = {"range": (start, start + nbytes)}
         if version:
             options["if_match"] = version
-        try:
-            found = obstore.get(self._store, self._path(name), options=options)
-            return Part(memoryview(found.bytes()).cast("B"), found.meta["size"])
-        except FileNotFoundError as error:
-            self._check_bucket(error)
-            return None
-        except (BaseError, OSError, ValueError) as error:
-            # the range starts behind the end of the object
-            if re.search(r"status code: 416|<Code>InvalidRange</Code>", str(error)):
-                return Part(memoryview(b""), 0)
-            raise self._failed("read", error) from error
+
+        def get(store: Any) -> Part:
+            try:
+                found = obstore.get(store, self._path(name), options=options)
+                return Part(memoryview(found.bytes()).cast("B"), found.meta["size"])
+            except (BaseError, ValueError) as error:
+                # the range starts behind the end of the object
+                if re.search(r"status code: 416|<Code>InvalidRange</Code>", str(error)):
+                    return Part(memoryview(b""), 0)
+                raise
+
+        return self._ask("read", get, absent=True)
 
     def document(self, name: str) -> dict[str, Any]:
         """The ``zarr.json`` of an array or group; empty if it is missing or not a JSON object."""
@@ -108,59 +144,67 @@ class Objects:
 
     def head(self, name: str = "") -> Mapping[str, Any] | None:
         """The metadata of an object (``size``, ``last_modified``, ``e_tag``); None if it does not exist."""
-        try:
-            return cast("Mapping[str, Any]", obstore.head(self._store, self._path(name)))
-        except FileNotFoundError as error:
-            self._check_bucket(error)
-            return None
-        except (BaseError, OSError, ValueError) as error:
-            raise self._failed("read", error) from error
+        return self._ask(
+            "read", lambda store: cast("Mapping[str, Any]", obstore.head(store, self._path(name))), absent=True
+        )
 
     def put(self, name: str, data: bytes | bytearray) -> None:
         """Put an object, replacing an existing one."""
-        try:
-            obstore.put(
-                self._store,
+        self._ask(
+            "written",
+            lambda store: obstore.put(
+                store,
                 self._path(name),
                 memoryview(data),
                 use_multipart=len(data) > MULTIPART_BYTES,
                 chunk_size=PART_BYTES,
                 max_concurrency=4,
-            )
-        except (BaseError, OSError, ValueError) as error:
-            raise self._failed("written", error) from error
+            ),
+        )
 
     def put_new(self, name: str, data: bytes) -> None:
-        """Put an object that must not exist yet; raises `TraceExistsError` if it does."""
-        try:
-            obstore.put(self._store, self._path(name), data, mode="create", use_multipart=False)
-        except AlreadyExistsError as error:
-            # an earlier try of this request may have put the object, with its answer lost
-            part = self.get(name)
-            if part is None or bytes(part.data) != data:
-                raise TraceExistsError(f"{self.url} was made by somebody else in the meantime") from error
-        except NotSupportedError:
-            # The store has no conditional requests. The caller has checked that nothing exists.
-            self.put(name, data)
-        except (BaseError, OSError, ValueError) as error:
-            raise self._failed("written", error) from error
+        """Put an object that must not exist yet.
+
+        Raises
+        ------
+        TraceExistsError
+            If another writer has put it.
+        """
+
+        def put(store: Any) -> None:
+            try:
+                obstore.put(store, self._path(name), data, mode="create", use_multipart=False)
+            except AlreadyExistsError as error:
+                if _passes(error):
+                    raise
+                # an earlier try of this request may have put the object, with its answer lost
+                part = self.get(name)
+                if part is None:
+                    raise _VanishedError(_reason(error)) from error
+                if bytes(part.data) != data:
+                    raise TraceExistsError(f"{self.url} was made by another writer in the meantime") from error
+            except NotSupportedError:
+                # The store has no conditional requests. The caller has checked that nothing exists.
+                self.put(name, data)
+
+        self._ask("written", put)
 
     def listed(self, prefix: str = "") -> list[Found]:
         """All objects below `prefix`, which must end at a ``/`` boundary of their names."""
         path = self._path(prefix)
 
-        def found() -> list[Found]:
+        def found(store: Any) -> list[Found]:
             return [
                 Found(one["path"][len(self._base) + 1 :], one["size"], one["last_modified"].timestamp())
-                for page in obstore.list(self._store, path, chunk_size=1000)
+                for page in obstore.list(store, path, chunk_size=1000)
                 for one in page
             ]
 
-        return self._listing(found)
+        return self._ask("listed", found)
 
     def names(self) -> list[str]:
         """The names of objects and folders directly below the URL."""
-        found = self._listing(lambda: obstore.list_with_delimiter(self._store, self._base or None))
+        found = self._ask("listed", lambda store: obstore.list_with_delimiter(store, self._base or None))
         paths = [*found["common_prefixes"], *(one["path"] for one in found["objects"])]
         return [path.rpartition("/")[2] for path in paths]
 
@@ -169,32 +213,64 @@ class Objects:
         if self.url.is_web:
             # HTTP servers list no objects
             return self.head("zarr.json") is not None or self.head() is not None
-        below = self._listing(lambda: any(obstore.list(self._store, self._base, chunk_size=1)))
+        below = self._ask("listed", lambda store: any(obstore.list(store, self._base, chunk_size=1)))
         return below or self.head() is not None
-
-    def _listing(self, ask: Callable[[], Result]) -> Result:
-        """Call `ask`, which lists objects; retry after a broken connection, which obstore does not for listings."""
-        until = time.monotonic() + _retry_seconds()
-        pause = 0.1
-        while True:
-            try:
-                return ask()
-            except (BaseError, OSError, ValueError) as error:
-                broken_off = isinstance(error, BaseError) and "response body" in str(error)
-                if not broken_off or time.monotonic() + pause > until:
-                    self._check_bucket(error)
-                    raise self._failed("listed", error) from error
-            time.sleep(pause)
-            pause = min(2 * pause, 2.0)
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; first the ``zarr.json`` of the root, so that what is left after a failure is no trace."""
         paths = [self._path(name) for name in sorted(names, key=lambda name: name != "zarr.json")]
-        try:
-            for some in (paths[:1], *(paths[begin : begin + 1000] for begin in range(1, len(paths), 1000))):
-                obstore.delete(self._store, some)
-        except (BaseError, OSError, ValueError) as error:
-            raise self._failed("removed", error) from error
+        for some in (paths[:1], *(paths[begin : begin + 1000] for begin in range(1, len(paths), 1000))):
+            self._ask("removed", partial(obstore.delete, paths=some))
+
+    @overload
+    def _ask(self, what: str, request: Callable[[Any], Result]) -> Result: ...
+    @overload
+    def _ask(self, what: str, request: Callable[[Any], Result], *, absent: Literal[True]) -> Result | None: ...
+    def _ask(self, what: str, request: Callable[[Any], Result], *, absent: bool = False) -> Result | None:
+        """Call `request` with the connection; while it fails for a reason that passes, call it again.
+
+        obstore itself repeats requests that get no answer or a server error. If credentials are refused that the store
+        accepted before, or for the first time, they are asked for again.
+
+        Parameters
+        ----------
+        what : str
+            What `request` does: the object "cannot be read".
+        absent : bool
+            Whether the result is None if the object does not exist; otherwise that is an error.
+        """
+        until = time.monotonic() + self._patience
+        pause = FIRST_PAUSE
+        refused = False
+        while True:
+            store = self._store
+            try:
+                answer = request(store)
+            except TraceError:
+                raise
+            except (BaseError, OSError, ValueError) as error:
+                self._check_bucket(error)
+                if absent and isinstance(error, FileNotFoundError):
+                    self._answered = True
+                    return None
+                of_credentials = _is_of_credentials(error, self._answered)
+                again = _passes(error) or (of_credentials and (self._answered or not refused))
+                if not again or time.monotonic() + pause > until:
+                    raise self._failed(what, error) from error
+                time.sleep(pause)
+                pause = min(2 * pause, LAST_PAUSE)
+                if of_credentials:
+                    refused = True
+                    self._connect_again(store)
+            else:
+                self._answered = True
+                return answer
+
+    def _connect_again(self, store: Any) -> None:
+        """Replace a connection whose credentials were refused, unless another thread has done so."""
+        with self._lock, contextlib.suppress(TraceUnreachableError):  # without credentials, as while they are renewed
+            if self._store is store:
+                self._store = _connect(self.url, self._parent, self._patience)
 
     def disperse(self) -> None:
         """Remove zarr-python's consolidated metadata from the root, because it is out of date after a write."""
@@ -241,17 +317,37 @@ class Objects:
         from zarr.storage import ObjectStore
 
         try:
-            store: Any = ObjectStore(_connect(self.url, f"{self.url.key}/{name}"), read_only=True)
+            store: Any = ObjectStore(_connect(self.url, f"{self.url.key}/{name}", self._patience), read_only=True)
             return zarr.open_array(store, mode="r", zarr_format=3)
         except Exception as error:
             raise TraceFormatError(f"{self.url}: array {name!r} cannot be opened: {_reason(error)}") from error
 
-    def _failed(self, what: str, error: Exception) -> TraceUnreachableError:
+    def _failed(self, what: str, error: Exception) -> TraceUnreadableError:
+        if isinstance(error, PreconditionError):
+            return TraceUnreadableError(f"{self.url} was overwritten by another writer while it was {what}")
         return TraceUnreachableError(f"{self.url} cannot be {what}: {_reason(error)}")
 
     def _check_bucket(self, error: Exception) -> None:
         if re.search(r"NoSuchBucket|ContainerNotFound|bucket does not exist", str(error)):
             raise TraceNotFoundError(f"{self.url}: there is no bucket {self.url.bucket!r}") from error
+
+
+def _passes(error: Exception) -> bool:
+    """Whether the same request may succeed later, without any change."""
+    return isinstance(error, _VanishedError) or _PASSING.search(str(error)) is not None
+
+
+def _is_of_credentials(error: Exception, answered: bool) -> bool:
+    """Whether a request may succeed with new credentials, or later by the clock.
+
+    Parameters
+    ----------
+    error : Exception
+    answered : bool
+        Whether the store has answered with the same credentials before.
+    """
+    patterns = (_EXPIRED, _REPLACED, _WITHOUT_REASON) if answered else (_EXPIRED,)
+    return any(one.search(str(error)) for one in patterns)
 
 
 def _reason(error: Exception) -> str:
@@ -282,14 +378,13 @@ def _retry_seconds() -> float:
     return seconds
 
 
-def _connect(url: Url, prefix: str) -> Any:
-    """Connect obstore to the folder `prefix`."""
-    seconds = _retry_seconds()
+def _connect(url: Url, prefix: str, seconds: float) -> Any:
+    """Connect obstore to the folder `prefix`; it repeats requests for `seconds`."""
     second = dt.timedelta(seconds=1)
     retry: Any = {
         "max_retries": 100_000,
         "retry_timeout": seconds * second,
-        "backoff": {"init_backoff": second / 10, "max_backoff": 2 * second, "base": 2},
+        "backoff": {"init_backoff": FIRST_PAUSE * second, "max_backoff": LAST_PAUSE * second, "base": 2},
     }
     client: Any = {"timeout": min(REQUEST_SECONDS, max(seconds, 1.0)) * second, "connect_timeout": 5 * second}
     common: Any = {"prefix": prefix or None, "client_options": client, "retry_config": retry}

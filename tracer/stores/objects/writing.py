@@ -16,7 +16,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from tracer.errors import TraceExistsError
+from tracer.errors import TraceError, TraceExistsError
 from tracer.stores.chunks import RowChunks
 from tracer.stores.codecs import Codec, encode
 from tracer.stores.locations import Url
@@ -31,6 +31,8 @@ GAPLESS_SHARD_BYTES = 1 << 20
 """`SHARD_BYTES` for gapless arrays, smaller because each commit puts the last shard again."""
 CHUNK_FRACTION = 8
 """Divides the chunk size of one-dimensional arrays with gaps, because each commit pads a chunk."""
+LAST_SECONDS = 5.0
+"""How long the requests of `ObjectWriteStore.last_words` are retried, because the training may wait for them."""
 PUBLISHED_SHARDS = 16
 """Shards whose rows an array with gaps claims at first; the claim doubles each time it is reached."""
 
@@ -64,25 +66,33 @@ class _ShardBuffer(Shard):
 class ObjectArray(GrowingArray):
     """An array that is being written to an object store."""
 
-    __slots__ = ("shard",)
+    __slots__ = ("committed", "shard")
 
     def __init__(self, name: str, rows: RowChunks, codec: Codec | None, *, gapless: bool) -> None:
         limit = GAPLESS_SHARD_BYTES if gapless else SHARD_BYTES
         super().__init__(name, rows, codec, gapless=gapless, shard_bytes=limit, ahead=PUBLISHED_SHARDS)
         self.shard: _ShardBuffer | None = None
+        # of a gapless array: the length that the last commit published
+        self.committed = 0
+
+    def current_shard(self) -> str:
+        """The name of the shard that is being filled; empty if there is none."""
+        return "" if self.shard is None else self.shard_name(self.shard.number)
 
 
 class ObjectWriteStore(ZarrWriter[ObjectArray]):
     """A Zarr group on an object store being written."""
 
     path: Url
+    may_answer_later = True
 
     def __init__(self, objects: Objects, part: str | None) -> None:
         super().__init__()
         self.path = objects.url
         self._objects = objects
         self._changed[""] = None
-        self._flying: OrderedDict[Future[Any], int] = OrderedDict()
+        # the uploads that run or have failed: the name of the object, and its bytes
+        self._flying: OrderedDict[Future[Any], tuple[str, int]] = OrderedDict()
         self._touched = "" if part is None else part
         # The random number makes the document unique, so `put_new` refuses the second of two concurrent writers.
         writer = json.dumps(group_document({WRITER: uuid.uuid4().hex})).encode()
@@ -151,6 +161,8 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
             if array.published != array.end:
                 self._put_array(array, array.end)
         self._land()
+        for array in gapless:
+            array.committed = array.published
         self._changed.clear()
 
     def touch(self) -> None:
@@ -158,7 +170,25 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
         self._land()
 
     def last_words(self, name: str, rows: NDArray[Any]) -> None:
-        """Do nothing: the failed request was already retried for long."""
+        array = self.array(name)
+        unsure = {put for put, _ in self._flying.values()}
+        if any(put.startswith(f"{name}/c/") and put != array.current_shard() for put in unsure):
+            raise TraceError(f"{self.path / name}: earlier rows were not written")
+        self._flying.clear()
+        self._objects.close()
+        self._objects = Objects(self.path, LAST_SECONDS)  # asks for credentials again
+        # the failed commit may have put the length of the journal, whose rows count only after all else is written
+        for one in self._changed:
+            other = self.arrays.get(one)
+            if other is not None and other is not array and other.gapless and other.published != other.committed:
+                self._put_array(other, other.committed)
+        self._land()
+        array.published = array.committed
+        if array.shard is not None:
+            array.shard.changed = True
+        self._changed = {name: None}
+        self.append(name, rows)
+        self.commit()
 
     def close(self) -> None:
         if self.closed:
@@ -200,10 +230,16 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
         self._put(document_name(name), as_bytes(document, self.path / name))
 
     def _put(self, name: str, data: bytes | bytearray) -> None:
-        while self._flying and sum(self._flying.values()) + len(data) > IN_FLIGHT_BYTES:
-            self._flying.popitem(last=False)[0].result()
-        self._flying[self._objects.submit(self._objects.put, name, data)] = len(data)
+        while self._flying and sum(size for _, size in self._flying.values()) + len(data) > IN_FLIGHT_BYTES:
+            self._land_first()
+        self._flying[self._objects.submit(self._objects.put, name, data)] = name, len(data)
 
     def _land(self) -> None:
         while self._flying:
-            self._flying.popitem(last=False)[0].result()
+            self._land_first()
+
+    def _land_first(self) -> None:
+        """Wait for the oldest upload; a failed upload stays among `_flying`."""
+        first = next(iter(self._flying))
+        first.result()
+        del self._flying[first]
