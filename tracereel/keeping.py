@@ -28,8 +28,9 @@ _PROBLEMS = 50
 def verify(trace: str, as_json: bool) -> None:
     """Check every chunk, checksum and table of a trace, and say what is wrong and where.
 
-    The exit code is 0 for a trace that is whole, and 3 for one that is damaged or that its writer left without an end.
-    Of a trace that is still being recorded, what is committed is checked.
+    The exit code is 0 for a trace that is whole, and 3 for one that is damaged, that its writer left without an end, or
+    that has nothing of some steps between two attempts of its run. Of a trace that is still being recorded, what is
+    committed is checked.
     """
     from tracer.upkeep.verify import verify as check
 
@@ -60,7 +61,9 @@ def _print_report(report: Report, trace: str) -> None:
     elif report.status == "interrupted":
         tell(f"interrupted: the writer is gone without a word; all it committed is intact ({checked})")
     else:
-        tell(f"intact, {report.status}: {checked}")
+        tell(f"intact, {report.status}{', but not complete' if report.holes else ''}: {checked}")
+    for hole in report.holes:
+        tell(hole)
 
 
 @click.command(cls=Command, examples=["trace recover damaged.zarr saved.zarr"])

@@ -20,8 +20,11 @@ from tracer.replaying.updates import messages
 from tracer.replaying.wanted import Wanted, wanted_of
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
-from tracer.trace.selection import Steps
+from tracer.trace.selection import Selection, Steps
 from tracer.trace.streams import StreamInfo
+
+NAMED = 3
+"""The most subscribers that a warning names."""
 
 
 def replay(
@@ -78,7 +81,8 @@ def replay(
     Warns
     -----
     RuntimeWarning
-        If a subscriber that is made for whole tensors gets only parts of them, see `Plan.partial`.
+        If a subscriber that is made for whole tensors gets only parts of them, see `Plan.partial`. If the memory of a
+        subscriber goes across steps of which the trace has nothing, see `TraceReader.holes`.
 
     Examples
     --------
@@ -112,7 +116,7 @@ def replay(
         wanted = wanted_of(reader, audience, filters, chosen, growing=following)
         if wanted.missing and not following:
             raise CaptureError("; ".join(wanted.missing))
-        for sentence in wanted.partial:
+        for sentence in (*wanted.partial, *_across(reader, audience, filters)):
             warnings.warn(sentence, RuntimeWarning, stacklevel=2)
         bus = _prepared(reader, audience, following=following)
         # data is copied only if a receiver may keep it, because mapped data depends on the file
@@ -141,6 +145,20 @@ def replay(
                 bus.close()
             raise
         bus.close()
+
+
+def _across(reader: TraceReader, audience: Audience, filters: Filters) -> list[str]:
+    """A sentence for each hole of the trace that lies within the replayed steps, if a subscriber remembers steps."""
+    names = [name for name, scope in audience.memories().items() if scope != "step"]
+    if not names:
+        return []
+    chosen = Selection.of(steps=filters.steps)
+    more = f" and {len(names) - NAMED} more subscribers" if len(names) > NAMED else ""
+    return [
+        f"the memory of {', '.join(names[:NAMED])}{more} goes across {hole}, of which {reader.path} has nothing"
+        for hole in reader.holes
+        if chosen.start < hole.first and (chosen.stop is None or hole.last + 1 < chosen.stop)
+    ]
 
 
 def _prepared(reader: TraceReader, audience: Audience, *, following: bool) -> MessageBus:

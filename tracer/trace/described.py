@@ -22,6 +22,7 @@ from tracer.stores.opening import STORES
 from tracer.trace.attempts import Counting
 from tracer.trace.blocks import Blocks
 from tracer.trace.data import Data, itemsizes
+from tracer.trace.holes import Hole, holes_of, sentences
 from tracer.trace.merging import Parts, joint, merged
 from tracer.trace.spans import PartSpan
 from tracer.trace.streams import StreamInfo, described
@@ -90,6 +91,7 @@ class Described:
         self._infos: list[StreamInfo] | None = None
         self._whole: Described | None = None
         self._ends: list[int] | None = None
+        self._holes: list[Hole] | None = None
 
     def _rows(self) -> Reading:
         """The journal, read on first use."""
@@ -115,9 +117,25 @@ class Described:
 
     @property
     def problems(self) -> list[str]:
-        """A sentence for each part of the trace that is missing or cannot be read."""
+        """A sentence for each part of the trace that is missing or cannot be read, and for each of the `holes`."""
         assembling = self._rows().data.merged.problems if self._tables.assembles else []
-        return [*self._parts.problems, *(f"{self.path}: {problem}" for problem in assembling)]
+        ranks = len({part.rank for part in self._parts.shown})
+        return [
+            *self._parts.problems,
+            *sentences(self.path, self.holes, ranks),
+            *(f"{self.path}: {problem}" for problem in assembling),
+        ]
+
+    @property
+    def holes(self) -> list[Hole]:
+        """Steps between two attempts of the run of which there is nothing, although they record such steps.
+
+        A run that was killed loses the steps that were not committed; if it is resumed at a later step, they are
+        missing. Metrics with a memory run across a hole.
+        """
+        if self._holes is None:
+            self._holes = holes_of(self._parts.shown)
+        return self._holes
 
     @property
     def _streams(self) -> list[Stream]:

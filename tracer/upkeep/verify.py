@@ -18,6 +18,7 @@ from tracer.errors import TraceError, TraceUnreadableError
 from tracer.stores.locations import Anywhere, Location, location, part_in
 from tracer.stores.opening import STORES, open_parts
 from tracer.trace.attempts import foreign_parts, missing, restarted, worst
+from tracer.trace.holes import sentences
 from tracer.trace.reader import TraceReader
 from tracer.upkeep.findings import CHECKS, Problem
 from tracer.upkeep.survey import Survey
@@ -44,6 +45,9 @@ class Report:
     arrays, chunks, bytes, declarations : int
         How much was checked.
     problems : list of Problem
+    holes : list of str
+        A sentence for each of `tracer.TraceReader.holes`: steps between two attempts of which there is nothing. Nothing
+        that was committed is damaged by that.
     """
 
     path: str
@@ -56,6 +60,7 @@ class Report:
     bytes: int
     declarations: int
     problems: list[Problem]
+    holes: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def intact(self) -> bool:
@@ -64,8 +69,8 @@ class Report:
 
     @property
     def complete(self) -> bool:
-        """Whether the trace is intact, and its run has ended or is still going on, but was not interrupted."""
-        return self.intact and self.status not in ("interrupted", "unknown")
+        """Whether the trace is intact and without holes, and its run has ended or goes on, but was not interrupted."""
+        return self.intact and not self.holes and self.status not in ("interrupted", "unknown")
 
     def describe(self) -> dict[str, Any]:
         """The report as JSON."""
@@ -166,9 +171,11 @@ def _report(path: Location, surveys: list[Survey], elsewhere: list[Problem]) -> 
     damaged = sum(check_all(one) for one in surveys)
     # without duplicates, because each part reports the problems of the root
     problems = list(dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)]))
+    holes: list[str] = []
     if not problems:
         try:
-            TraceReader(path).close()
+            with TraceReader(path) as reader:
+                holes = sentences(path, reader.holes, len({one.rank for one in surveys}))
         except TraceUnreadableError:
             raise
         except TraceError as error:
@@ -185,4 +192,5 @@ def _report(path: Location, surveys: list[Survey], elsewhere: list[Problem]) -> 
         bytes=sum(one.chunks.bytes for one in surveys),
         declarations=sum(one.read.declarations for one in surveys),
         problems=problems,
+        holes=holes,
     )
