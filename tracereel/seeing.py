@@ -136,7 +136,7 @@ def _print(found: Checked) -> None:
     if found.coverage:
         click.echo("\nwhat each rule judged, and it says nothing about the rest:")
         parts, judged = in_table(found.coverage, (one.rule for one in found.findings))
-        print_table(parts, judged, right=("findings", "streams"), prose=("not judged",))
+        print_table(parts, judged, right=("findings",), prose=("not judged",))
     for name, why in found.unjudged.items():
         tell(f"could not judge: {name}: {why}")
 

@@ -15,6 +15,8 @@ from tracer.messaging.messages import DEFAULT_TAG
 
 Steps = NDArray[np.int64]
 _BITS = 64
+_MANY = 0.1
+"""A hole of this share of the recorded steps is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +34,14 @@ class Coverage:
         The first and the last of `steps`.
     before : int or None
         `first`, if steps were recorded before it.
+    hole : tuple of int or None
+        The two judged steps between which the most recorded steps were not judged, if these are a tenth of all.
     after : int or None
-        `last`, if the recorded steps go on for longer than the rule ever was silent before.
+        `last`, if the recorded steps after it are a tenth of all, or more than ever were left out before it.
     streams : int
         The number of streams that were judged.
+    partial : int
+        How many of the streams of these tags were judged at fewer steps than `steps`.
     ended : mapping of str to int
         For each stream that was judged no more from some step on, while other streams were: the last step at which it
         was. The stream is written as kind and module, such as ``weights of fc1``.
@@ -56,16 +62,18 @@ class Coverage:
     first: int | None = None
     last: int | None = None
     before: int | None = None
+    hole: tuple[int, int] | None = None
     after: int | None = None
     streams: int = 0
+    partial: int = 0
     ended: Mapping[str, int] = field(default_factory=dict)
     aside: Mapping[str, int] = field(default_factory=dict)
     uneven: bool = False
 
     @property
     def complete(self) -> bool:
-        """Whether all recorded steps were judged, and each stream to its end."""
-        return self.steps == self.of and not self.ended
+        """Whether all recorded steps were judged, in all the streams that were judged at all."""
+        return self.steps == self.of and not self.partial
 
     @property
     def judged(self) -> str:
@@ -76,8 +84,9 @@ class Coverage:
 
     @property
     def unjudged(self) -> str:
-        """Before and after which steps nothing was judged, and in which streams; empty if that is not known."""
+        """Before, between and after which steps nothing was judged, and in which streams; empty for small holes."""
         told = [] if self.before is None else [f"before step {self.before}"]
+        told += [] if self.hole is None else [f"between steps {self.hole[0]} and {self.hole[1]}"]
         told += [] if self.after is None else [f"after step {self.after}"]
         if self.ended:
             soonest = sorted(self.ended, key=lambda one: self.ended[one])
@@ -105,7 +114,8 @@ class Judged:
 
     def __init__(self) -> None:
         self.steps: dict[str, dict[int, int]] = {}  # by tag: number of a block of 64 steps → its bits
-        self.streams: dict[tuple[str, Series], list[int]] = {}  # the first step, the last, the longest way to the next
+        # of each stream: the first step, the last, the longest way from one to the next, and their number
+        self.streams: dict[tuple[str, Series], list[int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self.streams)
@@ -114,9 +124,9 @@ class Judged:
         """Note that a stream was judged at a step."""
         known = self.streams.get((kind, series))
         if known is None:
-            self.streams[kind, series] = [step, step, 0]
+            self.streams[kind, series] = [step, step, 0, 1]
         elif step > known[1]:
-            known[1:] = step, max(known[2], step - known[1])
+            known[1:] = step, max(known[2], step - known[1]), known[3] + 1
         elif step == known[1]:
             return
         blocks = self.steps.setdefault(series[1], {})
@@ -129,8 +139,9 @@ class Judged:
             blocks = self.steps.setdefault(tag, {})
             for block, bits in more.items():
                 blocks[block] = blocks.get(block, 0) | bits
-        for stream, (first, last, way) in other.streams.items():
-            known = self.streams.setdefault(stream, [first, last, way])
+        for stream, (first, last, way, count) in other.streams.items():
+            known = self.streams.setdefault(stream, [first, first - 1, 0, 0])
+            known[3] += count - (first <= known[1])
             known[2] = max(known[2], way, first - known[1])
             known[0], known[1] = min(known[0], first), max(known[1], last)
 
@@ -148,7 +159,11 @@ class Judged:
         if not len(judged):
             return Coverage(steps=0, of=len(there))
         first, last = int(judged[0]), int(judged[-1])
-        longest = int(np.diff(judged).max(initial=0))
+        places = np.searchsorted(there, judged)
+        holes, left = np.diff(places) - 1, len(there) - 1 - int(places[-1])
+        longest = int(holes.max(initial=0))
+        widest = int(holes.argmax()) if longest else 0
+        many = max(1, len(there) * _MANY)
         end = int(there[-1])
         ended = {
             _in_words(kind, series): of[1]
@@ -161,8 +176,10 @@ class Judged:
             first=first,
             last=last,
             before=first if first > there[0] else None,
-            after=last if end - last > longest else None,
+            hole=(int(judged[widest]), int(judged[widest + 1])) if longest >= many else None,
+            after=last if left >= many or left > longest else None,
             streams=len(self.streams),
+            partial=sum(of[3] < len(judged) for (_, series), of in self.streams.items() if series[1] in main),
             ended=ended,
             aside={tag: len(steps) for tag, steps in own.items() if tag not in main},
         )
@@ -174,7 +191,16 @@ def in_table(
     """Columns and rows that say how far each rule judged; `found`: the rule of each finding."""
     counts = Counter(found)
     columns = ("rule", "findings", "steps judged", "streams", "not judged")
-    return columns, [(name, counts[name], one.judged, one.streams, one.unjudged) for name, one in coverage.items()]
+    return columns, [
+        (
+            name,
+            counts[name],
+            one.judged,
+            f"{one.streams:,}{f', {one.partial:,} in part' if one.partial else ''}",
+            one.unjudged,
+        )
+        for name, one in coverage.items()
+    ]
 
 
 def together(each: Sequence[Coverage]) -> Coverage:
@@ -191,6 +217,7 @@ def together(each: Sequence[Coverage]) -> Coverage:
     return replace(
         least,
         streams=sum(one.streams for one in each),
+        partial=sum(one.partial for one in each),
         ended={stream: step for one in each for stream, step in one.ended.items()},
         uneven=any(one.uneven or (one.steps, one.of) != (least.steps, least.of) for one in each),
     )

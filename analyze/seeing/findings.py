@@ -116,7 +116,7 @@ class Checked:
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """The rules that judged all recorded steps of the training, and each of their streams to its end."""
+        """The rules that judged all recorded steps of the training, in each stream that they judged."""
         return tuple(name for name, one in self.coverage.items() if one.complete and one.of == self.steps)
 
     @property

@@ -195,6 +195,8 @@ def _extent(found: Gathered) -> str:
     if found.span is None or found.checked.span is None:
         return "it holds no step of training"
     first, last = found.checked.span
+    if first == last:
+        return f"step {first}, which was recorded; {len(found.layers):,} layers"
     recorded = found.checked.steps
     told = "all of them recorded" if recorded == last - first + 1 else f"of which {recorded:,} were recorded"
     return f"steps {first} to {last}, {told}; {len(found.layers):,} layers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,9 @@ def panel(found: Gathered, steps: Any) -> Panel:
 def _draw(picture: Any, rates: Mapping[str, Course]) -> None:
     from bokeh.models import ColumnDataSource
 
+    greatest = max((float(course.points()[1].max()) for course in rates.values()), default=0.0)
+    if math.isfinite(greatest) and greatest > 0:
+        picture.y_range.default_span = 2 * greatest  # a constant rate lies in the middle of an axis that begins at zero
     for place, (name, course) in enumerate(rates.items()):
         steps, values = course.outline(COLUMNS)
         columns = {"step": compact(steps), "rate": values, "name": [plain(name)] * len(steps)}

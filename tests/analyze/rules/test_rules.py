@@ -203,6 +203,19 @@ def test_a_rule_accounts_for_what_it_judged() -> None:
     assert covered.ended["activations of b"] == 114
 
 
+@pytest.mark.parametrize(("judged", "told"), [
+    (range(100), ""), (range(0, 100, 10), ""), (range(40), "after step 39"), (range(40, 100), "before step 40"),
+    ([*range(40), 60, 95], "between steps 60 and 95"), ([*range(30), *range(85, 100)], "between steps 29 and 85"),
+    ([*range(30), 85], "between steps 29 and 85; after step 85"), ([0], "after step 0"),
+])  # fmt: skip
+def test_where_nothing_was_judged_is_told(judged: Iterable[int], told: str) -> None:
+    """Of 100 recorded steps: holes of ten or more, and the ends."""
+    rule = RankCollapse()
+    for step in judged:
+        list(rule.receive(at(step, "activations", noise(step, 6, 3), "a")))
+    assert rule.coverage.coverage({"default": np.arange(100)}).unjudged == told
+
+
 def test_a_judgement_over_many_steps_covers_them() -> None:
     """A loss that is judged at the end of the run was judged at all its steps; one that is too short, at none."""
     rules = {}
