@@ -25,13 +25,16 @@ def panel(found: Gathered, steps: Any) -> Panel:
     found : Gathered
     steps : bokeh.models.Range1d
     """
-    rates = dict(list(found.of(LEARNING_RATE, DEFAULT_TAG).items())[:SLOTS])
+    known = found.of(LEARNING_RATE, DEFAULT_TAG)
+    rates = dict(list(known.items())[:SLOTS])
     if not rates:
         before = "<p>No hyperparameters were recorded, so there is no curve of the learning rate.</p>"
         return Panel(name="rates", title="Learning rate", before=before)
     picture = drawing(steps, 180, y_axis_label="learning rate")
     _draw(picture, rates)
-    return Panel(name="rates", title="Learning rate", picture=picture, alternative=_in_words(rates))
+    return Panel(
+        name="rates", title="Learning rate", picture=picture, alternative=_in_words(rates, len(known) - len(rates))
+    )
 
 
 def _draw(picture: Any, rates: Mapping[str, Course]) -> None:
@@ -52,6 +55,7 @@ def _draw(picture: Any, rates: Mapping[str, Course]) -> None:
         tell(picture, [line], [("", "@name"), ("step", "@step"), ("learning rate", "@rate{%.6g}")])
 
 
-def _in_words(rates: Mapping[str, Course]) -> str:
+def _in_words(rates: Mapping[str, Course], left_out: int) -> str:
     told = [f"{name}: {course_in_words(*course.points()[:2])}" for name, course in rates.items()]
-    return f"The learning rate of each group of an optimizer's parameters. {'. '.join(told)}."
+    more = f" {left_out:,} more groups are not drawn." if left_out else ""
+    return f"The learning rate of each group of an optimizer's parameters. {'. '.join(told)}.{more}"
