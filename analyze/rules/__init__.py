@@ -10,6 +10,10 @@ from collections.abc import Mapping
 
 RULES: Mapping[str, str] = {
     "not_finite": "analyze.rules.not_finite:NotFinite",
+    "learning_rate": "analyze.rules.learning_rate:LearningRate",
+    "loss_broadcasts": "analyze.rules.loss_arguments:LossBroadcasts",
+    "softmax_before_loss": "analyze.rules.loss_arguments:SoftmaxBeforeLoss",
+    "relu_before_loss": "analyze.rules.loss_arguments:ReluBeforeLoss",
     "evaluation_mode": "analyze.rules.evaluation_mode:EvaluationMode",
     "input_not_normalised": "analyze.rules.input_not_normalised:InputNotNormalised",
     "poor_initialisation": "analyze.rules.poor_initialisation:PoorInitialisation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Unpack, final
 
@@ -54,14 +55,15 @@ class DeadUnits(Rule):
 
     Notes
     -----
-    *Fires* where at least `share` of the units are dead. The finding stands at the step from which that was so.
+    *Fires* where at least `share` of the units are dead. The finding stands at the step from which that was so. Inputs
+    that are the network's own (``input_data``) or whole numbers, as counts and one-hot vectors, are no units.
     *Needs* the activations of the layers that do ReLU, or ``layer_inputs`` of those that follow.
     *Source*: smdebug's ``DeadRelu``, which fires if half of a layer is active less than 1 % of the time; L. Lu et al.,
     "Dying ReLU and initialization", arXiv:1903.06733.
     """
 
     name = "dead_units"
-    memory = ("layers",)
+    memory = ("layers", "inputs")
     judges = "activations of layers that do ReLU"
     numbers = ("units", "dead")
     advice = (
@@ -73,10 +75,11 @@ class DeadUnits(Rule):
         check(is_number(share) and 0 < share <= 1, "a share is a number from 0 to 1", share)
         check(is_whole(steps, 1), "steps are a positive integer", steps)
         check(is_whole(datapoints, 1), "datapoints are a positive integer", datapoints)
-        super().__init__([("activations", "layer_inputs")], **where)
+        super().__init__([("activations", "layer_inputs")], also=("input_data",), **where)
         self.share, self.steps, self.datapoints = share, steps, datapoints
         self.others: set[str] = set()  # modules of torch that are not like ReLU
         self.layers: dict[tuple[str, Series], _Units] = {}
+        self.inputs: set[int] = set()  # the checksums of the network's inputs in this step
 
     def know_model(self, model: Mapping[str, Any]) -> None:
         """Find the modules that are not like ReLU, such as linear layers, whose outputs may all be zero, too."""
@@ -91,9 +94,14 @@ class DeadUnits(Rule):
         data = message.data
         if data is None or data.ndim < 2 or not data.is_floating_point() or data.numel() == 0:
             return
+        if message.kind == "input_data":
+            self.inputs.add(zlib.crc32(as_array(data).tobytes()))
+            return
         if (message.kind == "activations" and message.key in self.others) or shared(message, "min") != 0:
             return
         x = as_array(data)
+        if message.kind == "layer_inputs" and (zlib.crc32(x.tobytes()) in self.inputs or (x == np.round(x)).all()):
+            return
         axis = 1 if x.ndim == 2 or x.ndim > 3 else 2
         active = (x != 0).any(axis=tuple(one for one in range(x.ndim) if one != axis))
         place = Place.of(message)
@@ -112,6 +120,11 @@ class DeadUnits(Rule):
             order = layer.since[:, dead][:, np.argsort(layer.since[0, dead], kind="stable")]
             since = Place(place.kind, place.series, *order[:, needed - 1].tolist())
         yield from self.judge(place, bad, count / len(dead), self.share, len(dead), count, since=since)
+
+    def look_back(self) -> Iterator[Message]:
+        """Forget the inputs of a step."""
+        self.inputs = set()
+        yield from ()
 
     def evidence(self, found: Finding) -> str:
         dead, units = int(found.numbers["dead"]), int(found.numbers["units"])

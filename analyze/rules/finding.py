@@ -111,10 +111,10 @@ class Finding:
 
     def _repr_html_(self) -> str:
         """The finding as a table, for notebooks."""
-        steps = f"{self.first} to {self.last}, found at {self.steps:,} of the recorded ones; the worst is {self.worst}"
+        steps = f"{self.first} to {self.last}, {self.steps:,} of them recorded; the worst is {self.worst}"
         numbers = ", ".join(f"{name} {number:.4g}" for name, number in self.numbers.items())
         rows = [
-            ("steps", steps if self.first != self.last else str(self.first)),
+            ("steps", steps if self.steps > 1 else str(self.first)),
             ("value", f"{self.value:.4g}, beside a threshold of {self.threshold:.4g}"),
             *([("numbers", numbers)] if numbers else []),
             ("evidence", self.evidence),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Unpack, final
 
 from analyze.metrics.checks import check, is_number, is_whole
@@ -35,9 +35,11 @@ class VanishingGradient(Rule):
 
     Notes
     -----
-    *Fires* where the gradient of the loss by a layer's output is below `ratio` times the largest of all layers; where
-    several parts below the root have `least` layers, as generator and discriminator have, of those of the part. The
-    finding is of the layer that has the least.
+    *Fires* where the gradients of the loss by the outputs of the layers near the input, the last quarter that the
+    backward reaches, are all below `ratio` times the largest of all layers; where a step has several losses and
+    several parts below the root have `least` layers, as generator and discriminator have, of those of the part. A
+    branch that is closed, while the gradient goes past it, loses nothing. The finding is of the layer that has the
+    least.
     *Needs* ``layer_gradients`` of several layers.
     *Source*: X. Glorot and Y. Bengio, "Understanding the difficulty of training deep feedforward neural networks",
     AISTATS 2010. smdebug's ``VanishingGradient`` takes a mean modulus below 1e-7 of any gradient instead.
@@ -45,7 +47,7 @@ class VanishingGradient(Rule):
 
     name = "vanishing_gradient"
     takes_statistics = True
-    memory = ("now",)
+    memory = ("now", "losses")
     judges = "layer_gradients of several layers"
     numbers = ("largest", "smallest")
     advice = (
@@ -56,12 +58,16 @@ class VanishingGradient(Rule):
     def __init__(self, *, ratio: float = 1e-4, least: int = 4, patience: int = 5, **where: Unpack[Looking]) -> None:
         check(is_number(ratio) and 0 < ratio < 1, "a ratio is a number between 0 and 1", ratio)
         check(is_whole(least, 2), "the least number of layers is an integer from 2 on", least)
-        super().__init__(["layer_gradients"], patience=patience, **where)
+        super().__init__(["layer_gradients"], also=("loss",), patience=patience, **where)
         self.ratio, self.least = ratio, least
+        self.losses: set[str] = set()  # the leaves of the losses of this step
         self.now: dict[Series, tuple[Place, float]] = {}
 
     def look(self, message: Message) -> Iterator[Message]:
         """Store the norm of a gradient."""
+        if message.kind == "loss":
+            self.losses.add(message.leaf)
+            return
         norm = shared(message, "norm2")
         if math.isfinite(norm) and not message.leaf:
             series = series_of(message)
@@ -74,20 +80,23 @@ class VanishingGradient(Rule):
         for norms in self.networks(now):
             for place, _ in norms:
                 self.judged(place)
-            largest = max(norm for _, norm in norms)
-            if largest == 0:
+            reached = [one for one in norms if one[1] > 0]
+            if not reached:
                 continue
-            place, smallest = min((one for one in norms if one[1] > 0), key=lambda one: one[1])
-            bad = smallest < self.ratio * largest
+            largest = max(norm for _, norm in reached)
+            near = reached[-_quarter(reached) :]
+            place, smallest = min(near, key=lambda one: one[1])
+            bad = max(norm for _, norm in near) < self.ratio * largest
             yield from self.judge(place, bad, smallest / largest, self.ratio, largest, smallest, worse=False)
+        self.losses = set()
 
     def networks(self, now: Mapping[Series, tuple[Place, float]]) -> list[list[tuple[Place, float]]]:
-        """The gradients of each network: of each part below the root if several have `least` layers, else of all."""
+        """The gradients of each network: of each part below the root that has a loss of its own, else of all."""
         parts: dict[str, list[tuple[Place, float]]] = {}
         for (module, *_), told in now.items():
             parts.setdefault((module or "").partition(".")[0], []).append(told)
         large = [one for one in parts.values() if len(one) >= self.least]
-        if len(large) > 1:
+        if len(large) > 1 and len(self.losses) > 1:
             return large
         return [list(now.values())] if len(now) >= self.least else []
 
@@ -117,9 +126,10 @@ class ExplodingGradient(Rule):
 
     Notes
     -----
-    *Fires* where a layer's gradient is `growth` times that of the last layer at the first 3 steps, or where a weight's
-    gradient exceeds its past by both bounds, and is ten times as large as any of the warm-up: after a loss has
-    become small, an ordinary gradient is far above the small ones before it.
+    *Fires* where a layer's gradient is `growth` times the largest of the last layers at the first 3 steps, the first
+    quarter that the backward reaches; or where a weight's gradient exceeds its past by both bounds, and is ten times as
+    large as any of the warm-up: after a loss has become small, an ordinary gradient is far above the small ones before
+    it.
     *Needs* ``weight_gradients``, or ``layer_gradients`` of several layers.
     *Source*: R. Pascanu, T. Mikolov, Y. Bengio, "On the difficulty of training recurrent neural networks",
     arXiv:1211.5063.
@@ -188,7 +198,8 @@ class ExplodingGradient(Rule):
             return
         for place, _ in layers.values():
             self.judged(place)
-        last = next(iter(layers.values()))[1]  # backward reaches the last layer first
+        norms = [norm for _, norm in layers.values()]  # backward reaches the last layers first
+        last = max(norms[: _quarter(norms)])
         place, norm = max(layers.values(), key=lambda one: one[1])
         yield from self.judge(place, norm > self.growth * last, norm, self.growth * last, last, 0.0)
 
@@ -203,3 +214,8 @@ class ExplodingGradient(Rule):
             f"the norm of its gradient was {found.value:.3g} in step {found.worst}, and that of the last layer "
             f"{usual:.3g}: it grew {found.value / usual:.3g} times on the way back"
         )
+
+
+def _quarter(layers: Sequence[object]) -> int:
+    """How many layers are near an end of a network: a quarter, and at least one."""
+    return max(1, len(layers) // 4)

@@ -11,7 +11,8 @@ from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.inputs import single_number
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.chance import Chance
-from analyze.rules.finding import Finding
+from analyze.rules.classification import Classification
+from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
 
@@ -37,14 +38,18 @@ class LossNotFalling(Rule):
     Notes
     -----
     *Fires* if no median loss is lower than that of the first ten by `share`; or if the lowest is what guessing has:
-    within 3 % of log C, the cross-entropy of C equal columns of the network's output, where the labels
-    are class indices. The finding stands at the first step of the loss.
-    *Needs* the loss of at least `least` steps; for the second, ``network_output`` and ``input_labels``.
+    within 3 % of log C, the cross-entropy of C equal columns of the network's output, where the labels are class
+    indices. The finding stands at the first step of the loss. It is a warning where the loss is known to be that of a
+    classification, as for `loss_spike`; else a note: a loss of a policy, a critic or a contrastive network need not
+    fall, and one that begins below half of what guessing has was learned before. Of several losses in a step, and of
+    losses below zero, nothing is said.
+    *Needs* the loss of at least `least` steps; for the rest ``network_output`` and ``input_labels``, and
+    ``loss_terms`` if there are any.
     *Source*: smdebug's rule ``LossNotDecreasing``, over a longer time and with medians.
     """
 
     name = "loss_not_falling"
-    memory = ("losses", "chance")
+    memory = ("losses", "chance", "classification")
     numbers = ("start", "chance", "last")
     advice = (
         "look at the learning rate, at how the loss is scaled, and at whether gradients reach all layers and the "
@@ -55,14 +60,16 @@ class LossNotFalling(Rule):
         check(is_whole(least, 20), "least is an integer from 20 on", least)
         check(is_whole(steps, least), "steps are an integer, and no less than least", steps)
         check(is_number(share) and 0 <= share < 1, "a share is a number from 0 to 1", share)
-        super().__init__([("loss", "network_output", "input_labels")], **where)
+        super().__init__(["loss"], also=("network_output", "input_labels", "loss_terms"), **where)
         self.steps, self.least, self.share = steps, least, share
         self.judges = f"a loss over {least} steps or more"
         self.losses: dict[Series, _Losses] = {}
         self.chance = Chance()
+        self.classification = Classification()
 
     def look(self, message: Message) -> Iterator[Message]:
         """Store a loss; judge once there are enough."""
+        self.classification.hear(message)
         if message.kind != "loss":
             self.chance.hear(message)
             return
@@ -73,6 +80,8 @@ class LossNotFalling(Rule):
         of.last = Place.of(message)
         self.weigh(of.last)
         of.count += 1
+        of.classifications += self.classification.known
+        of.below_zero = of.below_zero or loss < 0
         if len(of.start) < 10:
             of.start.append(loss)
         of.recent.append(loss)
@@ -94,8 +103,13 @@ class LossNotFalling(Rule):
         begun, lowest, chance = statistics.median(of.start), of.lowest, self.chance.loss
         guesses = abs(lowest - chance) <= _NEAR * chance
         bound = begun - self.share * abs(begun)
+        if of.below_zero or of.last.series[2]:
+            return
+        learned = begun < (math.log(2) if math.isnan(chance) else chance) / 2  # a network that was trained before
+        severity = None if of.classifications > of.count / 2 and not learned else Severity.NOTE
         told = begun, chance if guesses else math.nan, float(of.last.global_step)
-        yield from self.judge(of.last, lowest > bound or guesses, lowest, bound, *told, since=of.first)
+        bad = lowest > bound or guesses
+        yield from self.judge(of.last, bad, lowest, bound, *told, since=of.first, severity=severity)
 
     def evidence(self, found: Finding) -> str:
         start, chance, last = (found.numbers[name] for name in self.numbers)
@@ -111,7 +125,8 @@ class _Losses:
 
     def __init__(self, first: Place) -> None:
         self.first = self.last = first
-        self.count = 0
+        self.count = self.classifications = 0
+        self.below_zero = False
         self.start: list[float] = []
         self.recent: list[float] = []
         self.lowest = math.inf

@@ -9,7 +9,8 @@ from typing import Unpack, final
 from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.inputs import single_number
 from analyze.metrics.streams import Series, series_of
-from analyze.rules.finding import Finding
+from analyze.rules.classification import Classification
+from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 from tracer.numbers.past import Past
@@ -33,14 +34,17 @@ class LossSpike(Rule):
 
     Notes
     -----
-    *Fires* where the loss exceeds the median of the last `window` by both bounds.
-    *Needs* the loss.
+    *Fires* where the loss exceeds the median of the last `window` by both bounds. It is a warning where the loss is
+    known to be that of a classification: from labels that change with the data, and in proportion to what the loss
+    function gave. Other losses may jump without a fault, as those of a critic do when its target changes: there it is a
+    note, and only of losses that also exceed all before them by both bounds.
+    *Needs* the loss; to tell a classification ``input_labels``, and ``loss_terms`` if there are any.
     *Source*: A. Chowdhery et al., "PaLM", arXiv:2204.02311, section 5.1, for spikes of large trainings; for the spread
     1.4826 median absolute deviations, P. Rousseeuw and C. Croux, J. Am. Stat. Assoc. 88 (1993) 1273.
     """
 
     name = "loss_spike"
-    memory = ("past", "start")
+    memory = ("past", "start", "highest", "classification")
     numbers = ("usual",)
     advice = "look at this step's batch and at the updates just before it: `trace blame` ranks both"
 
@@ -57,14 +61,19 @@ class LossSpike(Rule):
         check(is_number(share) and share >= 0, "a share is a number from 0 on", share)
         check(is_whole(warm_up, 4), "a warm-up is an integer from 4 on", warm_up)
         check(is_whole(window, warm_up), "a window is an integer, and no shorter than the warm-up", window)
-        super().__init__(["loss"], **where)
+        super().__init__(["loss"], also=("input_labels", "loss_terms"), **where)
         self.deviations, self.share, self.window, self.warm_up = deviations, share, window, warm_up
         self.judges = f"a loss over more than {warm_up} steps"
         self.past: dict[Series, Past] = {}
         self.start: dict[Series, list[float]] = {}
+        self.highest: dict[Series, float] = {}
+        self.classification = Classification()
 
     def look(self, message: Message) -> Iterator[Message]:
         """Judge one loss."""
+        self.classification.hear(message)
+        if message.kind != "loss":
+            return
         loss = single_number(message.data)
         if loss is None or not math.isfinite(loss):
             return
@@ -77,9 +86,12 @@ class LossSpike(Rule):
             usual = past.centre
             begun = max(start[:4])
             fallen = max(begun - usual, 0.25 * abs(begun))
-            bound = usual + max(self.deviations * past.scale, self.share * fallen)
-            yield from self.judge(message, loss > bound, loss, bound, usual)
+            far = max(self.deviations * past.scale, self.share * fallen)
+            severity = None if self.classification.known else Severity.NOTE
+            bound = (usual if severity is None else self.highest[series]) + far
+            yield from self.judge(message, loss > bound, loss, bound, usual, severity=severity)
         past.add(loss)
+        self.highest[series] = max(loss, self.highest.get(series, loss))
 
     def evidence(self, found: Finding) -> str:
         return f"the loss was {found.value:.4g} in step {found.worst}, where {found.numbers['usual']:.4g} was usual"

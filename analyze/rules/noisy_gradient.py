@@ -14,6 +14,9 @@ from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
 from tracer.numbers.past import median
 
+_RESIDUAL = 0.1
+"""How far the reconstructed gradient may be from the recorded one, beside its norm."""
+
 
 @final
 class NoisyGradient(Rule):
@@ -33,14 +36,16 @@ class NoisyGradient(Rule):
     Notes
     -----
     *Fires* where the median of :math:`\mathrm{tr}\,\Sigma / \|g\|^2`, as `gradient_noise` measures it, is more than
-    `factor` batches. It is a note: late in a training all gradients are noisy.
+    `factor` batches. It is a note: late in a training all gradients are noisy. Steps whose reconstructed gradient is
+    off by more than a tenth (``residual`` of `gradient_noise`) are not judged: there the samples' gradients are wrong,
+    or the gradient was clipped.
     *Needs* ``layer_gradients``, ``layer_inputs``, ``weight_gradients`` and the loss, of all datapoints of a batch.
     *Source*: S. McCandlish, J. Kaplan, D. Amodei, "An Empirical Model of Large-Batch Training", arXiv:1812.06162: below
     the noise scale, a batch twice as large takes half the steps.
     """
 
     name = "noisy_gradient"
-    memory = ("noise", "scales")
+    memory = ("noise", "scales", "unlike")
     severity = Severity.NOTE
     judges = "inputs and gradients of linear or convolutional layers, with all datapoints"
     numbers = ("batch",)
@@ -54,6 +59,7 @@ class NoisyGradient(Rule):
         self.factor, self.steps = factor, steps
         self.noise = GradientNoise(bias=False, subsample=every, **where)
         self.scales: list[float] = []
+        self.unlike = 0  # the steps whose gradients could not be reconstructed
 
     def look(self, message: Message) -> Iterator[Message]:
         """Pass a message to the metric, and judge its answers."""
@@ -72,6 +78,10 @@ class NoisyGradient(Rule):
         scale, samples = single_number(said["noise_scale"].data), single_number(said["samples"].data)
         if scale is None or not math.isfinite(scale) or not samples or samples < 2:
             return
+        residual = single_number(said["residual"].data)
+        if residual is None or not residual <= _RESIDUAL:
+            self.unlike += 1
+            return
         place = Place.of(said["noise_scale"])._replace(kind="weight_gradients")
         self.weigh(place)
         self.scales.append(scale)
@@ -79,6 +89,15 @@ class NoisyGradient(Rule):
         if len(self.scales) == self.steps:
             usual, bound = median(self.scales), self.factor * samples
             yield from self.judge(place, usual > bound, usual, bound, samples)
+
+    def unjudged(self) -> str:
+        why = super().unjudged()
+        if why and self.unlike:
+            return (
+                f"at {self.unlike} steps the gradients of the datapoints do not add up to the recorded gradient, as "
+                "after clipping or with shared weights"
+            )
+        return why
 
     def evidence(self, found: Finding) -> str:
         return (

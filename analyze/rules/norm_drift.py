@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Unpack, final
+from collections.abc import Iterator, Mapping
+from typing import Any, Unpack, final
 
 from analyze.metrics.checks import check, is_number
 from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.streams import Series, series_of
-from analyze.rules.finding import Finding
+from analyze.rules.finding import Finding, Severity
+from analyze.rules.header import entries
 from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 
@@ -29,7 +30,9 @@ class NormDrift(Rule):
 
     Notes
     -----
-    *Fires* where the norm is `factor` times that of the first recorded step, or less than its `factor`-th part.
+    *Fires* where the norm is `factor` times that of the first recorded step, and of what PyTorch's initialisation of a
+    linear layer of this shape has: weights that begin small on purpose, as those of a policy's last layer, grow to
+    the usual scale. It is a note where the norm is less than the `factor`-th part, as weight decay makes it.
     *Needs* weights.
     *Source*: T. van Laarhoven, "L2 Regularization versus Batch and Weight Normalization", arXiv:1706.05350: a growing
     norm lowers the learning rate of normalised layers, a shrinking one raises it.
@@ -47,6 +50,14 @@ class NormDrift(Rule):
         super().__init__(["weights"], patience=patience, **where)
         self.factor = factor
         self.start: dict[Series, float] = {}
+        self.units: dict[str, int] = {}
+
+    def know_model(self, model: Mapping[str, Any]) -> None:
+        """Note how many units each weight has."""
+        for one in entries(model, "parameters"):
+            shape, name = one.get("shape"), str(one.get("name"))
+            if isinstance(shape, list) and shape and isinstance(shape[0], int):
+                self.units[name] = self.units[name.removesuffix("weight").removesuffix(".")] = shape[0]
 
     def look(self, message: Message) -> Iterator[Message]:
         """Judge one weight."""
@@ -56,8 +67,12 @@ class NormDrift(Rule):
         norm = shared(message, "norm2")
         start = self.start.setdefault(series_of(message), norm)
         if start > 0 and math.isfinite(start) and math.isfinite(norm):
-            far = max(norm / start, start / norm if norm else math.inf)
-            yield from self.judge(message, far > self.factor, far, self.factor, start)
+            # the standard deviation of PyTorch's initialisation is 1 / sqrt(3 inputs)
+            usual = math.sqrt(self.units.get(message.key or "", 0) / 3)
+            grown, shrunk = norm / max(start, usual), start / norm if norm else math.inf
+            severity = Severity.NOTE if shrunk > self.factor else None
+            far = max(grown, shrunk)
+            yield from self.judge(message, far > self.factor, far, self.factor, start, severity=severity)
 
     def evidence(self, found: Finding) -> str:
         return f"its norm went {found.value:.3g} times away from the {found.numbers['start']:.3g} that it began with"

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Unpack, final
+from collections.abc import Iterator, Mapping
+from typing import Any, Unpack, final
 
-from analyze.metrics.checks import check, is_number
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.elementwise.sharing import Extent, shared
-from analyze.metrics.inputs import single_number
-from analyze.rules.chance import Chance
+from analyze.metrics.streams import Series, series_of
+from analyze.rules.chance import cross_entropies
 from analyze.rules.finding import Finding
+from analyze.rules.header import entries
 from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
 from tracer.messaging.subscription import is_doubled
+from tracer.numbers.arrays import as_array
 from tracer.numbers.statistics import are_statistics
 
 _LOSS, _EQUAL, _GROWTH = 0, 1, 2
+_ALIKE = 1e-3
+"""Units count as alike if they differ by less than this share of their norm, which is more than rounding."""
 
 
 @final
 class PoorInitialisation(Rule):
-    """A network whose first step shows that it was initialised badly.
+    """A network that was initialised badly.
 
     Parameters
     ----------
@@ -29,16 +36,21 @@ class PoorInitialisation(Rule):
         How many times the loss of guessing a classifier may have in its first step.
     growth : float
         By which factor the scale of activations may grow or shrink from one layer to another.
+    steps : int
+        After how many steps units that began alike must differ.
     tag, modules
         As in `tracer.Subscription`.
 
     Notes
     -----
-    *Fires* in the first recorded step, if that is the first of the run: where all weights of a matrix are equal, so
-    that its units learn the same; where the root mean square of the layers' outputs differs by more than `growth`;
-    where the loss is above `loss` times log C, the cross-entropy of guessing among the C columns of the network's
-    output, and the labels are class indices.
-    *Needs* weights, activations, or loss, labels and output.
+    *Fires* if the first step of the run is recorded: where all weights of a matrix are equal at the start, and its
+    units are still alike after `steps` steps, in weights and gradients (a matrix of zeros, as of LoRA or in a last
+    layer, is no fault if its units get different gradients); where the root mean square of the outputs of layers with
+    weight matrices differs by more than `growth` in the first step, even without any one layer, which may be scaled on
+    purpose; where the cross-entropy of the first output with its labels is above `loss` times log C, that of guessing
+    among the C columns, and so it is with labels that are drawn evenly.
+    *Needs* weights, with their gradients if there are any; or activations; or labels, which are class indices, and
+    the network's output.
     *Source*: K. He et al., "Delving Deep into Rectifiers", arXiv:1502.01852, for the scale of the layers; A. Karpathy,
     "A Recipe for Training Neural Networks", 2019, for the loss at the start. smdebug's ``PoorWeightInitialization``
     compares variances of activations, too.
@@ -46,61 +58,129 @@ class PoorInitialisation(Rule):
 
     name = "poor_initialisation"
     takes_statistics = "too"
-    memory = ("scales", "chance")
+    memory = ("scales", "output", "equal", "reached")
     judges = "the first step of the run"
     numbers = ("why", "other")
     advice = "initialise the layers for the nonlinearity that follows: torch.nn.init.kaiming_normal_, xavier_uniform_"
 
-    def __init__(self, *, loss: float = 4.0, growth: float = 1e3, **where: Unpack[Looking]) -> None:
+    def __init__(self, *, loss: float = 4.0, growth: float = 1e3, steps: int = 10, **where: Unpack[Looking]) -> None:
         check(is_number(loss) and loss > 1, "the factor of a loss is a number above 1", loss)
         check(is_number(growth) and growth > 1, "growth is a number above 1", growth)
-        super().__init__([("weights", "activations", "loss", "input_labels", "network_output")], **where)
-        self.loss, self.growth = loss, growth
+        check(is_whole(steps, 1), "steps are a positive integer", steps)
+        kinds = ("weights", "activations", "input_labels", "network_output")
+        super().__init__([kinds], also=("weight_gradients",), **where)
+        self.loss, self.growth, self.steps = loss, growth, steps
+        self.frozen: set[str] = set()
+        self.layers: set[str] = set()  # the modules that have a weight matrix, if the header tells
         self.scales: list[tuple[Place, float]] = []
-        self.chance = Chance()
+        self.output: tuple[Place, NDArray[Any]] | None = None
+        self.equal: dict[Series, tuple[Place, int, float]] = {}  # the weights whose units are alike since the start
+        self.reached: set[Series] = set()  # those of them that have had a gradient
+
+    def know_model(self, model: Mapping[str, Any]) -> None:
+        """Find the parameters that are frozen, and the modules that have a weight matrix."""
+        for one in entries(model, "parameters"):
+            name, shape = str(one.get("name")), one.get("shape")
+            if one.get("requires_grad") is False:
+                self.frozen |= {name, name.removesuffix("weight").removesuffix(".")}
+            if isinstance(shape, list) and len(shape) > 1:
+                self.layers.add(name.rpartition(".")[0])
 
     def look(self, message: Message) -> Iterator[Message]:
-        """Judge one message of the first step."""
+        """Judge a message of the first step, or whether units are still alike."""
         data, extent = message.data, Extent.of(message)
-        if message.global_step > 0 or data is None or extent is None:
+        if data is None or extent is None or (not extent.floating and message.kind != "input_labels"):
             return
-        if message.kind in ("activations", "weights"):
-            if is_doubled(message.sampling):  # the message with its statistics is judged instead
-                return
+        if message.kind in ("weights", "weight_gradients"):
+            if extent.axes >= 2 and extent.count > 1:
+                yield from self._look_at_weights(message, data, extent)
+        elif message.global_step > 0:
+            return
+        elif message.kind == "activations":
+            if is_doubled(message.sampling) or message.call or (self.layers and message.key not in self.layers):
+                return  # of an output that is doubled the message with its statistics is judged
+            rms = shared(message, "rms")
+            if math.isfinite(rms) and rms > 0:
+                self.scales.append((Place.of(message), rms))
         elif are_statistics(message.sampling):
             return
-        if message.kind == "activations":
-            rms = shared(message, "rms") if extent.floating else math.nan
-            if math.isfinite(rms) and message.call == 0:
-                self.scales.append((Place.of(message), rms))
-        elif message.kind == "weights":
-            if extent.axes >= 2 and extent.count > 1:
-                equal = shared(message, "min") == shared(message, "max")
-                yield from self.judge(message, equal, shared(message, "max"), 0.0, _EQUAL, extent.count)
-        elif message.kind != "loss":
-            self.chance.hear(message)
-        elif message.leaf == "":
-            found, chance = single_number(data), self.chance.loss
-            if found is not None and math.isfinite(found) and math.isfinite(chance):
-                yield from self.judge(message, found > self.loss * chance, found, self.loss * chance, _LOSS, chance)
+        elif message.kind == "network_output":
+            self.output = Place.of(message), as_array(data)
+        elif self.output is not None and not extent.floating and data.element_size() > 1:
+            yield from self._look_at_output(self.output[0], self.output[1], as_array(data))
+
+    def _look_at_weights(self, message: Message, data: Any, extent: Extent) -> Iterator[Message]:
+        """Judge whether the units of a weight that began with equal numbers are still alike."""
+        series = series_of(message)
+        alike = _are_alike(message, data)
+        if message.kind == "weight_gradients":
+            if series in self.equal and alike:
+                self.reached.add(series)
+            elif alike is False:
+                self.equal.pop(series, None)
+            return
+        if message.global_step == 0:
+            if is_doubled(message.sampling):
+                return  # the message with its statistics is judged
+            if shared(message, "min") == shared(message, "max") and message.key not in self.frozen:
+                if are_statistics(message.sampling) or data.shape[0] > 1:
+                    self.equal[series] = Place.of(message), extent.count, shared(message, "max")
+            else:
+                yield from self.judge(message, False, 0.0, 0.0, _EQUAL, extent.count)
+            return
+        if series not in self.equal or alike is None:
+            return
+        place, count, value = self.equal[series]
+        if not alike:
+            del self.equal[series]
+            yield from self.judge(message, False, 0.0, 0.0, _EQUAL, count)
+            return
+        moved = shared(message, "max") != value or shared(message, "min") != value
+        if message.global_step >= self.steps and (moved or series in self.reached):
+            yield from self.judge(message, True, value, 0.0, _EQUAL, count, since=place)
+
+    def _look_at_output(self, place: Place, output: NDArray[Any], labels: NDArray[Any]) -> Iterator[Message]:
+        """Judge the cross-entropy of the first output."""
+        self.output = None
+        found, drawn = cross_entropies(output, labels)
+        classes = max(output.size // max(labels.size, 1), 1)
+        if math.isfinite(found) and classes > 1:
+            bound = self.loss * math.log(classes)
+            yield from self.judge(place, min(found, drawn) > bound, found, bound, _LOSS, math.log(classes))
 
     def look_back(self) -> Iterator[Message]:
         """Judge the scales of the first step's activations."""
-        scales, self.scales = [one for one in self.scales if one[1] > 0], []
+        scales, self.scales, self.output = self.scales, [], None
         if len(scales) < 3:
             return
-        least = min(scales, key=lambda one: one[1])
-        most = max(scales, key=lambda one: one[1])
         for place, _ in scales:
             self.judged(place)
-        ratio = most[1] / least[1]
+        ordered = sorted(scales, key=lambda one: one[1])
+        least, most = ordered[0], ordered[-1]
+        ratio = min(most[1] / ordered[1][1], ordered[-2][1] / least[1])  # without any one layer
         place = least[0] if scales.index(least) > scales.index(most) else most[0]
         yield from self.judge(place, ratio > self.growth, ratio, self.growth, _GROWTH, most[1])
 
     def evidence(self, found: Finding) -> str:
         why, other = int(found.numbers["why"]), found.numbers["other"]
         if why == _EQUAL:
-            return f"all {other:,.0f} numbers are {found.value:g} at the start, so its units stay alike"
+            return (
+                f"all {other:,.0f} numbers are {found.value:g} at the start, and its units are still alike in step "
+                f"{found.last}"
+            )
         if why == _GROWTH:
             return f"the scale of the layers' outputs differs {found.value:.3g} times in the first step"
-        return f"the first loss is {found.value:.4g}, and guessing has {other:.4g}"
+        return f"the cross-entropy of the first output is {found.value:.4g}, and guessing has {other:.4g}"
+
+
+def _are_alike(message: Message, data: Any) -> bool | None:
+    """Whether all units, which are the first axis of a weight, have the same numbers, up to rounding.
+
+    None if only statistics are known, and they do not tell.
+    """
+    if are_statistics(message.sampling):
+        return True if shared(message, "min") == shared(message, "max") else None
+    x = as_array(data).reshape(data.shape[0], -1).astype(np.float64)
+    with np.errstate(all="ignore"):
+        apart, norm = float(np.linalg.norm(x - x[0])), float(np.linalg.norm(x))
+    return apart <= _ALIKE * norm

@@ -120,6 +120,8 @@ class Rule(Metric):
     ----------
     needs : iterable of (str or tuple of str)
         The kinds that the rule needs; of a tuple, one kind is enough.
+    also : iterable of str
+        Kinds that the rule takes if they are there.
     tag, modules
         As in `tracer.Subscription`.
     patience : int
@@ -154,6 +156,7 @@ class Rule(Metric):
         self,
         needs: Iterable[str | tuple[str, ...]],
         *,
+        also: Iterable[str] = (),
         patience: int = 1,
         every: int = 1,
         tag: str | None = DEFAULT_TAG,
@@ -163,6 +166,9 @@ class Rule(Metric):
         wanted = [(one,) if isinstance(one, str) else tuple(one) for one in needs]
         statistics = self.takes_statistics
         subscriptions = [Subscription(kinds, tag, every, modules, statistics=statistics) for kinds in wanted]
+        if optional := tuple(also):
+            wanted.append(optional)
+            subscriptions.append(Subscription(optional, tag, every, modules, statistics=statistics, optional=True))
         Subscriber.__init__(self, subscriptions, f"{self.name}_finding")
         self.kinds = tuple(kind for kinds in wanted for kind in kinds)
         self.patience = patience

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Unpack, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.header import modules_of
-from analyze.rules.rule import Looking, Rule
+from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import as_array
 
 _TANH, _SIGMOID, _SOFTMAX = 0, 1, 2
 _CLASSES = {"Tanh": _TANH, "Sigmoid": _SIGMOID, "Softmax": _SOFTMAX}
-_RECENT = 10
-"""A saturation that develops within this many recorded steps is sudden."""
+_SUDDEN = 10
+"""A saturation that develops within this many steps is sudden."""
+_LOST = 0.01
+"""A derivative below this share of its largest value lets hardly any gradient through."""
+_HELD = 0.1
+"""At least this share of the saturated outputs is held at its end, though the loss would have it back."""
 _WORDS = ("tanh", "sigmoid", "softmax")
+
+
+@dataclass
+class _Output:
+    """The output of a module in a step: its share of saturated numbers, and the numbers if that is a large share."""
+
+    place: Place
+    function: int
+    share: float
+    numbers: NDArray[Any] | None = None
+    harmless: bool = False
 
 
 @final
@@ -41,15 +58,19 @@ class SaturatedActivations(Rule):
     -----
     *Fires* where the derivative is below a hundredth of its largest value in at least `share` of the outputs of a
     ``Tanh`` or ``Sigmoid``; or where one entry has nearly all probability in `share` of the distributions of a
-    ``Softmax`` whose output has three axes or more, as in an attention. A classifier may be as sure as it likes, and an
-    attention that learns to look at one place becomes so over many steps: that is a note.
-    *Needs* the activations of these modules, and a header that names the modules' classes.
+    ``Softmax`` whose output has three axes or more, as in an attention. It is a note where this developed over more
+    than 10 steps, as a gate or an attention learns to decide, or where it is not recorded how it developed. Outputs
+    are not judged if the loss does not need their derivative: less than a tenth of the saturated ones have a gradient
+    that would bring them back and that is lost there. So the last sigmoid of a classifier may be as sure as it likes.
+    Where no gradient is recorded, the network's output is not judged. A classifier's softmax is not judged.
+    *Needs* the activations of these modules, and a header that names the modules' classes; ``layer_gradients`` if
+    there are any.
     *Source*: X. Glorot and Y. Bengio, AISTATS 2010; for attention, S. Zhai et al., "Stabilizing Transformer Training by
     Preventing Attention Entropy Collapse", arXiv:2303.06296.
     """
 
     name = "saturated_activations"
-    memory = ("before",)
+    memory = ("before", "now")
     judges = "activations of Tanh, Sigmoid or Softmax modules"
     numbers = ("function",)
     advice = (
@@ -62,38 +83,90 @@ class SaturatedActivations(Rule):
     ) -> None:
         check(is_number(share) and 0 < share <= 1, "a share is a number from 0 to 1", share)
         check(is_number(attention) and 0 < attention < 1, "a probability is a number between 0 and 1", attention)
-        super().__init__(["activations"], patience=patience, **where)
+        super().__init__(["activations"], also=("layer_gradients", "network_output"), patience=patience, **where)
         self.share, self.attention = share, attention
         self.functions: dict[str, int] = {}
-        self.before: dict[Series, list[float]] = {}
+        self.before: dict[Series, list[tuple[int, float]]] = {}
+        self.now: dict[tuple[Series, int], _Output] = {}
 
     def know_model(self, model: Mapping[str, Any]) -> None:
         """Find the modules that are Tanh, Sigmoid or Softmax."""
         self.functions = {one.name: _CLASSES[one.kind] for one in modules_of(model) if one.kind in _CLASSES}
 
     def look(self, message: Message) -> Iterator[Message]:
-        """Judge one output."""
-        function = self.functions.get(message.key or "")
+        """Store an output; note of saturated outputs whether that does harm."""
         data = message.data
-        if function is None or data is None or data.numel() == 0 or (function == _SOFTMAX and data.ndim < 3):
+        if data is None or data.numel() == 0 or data.is_complex():
+            return
+        if message.kind == "network_output":
+            self._is_output(as_array(data))
+            return
+        key = series_of(message), message.call
+        if message.kind == "layer_gradients":
+            if key in self.now:
+                output = self.now[key]
+                output.harmless = not _is_held(output, as_array(data))
+            return
+        function = self.functions.get(message.key or "")
+        if function is None or (function == _SOFTMAX and data.ndim < 3):
             return
         x = as_array(data)
-        if function == _TANH:
-            saturated = np.abs(x) > 0.995  # 1 - y² < 0.01
-        elif function == _SIGMOID:
-            saturated = np.abs(x - 0.5) > 0.4975  # y (1 - y) < 0.0025
+        if function == _SOFTMAX:
+            share = float((x.max(axis=-1) > self.attention).mean())
         else:
-            saturated = x.max(axis=-1) > self.attention
-        share = float(saturated.mean())
-        before = self.before.setdefault(series_of(message), [])
-        gradual = function == _SOFTMAX and bool(before) and min(before) > self.share / 2
-        before.append(share)
-        del before[:-_RECENT]
-        severity = Severity.NOTE if gradual else None
-        yield from self.judge(message, share >= self.share, share, self.share, function, severity=severity)
+            share = float((_derivative(x, function) < _LOST).mean())
+        judged = x if share >= self.share and function != _SOFTMAX else None
+        self.now[key] = _Output(Place.of(message), function, share, judged)
+        yield from ()
+
+    def _is_output(self, x: NDArray[Any]) -> None:
+        """Note that a module's output is the network's. Its gradient, which comes later, says more."""
+        for output in self.now.values():
+            y = output.numbers
+            if y is not None and y.size == x.size and np.array_equal(y.reshape(-1), x.reshape(-1)):
+                output.harmless = True
+
+    def look_back(self) -> Iterator[Message]:
+        """Judge the outputs of a step."""
+        now, self.now = self.now, {}
+        for output in now.values():
+            place, share = output.place, output.share
+            before = self.before.setdefault(place.series, [])
+            near = [known for step, known in before if place.global_step - step <= _SUDDEN]
+            sudden = min(near) <= self.share / 2 if near else not before and place.global_step == 0
+            before.append((place.global_step, share))
+            del before[:-_SUDDEN]
+            severity = None if sudden else Severity.NOTE
+            bad = share >= self.share and not output.harmless
+            yield from self.judge(place, bad, share, self.share, output.function, severity=severity)
 
     def evidence(self, found: Finding) -> str:
         function = int(found.numbers["function"])
         if function == _SOFTMAX:
             return f"{found.value:.0%} of its distributions had nearly all weight on one entry in step {found.worst}"
         return f"{found.value:.0%} of its outputs were at the ends of {_WORDS[function]} in step {found.worst}"
+
+
+def _derivative(y: NDArray[Any], function: int) -> NDArray[Any]:
+    """The derivative of a tanh or sigmoid from its output, as a share of its largest value."""
+    with np.errstate(all="ignore"):
+        slope: NDArray[Any] = 1 - np.square(y if function == _TANH else 2 * y - 1)
+    return slope
+
+
+def _is_held(output: _Output, gradient: NDArray[Any]) -> bool:
+    """Whether the loss would have saturated outputs back, and the gradient that says so is lost at their ends.
+
+    A cross-entropy after a sigmoid divides by the derivative, so that its gradient is not lost; and what is right at
+    its end has a gradient that points outwards. The mean of n losses has gradients of 1 / n before the nonlinearity
+    where an output is wrong; a hundredth of that is lost.
+    """
+    y = output.numbers
+    if y is None or y.shape != gradient.shape:
+        return True
+    slope = _derivative(y, output.function)
+    saturated = slope < _LOST
+    outwards = np.sign(y if output.function == _TANH else y - 0.5)
+    with np.errstate(all="ignore"):
+        held = saturated & (gradient * outwards > 0) & (np.abs(gradient) * slope * y.size < _LOST)
+    return bool(held.sum() >= _HELD * saturated.sum())

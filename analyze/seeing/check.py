@@ -222,7 +222,7 @@ def lacking(rule: Rule, reader: TraceReader, rank: int | None = None) -> str:
     absent = [
         subscription.kinds
         for subscription in rule.subscriptions
-        if not any(subscription.wants(*one, None) for one in there)
+        if not subscription.optional and not any(subscription.wants(*one, None) for one in there)
     ]
     told = f"it needs {', '.join(' or '.join(kinds) for kinds in absent)}"
     known = {one.kind for one in reader.streams}

@@ -133,14 +133,11 @@ class Checked:
             return f"{told} over {steps}"
         if len(self.looked) == 1:
             (only,) = self.coverage.values()
-            return f"{told}, which judged {only.judged}{'' if only.aside else ' steps'}"
+            return f"{told}, which judged {only.judged} steps"
         return f"{told}, of which {len(whole) or 'none'} judged all {steps}"
 
-    def __repr__(self) -> str:
-        return f"Checked({self.trace!r}: {self.verdict})"
-
     def _repr_html_(self) -> str:
-        """The verdict, the findings, and what each rule judged, for notebooks."""
+        """The verdict and the findings, for notebooks."""
         columns = ("step", "severity", "rule", "where", "steps", "evidence")
         rows = [(one.first, one.severity, one.rule, one.place, one.steps, one.evidence) for one in self.findings]
         told = table(columns, rows, self.verdict)

@@ -307,6 +307,8 @@ def unmet(receivers: Iterable[Receiver], offered: Offered, source: str) -> list[
         lost: list[tuple[str, Subscription]] = []
         others = answers - set(receiver.produces)
         for subscription in receiver.subscriptions:
+            if subscription.optional:
+                continue
             absent = [
                 kind
                 for kind in subscription.kinds

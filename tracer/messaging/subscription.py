@@ -37,6 +37,8 @@ class Subscription:
     statistics : bool or "too"
         Whether recorded statistics (``weights_statistics``) are taken in place of the data. They come as messages of
         the data's kind. If a tensor has both, True takes the statistics, and ``"too"`` takes both; see `is_doubled`.
+    optional : bool
+        Whether the subscriber can answer without these messages, so that a trace without them lacks nothing.
 
     Raises
     ------
@@ -60,6 +62,7 @@ class Subscription:
         modules: str | Iterable[str] | None = None,
         *,
         statistics: bool | Literal["too"] = False,
+        optional: bool = False,
     ) -> None:
         self.kinds: tuple[str, ...] = (kinds,) if isinstance(kinds, str) else tuple(kinds)
         if not self.kinds or not all(isinstance(kind, str) and kind for kind in self.kinds):
@@ -72,6 +75,7 @@ class Subscription:
         self.subsample = subsample
         self.modules = (modules,) if isinstance(modules, str) else None if modules is None else tuple(modules)
         self.statistics = statistics
+        self.optional = optional
         self._module_matches: dict[str, bool] = {}
 
     def stands_for(self, kind: str) -> str | None:

@@ -25,16 +25,13 @@ def panel(found: Gathered, steps: Any) -> Panel:
     found : Gathered
     steps : bokeh.models.Range1d
     """
-    known = found.of(LEARNING_RATE, DEFAULT_TAG)
-    rates = dict(list(known.items())[:SLOTS])
+    rates = dict(list(found.of(LEARNING_RATE, DEFAULT_TAG).items())[:SLOTS])
     if not rates:
         before = "<p>No hyperparameters were recorded, so there is no curve of the learning rate.</p>"
         return Panel(name="rates", title="Learning rate", before=before)
     picture = drawing(steps, 180, y_axis_label="learning rate")
     _draw(picture, rates)
-    return Panel(
-        name="rates", title="Learning rate", picture=picture, alternative=_in_words(rates, len(known) - len(rates))
-    )
+    return Panel(name="rates", title="Learning rate", picture=picture, alternative=_in_words(rates))
 
 
 def _draw(picture: Any, rates: Mapping[str, Course]) -> None:
@@ -55,7 +52,6 @@ def _draw(picture: Any, rates: Mapping[str, Course]) -> None:
         tell(picture, [line], [("", "@name"), ("step", "@step"), ("learning rate", "@rate{%.6g}")])
 
 
-def _in_words(rates: Mapping[str, Course], left_out: int) -> str:
+def _in_words(rates: Mapping[str, Course]) -> str:
     told = [f"{name}: {course_in_words(*course.points()[:2])}" for name, course in rates.items()]
-    more = f" {left_out:,} more groups are not drawn." if left_out else ""
-    return f"The learning rate of each group of an optimizer's parameters. {'. '.join(told)}.{more}"
+    return f"The learning rate of each group of an optimizer's parameters. {'. '.join(told)}."

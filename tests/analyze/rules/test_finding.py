@@ -17,7 +17,7 @@ def test_a_finding_for_notebooks() -> None:
     """Where, when, by how much, why and what to try; names are text."""
     told = FOUND._repr_html_()
     assert "<caption>warning: dead_units in activations of &lt;b&gt; at step 3</caption>" in told
-    assert "<td>steps</td><td>3 to 1200, found at 9 of the recorded ones; the worst is 5</td>" in told
+    assert "<td>steps</td><td>3 to 1200, 9 of them recorded; the worst is 5</td>" in told
     assert "<td>value</td><td>0.1235, beside a threshold of 0.1</td>" in told
     assert "<td>numbers</td><td>units 7</td>" in told
     assert "<td>evidence</td><td>a\\x1b[31m of &lt;i&gt;</td>" in told

@@ -7,6 +7,7 @@ import math
 import random
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,9 @@ def test_the_page_of_rules_is_made_of_them() -> None:
         "dead_units:share=0", "dead_units:steps=0", "saturated_activations:attention=1", "poor_initialisation:loss=1",
         "input_not_normalised:scale=0", "class_imbalance:ratio=1", "overfitting:rise=0", "norm_drift:factor=1",
         "rank_collapse:spread=1", "update_ratio:factor=1", "update_ratio:window=3", "noisy_gradient:every=0",
-        "evaluation_mode:patience=1", "unchanged:patience=0", "all_zeros:patience=0",
+        "evaluation_mode:patience=1", "unchanged:patience=0", "all_zeros:patience=0", "poor_initialisation:steps=0",
+        "learning_rate:factor=1", "learning_rate:patience=0", "relu_before_loss:share=0", "loss_broadcasts:patience=0",
+        "softmax_before_loss:patience=0",
     ],
 )  # fmt: skip
 def test_wrong_parameters(text: str) -> None:
@@ -341,15 +344,24 @@ def test_updates_as_large_as_the_weights() -> None:
 
 
 def test_weights_that_nothing_changes() -> None:
-    """A warning; a note where they ask for no gradient, or were changed before."""
-    frozen = {"parameters": [{"name": "b.weight", "requires_grad": False}]}
-    messages = [
-        at(step, "weight_updates", [0.0, 0.0 if name != "c" or step > 5 else 1.0], name)
-        for step in range(20)
-        for name in "abc"
-    ]
-    found = {one.module: (one.first, str(one.severity)) for one in findings("unchanged", messages, frozen)}
-    assert found == {"a": (0, "warning"), "b": (0, "note"), "c": (6, "note")}
+    """A warning where gradients arrive; one note each for those that are frozen, apart, or were changed before."""
+    frozen = {"parameters": [{"name": f"b{one}.weight", "requires_grad": False} for one in (1, 2)]}
+    trained = [f"t{one}" for one in range(9)]
+    messages = []
+    for step in range(20):
+        for name in ("a", "b1", "b2", "c", "d", "e", *trained):
+            zero = name not in ("c", *trained) or (name == "c" and step > 5)
+            if name not in ("b1", "b2", "d", "e"):
+                messages.append(at(step, "weight_gradients", [1.0, 1.0], name))
+            messages.append(at(step, "weights", [1.0, 1.0 + (name == "e") * step], name))
+            messages.append(at(step, "weight_updates", [0.0, 0.0 if zero else 1.0], name))
+    found = findings("unchanged", messages, frozen)
+    told = {one.module: (one.first, str(one.severity), one.numbers["others"]) for one in found}
+    assert told == {"a": (0, "warning", 0), "b1": (0, "note", 1), "c": (6, "note", 0), "d": (0, "note", 1)}
+    (copies,) = (one for one in found if one.module == "d")
+    assert "the program writes to it between the steps" in copies.evidence
+    without = [one for one in messages if one.kind != "weight_gradients"]
+    assert {str(one.severity) for one in findings("unchanged", without, frozen)} == {"note"}
 
 
 def test_weights_that_something_else_changes() -> None:
@@ -367,10 +379,16 @@ def test_weights_that_something_else_changes() -> None:
         return messages
 
     assert findings("changed_between_steps", run(40, set())) == []
-    (found,) = findings("changed_between_steps", run(40, {17}))
-    assert (found.first, found.numbers["elements"], str(found.severity)) == (17, 1.0, "warning")
+    (found,) = findings("changed_between_steps", run(40, {30}))
+    assert (found.first, found.numbers["elements"], str(found.severity)) == (30, 1.0, "warning")
     (habit,) = findings("changed_between_steps", run(40, set(range(40))))
-    assert habit.steps == 39
+    assert (habit.steps, str(habit.severity)) == (39, "note")
+    (at_times,) = findings("changed_between_steps", run(200, set(range(10, 200, 15))))
+    assert (at_times.first, at_times.steps, str(at_times.severity)) == (10, 13, "note")
+    copied = [one for one in run(40, set(range(40))) if one.kind == "weights"]
+    still = [at(one.global_step, "weight_updates", torch.zeros(3, 4), "w") for one in copied]
+    both = [one for pair in zip(copied, still, strict=True) for one in pair]
+    assert findings("changed_between_steps", both) == []
 
 
 def test_weights_that_grow() -> None:
@@ -463,16 +481,53 @@ def test_outputs_that_do_not_depend_on_the_input() -> None:
 
 def test_a_start_that_is_bad() -> None:
     """Equal weights, layers of very different scale, and a loss that is far above guessing."""
-    scales = [
-        at(0, "activations", noise(1, 8, 4, scale=scale), name)
-        for name, scale in zip("abc", (1.0, 1e2, 1e5), strict=True)
-    ]
-    equal = [at(0, "weights", torch.full((3, 3), 0.5), "w"), at(0, "weights", noise(1, 3, 3), "v")]
-    labels = [at(0, "network_output", noise(1, 4, 10)), at(0, "input_labels", torch.arange(4)), at(0, "loss", 20.0)]
-    found = findings("poor_initialisation", [*labels, *scales, *equal])
-    assert {(one.module, one.kind) for one in found} == {(None, "loss"), ("w", "weights"), ("c", "activations")}
-    later = [at(5, "loss", 1.0), *(at(5, "weights", torch.ones(3, 3), "w") for _ in range(1))]
-    assert findings("poor_initialisation", later) == []
+
+    def scales(*several: float) -> list[Message]:
+        named = zip("abcde", several, strict=False)
+        return [at(0, "activations", noise(1, 8, 4, scale=scale), name) for name, scale in named]
+
+    def first(scale: float, dtype: torch.dtype = torch.int64) -> list[Message]:
+        labels = torch.arange(4).to(dtype)
+        return [at(0, "network_output", noise(1, 4, 10, scale=scale)), at(0, "input_labels", labels)]
+
+    (found,) = findings("poor_initialisation", scales(1.0, 1e2, 1e5, 1e7))
+    assert (found.module, found.kind) == ("d", "activations")
+    assert findings("poor_initialisation", scales(1.0, 2.0, 1.5, 1e-6)) == [], "one layer may be scaled on purpose"
+    (found,) = findings("poor_initialisation", first(40.0))
+    of_torch = torch.nn.functional.cross_entropy(noise(1, 4, 10, scale=40.0), torch.arange(4))
+    assert (found.kind, found.value) == ("network_output", pytest.approx(float(of_torch), rel=1e-6))
+    assert (
+        findings("poor_initialisation", first(1.0)) == findings("poor_initialisation", first(40.0, torch.float32)) == []
+    )
+
+
+@pytest.mark.parametrize("name", ["zeros", "constant", "LoRA", "no gradient"])
+def test_units_that_stay_alike(name: str) -> None:
+    """PyTorch's own training: what begins with equal numbers is a fault only if its units get the same gradients."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+    equal = list(net.parameters()) if name in ("zeros", "constant") else [net[2].weight]
+    for parameter in equal:
+        torch.nn.init.constant_(parameter, 0.3 if name == "constant" else 0.0)
+    if name == "no gradient":
+        net[2].weight.requires_grad_(False)
+    optimizer, messages = torch.optim.Adam(net.parameters(), 0.01), []
+    for step in range(20):
+        x = noise(step, 32, 4)
+        weights = {path: net[int(path)].weight for path in "02"}
+        messages += [at(step, "weights", one.detach().clone(), path) for path, one in weights.items()]
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), x[:, :3].argmax(1)).backward()
+        for path, one in weights.items():
+            if one.grad is not None:
+                messages.append(at(step, "weight_gradients", one.grad.clone(), path))
+        optimizer.step()
+    found = findings("poor_initialisation", messages)
+    stuck = [path for path in "02" if bool((net[int(path)].weight == net[int(path)].weight[0]).all())]
+    assert [one.module for one in found] == (stuck if name in ("zeros", "constant") else [])
+    assert all((one.first, one.last) == (0, 19) for one in found)
+    without = [one for one in messages if one.kind == "weights"]
+    assert [one.module for one in findings("poor_initialisation", without)] == (["0"] if name == "constant" else [])
 
 
 @pytest.mark.parametrize(
@@ -590,6 +645,8 @@ def test_gradients_that_are_noise() -> None:
     assert (str(found.severity), found.numbers["batch"]) == ("note", 8)
     assert found.value >= 0.99 * scale
     assert findings("noisy_gradient", run(5.0)[0]) == []
+    clipped = [replace(one, data=one.data / 3) if one.kind == "weight_gradients" else one for one in messages]
+    assert findings("noisy_gradient:factor=0.1", clipped) == [], "what does not add up is not judged"
 
 
 # -- anything -----------------------------------------------------------------------------------------------------

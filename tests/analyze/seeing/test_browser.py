@@ -41,16 +41,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bad.html"
 
 
-def test_what_each_rule_judged_can_be_read_in_a_narrow_window(browser: Any, path: Path) -> None:
-    """The head of the table is not shown there, so each cell says what it is; nothing is wider than the window."""
-    found = Opened(browser, path.as_uri(), width=380)
-    cells = "[...document.querySelectorAll('#judged tbody tr:first-child td[data-name]')]"
-    told = found.page.evaluate(f"() => {cells}.map(one => getComputedStyle(one, '::before').content)")
-    assert [one.replace('" "', "") for one in told[:3]] == ['"findings: "', '"steps judged: "', '"streams: "']
-    assert found.page.evaluate("document.documentElement.scrollWidth") <= 380
-    found.context.close()
-
-
 @pytest.fixture(scope="module")
 def window(browser: Any, path: Path) -> Iterator[Opened]:
     """That report in a window, in which one test comes after the other."""
