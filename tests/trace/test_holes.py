@@ -56,9 +56,30 @@ def test_a_hole_is_told(tmp_path: Path, suffix: str) -> None:
     assert HOLE in CliRunner().invoke(main, ["check", str(path)]).stderr
     results = batch(path, "norm", tmp_path / "out", workers=0)
     assert [note for note in results.notes if HOLE in note]
-    tracer.convert(path, tmp_path / "copy.zarr")
-    with TraceReader(tmp_path / "copy.zarr") as copy:
-        assert any(HOLE in str(note) for note in copy.notes)
+
+
+@every_format
+def test_a_copy_keeps_a_hole(tmp_path: Path, suffix: str) -> None:
+    """Its parts are one, so a note tells it; also of a copy of a copy, and if the steps around it are chosen."""
+    path = tmp_path / f"run{suffix}"
+    for rank in (0, 1):
+        write_part(path, range(11 + 3 * rank), rank=rank)
+        write_part(path, range(14, 20), rank=rank, attempt=1)
+    assert tracer.convert(path, tmp_path / "copy.zarr")["problems"] == [
+        f"{path} has nothing of steps 11 to 13 of rank 0: attempt 1 began at step 14"
+    ]
+    assert tracer.recover(path, tmp_path / "saved.zarr").lossless
+    tracer.convert(tmp_path / "copy.zarr", tmp_path / "again.h5", steps=(10, 15))
+    tracer.recover(tmp_path / "again.h5", tmp_path / "saved again.zarr")
+    for name in ("copy.zarr", "saved.zarr", "again.h5", "saved again.zarr"):
+        with TraceReader(tmp_path / name) as copy:
+            assert copy.holes == [Hole(0, 1, 11, 13)], name
+            assert len(copy.problems) == 1
+            assert copy.of_rank(1).holes == []
+        assert not verify(tmp_path / name).complete
+    for number, steps in enumerate(((0, 14), (11, 20))):
+        tracer.convert(path, tmp_path / f"{number}.zarr", steps=steps)
+        assert verify(tmp_path / f"{number}.zarr").complete
 
 
 @pytest.mark.parametrize(

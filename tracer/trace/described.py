@@ -22,7 +22,7 @@ from tracer.stores.opening import STORES
 from tracer.trace.attempts import Counting
 from tracer.trace.blocks import Blocks
 from tracer.trace.data import Data, itemsizes
-from tracer.trace.holes import Hole, holes_of, sentences
+from tracer.trace.holes import Hole, holes_of, noted, sentences
 from tracer.trace.merging import Parts, joint, merged
 from tracer.trace.spans import PartSpan
 from tracer.trace.streams import StreamInfo, described
@@ -119,10 +119,9 @@ class Described:
     def problems(self) -> list[str]:
         """A sentence for each part of the trace that is missing or cannot be read, and for each of the `holes`."""
         assembling = self._rows().data.merged.problems if self._tables.assembles else []
-        ranks = len({part.rank for part in self._parts.shown})
         return [
             *self._parts.problems,
-            *sentences(self.path, self.holes, ranks),
+            *sentences(self.path, self.holes, len(self.ranks)),
             *(f"{self.path}: {problem}" for problem in assembling),
         ]
 
@@ -134,7 +133,9 @@ class Described:
         missing. Metrics with a memory run across a hole.
         """
         if self._holes is None:
-            self._holes = holes_of(self._parts.shown)
+            only = self._parts.only
+            of_copies = [hole for hole in noted(self.notes) if only is None or hole.rank in only]
+            self._holes = [*of_copies, *holes_of(self._parts.shown)]
         return self._holes
 
     @property

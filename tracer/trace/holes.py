@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,10 @@ class Hole(NamedTuple):
     first: int
     last: int
 
+    def note(self) -> dict[str, Any]:
+        """The note by which a copy, whose parts are one, keeps it."""
+        return {"hole": self._asdict()}
+
     def __str__(self) -> str:
         return f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
 
@@ -61,8 +65,15 @@ def holes_of(parts: Sequence[Part]) -> list[Hole]:
     return found
 
 
+def noted(notes: Iterable[Mapping[str, Any]]) -> list[Hole]:
+    """The holes that the notes of a copy tell."""
+    told = [note["hole"] for note in notes if isinstance(note.get("hole"), Mapping)]
+    fields = Hole._fields
+    return [Hole(*(one[name] for name in fields)) for one in told if all(type(one.get(name)) is int for name in fields)]
+
+
 def sentences(path: Location, holes: Iterable[Hole], ranks: int) -> list[str]:
-    """A sentence for each hole of a trace with parts of so many ranks."""
+    """A sentence for each hole of a trace of so many ranks."""
     of: dict[tuple[int, int, str], list[int]] = {}
     for hole in holes:
         of.setdefault((hole.attempt, hole.last, str(hole)), []).append(hole.rank)

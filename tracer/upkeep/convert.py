@@ -17,6 +17,7 @@ from tracer.stores.locations import Anywhere, Location, Url, location
 from tracer.stores.opening import exists, remove
 from tracer.trace.claiming import check_target
 from tracer.trace.compression import Compression
+from tracer.trace.holes import Hole, sentences
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Selection, Steps
 from tracer.trace.streams import StreamInfo
@@ -122,14 +123,16 @@ def convert(
         total = len(reader)
         if selection.ranks is not None or any(one is not None for one in wanted):
             total = sum(len(window.select(*wanted, ranks=selection.ranks)) for window in asked_for.windows())
-        info, problems = reader.info, list(reader.problems)
+        holes = [one for one in reader.holes if selection.start < one.first and _before(one.last, selection.stop)]
+        lost = sentences(src, reader.holes, len(reader.ranks))
+        info, problems = reader.info, [one for one in reader.problems if one not in lost]
         status, ended = reader.status, info["ended"]
         if status == "recording":
             status = "interrupted"
         began = {name: info[name] for name in ("run_id", "created") if name in reader.header}
         options = {"chunk_bytes": chunk_bytes, "own_pool_bytes": own_pool_bytes, "compression": codecs.choice}
         with new_trace(dst, single(reader.header) | began, **options) as writer:
-            for note in reader.notes:
+            for note in (*(note for note in reader.notes if "hole" not in note), *map(Hole.note, holes)):
                 writer.note(note)
             for problem in problems:  # as notes, because a reader of the copy cannot notice missing parts of `src`
                 writer.note({"problem": {"what": str(src), "why": problem, "count": 1}})
@@ -149,8 +152,13 @@ def convert(
             "bytes": writer.bytes,
             "status": status,
             "left_out": len(reader) - done,
-            "problems": problems,
+            "problems": [*problems, *lost],
         }
+
+
+def _before(last: int, stop: int | None) -> bool:
+    """Whether a hole's last step has a step after it that is selected."""
+    return stop is None or last + 1 < stop
 
 
 def single(header: Mapping[str, Any]) -> dict[str, Any]:

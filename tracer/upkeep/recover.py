@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.errors import TraceCorruptError, TraceLostError
+from tracer.errors import TraceCorruptError, TraceError, TraceLostError
 from tracer.format.journal import Column
 from tracer.format.tables import Stream
 from tracer.stores.locations import Anywhere, Location, location
 from tracer.trace.attempts import worst
 from tracer.trace.grouping import grouped
+from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
 from tracer.upkeep.convert import check_paths, new_trace, single
 from tracer.upkeep.findings import Problem
@@ -158,6 +159,10 @@ def recover(
         with new_trace(dst, single(header)) as writer:
             for note in (note for one in surveys for note in one.tables.notes):
                 writer.note(note)
+            with contextlib.suppress(TraceError), TraceReader(src) as reader:
+                for note in (hole.note() for hole in reader.holes):
+                    if note not in reader.notes:
+                        writer.note(note)
             tallies = _save(surveys, ordering, writer, progress)
             loss = _loss(src, dst, surveys, elsewhere, ordering, tallies, status)
             if loss.path is None:

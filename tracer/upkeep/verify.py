@@ -175,7 +175,7 @@ def _report(path: Location, surveys: list[Survey], elsewhere: list[Problem]) -> 
     if not problems:
         try:
             with TraceReader(path) as reader:
-                holes = sentences(path, reader.holes, len({one.rank for one in surveys}))
+                holes = sentences(path, reader.holes, len(reader.ranks))
         except TraceUnreadableError:
             raise
         except TraceError as error:
