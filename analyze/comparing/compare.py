@@ -195,7 +195,9 @@ def _samplings(reader: TraceReader, measure: Similarity) -> dict[tuple[str, str 
     """
     found: dict[tuple[str, str | None, str, str], set[str]] = {}
     for one in _taken(reader, measure):
-        sampled = {name: value for name, value in (one.sampling or {}).items() if name != "dtype"}
+        told = one.sampling or {}
+        beside = ("dtype",) if "rows" in told else ("dtype", "datapoints")
+        sampled = {name: value for name, value in told.items() if name not in beside}
         found.setdefault((one.kind, one.module, one.tag, one.leaf), set()).add(str(sampled or "no sampling"))
     return found
 

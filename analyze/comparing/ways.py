@@ -130,6 +130,6 @@ def _held(streams: Sequence[StreamInfo | None]) -> str:
 
 def sampled(sampling: Mapping[str, Any] | None) -> dict[str, Any]:
     """The entries of a sampling that determine which numbers are recorded: without the dtype and the shape."""
-    return {
-        name: value for name, value in (sampling or {}).items() if name not in ("dtype", "shape", "beside") and value
-    }
+    told = sampling or {}
+    beside = ("dtype", "shape", "beside", *(() if "rows" in told else ("datapoints",)))
+    return {name: value for name, value in told.items() if name not in beside and value}

@@ -81,7 +81,9 @@ class Capture:
         ``condition(message) -> bool`` is called with every message; False drops the message. The message's data is
         copied on access, and is valid only until the condition returns.
     rows : int, optional
-        Keep only the first datapoints of a batch, at most this many.
+        Keep only the first datapoints of a batch, at most this many. They are on axis 0 unless ``batch_first`` of the
+        layer, or the length of the batch, says that they are on axis 1, as in (time, batch, features). Where that is
+        not known before the first loss, the trace has a problem that says so.
     positions : int, optional
         Keep this many spatial or sequence positions of activations, inputs and their gradients, a fixed random choice.
         ``(n, channels, *space)`` becomes ``(n, channels, positions)``, ``(n, sequence, features)`` becomes
@@ -359,7 +361,7 @@ class Capture:
 
     # -- how much of a tensor -------------------------------------------------------------------------------
 
-    def select(self, kind: str, data: Tensor, module: nn.Module | None = None) -> Tensor:
+    def select(self, kind: str, data: Tensor, module: nn.Module | None = None, axis: int = 0) -> Tensor:
         """The chosen datapoints, positions or elements of a tensor; possibly the tensor itself or a view.
 
         Parameters
@@ -370,14 +372,16 @@ class Capture:
             Detached; any shape.
         module : nn.Module, optional
             The layer of the data, which distinguishes sequences from one-dimensional space.
+        axis : int
+            The axis of the datapoints.
         """
         entry = KINDS[kind]
         if entry.state:
             return data
-        if self.rows is not None and entry.batched and data.ndim > 0 and data.shape[0] > self.rows:
-            data = data[: self.rows]
+        if self.rows is not None and entry.batched and data.ndim > axis and data.shape[axis] > self.rows:
+            data = data.narrow(axis, 0, self.rows)
         if self.positions is not None and entry.batched and kind not in _TARGETS:
-            data = _choose_positions(data, self.positions, self.seed, module)
+            data = _choose_positions(data, self.positions, self.seed, module, axis)
         if self.elements is not None and kind not in _TARGETS and data.numel() > self.elements:
             chosen = _choice_on(data.numel(), self.elements, self.seed, data.device)
             flat = data.reshape(-1)
@@ -461,24 +465,32 @@ class Capture:
         return replace(self, hash_above=None, positions=None, elements=None, dtype=None, reduce="hash")
 
     def sampling(
-        self, kind: str, shape: Sequence[int], module: nn.Module | None = None, *, floating: bool = True
+        self,
+        kind: str,
+        shape: Sequence[int],
+        module: nn.Module | None = None,
+        *,
+        floating: bool = True,
+        axis: int | None = None,
     ) -> dict[str, Any] | None:
         """Describe what is kept of tensors of a shape, for the declaration of a stream; None if everything is.
 
         Readers compute the indices by calling `choice` with the given numbers. The shape is included only if it is
-        needed to place the indices, so that batches of different sizes can form one stream.
+        needed to place the indices, so that batches of different sizes can form one stream. `axis` is that of the
+        datapoints, if it is to be told.
         """
         entry = KINDS[kind]
         if not self.choices or (entry.state and self.beside(kind) is None):
             return None
         told: dict[str, Any] = {}
         numbers = list(shape)
-        if self.rows is not None and entry.batched and numbers:
+        of_rows = axis or 0
+        if self.rows is not None and entry.batched and len(numbers) > of_rows:
             told["rows"] = self.rows
-            numbers[0] = min(numbers[0], self.rows)
+            numbers[of_rows] = min(numbers[of_rows], self.rows)
         if kind not in _TARGETS:
             if self.positions is not None and entry.batched and len(numbers) >= 3:
-                first = 2 if _has_channels_first(len(numbers), module) else 1
+                first = _axis_of_positions(len(numbers), module, of_rows)
                 of = int(np.prod(numbers[2:])) if first == 2 else numbers[1]
                 if of > self.positions:
                     told["positions"] = {"count": self.positions, "of": of, "axis": first, "seed": self.seed}
@@ -496,6 +508,8 @@ class Capture:
             told |= {"reduce": "hash", "hash": {"name": "xxh3_64", "piece": PIECE}}
         elif self.beside(kind) == "statistics":
             told |= {"reduce": "statistics", "entries": list(ENTRIES), "axes": len(shape), "floating": floating}
+        if axis is not None and not {"elements", "reduce"} & told.keys():
+            told = {"datapoints": axis, **told}
         if "positions" in told or "elements" in told:
             told = {"shape": list(shape), **told}
         return told or None
@@ -568,15 +582,20 @@ def _choice_on(of: int, count: int, seed: int, device: torch.device) -> Tensor:
     return torch.from_numpy(choice(of, count, seed)).to(device)
 
 
-def _choose_positions(data: Tensor, count: int, seed: int, module: nn.Module | None) -> Tensor:
+def _choose_positions(data: Tensor, count: int, seed: int, module: nn.Module | None, of_rows: int) -> Tensor:
     if data.ndim < 3:
         return data
-    axis = 1
-    if _has_channels_first(data.ndim, module):
-        data, axis = data.flatten(2), 2
+    axis = _axis_of_positions(data.ndim, module, of_rows)
+    if axis == 2:
+        data = data.flatten(2)
     if data.shape[axis] <= count:
         return data
     return data.index_select(axis, _choice_on(data.shape[axis], count, seed, data.device))
+
+
+def _axis_of_positions(ndim: int, module: nn.Module | None, of_rows: int) -> int:
+    """The axis of the positions, given that of the datapoints: 2 if they follow the channels."""
+    return 2 if _has_channels_first(ndim, module) else 1 - of_rows
 
 
 def axis_of_neurons(ndim: int, module: nn.Module | None = None) -> int:

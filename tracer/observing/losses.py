@@ -130,6 +130,8 @@ class Losses(Part):
         found = output_and_labels(loss, args, kwargs)
         if tag == DEFAULT_TAG:
             self.differentiable.output_seen(found[0])
+            output_rows = found[0] if found[0] is not None and found[0].ndim < 3 else None
+            self.publisher.datapoints.rows_are(output_rows, found[1])
         for kind, tensor in zip(("network_output", "input_labels"), found, strict=True):
             if tensor is not None:
                 self.publisher.publish_leaves(kind, None, tensor, tag)

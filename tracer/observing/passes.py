@@ -133,8 +133,9 @@ class Passes(Part):
         self.enter(module)
         if running.listening:
             arguments = {name: arguments_of(args, kwargs)}
+            ids = self.samples.of_forward(name, arguments)
             self.publisher.publish_leaves("input_data", None, arguments, running.tag)
-            self.samples.forward_begins(name, arguments)
+            self.samples.publish(name, ids)
 
     # -- hooks of the model ---------------------------------------------------------------------------------
 
@@ -195,9 +196,10 @@ class Passes(Part):
             self.gate.guard("the inputs of a probe", functools.partial(self._offer, module, args, kwargs))
         if running.listening or running.counts is not None:
             arguments = arguments_of(args, kwargs)
+            ids = self.samples.of_forward("", arguments) if running.listening else None
             self.publisher.publish_leaves("input_data", None, arguments, running.tag)
             if running.listening:
-                self.samples.forward_begins("", arguments)
+                self.samples.publish("", ids)
 
     def _offer(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.offered is not None and self.offered(module, self.now.tag == EVAL_TAG, args, kwargs):
@@ -224,6 +226,8 @@ class Passes(Part):
             self.terms.whole(whole, running.tag)
         if running.tag == DEFAULT_TAG and is_grad_enabled():
             self.forwards.watch(one for _, one in leaves(output))
+        if running.tag == DEFAULT_TAG and isinstance(output, Tensor) and output.ndim < 3:
+            self.publisher.datapoints.rows_are(output)
         # observed losses publish the output as they get it, together with the labels
         if not self.given_to_losses or self.publisher.collecting is not None:
             self.publisher.publish_leaves("network_output", None, output, running.tag)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from tracer.messaging.messages import DEFAULT_TAG, Message, checked
 from tracer.observing.capture import Capture, axis_of_neurons
 from tracer.observing.clock import At, Clock
 from tracer.observing.conditions import meets
+from tracer.observing.datapoints import TOLD, Datapoints, asks
 from tracer.observing.demand import EVERYTHING, Captures, Demand, is_beside_statistics, stream_name
 from tracer.observing.numbers import Numbers, StreamKey
 from tracer.observing.overflows import Overflows
@@ -51,6 +52,8 @@ class Publisher:
         The memory for copies.
     rank : int
         This process's rank, which each message carries.
+    datapoints : Datapoints
+        Knows the axis of each stream's datapoints.
     overflows : Overflows
         Counts numbers beyond the range of the dtype that a capture casts to.
     collecting : callable or None
@@ -67,6 +70,7 @@ class Publisher:
         self.memory = Memory()
         self.rank = 0
         self.overflows = Overflows()
+        self.datapoints = Datapoints(self.clock, self.problems)
         self.collecting: Collecting | None = None
         self._running: dict[StreamKey, Tensor] = {}
         self._samplings: dict[tuple[Any, ...], dict[str, Any] | None] = {}
@@ -165,6 +169,7 @@ class Publisher:
         """
         kind, path, tag, leaf = stream
         first = captures[0]
+        axis = self.datapoints.axis(stream, data, self.demand.module_at(path)) if asks(kind, data) else None
         plain = len(captures) == 1 and first.keeps_whole(kind) and first.in_place_of(kind, data) is first
         if plain and scale is None and self.collecting is None and ordinary(data):
             # the fast way for nearly all messages: an ordinary tensor, unchanged
@@ -176,7 +181,8 @@ class Publisher:
                 data = data.clone()
             step, train_step, epoch, _ = at
             number = self.numbers.message(stream, call)
-            self._send(first, checked(kind, path, step, train_step, epoch, tag, number, leaf, self.rank, data))
+            told = None if axis is None else TOLD[axis]
+            self._send(first, checked(kind, path, step, train_step, epoch, tag, number, leaf, self.rank, data, told))
             return
         if not self.can_record(kind, path, data):
             return
@@ -193,13 +199,18 @@ class Publisher:
         if scale is not None and len(captures) > 1:
             source, scale, owned = unscaled(source, scale), None, True
         for capture in captures:
-            chosen = source if capture is EVERYTHING else capture.select(kind, source, self.demand.module_at(path))
+            chosen = source
+            if capture is not EVERYTHING:
+                chosen = capture.select(kind, source, self.demand.module_at(path), axis or 0)
+                if axis is None and capture.rows is not None and asks(kind, source) and len(source) > capture.rows:
+                    self.datapoints.cut(stream)
             keeping = capture.in_place_of(kind, chosen)
             if keeping is not capture:
-                chosen = keeping.select(kind, source)
+                chosen = keeping.select(kind, source, axis=axis or 0)
             if scale is not None:
                 chosen = unscaled(chosen, scale)
-            sampling = self.sampling(keeping, stream, source, placement, is_beside_statistics(capture, captures, kind))
+            twice = is_beside_statistics(capture, captures, kind)
+            sampling = self.sampling(keeping, stream, source, placement, twice, axis)
             self.release(keeping, stream, chosen, source, number, at, sampling, owned=owned)
 
     def release(
@@ -210,7 +221,7 @@ class Publisher:
         source: Tensor,
         call: int,
         at: At,
-        sampling: dict[str, Any] | None,
+        sampling: Mapping[str, Any] | None,
         *,
         owned: bool,
     ) -> None:
@@ -240,7 +251,7 @@ class Publisher:
         self.tell(capture, stream, final, call, at, sampling)
 
     def tell(
-        self, capture: Capture, stream: StreamKey, final: Tensor, call: int, at: At, sampling: dict[str, Any] | None
+        self, capture: Capture, stream: StreamKey, final: Tensor, call: int, at: At, sampling: Mapping[str, Any] | None
     ) -> None:
         """Publish the final tensor of a capture, which nobody else owns."""
         kind = capture.published(stream.kind) if capture.choices else stream.kind
@@ -261,7 +272,7 @@ class Publisher:
         data: Tensor | None,
         call: int,
         at: At,
-        sampling: dict[str, Any] | None = None,
+        sampling: Mapping[str, Any] | None = None,
     ) -> Message:
         _, path, tag, leaf = stream
         step, train_step, epoch, _ = at
@@ -270,20 +281,32 @@ class Publisher:
     # -- what a message says about its data -----------------------------------------------------------------
 
     def sampling(
-        self, capture: Capture, stream: StreamKey, data: Tensor, placement: dict[str, Any] | None, twice: bool
-    ) -> dict[str, Any] | None:
+        self,
+        capture: Capture,
+        stream: StreamKey,
+        data: Tensor,
+        placement: dict[str, Any] | None,
+        twice: bool,
+        axis: int | None = None,
+    ) -> Mapping[str, Any] | None:
         """How a message's data was made from a tensor; computed once per shape.
 
-        Consists of `Capture.sampling`, the placement, and `twice`: whether another message carries the statistics.
+        Consists of `Capture.sampling`, the placement, `twice`: whether another message carries the statistics, and the
+        `axis` of the datapoints, unless ranks hold parts of the tensor.
         """
+        if placement is not None:
+            axis = None
         if placement is None and not capture.choices and not twice:
-            return None
+            return None if axis is None else TOLD[axis]
         kind, module = stream.kind, self.demand.module_at(stream.module)
-        key = (id(capture), kind, tuple(data.shape), data.is_floating_point(), type(module), id(placement), twice)
+        key = (id(capture), kind, tuple(data.shape), data.is_floating_point(), type(module), id(placement), twice, axis)
         if key not in self._samplings:
             told: dict[str, Any] = {}
             if capture.choices:
-                told = capture.sampling(kind, tuple(data.shape), module, floating=data.is_floating_point()) or {}
+                floating = data.is_floating_point()
+                told = capture.sampling(kind, tuple(data.shape), module, floating=floating, axis=axis) or {}
+            elif axis is not None:
+                told = {"datapoints": axis}
             if twice:
                 told = {**told, "beside": ["statistics"]}
             if placement is not None:

@@ -57,17 +57,24 @@ class Samples(Part):
             with self.gate.lock:
                 self._given = _Given(tensor, self.forwards.training, self.clock.step)
 
-    def forward_begins(self, name: str, arguments: Any) -> None:
-        """Publish the ids of a recorded forward; `name` is the model's, if there are several."""
+    def of_forward(self, name: str, arguments: Any) -> Tensor | None:
+        """The ids of a recorded forward that begins, if they are known; `name` is the model's, if there are several."""
+        tag = self.gate.passes.now.tag
+        if self.publisher.collecting is not None or not self.demand.wanted("sample_ids", None, tag):
+            return None
+        ids = self._taken(name) if tag == DEFAULT_TAG else None
+        if ids is None:
+            ids = self._pulled(name, arguments)
+        if ids is not None and tag == DEFAULT_TAG:
+            self.publisher.datapoints.batch_is(len(ids))
+        return ids
+
+    def publish(self, name: str, ids: Tensor | None) -> None:
+        """Publish the ids of a recorded forward, after its inputs."""
         running = self.gate.passes.now
-        training = running.tag == DEFAULT_TAG
-        call = self._count(name) if training else running.batch
-        if self.publisher.collecting is None and self.demand.wanted("sample_ids", None, running.tag):
-            ids = self._taken(name) if training else None
-            if ids is None:
-                ids = self._pulled(name, arguments)
-            if ids is not None:
-                self.publisher.publish("sample_ids", None, ids, running.tag, name, call)
+        call = self._count(name) if running.tag == DEFAULT_TAG else running.batch
+        if ids is not None:
+            self.publisher.publish("sample_ids", None, ids, running.tag, name, call)
 
     def _pulled(self, name: str, arguments: Any) -> Tensor | None:
         """The ids of the batch that a forward uses."""

@@ -144,6 +144,7 @@ class Steps(Part):
         self.begin()  # the step counts even if its forward was not seen (compiled, bypassed)
         try:
             if not self.clock.idle:
+                self.publisher.datapoints.step_ends()
                 self.objectives.end_step()
                 if self.demand.inside_due():
                     if not self.optimizers:

@@ -7,7 +7,7 @@ computes for each layer from its inputs and the gradients of its outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, final, get_args
 
@@ -136,6 +136,43 @@ class _Step(At):
     """The data of a tag's current step, by kind, module (None: the network) and call."""
 
     heard: dict[str, dict[str | None, dict[int, Tensor]]] = field(default_factory=dict)
+    axes: dict[str | None, int] = field(default_factory=dict)  # by module: the axis of its datapoints, where it is told
+    ranks: int = 1  # over how many ranks the gradients of the parameters are averaged
+
+
+class _Layer(NamedTuple):
+    """The products of the per-sample gradients of a layer's parameters.
+
+    Attributes
+    ----------
+    found : list of (SampleGram, ndarray)
+        The products of each parameter, and its recorded gradient.
+    axis : int or None
+        The axis of the datapoints; None if nothing tells it.
+    """
+
+    found: list[tuple[SampleGram, NDArray[Any]]]
+    axis: int | None
+
+    @property
+    def samples(self) -> int:
+        """The number of datapoints."""
+        return len(self.found[0][0].gram)
+
+
+class _Compared(NamedTuple):
+    """The layers with the same number of datapoints, and their gradient compared with the recorded one."""
+
+    layers: list[_Layer]
+    wrong: float
+    right: float
+    likeness: float
+
+
+_ALIKE = 0.999
+"""The least cosine of the gradient of some passes with the recorded one, if they are what it was accumulated from."""
+_TRIES = 8
+"""The most numbers of passes that are tried."""
 
 
 @final
@@ -147,7 +184,8 @@ class GradientNoise(OfSteps[_Step]):
     and each step, as soon as a later step begins or the run ends, float64 scalars: ``{kind}_norm_test``,
     ``{kind}_inner_product_test``, ``{kind}_orthogonality_test``, ``{kind}_noise_scale``,
     ``{kind}_noise_scale_unbiased``, ``{kind}_variance``, ``{kind}_gsnr``, ``{kind}_early_stopping``, ``{kind}_cabs``,
-    ``{kind}_samples``, and how far they can be believed: ``{kind}_coverage`` and ``{kind}_residual``.
+    ``{kind}_samples``, and how far they can be believed: ``{kind}_coverage``, ``{kind}_residual``, ``{kind}_axis`` and
+    ``{kind}_ranks``.
 
     Parameters
     ----------
@@ -186,11 +224,17 @@ class GradientNoise(OfSteps[_Step]):
     *Edge values*: NaN with fewer than two samples, without a layer that is covered, and for tests where g is 0.
     Covered are linear layers and convolutions padded with zeros, also when they are called several times, embeddings,
     and batch, layer, instance and RMS normalisations;
-    ``{kind}_coverage`` is the share of the recorded parameters' elements that are theirs. ``{kind}_residual`` is
-    :math:`\|g - \hat g\| / \|\hat g\|` against their recorded gradients: about 1e-7 in float32 if all is right, more
-    after clipping, with shared weights, or if the geometry of a convolution was not found. With batch normalisation the
-    loss of a sample depends on the others, and :math:`g_b` is what came back through that sample. Never raises during a
-    replay.
+    ``{kind}_coverage`` is the share of the recorded parameters' elements that are theirs. The batch is that of most
+    layers; those with another number of rows, as a position embedding called with (1, time), are not covered.
+    ``{kind}_residual`` is :math:`\|g - \hat g\| / \|\hat g\|` against their recorded gradients: about 1e-7 in float32
+    if all is right, more after clipping, with shared weights, or if the geometry of a convolution was not found. With
+    batch normalisation the loss of a sample depends on the others, and :math:`g_b` is what came back through that
+    sample. ``{kind}_axis`` is the axis of the datapoints in most covered layers, 1 where time comes first. It is NaN
+    where nothing in the trace tells it of a layer with three axes or more, so that axis 0 was taken: then the samples
+    may be time steps. ``{kind}_ranks`` is over how many ranks the recorded gradients are averages, as by
+    ``DistributedDataParallel``: all other answers are of this rank's own batch, and above 1 the residual also has how
+    far its gradient is from the average. Passes that precede a ``zero_grad``, or whose step a ``GradScaler`` skipped,
+    are left out where the recorded gradient is that of the later passes. Never raises during a replay.
     *Memory*: what was heard of the step that is going on; part of `state_dict`.
     *Numerics*: float64; agrees with per-sample gradients of autograd to 1e-12. Variances are differences of second
     moments, as in cockpit.
@@ -240,7 +284,7 @@ class GradientNoise(OfSteps[_Step]):
         **where: Unpack[Where],
     ) -> None:
         kinds = (kind, inputs, weights, loss, *((biases,) if bias else ()))
-        whats = (*Noise._fields, "coverage", "residual")
+        whats = (*Noise._fields, "coverage", "residual", "axis", "ranks")
         super().__init__(kinds, [f"{kind}_{what}" for what in whats], **where)
         if len(set(kinds)) != len(kinds):
             raise MessageError(f"gradient noise needs different kinds, not {', '.join(kinds)}")
@@ -257,6 +301,11 @@ class GradientNoise(OfSteps[_Step]):
         """Keep one message."""
         # skip messages with a leaf: they are of several inputs or outputs of a module, or of a second backward
         if message.data is not None and not message.leaf:
+            told = message.sampling or {}
+            if message.kind == self.kind and isinstance(told.get("datapoints"), int):
+                now.axes[message.key] = told["datapoints"]
+            elif message.kind == self.weights and isinstance(told.get("placement"), Mapping):
+                now.ranks = max(now.ranks, len(told["placement"].get("replicas", ())))
             now.heard.setdefault(message.kind, {}).setdefault(message.key, {})[message.call] = message.data
 
     def pack(self, now: _Step) -> dict[str, Any]:
@@ -267,56 +316,105 @@ class GradientNoise(OfSteps[_Step]):
             for module, calls in of_kind.items()
             for call, data in calls.items()
         ]
-        return {"at": now.counters(), "heard": heard}
+        axes = [{"module": module, "axis": axis} for module, axis in now.axes.items()]
+        return {"at": now.counters(), "heard": heard, "axes": axes, "ranks": now.ranks}
 
     def unpack(self, told: Mapping[str, Any]) -> _Step:
         """The inverse of `pack`."""
         now = _Step(*told["at"])
         for one in told["heard"]:
             now.heard.setdefault(one["kind"], {}).setdefault(one["module"], {})[one["call"]] = one["data"]
+        now.axes = {one["module"]: one["axis"] for one in told["axes"]}
+        now.ranks = told["ranks"]
         return now
 
     def numbers(self, over: _Step) -> list[float]:
-        """The numbers of `gradient_noise`; the share of elements they cover; the relative error of their gradients."""
-        losses = over.heard.get(self.loss, {}).get(None, {})
+        """The numbers of `gradient_noise`, and how far they can be believed; see the class."""
+        losses = [one for _, one in sorted(over.heard.get(self.loss, {}).get(None, {}).items())]
         passes = self._passes(over, len(losses))
-        grams: list[SampleGram] = []
-        elements = covered = 0
-        wrong = right = 0.0
         with np.errstate(all="ignore"):
-            for module, gradients in over.heard.get(self.weights, {}).items():
-                of_bias = over.heard.get(self.biases, {}).get(module, {}) if self.bias else {}
-                recorded = [as_array(next(iter(calls.values()))) for calls in (gradients, of_bias) if calls]
-                elements += sum(one.size for one in recorded)
-                found_of_layer = layer_grams(
-                    over.heard.get(self.inputs, {}).get(module, {}),
-                    over.heard.get(self.kind, {}).get(module, {}),
-                    recorded,
-                    passes=passes,
-                    summed=self.reduction == "sum",
-                    geometry=Geometry(self.stride, self.padding, self.dilation),
-                )
-                for gram, gradient in found_of_layer:
-                    if grams and len(gram.gram) != len(grams[0].gram):
-                        continue
-                    grams.append(gram)
-                    covered += gradient.size
-                    mean = gram.mean * (len(gram.gram) if self.reduction == "sum" else 1)
-                    wrong += float(np.square(mean - gradient).sum())
-                    right += float(np.square(as_float64(gradient)).sum())
-            # a bias without a weight counts among the elements, but no layer's Gram matrix covers it
-            for module, calls in over.heard.get(self.biases, {}).items():
-                if module not in over.heard.get(self.weights, {}):
-                    elements += next(iter(calls.values())).numel()
-            value = _whole_loss(losses.values())
+            kept, compared = passes, self._compared(over, passes, passes)
+            if passes > 1 and not compared.likeness >= _ALIKE:
+                # passes before a zero_grad, and those whose step a GradScaler skipped, are not in the gradient
+                for last in sorted(range(1, passes), key=lambda last: min(last, passes - last))[:_TRIES]:
+                    of_last = self._compared(over, passes, last)
+                    if of_last.likeness >= _ALIKE:
+                        kept, compared = last, of_last
+                        break
+            layers = compared.layers
+            grams = [gram for layer in layers for gram, _ in layer.found]
+            value = _whole_loss(losses[-kept:] if len(losses) == passes else losses)
             if self.reduction == "sum" and grams:
                 value /= len(grams[0].gram)
             found = gradient_noise(grams, loss=value, learning_rate=self.learning_rate, eps=self.eps)
+            axes = [layer.axis for layer in layers]
             return [
                 *found,
-                covered / elements if elements else math.nan,
-                float(np.sqrt(np.float64(wrong) / right)) if grams else math.nan,
+                self._coverage(over, layers),
+                float(np.sqrt(np.float64(compared.wrong) / compared.right)) if grams else math.nan,
+                math.nan if not axes or None in axes else float(max(axes, key=axes.count) or 0),
+                over.ranks,
             ]
+
+    def _compared(self, over: _Step, passes: int, last: int) -> _Compared:
+        """The layers from the `last` of some passes, with the number of datapoints that most have."""
+        layers = self._layers(over, passes, last)
+        counts = [layer.samples for layer in reversed(layers)]  # of two equally frequent numbers, that near the loss
+        usual = max(counts, key=counts.count, default=0)
+        layers = [layer for layer in layers if layer.samples == usual]
+        wrong = right = along = size = 0.0
+        for gram, gradient in (pair for layer in layers for pair in layer.found):
+            mean = gram.mean * (usual if self.reduction == "sum" else 1)
+            recorded = as_float64(gradient)
+            wrong += float(np.square(mean - recorded).sum())
+            right += float(np.square(recorded).sum())
+            along += float((mean * recorded).sum())
+            size += float(np.square(mean).sum())
+        likeness = float(np.float64(along) / np.sqrt(right) / np.sqrt(size)) if layers else math.nan
+        return _Compared(layers, wrong, right, likeness)
+
+    def _layers(self, over: _Step, passes: int, last: int) -> list[_Layer]:
+        """The layers of which per-sample gradients are known, from the `last` of some passes."""
+        layers = []
+        for module, recorded in self._recorded(over):
+            axis = over.axes.get(module, 0)
+            inputs, gradients = (
+                {call: _datapoints_first(data, axis) for call, data in over.heard.get(kind, {}).get(module, {}).items()}
+                for kind in (self.inputs, self.kind)
+            )
+            calls = sorted(gradients)
+            if len(calls) % passes == 0:  # else no pass has a whole number of calls
+                gradients = {call: gradients[call] for call in calls[len(calls) // passes * (passes - last) :]}
+            found = layer_grams(
+                inputs,
+                gradients,
+                recorded,
+                passes=last,
+                summed=self.reduction == "sum",
+                geometry=Geometry(self.stride, self.padding, self.dilation),
+            )
+            if found:
+                asked = module not in over.axes and any(
+                    _may_have_time_first(one, recorded[0]) for one in gradients.values()
+                )
+                layers.append(_Layer(found, None if asked else axis))
+        return layers
+
+    def _recorded(self, over: _Step) -> Iterator[tuple[str | None, list[NDArray[Any]]]]:
+        """The recorded gradients of each module's weight and, if it counts, of its bias."""
+        for module, gradients in over.heard.get(self.weights, {}).items():
+            of_bias = over.heard.get(self.biases, {}).get(module, {}) if self.bias else {}
+            yield module, [as_array(next(iter(calls.values()))) for calls in (gradients, of_bias) if calls]
+
+    def _coverage(self, over: _Step, layers: list[_Layer]) -> float:
+        """The share of the recorded parameters' elements that belong to some layers."""
+        elements = sum(one.size for _, recorded in self._recorded(over) for one in recorded)
+        # a bias without a weight counts among the elements, but no layer's Gram matrix covers it
+        for module, calls in over.heard.get(self.biases, {}).items():
+            if module not in over.heard.get(self.weights, {}):
+                elements += next(iter(calls.values())).numel()
+        covered = sum(gradient.size for layer in layers for _, gradient in layer.found)
+        return covered / elements if elements else math.nan
 
     def _passes(self, over: _Step, losses: int) -> int:
         """How many forward passes the step accumulated: one for each loss, unless every pass has several losses."""
@@ -325,6 +423,18 @@ class GradientNoise(OfSteps[_Step]):
         if losses > 0 and (not calls or any(count % losses == 0 for count in calls)):
             return losses
         return min(calls, default=1)
+
+
+def _datapoints_first(data: Tensor, axis: int) -> Tensor:
+    """The tensor with the datapoints in axis 0."""
+    return data.movedim(axis, 0) if data.ndim > axis else data
+
+
+def _may_have_time_first(gradient: Tensor, weight: NDArray[Any]) -> bool:
+    """Whether the output of a layer has positions that may come before the datapoints: not that of a convolution."""
+    if gradient.ndim < 3 or weight.ndim > 2:
+        return False
+    return weight.ndim == 2 or gradient.shape[-1] == weight.size
 
 
 def _whole_loss(losses: Iterable[Tensor]) -> float:

@@ -484,3 +484,201 @@ def test_a_given_geometry_is_taken() -> None:
         }
         assert said["coverage"] == covered, given_
         assert (said["residual"] < 1e-12) == right, given_
+
+
+# -- time first -------------------------------------------------------------------------------------------------------
+
+
+class Sequential(nn.Module):
+    """Tokens or features (time, batch), or (batch, time), to classes: linear layers and a normalisation, then a mean."""
+
+    def __init__(self, *, tokens: bool, time: int = 0) -> None:
+        super().__init__()
+        self.first: nn.Module = nn.Embedding(9, 5) if tokens else nn.Linear(5, 5)
+        self.norm, self.head, self.axis = nn.LayerNorm(5), nn.Linear(5, 3), time
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(t, n, 5) or (t, n) → (n, 3)."""
+        out: Tensor = torch.tanh(self.head(self.norm(self.first(x)))).mean(self.axis)
+        return out
+
+
+def of_datapoints(model: nn.Module, x: Tensor, y: Tensor, axis: int) -> dict[str, Tensor]:
+    """Per-sample gradients where the datapoints are on an axis of the input, by a loop of single datapoints."""
+    names = dict(model.named_parameters())
+    rows = [
+        torch.autograd.grad(F.cross_entropy(model(x.narrow(axis, at, 1)), y[at : at + 1]), [*names.values()])
+        for at in range(len(y))
+    ]
+    return {name: torch.stack(of_one) for name, of_one in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize(("t", "b"), [(7, 16), (32, 16), (16, 7)])
+def test_datapoints_after_time_are_found(tokens: bool, t: int, b: int, tmp_path: Path) -> None:
+    """Where time is on axis 0, the samples are the datapoints, which are as many as the labels; live as on replay."""
+    torch.manual_seed(0)
+    model = Sequential(tokens=tokens).double()
+    batches = [
+        (torch.randint(9, (t, size)) if tokens else torch.randn(t, size, 5).double(), torch.randint(3, (size,)))
+        for size in (b, b - 1)
+    ]
+    reference, rule, live = copy.deepcopy(model), analyze.GradientNoise(), Collect()
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    capture = Capture(kinds=DATA_KINDS)
+    with tracer.record(
+        tmp_path / "run.zarr", model, optimizer, loss=loss, capture=capture, receivers=[rule, live], strict=True
+    ):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+    found = replayed(tmp_path / "run.zarr", analyze.GradientNoise())
+    told = [float(one.data) for one in live if one.kind in rule.produces and one.data is not None]
+    np.testing.assert_array_equal(told, [number for one in found for number in one.values()])
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for (x, y), one in zip(batches, found, strict=True):
+        expected = board(of_datapoints(reference, x, y, 1), float(F.cross_entropy(reference(x), y).detach()))
+        assert (one["samples"], one["coverage"], one["axis"], one["ranks"]) == (len(y), 1, 1, 1)
+        assert one["residual"] < 1e-12
+        for what in BOARD:
+            assert one[what] == pytest.approx(expected[what], rel=1e-11), what
+        optimizer.zero_grad()
+        F.cross_entropy(reference(x), y).backward()
+        optimizer.step()
+
+
+def test_datapoints_before_time_are_known(tmp_path: Path) -> None:
+    """The labels tell axis 0, too; where labels are of all positions, or as many as both axes, nothing tells it."""
+    torch.manual_seed(0)
+    y = torch.randint(3, (8,))
+    for name, x, labels, axis, known in (
+        ("first", torch.randn(8, 4, 5), y, 1, 0.0),
+        ("square", torch.randn(8, 8, 5), y, 1, math.nan),
+        ("positions", torch.randn(4, 2, 5), y, None, math.nan),
+    ):
+        model = Sequential(tokens=False).double()
+        model.axis = axis or 0
+        if axis is None:
+            model = nn.Sequential(model.first, model.norm, model.head, nn.Flatten(0, 1))  # type: ignore[assignment]
+        recorded_with_labels(tmp_path / f"{name}.zarr", model, x.double(), labels)
+        (found,) = replayed(tmp_path / f"{name}.zarr", analyze.GradientNoise())
+        assert found["samples"] == len(x)
+        np.testing.assert_equal(found["axis"], known)
+
+
+def recorded_with_labels(path: Path, model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Record one step with all data."""
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    with tracer.record(path, model, optimizer, loss=loss, capture=Capture(kinds=DATA_KINDS), strict=True):
+        loss(model(x), y).backward()
+        optimizer.step()
+
+
+def test_a_trace_that_does_not_tell_the_axis(tmp_path: Path) -> None:
+    """Messages of sequences without an axis, as in an older trace, are taken as before, and the axis is NaN."""
+    where: dict[str, Any] = {"module": "fc", "global_step": 0, "train_step": 0, "epoch": 0}
+    x, d = torch.randn(6, 4, 3).double(), torch.randn(6, 4, 2).double()
+    answers = {}
+    for axis in (None, 0, 1):
+        rule = analyze.GradientNoise(bias=False)
+        sampling = None if axis is None else {"datapoints": axis}
+        for kind, data in (
+            ("layer_inputs", x), ("layer_gradients", d), ("weight_gradients", torch.einsum("tbo,tbi->oi", d, x))
+        ):  # fmt: skip
+            told = sampling if kind == "layer_gradients" else None
+            assert not list(rule.receive(ModuleMessage(kind=kind, data=data, sampling=told, **where)))
+        resumed = analyze.GradientNoise(bias=False)
+        resumed.load_state_dict(rule.state_dict())
+        answers[axis] = {
+            one.kind.removeprefix("layer_gradients_"): float(one.data)
+            for one in resumed.finish()
+            if one.data is not None
+        }
+    assert [answers[axis]["samples"] for axis in (None, 0, 1)] == [6, 6, 4]
+    assert answers[1]["axis"] == 1
+    assert answers[0]["axis"] == 0
+    assert math.isnan(answers[None]["axis"])
+    assert answers[None]["noise_scale"] == answers[0]["noise_scale"] != answers[1]["noise_scale"]
+
+
+class Positions(nn.Module):
+    """Adds an embedding of positions, which it calls with (1, time), before all other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.tokens, self.head = nn.Embedding(6, 4), nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 6) → (n, 3)."""
+        out: Tensor = self.head(torch.tanh(self.positions(torch.arange(6)[None]) + self.tokens(x)).mean(1))
+        return out
+
+
+def test_the_batch_is_that_of_most_layers(tmp_path: Path) -> None:
+    """An embedding of positions with one row does not decide how many samples there are, and is not covered."""
+    model = Positions().double()
+    x, y = torch.randint(9, (10, 6)), torch.randint(3, (10,))
+    gradients = per_sample(model, x, y)
+    of_batch = {name: one for name, one in gradients.items() if not name.startswith("positions")}
+    expected = board(of_batch, float(F.cross_entropy(model(x), y).detach()))
+    recorded_with_labels(tmp_path / "run.zarr", model, x, y)
+    (found,) = replayed(tmp_path / "run.zarr", analyze.GradientNoise())
+    assert (found["samples"], found["axis"]) == (10, 0)
+    assert found["coverage"] == pytest.approx((36 + 15) / (24 + 36 + 15))
+    for what in BOARD:
+        assert found[what] == pytest.approx(expected[what], rel=1e-11), what
+
+
+# -- gradients that were thrown away, or averaged ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["zero_grad", "scaler"])
+def test_a_backward_that_was_thrown_away_does_not_count(how: str, tmp_path: Path) -> None:
+    """The board is of the batches whose gradient the optimizer used, not of those before `zero_grad` or a skip."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    away, *kept = [(torch.randn(8, 6).double(), torch.randint(3, (8,))) for _ in range(3)]
+    x, y = torch.cat([one for one, _ in kept]), torch.cat([one for _, one in kept])
+    expected = board(per_sample(model, x, y), float(F.cross_entropy(model(x), y).detach()))
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=how == "scaler")
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=loss, capture=Capture(kinds=DATA_KINDS)):
+        if how == "scaler":
+            scaler.scale(loss(model(away[0]) * math.inf, away[1])).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss(model(away[0]), away[1]).backward()
+        optimizer.zero_grad()
+        for part in kept:
+            scaler.scale(loss(model(part[0]), part[1]) / 2).backward()
+        scaler.step(optimizer)
+    (found,) = replayed(tmp_path / "run.zarr", analyze.GradientNoise())
+    assert (found["samples"], found["coverage"]) == (16, 1)
+    assert found["residual"] < 1e-12
+    for what in BOARD:
+        assert found[what] == pytest.approx(expected[what], rel=1e-9), what
+
+
+def test_an_average_over_ranks_is_named() -> None:
+    """Gradients that several ranks hold alike are averages of theirs; the board is of this rank's batch."""
+    where: dict[str, Any] = {"module": "fc", "global_step": 0, "train_step": 0, "epoch": 0}
+    x, d = torch.randn(6, 3).double(), torch.randn(6, 2).double()
+    rule = analyze.GradientNoise(bias=False)
+    average = ModuleMessage(
+        kind="weight_gradients", data=(d.T @ x) / 2, sampling={"placement": {"replicas": [0, 1, 2]}}, **where
+    )
+    messages = [
+        ModuleMessage(kind="layer_inputs", data=x, **where),
+        ModuleMessage(kind="layer_gradients", data=d, **where),
+        average,
+    ]
+    for message in messages:
+        assert not list(rule.receive(message))
+    found = {one.kind: float(one.data) for one in rule.finish() if one.data is not None}
+    assert (found["layer_gradients_ranks"], found["layer_gradients_samples"]) == (3, 6)
+    assert found["layer_gradients_residual"] == pytest.approx(1.0)

@@ -140,7 +140,7 @@ class RecordedStep:
 
 def _is_part(sampling: Mapping[str, Any] | None) -> bool:
     """Whether a message has only a part of this rank's tensor, or numbers computed from it."""
-    return sampling is not None and bool({*sampling} - {"beside", "placement"})
+    return sampling is not None and bool({*sampling} - {"beside", "placement", "datapoints"})
 
 
 @contextlib.contextmanager
