@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tracer.errors import MessageError
-from tracer.messaging.messages import KINDS
+from tracer.messaging.messages import KINDS, Message
 from tracer.numbers.arrays import Array, as_array
 
 BLOCK = 65536
@@ -66,3 +66,14 @@ def power_of_two(largest: float) -> float:
 def answer(value: float) -> Tensor:
     """A number as metrics publish it: a float64 tensor of no dimensions."""
     return torch.tensor(float(value), dtype=torch.float64, device="cpu")
+
+
+def axis_of_datapoints(message: Message) -> int | None:
+    """The axis of the datapoints in a message's data, where the recording tells it: 1 if time comes first."""
+    told = None if message.sampling is None else message.sampling.get("datapoints")
+    return told if type(told) is int and told in (0, 1) else None
+
+
+def datapoints_first(data: Tensor, axis: int | None) -> Tensor:
+    """Data with the datapoints in axis 0, given the axis that they are in; None: unknown, so it is left as it is."""
+    return data.movedim(axis, 0) if axis and data.ndim > axis else data

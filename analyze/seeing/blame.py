@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.elementwise.sharing import Extent, shared
-from analyze.metrics.gradients.layer_grams import Geometry, layer_grams
-from analyze.metrics.inputs import as_float64
+from analyze.metrics.gradients.layer_grams import Geometry, layer_grams, may_have_time_first
+from analyze.metrics.inputs import as_float64, datapoints_first
 from analyze.metrics.streams import Series, series_of
 from analyze.seeing.check import check
 from analyze.seeing.settings import Change, changes
@@ -218,6 +218,9 @@ def blame(path: Anywhere | TraceReader, step: int | None = None, *, most: int = 
     that is not recorded or has no floating-point numbers, that of the first layer. An input is unusual if it is not
     finite, or if its norm is outside the range of all datapoints of the 40 recorded steps before, and the logarithm of
     the norm is farther from their median than log 3 and than 8 robust standard deviations, up or down.
+
+    The datapoints are on the axis that the recording tells, which is 1 where time comes first; `unseen` says where it
+    does not tell it.
     """
     with nullcontext(path) if isinstance(path, TraceReader) else TraceReader(path) as opened:
         reader = opened.of_rank(opened.ranks[0]) if len(opened.ranks) > 1 else opened
@@ -321,14 +324,15 @@ def _suspects(reader: TraceReader, steps: Sequence[int], before: Sequence[int]) 
     """The datapoints of `steps`, most suspicious first, and what could not be examined; `before`: earlier steps."""
     found: list[Suspect] = []
     unseen: dict[str, None] = {}
-    sizes = _sizes(reader, [*before, *steps])
+    axes = _axes(reader)
+    sizes = _sizes(reader, [*before, *steps], axes)
     usual = [sizes[step] for step in before if step in sizes]
     if len(usual) < _LEAST_PAST:
         where = f"in {len(usual)} of the steps before only" if sizes else "nowhere"
         unseen[f"inputs of floating-point numbers were recorded {where}, so one of unusual size is not told"] = None
     for step in steps:
-        heard = _heard(reader, step)
-        norms, remarks = _norms(heard, len(sizes.get(step, ())))
+        heard = _heard(reader, step, axes)
+        norms, remarks = _norms(heard, len(sizes.get(step, ())), axes)
         unseen |= dict.fromkeys(remarks)
         seen = norms is not None
         if norms is None:  # an unusual input is reported even without gradients
@@ -356,7 +360,26 @@ def _suspicion(one: Suspect) -> tuple[float, ...]:
     return -away, -math.inf if math.isnan(one.norm) else -one.norm / max(one.typical, 1e-300), one.step
 
 
-def _sizes(reader: TraceReader, steps: Sequence[int]) -> dict[int, NDArray[np.float64]]:
+_Axes = Mapping[tuple[str, str | None], int]
+
+
+def _axes(reader: TraceReader) -> _Axes:
+    """The axis of the datapoints by kind and module, where the recording tells it in some of the stream's messages.
+
+    What a layer's inputs do not tell is that of the gradients of its outputs.
+    """
+    found: dict[tuple[str, str | None], int] = {}
+    for one in reader.streams:
+        axis = (one.sampling or {}).get("datapoints")
+        if type(axis) is int and one.tag == DEFAULT_TAG and not one.leaf:
+            found[one.kind, one.module] = axis
+    for (kind, module), axis in [*found.items()]:
+        if kind == "layer_gradients":
+            found.setdefault(("layer_inputs", module), axis)
+    return found
+
+
+def _sizes(reader: TraceReader, steps: Sequence[int], axes: _Axes) -> dict[int, NDArray[np.float64]]:
     """By step, the norm of each datapoint's input to the network or, if that was not recorded, to its first layer."""
     streams = [
         one
@@ -369,7 +392,8 @@ def _sizes(reader: TraceReader, steps: Sequence[int]) -> dict[int, NDArray[np.fl
     for message in reader.messages(streams=chosen, steps=(steps[0], steps[-1] + 1)):
         if message.data is not None and message.data.ndim >= 2:
             with np.errstate(all="ignore"):
-                rows = as_float64(message.data).reshape(len(message.data), -1)
+                data = datapoints_first(message.data, axes.get((message.kind, message.key)))
+                rows = as_float64(data).reshape(len(data), -1)
                 found.setdefault(message.global_step, []).append(np.linalg.norm(rows, axis=1))
     return {step: np.concatenate(norms) for step, norms in found.items()}
 
@@ -390,19 +414,21 @@ def _beside(now: NDArray[np.float64], usual: NDArray[np.float64]) -> tuple[list[
 _Heard = Mapping[str, Mapping[str | None, Mapping[int, Tensor]]]
 
 
-def _heard(reader: TraceReader, step: int) -> _Heard:
-    """The data of a step by kind, module and call."""
+def _heard(reader: TraceReader, step: int, axes: _Axes) -> _Heard:
+    """The data of a step by kind, module and call, with the datapoints in axis 0 as far as the trace tells it."""
     heard: dict[str, dict[str | None, dict[int, Tensor]]] = {}
     for message in reader.messages(kinds=(*_PER_SAMPLE, "sample_ids"), tags=DEFAULT_TAG, steps=(step, step + 1)):
         if message.data is not None and not message.leaf:
-            heard.setdefault(message.kind, {}).setdefault(message.key, {})[message.call] = message.data
+            data = datapoints_first(message.data, axes.get((message.kind, message.key)))
+            heard.setdefault(message.kind, {}).setdefault(message.key, {})[message.call] = data
     return heard
 
 
-def _norms(heard: _Heard, likely: int) -> tuple[NDArray[np.float64] | None, list[str]]:
+def _norms(heard: _Heard, likely: int, axes: _Axes) -> tuple[NDArray[np.float64] | None, list[str]]:
     """The gradient norm of each datapoint (of which there are probably `likely`), and what could not be examined."""
     squares: dict[str, NDArray[np.float64]] = {}
     left: list[str] = []
+    guessed: list[str] = []
     gradients, inputs = heard.get("layer_gradients", {}), heard.get("layer_inputs", {})
     for module, calls in heard.get("weight_gradients", {}).items():
         of_bias = heard.get("bias_gradients", {}).get(module, {})
@@ -417,6 +443,9 @@ def _norms(heard: _Heard, likely: int) -> tuple[NDArray[np.float64] | None, list
             )  # fmt: skip
         if grams:
             squares[module or ""] = np.sum([np.diagonal(gram.gram) for gram, _ in grams], axis=0)
+            asked = ("layer_gradients", module) not in axes
+            if asked and any(may_have_time_first(one, recorded[0]) for one in gradients[module].values()):
+                guessed.append(module or "")
         else:
             left.append(module or "")
     if squares:
@@ -427,7 +456,14 @@ def _norms(heard: _Heard, likely: int) -> tuple[NDArray[np.float64] | None, list
         names = ", ".join(module or "the root" for module in left)
         with np.errstate(all="ignore"):
             norms = np.sqrt(np.sum([one for one in squares.values() if len(one) == count], axis=0))
-        return norms, [f"the gradients of {names} could not be had for single datapoints"] if left else []
+        remarks = [f"the gradients of {names} could not be had for single datapoints"] if left else []
+        if any(len(squares[module]) == count for module in guessed):
+            of = ", ".join(module or "the root" for module in guessed)
+            remarks.append(
+                f"nothing in the trace tells on which axis the datapoints of {of} are: axis 0 was taken, so these may "
+                "be time steps"
+            )
+        return norms, remarks
     return _norms_of_outputs(gradients)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, Unpack, final
 
 import numpy as np
 
-from analyze.metrics.inputs import as_float64, power_of_two
+from analyze.metrics.inputs import as_float64, axis_of_datapoints, datapoints_first, power_of_two
 from analyze.metrics.metric import PerMessage, Where
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import Array, as_array
@@ -68,7 +68,7 @@ class SampleNorm(PerMessage):
     Parameters
     ----------
     kind : str
-        A kind whose first axis is the datapoints, (n, ...).
+        A kind with datapoints: they are on the first axis, (n, ...), or on that which the recording tells.
     tag, subsample, modules
         As in `tracer.Subscription`.
 
@@ -109,4 +109,5 @@ class SampleNorm(PerMessage):
 
     def measure(self, message: Message) -> SampleNorms:
         """The mean norm of the datapoints, and the same divided by the root of the elements of a datapoint."""
-        return sample_norm(as_array(message.data))
+        data = message.data
+        return sample_norm(as_array(data if data is None else datapoints_first(data, axis_of_datapoints(message))))

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.checks import check, check_word, is_number, is_whole
-from analyze.metrics.gradients.layer_grams import Geometry, layer_grams
+from analyze.metrics.gradients.layer_grams import Geometry, layer_grams, may_have_time_first
 from analyze.metrics.gradients.sample_gram import SampleGram, linear_gram  # noqa: F401 - for the example
-from analyze.metrics.inputs import as_float64
+from analyze.metrics.inputs import as_float64, axis_of_datapoints, datapoints_first
 from analyze.metrics.metric import Where
 from analyze.metrics.steps import OfSteps
 from analyze.metrics.streams import At
@@ -301,11 +301,12 @@ class GradientNoise(OfSteps[_Step]):
         """Keep one message."""
         # skip messages with a leaf: they are of several inputs or outputs of a module, or of a second backward
         if message.data is not None and not message.leaf:
-            told = message.sampling or {}
-            if message.kind == self.kind and isinstance(told.get("datapoints"), int):
-                now.axes[message.key] = told["datapoints"]
-            elif message.kind == self.weights and isinstance(told.get("placement"), Mapping):
-                now.ranks = max(now.ranks, len(told["placement"].get("replicas", ())))
+            axis = axis_of_datapoints(message)
+            if message.kind == self.kind and axis is not None:
+                now.axes[message.key] = axis
+            elif message.kind == self.weights and message.sampling is not None:
+                placement = message.sampling.get("placement") or {}
+                now.ranks = max(now.ranks, len(placement.get("replicas", ())))
             now.heard.setdefault(message.kind, {}).setdefault(message.key, {})[message.call] = message.data
 
     def pack(self, now: _Step) -> dict[str, Any]:
@@ -379,7 +380,7 @@ class GradientNoise(OfSteps[_Step]):
         for module, recorded in self._recorded(over):
             axis = over.axes.get(module, 0)
             inputs, gradients = (
-                {call: _datapoints_first(data, axis) for call, data in over.heard.get(kind, {}).get(module, {}).items()}
+                {call: datapoints_first(data, axis) for call, data in over.heard.get(kind, {}).get(module, {}).items()}
                 for kind in (self.inputs, self.kind)
             )
             calls = sorted(gradients)
@@ -395,7 +396,7 @@ class GradientNoise(OfSteps[_Step]):
             )
             if found:
                 asked = module not in over.axes and any(
-                    _may_have_time_first(one, recorded[0]) for one in gradients.values()
+                    may_have_time_first(one, recorded[0]) for one in gradients.values()
                 )
                 layers.append(_Layer(found, None if asked else axis))
         return layers
@@ -423,18 +424,6 @@ class GradientNoise(OfSteps[_Step]):
         if losses > 0 and (not calls or any(count % losses == 0 for count in calls)):
             return losses
         return min(calls, default=1)
-
-
-def _datapoints_first(data: Tensor, axis: int) -> Tensor:
-    """The tensor with the datapoints in axis 0."""
-    return data.movedim(axis, 0) if data.ndim > axis else data
-
-
-def _may_have_time_first(gradient: Tensor, weight: NDArray[Any]) -> bool:
-    """Whether the output of a layer has positions that may come before the datapoints: not that of a convolution."""
-    if gradient.ndim < 3 or weight.ndim > 2:
-        return False
-    return weight.ndim == 2 or gradient.shape[-1] == weight.size
 
 
 def _whole_loss(losses: Iterable[Tensor]) -> float:

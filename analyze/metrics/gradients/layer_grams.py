@@ -90,6 +90,13 @@ def layer_grams(
     return list(zip(grams, recorded, strict=True))
 
 
+def may_have_time_first(gradient: Tensor, weight: NDArray[Any]) -> bool:
+    """Whether the output of a layer has positions that may come before the datapoints: not that of a convolution."""
+    if gradient.ndim < 3 or weight.ndim > 2:
+        return False
+    return weight.ndim == 2 or gradient.shape[-1] == weight.size
+
+
 def _of_weight(
     parts: Sequence[Sequence[Tensor]], d: Sequence[NDArray[np.float64]], weight: NDArray[Any], geometry: Geometry
 ) -> tuple[SampleGram, int] | None:

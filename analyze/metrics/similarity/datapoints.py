@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, check_word
+from analyze.metrics.inputs import axis_of_datapoints, datapoints_first
 from tracer.messaging.messages import Message, with_data
 from tracer.numbers.arrays import Array, as_array
 
@@ -46,11 +47,15 @@ def channels_first(shape: tuple[int, ...], channels: Channels) -> bool:
 
 
 def neurons_last(message: Message, channels: object) -> Message:
-    """A message with its neurons in the last axis if `channels` is ``"auto"`` and the number of axes misleads.
+    """A message with its datapoints in axis 0, and its neurons in the last axis if the number of axes misleads.
 
-    It misleads if a recording kept only some positions of a convolution, in one axis: the three axes look like a
+    The datapoints are moved if the recording tells that time comes before them. With `channels` ``"auto"``, the number
+    of axes misleads if a recording kept only some positions of a convolution, in one axis: the three axes look like a
     sequence. The message's sampling tells that the positions come after the channels.
     """
+    axis = axis_of_datapoints(message)
+    if axis and message.data is not None:
+        return with_data(message, datapoints_first(message.data, axis))
     kept = None if message.sampling is None else message.sampling.get("positions")
     come_last = isinstance(kept, Mapping) and kept.get("axis") == 2
     if channels != "auto" or not come_last or message.data is None or message.data.ndim != 3:

@@ -490,7 +490,7 @@ def test_a_given_geometry_is_taken() -> None:
 
 
 class Sequential(nn.Module):
-    """Tokens or features (time, batch), or (batch, time), to classes: linear layers and a normalisation, then a mean."""
+    """Tokens or features, time and batch in either order, to classes: linear layers, a normalisation, and a mean."""
 
     def __init__(self, *, tokens: bool, time: int = 0) -> None:
         super().__init__()

@@ -392,3 +392,31 @@ def test_a_schedule_that_goes_on_is_no_change(tmp_path: Path, schedule: str) -> 
         assert blame(path, step).settings == (), step
     restarted = [(one.step, one.name) for one in blame(path, 31).settings]
     assert restarted == ([(30, "lr")] if schedule == "cosine" else [])
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_datapoint_is_none_of_its_time_steps(tmp_path: Path, told: bool) -> None:
+    """Where time is on axis 0, the datapoint and its label are named; where nothing tells the axis, blame says so."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with tracer.record(
+        tmp_path / "run.zarr", model, optimizer, capture=EVERYTHING, loss=torch.nn.functional.cross_entropy
+    ):
+        for step in range(13):
+            x, y = torch.randn(7, 16, 5), torch.randint(0, 3, (16,))
+            if step == 12:
+                x[:, 11] *= 50
+            optimizer.zero_grad()
+            out = model(x)
+            if told:
+                torch.nn.functional.cross_entropy(out.mean(0), y).backward()
+            else:
+                out.square().mean().backward()
+            optimizer.step()
+    found = blame(tmp_path / "run.zarr", 12)
+    assert any("which axis" in one for one in found.unseen) == (not told)
+    if told:
+        first = found.suspects[0]
+        assert (first.position, first.odd, first.label) == (11, True, str(int(y[11])))
+        assert len({one.position for one in blame(tmp_path / "run.zarr", 12, most=100).suspects}) == 16
