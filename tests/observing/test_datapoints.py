@@ -44,7 +44,9 @@ LAYERS: dict[str, tuple[Callable[[bool], nn.Module], Callable[..., Tensor]]] = {
         lambda layer, x: layer(x, key=x, value=x)[0],
     ),
     "encoder": (
-        lambda first: nn.TransformerEncoder(nn.TransformerEncoderLayer(F, 2, 8, 0.0, batch_first=first), 1),
+        lambda first: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(F, 2, 8, 0.0, batch_first=first), 1, enable_nested_tensor=False
+        ),
         lambda layer, x: layer(x),
     ),
     "decoder": (

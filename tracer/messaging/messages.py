@@ -57,7 +57,8 @@ class Kind:
     per_call : bool
         Whether there is one message for each forward call, or one for each step.
     batched : bool
-        Whether the first axis of the data runs over the datapoints of a batch.
+        Whether an axis of the data runs over the datapoints of a batch: the first, unless `Message.sampling` says that
+        it is another (``"datapoints"``).
     clock : str
         The counter that `subsample` and `every` count: ``"global_step"`` or ``"epoch"``.
     state : bool

@@ -6,7 +6,7 @@ Axis 0 nearly always; axis 1 where time comes first, as by default in ``nn.LSTM`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -88,14 +88,16 @@ class Datapoints:
 
     # -- what follows -----------------------------------------------------------------------------------------
 
-    def axis(self, stream: StreamKey, data: Tensor, module: nn.Module | None) -> int | None:
+    def axis(self, stream: StreamKey, data: Tensor, module_at: Callable[[str | None], nn.Module | None]) -> int | None:
         """The axis of the datapoints, if a message has to tell it; None: axis 0, or unknown.
 
         Axis 0 is told of the gradients of layers with parameters, because `analyze` has to know that it is no guess.
+        `module_at` gives the module at a path.
         """
-        shape, key = tuple(data.shape), (stream.kind, stream.module, stream.leaf)
+        key = stream.kind, stream.module, stream.leaf
         if key in self._told:
             return self._told[key]
+        shape, module = tuple(data.shape), module_at(stream.module)
         if isinstance(module, _CHANNELS_FIRST):
             self._told[key] = None
             self._axes.add(0)

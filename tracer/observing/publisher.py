@@ -169,7 +169,7 @@ class Publisher:
         """
         kind, path, tag, leaf = stream
         first = captures[0]
-        axis = self.datapoints.axis(stream, data, self.demand.module_at(path)) if asks(kind, data) else None
+        axis = self.datapoints.axis(stream, data, self.demand.module_at) if asks(kind, data) else None
         plain = len(captures) == 1 and first.keeps_whole(kind) and first.in_place_of(kind, data) is first
         if plain and scale is None and self.collecting is None and ordinary(data):
             # the fast way for nearly all messages: an ordinary tensor, unchanged
