@@ -12,7 +12,6 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
-from tracer.observing.clock import Clock
 from tracer.observing.numbers import StreamKey
 from tracer.observing.problems import Problems
 
@@ -43,13 +42,11 @@ class Datapoints:
 
     Parameters
     ----------
-    clock : Clock
     problems : Problems
         Where rows are noted that were cut along an axis that is not, or may not be, that of the datapoints.
     """
 
-    def __init__(self, clock: Clock, problems: Problems) -> None:
-        self._clock = clock
+    def __init__(self, problems: Problems) -> None:
         self._problems = problems
         self._told: dict[_Key, int | None] = {}  # what `axis` returns, where it is settled
         self._sequences: dict[str, tuple[int, nn.Module | None]] = {}  # of modules: the axis, and which layer it is
@@ -159,7 +156,7 @@ class Datapoints:
     def _of_lengths(self, shape: Shape) -> int | None:
         """The axis that is as long as a known batch; None if it is unknown."""
         # labels with the same first two axes have a row for each time step or datapoint, whichever is first
-        counts = {one[0] for one in self._evidence if len(one) < 2 or one[:2] != shape[:2]}
+        counts = {one[0] for one in self._evidence if one[0] and (len(one) < 2 or one[:2] != shape[:2])}
         fits = [axis for axis in (0, 1) if axis < len(shape) and shape[axis] in counts]
         if fits == [1] and shape[0] % shape[1] == 0 and self._axes != {1}:
             # (windows of each datapoint, as many tokens as datapoints, features) has these lengths, too
@@ -188,7 +185,8 @@ class Datapoints:
 
 def asks(kind: str, data: Tensor) -> bool:
     """Whether the axis of the datapoints is a question: of sequences, and of ids of tokens."""
-    return kind in _BATCHED and (data.ndim > 2 or (data.ndim == 2 and not data.is_floating_point()))
+    asked = kind in _BATCHED and (data.ndim > 2 or (data.ndim == 2 and not data.is_floating_point()))
+    return asked and not data.is_nested
 
 
 TOLD: Final[Mapping[int, Mapping[str, Any]]] = {axis: {"datapoints": axis} for axis in (0, 1)}

@@ -70,7 +70,7 @@ class Publisher:
         self.memory = Memory()
         self.rank = 0
         self.overflows = Overflows()
-        self.datapoints = Datapoints(self.clock, self.problems)
+        self.datapoints = Datapoints(self.problems)
         self.collecting: Collecting | None = None
         self._running: dict[StreamKey, Tensor] = {}
         self._samplings: dict[tuple[Any, ...], dict[str, Any] | None] = {}
