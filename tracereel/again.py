@@ -5,15 +5,20 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tracer
+from tracer.messaging.messages import kept_of
 from tracer.secrets import STARS
 from tracereel.checks import TRACE_SUFFIXES
-from tracereel.errors import DIFFERENT, WRONG_USAGE, Failure
+from tracereel.errors import DIFFERENT, UNVERIFIED, WRONG_USAGE, Failure
 from tracereel.printing import say
 from tracereel.programs import program_of
+
+if TYPE_CHECKING:
+    from tracer.recording.reenacting.comparison import Verdict
+    from tracer.replaying.plan import Plan
 
 RECORDED = "recorded"
 """Given instead of a script, this word stands for the command that the run was recorded with."""
@@ -89,15 +94,30 @@ class Again(NamedTuple):
     ----------
     trace : str
         Path of the trace in which the steps were recorded.
-    verdict : str
-        The result of the comparison with the run, in a sentence.
-    identical : bool
-        Whether the steps gave the values of the run.
+    verdict : Verdict or None
+        The result of the comparison with the run; None if the script ended before there was one.
     """
 
     trace: str
-    verdict: str
-    identical: bool
+    verdict: Verdict | None
+
+    def __str__(self) -> str:
+        return "the script ended before the steps were over" if self.verdict is None else str(self.verdict)
+
+    @property
+    def usable(self) -> bool:
+        """Whether all steps were run, and none of their values is known to differ from the run's."""
+        return self.verdict is not None and self.verdict.outcome in ("identical", "partial")
+
+    def of_replays(self, plans: Iterable[Plan]) -> Verdict:
+        """The verdict about the kinds that replays read, of a usable result."""
+        assert self.verdict is not None, "a usable result has a verdict"
+        return self.verdict.about({kept_of(one.kind)[0] for plan in plans for one in (*plan.streams, *plan.derived)})
+
+    def as_json(self) -> dict[str, Any]:
+        """The result in JSON values."""
+        told = {"outcome": "unfinished", "identical": False} if self.verdict is None else self.verdict.describe()
+        return {"trace": self.trace, "verdict": str(self), **{name: told[name] for name in ("outcome", "identical")}}
 
 
 def trace_of_steps(run: str, steps: tuple[int, int], attempt: int | None = None) -> str:
@@ -117,7 +137,7 @@ def trace_of_steps(run: str, steps: tuple[int, int], attempt: int | None = None)
 def recorded_again(
     run: str, script: Script, steps: tuple[int, int], attempt: int | None = None, out: str | None = None
 ) -> Again:
-    """Run steps of a run again and return the result; an earlier identical result is reused.
+    """Run steps of a run again and return the result; an earlier result is reused if it is usable.
 
     Raises
     ------
@@ -126,7 +146,7 @@ def recorded_again(
     """
     out = out or trace_of_steps(run, steps, attempt)
     there = found_again(run, steps, out, attempt)
-    if there is not None and there.identical:
+    if there is not None and there.usable:
         return there
     say(f"running steps {steps[0]}:{steps[1]} of {run} again, into {out}")
     return of_a_run(run, script, steps, out, run, attempt=attempt, overwrite=True)
@@ -152,7 +172,11 @@ def found_again(run: str, steps: tuple[int, int], out: str, attempt: int | None 
         now = recorded.describe()
     if about.get("run") != now["run"] or about.get("steps") != list(steps):
         raise Failure(f"{out} is already there, and is not of steps {steps[0]}:{steps[1]} of {run}; move it away")
-    return _verdict(out) if {name: about.get(name) for name in now} == now else None
+    if {name: about.get(name) for name in now} != now:
+        return None
+    found = _verdict(out)
+    # a trace from before verdicts told what was compared proves nothing, so its steps are run once more
+    return None if found.verdict is not None and not found.verdict.coverage else found
 
 
 def _stem(run: str) -> str:
@@ -189,7 +213,7 @@ def of_a_run(
         text=True,
         check=False,
     )
-    if done.returncode not in (0, DIFFERENT):
+    if done.returncode not in (0, DIFFERENT, UNVERIFIED):
         said = [line for line in done.stderr.splitlines() if line.strip()]
         why = said[-1].removeprefix("Error: ") if said else f"it ended with {done.returncode}"
         raise Failure(f"{steps_named(steps)} of {name} cannot be run again: {why}", WRONG_USAGE)
@@ -202,7 +226,4 @@ def _verdict(out: str) -> Again:
 
     with tracer.open(out) as reader:
         told = [note["reenacted"] for note in reader.notes if "reenacted" in note]
-    if not told:
-        return Again(out, "the script ended before the steps were over", identical=False)
-    verdict = Verdict.of(told[-1])
-    return Again(out, str(verdict), verdict.identical)
+    return Again(out, Verdict.of(told[-1]) if told else None)

@@ -14,7 +14,7 @@ from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, Trace
 from tracereel import options
 from tracereel.checks import RESULT_SUFFIXES, check_apart, check_installed, check_new
 from tracereel.command import Command, conclude
-from tracereel.errors import DAMAGED, DIFFERENT, FAILED, WRONG_USAGE, Failure, wrong_usage
+from tracereel.errors import DAMAGED, DIFFERENT, FAILED, UNVERIFIED, WRONG_USAGE, Failure, wrong_usage
 from tracereel.facts import answer_facts, message_line
 from tracereel.options import Filters
 from tracereel.printing import (
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tracer.messaging.subscriber import Subscriber
     from tracer.replaying.plan import Plan
     from tracer.trace.reader import TraceReader
+    from tracereel.again import Again
 
 
 # -- replay -------------------------------------------------------------------------------------------------------
@@ -142,6 +143,7 @@ def replay(
 ) -> None:
     """Feed a trace through subscribers, and print, write or plot what they answer."""
     target = outputs.checked(trace)
+    again = None
     if reenact is not None:
         if follow or filters.steps is None or filters.steps[1] is None:
             raise click.UsageError("--reenact needs --steps A:B, the steps to run again, of a run that has ended")
@@ -149,7 +151,8 @@ def replay(
         if only_plan:
             _print_steps_to_run(trace, span, attempt)
             return
-        trace = _run_again(trace, reenact, span, attempt)
+        again = _run_again(trace, reenact, span, attempt)
+        trace = again.trace
     elif attempt is not None:
         raise click.UsageError("--attempt goes with --reenact")
     if follow and only_plan:
@@ -173,6 +176,11 @@ def replay(
             return
         for sentence in dict.fromkeys(one for question in questions for one in question.plan.scarce):
             complain(sentence)
+        if again is not None:
+            verdict = again.of_replays(question.plan for question in questions)
+            complain(f"what is read of {verdict}")
+            if not verdict.identical:
+                conclude(UNVERIFIED)
         results = Results()
         damage: TraceError | None = None
         for question in questions:
@@ -197,15 +205,17 @@ def replay(
     _note_silent(results, [subscriber for question in questions for subscriber in question.subscribers])
 
 
-def _run_again(trace: str, line: str, steps: tuple[int, int], attempt: int | None) -> str:
-    """Run the steps again, and return the path of their trace if they are identical to the run."""
+def _run_again(trace: str, line: str, steps: tuple[int, int], attempt: int | None) -> Again:
+    """Run the steps again, and return the result if none of their values differs from the run's."""
     from tracereel.again import Script, recorded_again
 
     found = recorded_again(trace, Script.of(line, trace), steps, attempt)
-    if not found.identical:
-        raise Failure(f"{found.verdict}; they are in {found.trace}", DIFFERENT)
-    say(found.verdict)
-    return found.trace
+    if not found.usable:
+        raise Failure(f"{found}; they are in {found.trace}", DIFFERENT)
+    assert found.verdict is not None, "a usable result has a verdict"
+    for sentence in found.verdict.replaced:
+        complain(sentence)
+    return found
 
 
 def _print_steps_to_run(trace: str, steps: tuple[int, int], attempt: int | None) -> None:

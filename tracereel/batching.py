@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +14,7 @@ from tracer.shown import printable
 from tracereel import options
 from tracereel.checks import check_installed
 from tracereel.command import Command, conclude
-from tracereel.errors import SOME_FAILED, wrong_usage
+from tracereel.errors import SOME_FAILED, UNVERIFIED, wrong_usage
 from tracereel.options import Filters
 from tracereel.printing import plain_warnings, print_json, say, size, tell
 
@@ -133,9 +133,10 @@ def batch(
                 traces, specs, out, scheduler=scheduler, slurm=cluster, memory=memory, table=table, progress=progress,
                 **asked,
             )  # fmt: skip
-    _print_results(results, as_json)
-    if results.failures:
-        conclude(SOME_FAILED)
+    unverified = [] if again is None else again.unverified
+    _print_results(results, unverified, as_json)
+    if results.failures or unverified:
+        conclude(SOME_FAILED if results.failures else UNVERIFIED)
 
 
 def _check_again(filters: Filters, work: Mapping[str, Any], out: str) -> None:
@@ -150,7 +151,7 @@ def _check_again(filters: Filters, work: Mapping[str, Any], out: str) -> None:
             )
 
 
-def _print_results(results: BatchResults, as_json: bool) -> None:
+def _print_results(results: BatchResults, unverified: Sequence[str], as_json: bool) -> None:
     if as_json:
         print_json(
             {
@@ -161,6 +162,7 @@ def _print_results(results: BatchResults, as_json: bool) -> None:
                 "failed": len(results.failures),
                 "seconds": round(results.seconds, 3),
                 "notes": results.notes,
+                "unverified": unverified,
                 "failures": [dataclasses.asdict(failure) for failure in results.failures],
             }
         )
@@ -169,7 +171,7 @@ def _print_results(results: BatchResults, as_json: bool) -> None:
             f"{results.computed:,} parts computed, {results.cached:,} were there already, {len(results.failures):,} "
             f"failed, in {results.seconds:.1f} s: {results.out}"
         )
-    for note in results.notes:
+    for note in (*results.notes, *unverified):
         say(printable(note))
     for failure in results.failures:
         say(_failure_line(failure))

@@ -68,5 +68,5 @@ def run_again(
 
 def as_json(steps: tuple[int, int], again: tuple[Again, Again], found: Difference) -> dict[str, Any]:
     """The result of running A and B again, in JSON values."""
-    one, other = (each._asdict() for each in again)
+    one, other = (each.as_json() for each in again)
     return {"steps": list(steps), "one": one, "other": other, "difference": found.as_json()}

@@ -125,12 +125,12 @@ def diff(
         traces = [one.trace for one in both]
         whole = compare(*traces, rtol=rtol, atol=atol, rename=rename, align=align, steps=steps)
         again = {"reenacted": bisecting.as_json(steps, both, whole)}
-        if not all(one.identical for one in both):
+        if not all(one.usable for one in both):
             conclude(DIFFERENT)
         if not as_json:
             click.echo("\nRun again around it:")
             for name, one in zip("AB", both, strict=True):
-                tell(f"  {name}: {one.verdict}, in {one.trace}")
+                tell(f"  {name}: {one}, in {one.trace}")
             _print(whole)
     if as_json:
         print_json({**found.as_json(), **again})

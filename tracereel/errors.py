@@ -14,7 +14,7 @@ from tracer.secrets import masked_urls
 from tracer.shown import printable
 from tracereel.own import hidden
 
-FAILED, WRONG_USAGE, DAMAGED, SOME_FAILED, DIFFERENT, FOUND, INTERRUPTED = 1, 2, 3, 4, 5, 6, 130
+FAILED, WRONG_USAGE, DAMAGED, SOME_FAILED, DIFFERENT, FOUND, UNVERIFIED, INTERRUPTED = 1, 2, 3, 4, 5, 6, 7, 130
 """Exit codes; the docstring of the package ``tracereel`` explains them."""
 _DEBUG = "debug"
 

@@ -51,6 +51,9 @@ class StepsAgain:
     planned : list of dict
         With `only_plan`, what would be run: ``trace``, ``keyframe``, ``steps``, ``runs`` (how many steps) and ``out``.
 
+    unverified : list of str
+        A sentence for each trace of whose steps some values, which the metrics read, were compared with nothing.
+
     Raises
     ------
     Failure
@@ -64,6 +67,7 @@ class StepsAgain:
     environment: Mapping[str, str]
     only_plan: bool
     planned: list[dict[str, Any]] = field(default_factory=list, init=False)
+    unverified: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         if self.line != RECORDED:
@@ -90,8 +94,16 @@ class StepsAgain:
             found = recorded_again(trace, script, self._steps, out=out)
         except Failure as failure:
             raise CaptureError(failure.message) from failure
-        if not found.identical:
-            raise CaptureError(f"{found.verdict}; they are in {found.trace}")
+        if not found.usable:
+            raise CaptureError(f"{found}; they are in {found.trace}")
+        with tracer.open(found.trace) as reader:
+            plans = [
+                tracer.plan(reader.of_rank(rank), *map(registry.parse, self.specs), rank=rank, **self.filters)
+                for rank in reader.ranks
+            ]
+        verdict = found.of_replays(plans)
+        if not verdict.identical:
+            self.unverified.append(f"{trace}: what is read of {verdict}")
         return found.trace
 
     def _has_all(self, trace: str) -> bool:
@@ -109,7 +121,7 @@ class StepsAgain:
 
     def _plan(self, trace: str, out: str) -> str | None:
         there = found_again(trace, self._steps, out)
-        if there is not None and there.identical:
+        if there is not None and there.usable:
             return there.trace
         with recorded_run(trace) as recorded:
             plan = plan_of(recorded, self._steps)

@@ -253,12 +253,15 @@ def _unended(about: Mapping[str, Any]) -> str:
     )
 
 
+_OUTCOMES = {"identical": "identical", "partial": "verified only in part", "unfinished": "ended too early"}
+
+
 def _reenacted(about: Mapping[str, Any]) -> str:
     """The result of comparing steps that were run again with the recorded ones."""
     equal, compared, first = about.get("equal"), about.get("compared"), about.get("first")
-    said = f"{equal} of {compared} values are equal to the bit"
+    said = f"{equal} of {compared} compared values are equal to the bit"
     if not isinstance(first, Mapping):
-        return said
+        return f"{_OUTCOMES.get(str(about.get('outcome')), 'not known what was compared')}: {said}"
     module = "" if first.get("module") is None else f" of {first['module']!r}"
     return f"{said}; the first other one is {first.get('kind')}{module} in step {first.get('step')}"
 

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tracer.messaging.receiver import Around, Receiver
 from tracereel import options
 from tracereel.again import trace_of_steps
 from tracereel.asking import Outputs
 from tracereel.checks import check_new_trace
-from tracereel.errors import DIFFERENT, FAILED, WRONG_USAGE, Failure, wrong_usage
+from tracereel.errors import DIFFERENT, FAILED, UNVERIFIED, WRONG_USAGE, Failure, wrong_usage
 from tracereel.options import Steps
 from tracereel.printing import print_json, say, show, tell
 from tracereel.programs import MAIN, OPTIONS, ProgramCommand, module_option, program_argument, program_of
@@ -164,7 +163,7 @@ def reenact(
     refused = [kind for kind in kinds if kind not in OF_STEPS]
     if refused:
         raise Failure(f"steps that are run again have no {refused[0]}; they have {', '.join(OF_STEPS)}", WRONG_USAGE)
-    asked = _Asked(specs, Outputs(answers, None, overwrite), start, run, called)
+    asked = _Asked(specs, Outputs(answers, None, overwrite), run, called)
     verdict, status = reenact_script(
         run,
         script,
@@ -183,31 +182,23 @@ def reenact(
 
         process = this_process()
         tell(f"rank {process.rank}: {verdict}" if process.size > 1 else str(verdict))
+        for line in verdict.details():
+            tell(f"  {line}")
         say(f"recorded in {called}: trace info {called}")
     asked.give()
-    ctx = click.get_current_context()
-    if verdict.first is not None:
-        _tell_launcher()
-        ctx.exit(DIFFERENT)
-    ctx.exit(0 if verdict.complete else status or FAILED)
+    code = _EXIT_CODES[verdict.outcome] or status
+    if code in (DIFFERENT, UNVERIFIED):
+        _tell_launcher(code)
+    click.get_current_context().exit(status or FAILED if verdict.outcome == "unfinished" else code)
 
 
-class _From(Around):
-    """Hides the steps between the keyframe and the first requested step from a metric."""
-
-    def __init__(self, inner: Receiver, first: int) -> None:
-        super().__init__(inner)
-        self._first = first
-
-    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """Whether the metric wants it, from the first requested step on."""
-        return (step is None or step >= self._first) and super().wants(kind, module, tag, step)
+_EXIT_CODES = {"identical": 0, "partial": UNVERIFIED, "different": DIFFERENT, "unfinished": FAILED}
 
 
 class _Asked:
     """Metrics that are computed while steps run again, and the output of their answers."""
 
-    def __init__(self, specs: tuple[str, ...], outputs: Outputs, first: int, run: str, trace: str) -> None:
+    def __init__(self, specs: tuple[str, ...], outputs: Outputs, run: str, trace: str) -> None:
         if outputs.out is not None and not specs:
             raise click.UsageError("--answers FILE goes with -s")
         self._outputs, self._target = outputs, outputs.checked(run)
@@ -220,7 +211,7 @@ class _Asked:
             with wrong_usage():
                 subscribers = [registry.parse(spec) for spec in specs]
             self._results = Results()
-            self.receivers = [*(_From(one, first) for one in subscribers), self._results.sink(subscribers, trace)]
+            self.receivers = [*subscribers, self._results.sink(subscribers, trace)]
 
     def give(self) -> None:
         """Print or write the answers."""
@@ -232,8 +223,8 @@ class _Asked:
             show(self._results.to_table())
 
 
-_DIFFERENCES = "TRACE_DIFFERENCES"
-"""Environment variable with a folder in which a rank with a difference leaves a file: its launcher exits with 1."""
+_CODES = "TRACE_CODES"
+"""Environment variable with a folder in which a rank leaves its exit code, because its launcher exits with 1."""
 
 
 def _run_by_launcher(run: str, program: tuple[str, ...], module: str | None) -> None:
@@ -253,17 +244,18 @@ def _run_by_launcher(run: str, program: tuple[str, ...], module: str | None) -> 
     command = ["reenact", run, *ctx.meta[OPTIONS]]
     arguments = launchers.arguments_for(launcher, command, program=MAIN)
     with TemporaryDirectory(prefix="trace-") as folder:
-        os.environ[_DIFFERENCES] = folder
+        os.environ[_CODES] = folder
         status = unwatched(Program(script=launcher.module, arguments=arguments, module=True))
-        ctx.exit(DIFFERENT if os.listdir(folder) else status)
+        codes = [int(one.read_text()) for one in Path(folder).iterdir()]
+        ctx.exit(min(codes, default=status))  # a difference says more than what could not be compared
 
 
-def _tell_launcher() -> None:
-    """Report a difference to the command that started this rank's launcher."""
+def _tell_launcher(code: int) -> None:
+    """Report a difference, or values that were not compared, to the command that started this rank's launcher."""
     from tracer.trace.claiming import this_process
 
-    if _DIFFERENCES in os.environ:
-        Path(os.environ[_DIFFERENCES], str(this_process().rank)).touch()
+    if _CODES in os.environ:
+        Path(os.environ[_CODES], str(this_process().rank)).write_text(str(code))
 
 
 def _probe(

@@ -80,11 +80,11 @@ def test_each_trace_is_run_again_by_its_command(folder: Path) -> None:
     words = ("batch", "runs", *ASKED, "--reenact", "recorded", "--out", "answers", "--table", "answers.parquet")
     planned = json.loads(trace(folder, *words, "--plan").stdout)
     assert [(one["trace"], one["keyframe"], one["runs"]) for one in planned["reenact"]] == [
-        ("runs/a.zarr", 10, 5),
-        ("runs/b.zarr", 10, 5),
+        ("runs/a.zarr", 10, 6),
+        ("runs/b.zarr", 10, 6),
     ]
     assert not (folder / "answers").exists()
-    assert "would first run 5 steps of runs/a.zarr again" in trace(folder, *words, "--dry-run").stdout
+    assert "would first run 6 steps of runs/a.zarr again" in trace(folder, *words, "--dry-run").stdout
     done = trace(folder, *words)
     assert done.returncode == 0, done.stderr
     found = answers(folder / "answers.parquet")

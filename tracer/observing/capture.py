@@ -51,7 +51,8 @@ class Capture:
     """What to observe of a training run.
 
     Several captures may be given instead of one. The first that matches a stream (kind, module, tag) decides how it is
-    kept; hashes and statistics are decided separately, by the first capture that keeps hashes or statistics.
+    kept; hashes and statistics are decided separately, by the first capture that keeps hashes or statistics. A capture
+    of hashes or statistics with the kind ``keyframe`` decides nothing: it adds its steps, those of keyframes.
 
     Parameters
     ----------
@@ -442,6 +443,11 @@ class Capture:
     def calls(self) -> bool:
         """Whether `reduce` is a user's function, which may change its argument."""
         return callable(self.reduce)
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether its steps join those of the capture that decides: it keeps hashes or statistics of keyframe steps."""
+        return self.reduce in BESIDE and "keyframe" in (self.kinds or ())
 
     @cached_property
     def choices(self) -> Sequence[str]:

@@ -69,7 +69,7 @@ class Stream:
         Whether its clock is that of epochs.
     """
 
-    __slots__ = ("_answer", "_apart", "_asking", "_at", "_kind", "_own_times", "_tag", "asked", "by_epoch")
+    __slots__ = ("_answer", "_apart", "_asking", "_at", "_joined", "_kind", "_own_times", "_tag", "asked", "by_epoch")
 
     def __init__(
         self,
@@ -90,6 +90,7 @@ class Stream:
             asking = [one for one in receivers if one.wants(*name, None)]
             if asking:
                 self._asking.append((capture, name, asking))
+        self._joined = len({name for _, name, _ in self._asking}) < len(self._asking)
         self._tag = tag
         self._own_times = own_times or kind not in KINDS
         self._at = -1, 0  # the last step (or epoch) and batch for which it was asked whether it is wanted
@@ -120,6 +121,8 @@ class Stream:
                     if receiver.wants(*name, clock):
                         taken.append(capture)
                         break
+        if self._joined:  # several captures of hashes may be due, and one hash is enough
+            taken = list({capture.published(self._kind): capture for capture in taken}.values())
         return taken
 
     def _with_apart(self, answer: Captures, due: Iterable[Capture]) -> Captures:
@@ -263,16 +266,20 @@ class Demand:
     def captures_of(self, kind: str, path: str | None, tag: str | None) -> Captures:
         """The captures that decide on a stream, of any tag if that is None: that of the data last.
 
-        For hashes, statistics and data each the first that takes the stream.
+        For hashes, statistics and data each the first that takes the stream, and those that join it (`Capture.joins`).
         """
         return self._deciding(self.captures, kind, path, tag)
 
     def _deciding(self, captures: Iterable[Capture], kind: str, path: str | None, tag: str | None) -> Captures:
         found: dict[str, Capture] = {}
+        joining = []
         for capture in captures:
             if capture.takes(kind, tag) and self._takes_place(capture, kind, path):
-                found.setdefault(capture.published(kind), capture)
-        return _data_last(kind, found.values())
+                if capture.joins and not KINDS[kind].event:
+                    joining.append(capture)
+                else:
+                    found.setdefault(capture.published(kind), capture)
+        return _data_last(kind, (*found.values(), *joining))
 
     def _captures_apart(self, kind: str, path: str | None, tag: str | None) -> Captures:
         """The captures that decide on a stream for the one listener who gets what the others do not take."""

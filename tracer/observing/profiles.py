@@ -43,6 +43,8 @@ class _Profile(NamedTuple):
 _TRAINING = [DEFAULT_TAG]
 _INPUTS = ["input_data", "input_labels"]
 _STEPS = [kind for kind in DEFAULT_KINDS if kind not in (*_EVENTS, *_LOSSES)]
+_COMPUTED = [kind for kind in _STEPS if kind not in (*_INPUTS, "weights", "biases")]
+"""What a step computes from a keyframe and its inputs."""
 _STANDARD: Sequence[Mapping[str, Any]] = (
     # before the keyframes, because the first capture that takes a stream decides
     {
@@ -51,6 +53,7 @@ _STANDARD: Sequence[Mapping[str, Any]] = (
         "hash_above": _LARGE,
     },
     {"kinds": ["weights", "biases", *STATE_KINDS], "every": KEYFRAME_EVERY, "tags": _TRAINING},
+    {"kinds": [*_COMPUTED, "keyframe"], "reduce": "hash", "every": KEYFRAME_EVERY, "tags": _TRAINING},
     {"kinds": _STEPS, "reduce": "statistics", "tags": _TRAINING},
     {"kinds": [kind for kind in _STEPS if kind not in _INPUTS], "reduce": "hash", "tags": _TRAINING},
     {"kinds": [*_OUTCOMES], "tags": [f"!{DEFAULT_TAG}"], "hash_above": _LARGE},
@@ -107,11 +110,12 @@ def profile(name: str) -> tuple[Capture, ...]:
         Losses and hyperparameters.
     ``standard``
         The default. At every step losses, inputs, labels, sample ids, hyperparameters and the states of the random
-        generators; at every 50th step a keyframe; statistics and a hash of every tensor, after the first second only as
-        often as 5 % of the training's CPU time allow. ``trace reenact`` recomputes everything else. Of evaluations
-        outputs, labels and losses. Under the tag ``probe``, after every 50 steps and less often in a long run,
-        activations of the first datapoints, at most 64 of one batch. Inputs, labels and outputs of a batch above 8 MiB
-        are kept only as a hash. If all parameters together exceed 64 MiB, they take turns in having updates recorded.
+        generators; at every 50th step a keyframe, and a hash of every tensor of its step; statistics and a hash of
+        every tensor of other steps, after the first second only as often as 5 % of the training's CPU time allow.
+        ``trace reenact`` recomputes everything else. Of evaluations outputs, labels and losses. Under the tag
+        ``probe``, after every 50 steps and less often in a long run, activations of the first datapoints, at most 64 of
+        one batch. Inputs, labels and outputs of a batch above 8 MiB are kept only as a hash. If all parameters together
+        exceed 64 MiB, they take turns in having updates recorded.
     ``full``
         Every kind of `DEFAULT_KINDS` in full, at every step and of every evaluation.
 
@@ -123,6 +127,6 @@ def profile(name: str) -> tuple[Capture, ...]:
     Examples
     --------
     >>> [capture.reduce or len(capture.kinds) for capture in profile("standard")]
-    [11, 7, 'statistics', 'hash', 4, 'sketch:k=256']
+    [11, 7, 'hash', 'statistics', 'hash', 4, 'sketch:k=256']
     """
     return tuple(map(Capture.from_mapping, settings_of(name)))

@@ -49,14 +49,15 @@ def test_what_is_widened() -> None:
     assert schedule.due(0) == ("losses", "inputs", "tensors", "keyframes")
     assert schedule.due(1) == ("losses", "inputs", "tensors")
     changes = schedule.widen({"tensors": 6})
-    assert changes == [{"capture": 2, "every": [1, 6]}, {"capture": 3, "every": [1, 6]}]
+    assert changes == [{"capture": 3, "every": [1, 6]}, {"capture": 4, "every": [1, 6]}]
     assert [step for step in range(14) if "tensors" in schedule.due(step)] == [0, 6, 12]
     changes = schedule.widen({"keyframes": 2, "inputs": 4})
-    assert [(one["capture"], one["every"]) for one in changes] == [(0, [1, 4]), (1, [50, 100]), (4, [1, 4])]
+    widened = [(0, [1, 4]), (1, [50, 100]), (2, [50, 100]), (5, [1, 4])]
+    assert [(one["capture"], one["every"]) for one in changes] == widened
     assert changes[0]["kinds"] == ["input_data", "input_labels", "sample_ids", "generators", "hyperparameters"]
-    assert changes[2]["kinds"] == ["network_output", "input_labels"]
+    assert changes[3]["kinds"] == ["network_output", "input_labels"]
     assert schedule.widen({}) == []
-    assert {"capture": 3, "every": [6, 1]} in schedule.widen(dict.fromkeys(GROUPS, 1))
+    assert {"capture": 4, "every": [6, 1]} in schedule.widen(dict.fromkeys(GROUPS, 1))
     assert group_of(Capture(), "epoch_started") is None
 
 
@@ -70,7 +71,7 @@ def test_inputs_come_in_bursts_that_begin_with_a_keyframe(inputs: int, keyframes
     assert began == [0, 50 * keyframes, 100 * keyframes]
     length = 50 * keyframes // inputs
     changes = schedule.widen({"inputs": 1, "keyframes": 1})
-    assert [one["capture"] for one in changes] == [0, 1]  # evaluations were not changed
+    assert [one["capture"] for one in changes] == [0, 1, 2]  # evaluations were not changed
     assert (changes[0]["every"], changes[0]["burst"]) == ([50 * keyframes, 1], [length, 1])
     assert [step for step, groups in enumerate(due) if "inputs" in groups] == [
         step for begin in began for step in range(begin, begin + length)

@@ -161,7 +161,8 @@ def test_only_what_is_asked_is_recorded(recorded: Any) -> None:
     folder = recorded("transformer")
     words = ("-k", "input_gradients", "-m", "encoder.layers.1.linear1", "--out", "some.h5", "train.py")
     done = again(folder, "--steps", "21:23", *words)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 7, done.stderr
+    assert "nothing was compared of input_gradients in steps 21 to 22" in done.stdout
     with tracer.open(folder / "some.h5") as reader:
         found = [one for one in reader.messages() if one.kind == "input_gradients"]
     assert {(one.key, one.global_step, one.call) for one in found} == {
@@ -463,7 +464,7 @@ def test_a_replay_runs_steps_again(recorded: Any) -> None:
     folder = recorded("transformer")
     words = ("replay", "run.zarr", "-s", "norm:kind=layer_gradients", "--steps", "21:23")
     planned = trace(folder, *words, "--reenact", "train.py", "--plan")
-    assert planned.stdout == "would run 3 steps, from the keyframe of step 20, and ask run.steps-21-23.zarr\n"
+    assert planned.stdout == "would run 4 steps, from the keyframe of step 20, and ask run.steps-21-23.zarr\n"
     for _ in range(2):
         done = trace(folder, *words, "--reenact", "train.py", "--out", "asked.jsonl", "--overwrite")
         assert done.returncode == 0, done.stderr
@@ -658,7 +659,9 @@ def test_inputs_in_bursts_are_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert len(trace.array("loss", None)[0]) == 230
     for steps in ((40, 50), (205, 215)):
         out = tmp_path / f"{steps[0]}.zarr"
-        assert tracer.reenact(tmp_path / "run.zarr", *made(), step, steps=steps, loss=criterion, out=out).identical
+        verdict = tracer.reenact(tmp_path / "run.zarr", *made(), step, steps=steps, loss=criterion, out=out)
+        assert verdict.outcome == "partial"  # few tensors have hashes
+        assert verdict.compared == verdict.equal > 0
     with pytest.raises(CaptureError, match=r"has no generators of step 50, .* of step 0; steps up to 49 can"):
         tracer.reenact(tmp_path / "run.zarr", *made(), step, steps=(60, 61), out=tmp_path / "never.zarr")
 
@@ -670,9 +673,10 @@ def test_the_default_is_enough(tmp_path: Path) -> None:
         done = trace(tmp_path, "record", "--out", path, "train.py", TRACE_RECORD_PROFILE=profile)
         assert done.returncode == 0, done.stderr
     done = again(tmp_path, "--steps", "53:57", "--out", "some.zarr", "--json", "train.py")
-    assert done.returncode == 0, done.stderr
     verdict = json.loads(done.stdout)
-    assert verdict["identical"]
+    # hashes of these steps may be left out on a busy machine
+    assert (verdict["outcome"], done.returncode) in (("identical", 0), ("partial", 7)), done.stderr
+    assert verdict["compared"] == verdict["equal"] > 0
     assert verdict["keyframe"] in (0, 50)  # the second one may be left out on a busy machine
     expected, found = values(tmp_path / "full.zarr", (53, 57)), values(tmp_path / "some.zarr", (53, 57))
     assert found.keys() == expected.keys()

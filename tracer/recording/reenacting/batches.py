@@ -68,14 +68,20 @@ class Batches:
 
     # -- what the model is given ------------------------------------------------------------------------------
 
-    def forward_begins(self, name: str, call: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note a training forward of a model: `call` is its number in the step."""
+    def forward_begins(self, name: str, call: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Note a training forward of a model: `call` is its number in the step.
+
+        Returns whether it uses a batch of the datapoints that the recorded forward used.
+        """
         place = self._places.get((self._exporter.parts.clock.step, name, call))
         forwards = None if name else self._exporter.parts.forwards.seen
-        if self._pulls.of_forward(arguments_of(args, kwargs), forwards) is None and place is not None:
+        pulled = self._pulls.of_forward(arguments_of(args, kwargs), forwards)
+        if place is None:
+            return False
+        if pulled is None:
             self._pulls.use_first()
-        if place is not None:
-            self._next = place + 1
+        self._next = place + 1
+        return pulled is not None and list(pulled.ids) == self._recorded[place].ids
 
 
 def _can_have(dataset: Any, ids: Sequence[int]) -> bool:

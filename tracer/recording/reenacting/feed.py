@@ -24,12 +24,13 @@ from tracer.observing.pytorch.hanging import before_any_step
 from tracer.observing.pytorch.leaves import arguments_of
 from tracer.observing.pytorch.loaders import LOADERS
 from tracer.observing.pytorch.loss_functions import output_and_labels
-from tracer.observing.pytorch.optimizer_states import SCALE, put_state, set_hyperparameters, set_scale
+from tracer.observing.pytorch.optimizer_states import SCALE, put_state, scale_of, set_hyperparameters, set_scale
 from tracer.observing.pytorch.tensors import leaves
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.observing.state import LEFT, SCALER
 from tracer.recording.launching.stand_ins import replaced
 from tracer.recording.reenacting.batches import Batches
+from tracer.recording.reenacting.changes import Changes, alike
 from tracer.recording.reenacting.recorded import Keyframe, Place, Recorded, RecordedStep
 
 
@@ -50,9 +51,14 @@ class Feed:
     recorded : Recorded
     keyframe : Keyframe
         The state to begin with.
+    wanted : int
+        The step after the last that is wanted. Steps from this one on are run only to compare them, so if the script
+        cannot be fed with such a step, it is ended, and nothing is refused.
     stop : int
-        The step after the last.
+        The step after the last that is run.
     exporter : Exporter
+    own_steps : int
+        Unfed steps that the training takes first; at most as many as the run had before the keyframe.
 
     Attributes
     ----------
@@ -60,11 +66,23 @@ class Feed:
         Whether the script is to be ended before it continues the training.
     refusal : CaptureError or None
         Why the script was ended, if it could not be fed.
+    changes : Changes
+        What the script has otherwise than the run.
     """
 
-    def __init__(self, recorded: Recorded, keyframe: Keyframe, stop: int, exporter: Exporter) -> None:
+    def __init__(
+        self,
+        recorded: Recorded,
+        keyframe: Keyframe,
+        wanted: int,
+        stop: int,
+        exporter: Exporter,
+        *,
+        own_steps: int,
+    ) -> None:
         self._recorded = recorded
         self._keyframe = keyframe
+        self._wanted = wanted
         self._stop = stop
         self._batches: Batches | None = None
         self._exporter = exporter
@@ -73,20 +91,16 @@ class Feed:
         self._ahead = False  # whether the inputs of the next forward are already fed
         self.over = False
         self.refusal: CaptureError | None = None
+        self._first = max(0, keyframe.at.global_step - own_steps)
+        self.changes = Changes(recorded, self._first)
+        self._same = False  # whether the last forward had the datapoints of the recorded forward
 
     @contextlib.contextmanager
-    def feeding(self, own_steps: int = 1) -> Iterator[None]:
-        """Feed the training inside this context.
-
-        Parameters
-        ----------
-        own_steps : int
-            Unfed steps that the training takes first; at most as many as the run had before the keyframe.
-        """
+    def feeding(self) -> Iterator[None]:
+        """Feed the training inside this context."""
         parts = self._exporter.parts
-        first = max(0, self._keyframe.at.global_step - own_steps)
-        self._exporter.start_at(first, 0, 0)
-        samples = self._recorded.samples(first, self._stop)
+        self._exporter.start_at(self._first, 0, 0)
+        samples = self._recorded.samples(self._first, self._stop)
         if samples:
             self._batches = Batches(samples, self._exporter)
             LOADERS.watch(self._batches)
@@ -115,7 +129,9 @@ class Feed:
         try:
             work(*args)
         except CaptureError as error:
-            self.refusal = error
+            if self._counts.step < self._wanted:
+                self.refusal = error
+            self.over = True
             raise Ended(0) from error
 
     def _is_fed(self) -> bool:
@@ -128,6 +144,7 @@ class Feed:
         if not self._restored:
             self._restored = True
             restore(self._keyframe, self._exporter)
+            self.changes.threads()
         step = clock.began.global_step if clock.open else clock.step
         if step != self._counts.step:
             self._counts = Counts(step)
@@ -150,8 +167,7 @@ class Feed:
             return
         fed = self._is_fed()
         call, own_call = self._counts.forward(name) if fed else (0, 0)
-        if self._batches is not None:
-            self._batches.forward_begins(name, own_call, args, kwargs)
+        chosen = self._batches is not None and self._batches.forward_begins(name, own_call, args, kwargs)
         if not fed:
             return
         step, found = self._counts.step, self._now
@@ -177,7 +193,10 @@ class Feed:
                 f"what the model was given in forward {own_call} of step {step:,} was not recorded{part}, so the step "
                 "cannot be run again; a capture of input_data, or of sample_ids, at every step keeps it"
             )
+        self._same = chosen or (bool(there) and all(alike(one, given.get(leaf)) for leaf, one in there))
         for leaf, tensor in there:
+            if chosen and leaf in given:
+                self.changes.data("inputs", leaf, tensor, given[leaf], step)
             _give(f"input {leaf or 'of the model'}", tensor, given.get(leaf), step)
 
     def _compiled_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -197,13 +216,20 @@ class Feed:
             given = self._now.labels.get(self._counts.loss(), {})
             for leaf, tensor in leaves(labels):
                 if leaf in given:  # other labels are inputs, too, or show as a difference if they matter
+                    if self._same:
+                        self.changes.data("labels", leaf, tensor, given[leaf], self._counts.step)
                     _give("labels of a loss", tensor, given[leaf], self._counts.step)
 
     def _optimizer_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Give an optimizer that is about to step its recorded hyperparameters."""
         place = self._exporter.parts.optimizers.place_of(optimizer)
-        # `_is_fed` here, too: an optimizer with a closure steps before the first forward
-        if place is not None and self._is_fed():
+        if place is None:
+            return
+        fed = self._is_fed()  # here, too: an optimizer with a closure steps before the first forward
+        clock = self._exporter.parts.clock
+        step = clock.began.global_step if clock.open else clock.step
+        self.changes.optimizer(optimizer, place, step, fed=fed)
+        if fed:
             for number, group in enumerate(optimizer.param_groups):
                 set_hyperparameters(group, self._now.hyperparameters.get(f"{place}.{number}", {}))
 
@@ -219,7 +245,7 @@ class Feed:
     def _scaling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def scale(scaler: GradScaler, outputs: Any) -> Any:
-            if self._restored and scaler.is_enabled():
+            if scaler.is_enabled():
                 self._guarded(self._scale, scaler)
             return original(scaler, outputs)
 
@@ -227,7 +253,13 @@ class Feed:
 
     def _scale(self, scaler: GradScaler) -> None:
         """Give a GradScaler its recorded state at its first loss in a step."""
-        if self._is_fed() and not self._counts.scaled:
+        now, clock = scale_of(scaler), self._exporter.parts.clock
+        step = clock.began.global_step if clock.open else clock.step
+        fed = self._is_fed()
+        if (fed and self._counts.scaled) or now is None:
+            return
+        self.changes.scaler(now.tolist(), step, fed=fed)
+        if fed:
             self._counts.scaled = True
             numbers = self._now.hyperparameters.get(SCALER)
             if numbers is not None:

@@ -18,6 +18,10 @@ from tracer.stores.locations import Anywhere, location
 from tracer.trace.claiming import this_process
 from tracer.trace.reader import TraceReader
 
+COMPARABLE: tuple[str, ...] = tuple(kind for kind in DATA_KINDS if not KINDS[kind].event and kind != "sample_ids")
+"""The kinds of data that a re-enactment computes, so that they can be compared."""
+OF_STATE = ("buffers", "optimizer_state")
+"""Kinds of state that a keyframe holds and a step computes from the keyframe before."""
 _EXACT = ("loss", "loss_terms")
 """Kinds whose values are compared, because captures keep no hashes of them."""
 
@@ -90,6 +94,8 @@ class RecordedStep:
         Whole losses, to compare with.
     hashes : dict of Place to int
         Hashes of everything else that was kept whole or as a hash.
+    state : dict of Place to int
+        Hashes of the buffers and optimizer states at the beginning of the step.
     """
 
     at: At | None = None
@@ -101,6 +107,7 @@ class RecordedStep:
     in_part: set[str] = field(default_factory=set)
     values: dict[Place, Tensor] = field(default_factory=dict)
     hashes: dict[Place, int] = field(default_factory=dict)
+    state: dict[Place, int] = field(default_factory=dict)
 
     def add(self, message: Message) -> None:
         """Add a message of the step."""
@@ -117,8 +124,15 @@ class RecordedStep:
         elif kind == "hyperparameters":
             names = (message.sampling or {}).get("entries", [])
             self.hyperparameters[message.leaf] = dict(zip(names, data.tolist(), strict=True))
-        elif kept_of(kind)[0] in DATA_KINDS:
+        elif kept_of(kind)[0] in COMPARABLE:
             self._add_value(message, data)
+        elif kind in OF_STATE:
+            self.state[Place(kind, message.key, message.leaf, message.call)] = hash_of(data)
+
+    def gives(self, place: Place) -> bool:
+        """Whether a re-enactment is given this value as recorded, instead of computing it."""
+        given = {"input_data": self.inputs, "input_labels": self.labels}.get(place.kind, {})
+        return place.leaf in given.get(place.call, {})
 
     def _add_value(self, message: Message, data: Tensor) -> None:
         kind, held = kept_of(message.kind)
@@ -198,8 +212,7 @@ class Recorded:
     @property
     def kinds(self) -> list[str]:
         """The kinds of data that were kept and can be compared."""
-        compared = (kind for kind in DATA_KINDS if not KINDS[kind].event and kind != "sample_ids")
-        return [kind for kind in compared if kind in self._observed]
+        return [kind for kind in COMPARABLE if kind in self._observed]
 
     @property
     def modules(self) -> list[str]:
@@ -255,8 +268,15 @@ class Recorded:
 
     def kept(self, start: int, stop: int) -> dict[int, dict[str, bool]]:
         """By global step, the kinds that the trace has of the training, and whether whole. Reads no data."""
+        return self._kept(start, stop, self._ranks)
+
+    def kept_by_each_rank(self, step: int) -> list[dict[str, bool]]:
+        """For each rank of the run, the kinds that the trace has of a step, as from `kept`; empty if it has none."""
+        return [self._kept(step, step + 1, [rank]).get(step, {}) for rank in self.trace.ranks]
+
+    def _kept(self, start: int, stop: int, ranks: Sequence[int] | None) -> dict[int, dict[str, bool]]:
         window = self.trace.within(start, stop)
-        rows = window.select(steps=(start, stop), tags=DEFAULT_TAG, ranks=self._ranks)
+        rows = window.select(steps=(start, stop), tags=DEFAULT_TAG, ranks=ranks)
         streams = {one.id: one for one in window.streams}
         found: dict[int, dict[str, bool]] = {}
         for number, step in window.journal[rows][:, [Column.STREAM, Column.GLOBAL_STEP]].tolist():
@@ -281,6 +301,13 @@ class Recorded:
                 found.add(message)
             self._step = number, found
         return self._step[1]
+
+    def hyperparameters(self, number: int) -> dict[str, dict[str, float]]:
+        """The hyperparameters of a training step, as in `RecordedStep`."""
+        found = RecordedStep()
+        for message in self._messages("hyperparameters", number):
+            found.add(message)
+        return found.hyperparameters
 
     def _messages(self, kinds: str | Sequence[str] | None, step: int | None = None) -> Iterator[Message]:
         """The messages of the training, in all steps or in `step`."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from tracer.errors import CaptureError
-from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS
-from tracer.messaging.receiver import Receiver
-from tracer.observing.capture import Capture
+from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS, clock_of
+from tracer.messaging.receiver import Around, Receiver
+from tracer.observing.capture import DEFAULT_KINDS, Capture
 from tracer.recording.environment import REHEARSAL
 from tracer.recording.launching.program import Program
 from tracer.recording.launching.script import run
@@ -24,7 +25,7 @@ from tracer.recording.options import Options
 from tracer.recording.recording import record
 from tracer.recording.reenacting.comparison import Comparison, Verdict, steps_named
 from tracer.recording.reenacting.feed import Ended, Feed
-from tracer.recording.reenacting.recorded import Keyframe, Recorded, recorded_run
+from tracer.recording.reenacting.recorded import COMPARABLE, OF_STATE, Keyframe, Recorded, recorded_run
 from tracer.recording.run import Run
 from tracer.stores.locations import Anywhere
 
@@ -45,16 +46,20 @@ class Plan:
     keyframe : Keyframe
     steps : (int, int)
         The requested global steps; the end is excluded.
+    stop : int
+        The step after the last that is run. The first step after the requested ones is run too if the run has it,
+        because it shows whether the last update was the same.
     """
 
     recorded: Recorded
     keyframe: Keyframe
     steps: tuple[int, int]
+    stop: int
 
     @property
     def count(self) -> int:
         """The number of steps to run, from the keyframe on."""
-        return self.steps[1] - self.keyframe.at.global_step
+        return self.stop - self.keyframe.at.global_step
 
     def describe(self) -> dict[str, object]:
         """The header's entry about the re-enacted run, as JSON."""
@@ -97,38 +102,47 @@ def plan_of(
     for step in range(began, stop):
         if step not in kept:
             raise CaptureError(f"{trace.path} has nothing of step {step:,}, so it cannot be run again")
-        for kind in ("generators", "input_data"):
-            whole = kept[step].get(kind)
-            if kind == "input_data" and with_data and kept[step].get("sample_ids") and "input_data_hash" in kept[step]:
-                whole = True
-            if not whole:
-                part = "" if whole is None else ", but only a part of each tensor"
-                raise CaptureError(
-                    f"{trace.path} has no {kind} of step {step:,}{part}, so {steps_named(steps)} cannot be run again "
-                    f"from the keyframe of step {began:,}{f'; steps up to {step - 1:,} can' if step > began else ''}: "
-                    "record generators, hyperparameters, input_data and input_labels at every step"
-                    f"{_OR_IDS if with_data else ''}"
-                )
-    return Plan(recorded, keyframe, steps)
+        lacking = _lacking(kept[step], with_data=with_data)
+        if lacking is not None:
+            part = ", but only a part of each tensor" if lacking in kept[step] else ""
+            raise CaptureError(
+                f"{trace.path} has no {lacking} of step {step:,}{part}, so {steps_named(steps)} cannot be run again "
+                f"from the keyframe of step {began:,}{f'; steps up to {step - 1:,} can' if step > began else ''}: "
+                "record generators, hyperparameters, input_data and input_labels at every step"
+                f"{_OR_IDS if with_data else ''}"
+            )
+    after = recorded.kept_by_each_rank(stop)  # ranks wait for each other, so all of them run it or none
+    goes_on = all(one and _lacking(one, with_data=with_data) is None for one in after)
+    return Plan(recorded, keyframe, steps, stop + goes_on)
+
+
+def _lacking(kept: Mapping[str, bool], *, with_data: bool) -> str | None:
+    """The kind without which a step cannot be run again, if the trace lacks any; `kept` as from `Recorded.kept`."""
+    by_ids = with_data and kept.get("sample_ids") and "input_data_hash" in kept
+    needed = ("generators",) if by_ids else ("generators", "input_data")
+    return next((kind for kind in needed if not kept.get(kind)), None)
 
 
 def captures_for(plan: Plan, asked: Sequence[Capture]) -> tuple[Capture, ...]:
-    """The captures of a re-enactment: the user's, hashes of what was recorded, and sample ids if the run has them."""
-    start, stop = plan.steps
+    """The captures of a re-enactment: the user's, hashes of what can be compared, and sample ids if the run has them.
+
+    Of the requested steps every value is hashed, so that the verdict can name what was compared with nothing.
+    """
+    recorded, first, (start, stop) = plan.recorded, plan.keyframe.at.global_step, plan.steps
     wanted = tuple(replace(one, start=max(one.start, start), stop=min(one.stop or stop, stop)) for one in asked)
-    first = plan.keyframe.at.global_step
-    ids = ("sample_ids",) if plan.recorded.has_samples else ()
+    ids = ("sample_ids",) if recorded.has_samples else ()
     always = ("batch_started", "batch_finished", "loss", "loss_terms", *ids)
     events = Capture(kinds=always, tags=(DEFAULT_TAG,), start=first)
-    kinds, modules = plan.recorded.kinds, plan.recorded.modules
-    compared = Capture(
-        kinds=[kind for kind in kinds if kind not in ("loss", "loss_terms")] or ["input_data"],
-        modules=[glob.escape(path) for path in modules] or None,
-        tags=(DEFAULT_TAG,),
-        reduce="hash",
-        start=first,
+    hashes = Capture(reduce="hash", tags=(DEFAULT_TAG,), start=first)
+    compared = replace(
+        hashes,
+        kinds=[kind for kind in recorded.kinds if kind not in ("loss", "loss_terms")] or ["input_data"],
+        modules=[glob.escape(path) for path in recorded.modules] or None,
     )
-    return (events, *wanted, compared)
+    all_computed = replace(hashes, kinds=[kind for kind in DEFAULT_KINDS if kind in COMPARABLE], start=start, stop=stop)
+    later = [step for step in recorded.keyframes() if first < step < plan.stop]
+    state = (replace(hashes, kinds=OF_STATE, start=first + 1, every=math.gcd(*later)),) if later else ()
+    return (events, *wanted, compared, all_computed, *state)
 
 
 class Reenactment:
@@ -152,28 +166,58 @@ class Reenactment:
         self._allow_different = allow_different
         self._feed: Feed | None = None
         self._run: Run | None = None
+        self._noted = False
 
     @contextlib.contextmanager
     def by(self, run: Run, *, own_steps: int = 1) -> Iterator[None]:
         """Feed the training that a run observes; see `Feed`."""
         self._run = run
-        self._feed = Feed(self.plan.recorded, self.plan.keyframe, self.plan.steps[1], run.exporter)
-        with self._feed.feeding(own_steps):
+        plan = self.plan
+        self._feed = Feed(plan.recorded, plan.keyframe, plan.steps[1], plan.stop, run.exporter, own_steps=own_steps)
+        with self._feed.feeding():
             yield
 
-    def _step_over(self, verdict: Verdict) -> None:
-        """After the last step or the first difference, note the verdict, and let the training end."""
-        assert self._feed is not None
-        if self._feed.over or not (verdict.complete or (verdict.first is not None and not self._allow_different)):
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict so far."""
+        replaced = () if self._feed is None else tuple(self._feed.changes.told)
+        return replace(self.comparison.verdict, replaced=replaced)
+
+    @property
+    def over(self) -> bool:
+        """Whether the last step is over, or a value is different and differences are not allowed."""
+        different = self.comparison.verdict.first is not None and not self._allow_different
+        return different or self.comparison.last >= self.plan.stop - 1
+
+    def _step_over(self, ended: bool) -> None:
+        """After the last step, the first difference, or the end of the training: note the verdict, end the script."""
+        if self._noted or not (self.over or ended):
             return
+        self._noted = True
         if self._run is not None and self._run.recorder is not None:
-            self._run.recorder.note({"reenacted": verdict.describe()})
+            self._run.recorder.note({"reenacted": self.verdict.describe()})
+        assert self._feed is not None
         self._feed.over = True
 
     def refuse(self) -> None:
         """Raise the `CaptureError` that kept the training from being fed, if there is one."""
         if self._feed is not None and self._feed.refusal is not None:
             raise self._feed.refusal
+
+
+@final
+class OfSteps(Around):
+    """Hides from a listener what is run before and after the requested steps."""
+
+    def __init__(self, inner: Receiver, steps: tuple[int, int]) -> None:
+        super().__init__(inner)
+        self._steps = steps
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether the listener wants it, in the requested steps."""
+        start, stop = self._steps
+        within = step is None or clock_of(kind) == "epoch" or start <= step < stop
+        return within and super().wants(kind, module, tag, step)
 
 
 def reenact_script(
@@ -237,13 +281,13 @@ def reenact_script(
                 out=out,
                 captures=captures_for(plan, captures),
                 options=replace(options, reenacts=plan.describe()),
-                receivers=(*receivers, again.comparison),
+                receivers=(*(OfSteps(one, steps) for one in receivers), again.comparison),
                 began=lambda recording: stack.enter_context(again.by(recording)),
                 required=True,
             )
         finally:
             again.refuse()
-        return again.comparison.verdict, status
+        return again.verdict, status
 
 
 def reenact(
@@ -295,7 +339,8 @@ def reenact(
     Returns
     -------
     Verdict
-        ``identical``, ``compared``, ``equal``, and the ``first`` difference.
+        ``outcome``: ``"identical"`` if every value was compared and is equal to the bit, ``"partial"`` if some were
+        compared with nothing, which ``uncompared`` names; the ``first`` difference; and what was ``replaced``.
 
     Raises
     ------
@@ -314,20 +359,20 @@ def reenact(
             optimizer,
             loss=loss,
             capture=captures_for(plan, given),
-            receivers=(*receivers, again.comparison),
+            receivers=(*(OfSteps(one, steps) for one in receivers), again.comparison),
             overwrite=overwrite,
             reenacts=plan.describe(),
         )
         with recording as observed, again.by(observed, own_steps=0):
-            for number in range(plan.keyframe.at.global_step, steps[1]):
+            for number in range(plan.keyframe.at.global_step, plan.stop):
                 found = plan.recorded.step(number)
                 inputs, labels = (_alone(one.get(0)) for one in (found.inputs, found.labels))
                 with contextlib.suppress(Ended):
                     step(model, optimizer, inputs, labels)
-                if again.comparison.verdict.first is not None and not allow_different:
+                if again.over:
                     break
         again.refuse()
-        return again.comparison.verdict
+        return again.verdict
 
 
 def of_steps() -> Capture:
