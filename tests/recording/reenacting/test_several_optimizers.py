@@ -84,7 +84,7 @@ def keyframes(folder: Path) -> list[int]:
 def run_again(folder: Path, steps: tuple[int, int]) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
     """The verdict of steps run again, the hashes of what a full recording has of them, and of what they gave."""
     done = again(folder, "--steps", "{}:{}".format(*steps), "--out", "again.zarr", "--json", "train.py")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode in (0, 7), done.stdout + done.stderr
     hashes = [
         {place: hash_of(data) for place, data in values(folder / name, steps).items()}
         for name in ("full.zarr", "again.zarr")

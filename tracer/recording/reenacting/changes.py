@@ -43,6 +43,7 @@ class Changes:
         self._begins_alike = len(recorded.trace.attempts) <= 1
         self._replaced: set[str] = set()  # places whose hyperparameters were replaced
         self._known: set[str] = set()
+        self._of_step: tuple[int, dict[str, dict[str, float]]] = -1, {}  # a step, and its recorded hyperparameters
 
     def threads(self) -> None:
         """Compare the number of threads that PyTorch computes with."""
@@ -58,14 +59,17 @@ class Changes:
             name = f"{type(optimizer).__name__}'s "
             self._numbers(f"{place}.{number}", hyperparameters(group), f"{name}{{}}{of_group}", step, fed=fed)
 
-    def scaler(self, numbers: Sequence[float], step: int, *, fed: bool) -> None:
+    def scaler(self, numbers: Sequence[float], step: int) -> None:
         """Compare the state of a GradScaler that is about to scale its first loss of a global step."""
-        self._numbers(SCALER, dict(zip(SCALE, numbers, strict=True)), "GradScaler's {}", step, fed=fed)
+        # the script's second step may have another scale, because its first had other data than the run's
+        self._numbers(SCALER, dict(zip(SCALE, numbers, strict=True)), "GradScaler's {}", step, fed=True)
 
     def _numbers(self, place: str, now: dict[str, float], called: str, step: int, *, fed: bool) -> None:
         if self._begins_alike and (not self._start or place not in self._replaced):
             own = step - self._start
-            was = self._recorded.hyperparameters(own).get(place, {})
+            if own != self._of_step[0]:
+                self._of_step = own, self._recorded.hyperparameters(own)
+            was = self._of_step[1].get(place, {})
             for name in {**was, **now} if was else ():
                 said = f"{called.format(name)} is {{}} in step {own:,} of the script"
                 self._number(place, name, now.get(name), was.get(name), said)

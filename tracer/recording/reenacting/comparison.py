@@ -105,6 +105,8 @@ class Verdict:
     after : int or None
         How many values were compared in the step after the last, which the last update determines; None if that step
         was not run.
+    state : int
+        How many buffers and optimizer states were compared, at keyframes after the first.
     replaced : tuple of str
         Sentences about settings and data of the script that differ from the recorded ones, which took their place.
     """
@@ -117,6 +119,7 @@ class Verdict:
     first: Departure | None = None
     coverage: tuple[Coverage, ...] = ()
     after: int | None = None
+    state: int = 0
     replaced: tuple[str, ...] = ()
 
     @property
@@ -155,7 +158,8 @@ class Verdict:
         equal = f"all {self.compared:,} compared values are equal to the bit"
         if self.outcome == "partial":
             return f"{said}: verified only in part; {f'{equal}, but ' if self.compared else ''}{self._gaps}"
-        return f"{said}: identical; each value was compared, and {equal}"
+        kinds = dict.fromkeys(one.kind for one in self.coverage if one.how == "all")
+        return f"{said}: identical; each value of {', '.join(kinds)} was compared, and {equal}"
 
     @property
     def _gaps(self) -> str:
@@ -178,6 +182,12 @@ class Verdict:
                 f"step {stop:,}, which shows the last update, was run too: {self.after:,} values of it were compared"
                 if self.after
                 else f"step {stop:,}, which would show the last update, was not compared"
+            )
+        if self.first is None:
+            lines.append(
+                f"buffers and optimizer states were compared where keyframes hold them: {self.state:,} values"
+                if self.state
+                else "not compared: buffers and optimizer states, which only keyframes hold"
             )
         lines.append(f"given as recorded, and so not compared: {GIVEN}")
         return [*lines, *self.replaced]
@@ -204,6 +214,7 @@ class Verdict:
                 for one in told.get("coverage", ())
             ),
             after=told.get("after"),
+            state=told.get("state", 0),
             replaced=tuple(told.get("replaced", ())),
         )
 
@@ -286,6 +297,7 @@ class Comparison(Receiver):
         self._covered: dict[tuple[str, str], list[int]] = defaultdict(list)  # steps, by kind and `Coverage.how`
         self._first: Departure | None = None
         self._after: int | None = None
+        self._state = 0
         self.last = -1
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
@@ -321,6 +333,7 @@ class Comparison(Receiver):
             self._given.add(place)
             return
         self._compared += 1
+        self._state += kind in OF_STATE
         self._of_step += 1
         self._equal += same
         if not same and self._first is None:
@@ -367,6 +380,7 @@ class Comparison(Receiver):
             first=self._first,
             coverage=tuple(Coverage(kind, _ranges(steps), how) for (kind, how), steps in self._covered.items()),  # type: ignore[arg-type]
             after=self._after,
+            state=self._state,
         )
 
 

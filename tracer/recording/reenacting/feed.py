@@ -258,7 +258,7 @@ class Feed:
         fed = self._is_fed()
         if (fed and self._counts.scaled) or now is None:
             return
-        self.changes.scaler(now.tolist(), step, fed=fed)
+        self.changes.scaler(now.tolist(), step)
         if fed:
             self._counts.scaled = True
             numbers = self._now.hyperparameters.get(SCALER)
