@@ -97,6 +97,33 @@ def test_each_trace_is_run_again_by_its_command(folder: Path) -> None:
     assert json.loads(trace(folder, *words, "--plan").stdout)["reenact"] == []
 
 
+def test_what_nothing_proves_is_said(folder: Path) -> None:
+    """Of a run without hashes the answers are given, what was compared with nothing is named, and the code is 7."""
+    (folder / "few.json").write_text(json.dumps(KEYFRAMES[:2]))
+    done = trace(folder, "record", "--config", "few.json", "--out", "few.zarr", "train.py", "8")
+    assert done.returncode == 0, done.stderr
+    words = ("batch", "few.zarr", *ASKED, "--reenact", "recorded", "--out", "answers", "--table", "answers.parquet")
+    unproved = "verified only in part; nothing was compared of layer_gradients in steps 13 to 14"
+    for runs in (1, 0):
+        done = trace(folder, *words)
+        assert done.returncode == 7, done.stderr
+        assert done.stderr.count("running steps 13:15") == runs
+        assert "few.zarr: what is read of steps 13 to 14, run again from the keyframe of step 10: " in done.stderr
+        assert unproved in done.stderr
+        assert answers(folder / "answers.parquet")["few.steps-13-15.zarr"] == norms(folder / "runs/full.zarr")
+    assert len(json.loads(trace(folder, *words[:-2], "--json").stdout)["unverified"]) == 1
+    words = (*ASKED[:4], "--reenact", "recorded")
+    done = trace(folder, "replay", "few.zarr", *words)
+    assert done.returncode == 7, done.stderr
+    assert unproved in done.stderr
+    assert "layer_gradients" in done.stdout
+    proved = trace(folder, "replay", "runs/a.zarr", *words)
+    assert proved.returncode == 0, proved.stderr
+    assert "what is read of steps 13 to 14, run again from the keyframe of step 10: identical; each value of " in (
+        proved.stderr
+    )
+
+
 def test_what_cannot_be_run_again_is_a_failure_of_its_trace(folder: Path) -> None:
     """Without a keyframe, or by another model's script: told in a sentence, and the batch goes on."""
     words = ("batch", "runs", "bare.zarr", *ASKED, "--reenact", "train.py 8", "--out", "answers", "--json")

@@ -14,6 +14,7 @@ import tracer
 from tests.recording.reenacting.test_reenact import trace, values
 from tracer.observing.hashes import hash_of
 from tracer.observing.profiles import settings_of
+from tracer.recording.reenacting.comparison import Coverage, Verdict
 from tracer.recording.reenacting.recorded import COMPARABLE
 
 SCRIPT = """
@@ -231,9 +232,7 @@ def test_a_changed_script(run: str, changed: str, runs: Runs) -> None:
     )
     if found_at is not None:
         assert (told["outcome"], told["first"]["step"]) == ("different", found_at)
-    if (
-        changed == "last step" and run != "hashes"
-    ):  # no value of the requested steps can show it, but the next loss does
+    if changed == "last step" and run != "hashes":  # the requested steps do not show it, but the next loss does
         assert (told["outcome"], told["first"]["step"]) == ("different", stop)
     if changed == "batch norm":
         assert (told["outcome"], told["first"]["step"], told["first"]["kind"]) == ("different", 10, "buffers")
@@ -246,3 +245,27 @@ def test_a_changed_script(run: str, changed: str, runs: Runs) -> None:
         assert different <= named
     elif told["outcome"] == "identical":
         assert not different
+
+
+def test_an_earlier_verdict_proves_nothing_more() -> None:
+    """A note from before verdicts told what was compared, although it called the steps identical."""
+    told = {"keyframe": 0, "steps": [3, 5], "compared": 31, "equal": 31, "complete": True, "identical": True}
+    verdict = Verdict.of(told)
+    assert (verdict.outcome, verdict.identical) == ("partial", False)
+    assert Verdict.of({**verdict.describe(), "complete": False}).outcome == "unfinished"
+
+
+def test_a_verdict_is_the_same_in_a_trace() -> None:
+    """Through JSON, with all that it tells."""
+    coverage = (
+        Coverage("loss", ((3, 5),), "all"), Coverage("weights", ((3, 4),), "given"),
+        Coverage("weights", ((4, 5),), "none"), Coverage("activations", ((3, 5),), "some"),
+    )  # fmt: skip
+    verdict = Verdict(0, (3, 5), 9, 9, True, None, coverage, 2, 4, ("AdamW's lr is 0.02 …",))
+    assert Verdict.of(json.loads(json.dumps(verdict.describe()))) == verdict
+    assert str(verdict) == (
+        "steps 3 to 4, run again from the keyframe of step 0: verified only in part; all 9 compared values are equal "
+        "to the bit, but nothing was compared of weights in step 4; not all was compared of activations in steps 3 to 4"
+    )
+    assert verdict.about({"loss"}).identical
+    assert not verdict.about({"sample_ids"}).identical
