@@ -59,7 +59,9 @@ def holes_of(parts: Sequence[Part]) -> list[Hole]:
         for part in begun:
             later = [one.first_step for one in begun if one.attempt > part.attempt]
             earlier = [one for one in mine if one.attempt < part.attempt]
-            if earlier and part.first_step > 0 and min(later, default=part.first_step + 1) > part.first_step:
+            # if the attempt before is missing or unreadable, that is told instead
+            known = bool(earlier) and earlier[-1].attempt == part.attempt - 1
+            if known and part.first_step > 0 and min(later, default=part.first_step + 1) > part.first_step:
                 hole = _between(earlier, part, begun)
                 found += [] if hole is None else [hole]
     return found
