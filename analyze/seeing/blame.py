@@ -57,7 +57,7 @@ class Departure:
     kind : str
     module : str or None
     value, usual : float
-        The norm, and the median of the stream's earlier norms.
+        The norm, and the median of the stream's earlier norms; NaN without any.
     """
 
     step: int
@@ -161,11 +161,11 @@ class Blame:
         if one is None:
             return f"no stream left its own past there or in the {_BEFORE} recorded steps before"
         where = one.kind if one.module is None else f"{one.kind} of {one.module or 'the root'}"
-        times = f"{one.value / one.usual:.3g} times" if one.usual > 0 and math.isfinite(one.value) else "not"
-        return (
-            f"the first to leave its past was {where} in step {one.step}: its norm was {one.value:.4g}, {times} what "
-            "is usual for it"
-        )
+        if math.isfinite(one.value) and one.usual > 0:
+            beside = f", {one.value / one.usual:.3g} times what is usual for it"
+        else:
+            beside = "" if math.isnan(one.usual) else f", where {one.usual:.4g} is usual for it"
+        return f"the first to leave its past was {where} in step {one.step}: its norm was {one.value:.4g}{beside}"
 
     def as_json(self) -> dict[str, Any]:
         """All fields in JSON values; an unknown size or gradient is null."""

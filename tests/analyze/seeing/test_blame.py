@@ -215,6 +215,19 @@ def test_nan_is_a_departure(tmp_path: Path) -> None:
     assert (departure.step, departure.kind, departure.module) == (60, "activations", "4")
 
 
+def test_nan_from_the_first_step_on_has_no_past(tmp_path: Path) -> None:
+    """It is named as what it is, without a usual norm; minus infinity in the first step may be a mask."""
+    with tracer.TraceWriter(tmp_path / "run.zarr") as writer:
+        where = {"global_step": 0, "train_step": 0, "epoch": 0}
+        for module, number in (("mask", -math.inf), ("fc", math.nan)):
+            data = torch.tensor([number, 1.0])
+            writer.write(tracer.ModuleMessage(kind="activations", module=module, data=data, **where))
+    found = blame(tmp_path / "run.zarr", 0)
+    assert found.verdict == ("step 0: the first to leave its past was activations of fc in step 0: its norm was nan")
+    assert found.departure is not None
+    assert math.isnan(found.departure.usual)
+
+
 def test_what_cannot_be_blamed(tmp_path: Path) -> None:
     """A step that is not there, a run without findings, a run that is too short: a sentence each."""
     Training("", "rnn", steps=4).run(tmp_path / "run.zarr")
