@@ -59,7 +59,9 @@ ELSEWHERE = {
     "metrics_statistics": "its smallest size takes half a minute",
     "scale": "it calls the four others of scale",
     "scale_similarity": "its smallest size takes a minute",
+    "train": "verdicts calls it",
     "turns": "it is what two of the others share",
+    "verdicts": "tests/analyze/rules/test_verdicts.py runs a selection of it; the whole takes some minutes",
 }
 """Why some are not run."""
 

@@ -1,0 +1,72 @@
+"""The benchmark of verdicts: some of its trainings are told as they are declared, and its grades are as described."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from analyze.rules.finding import Severity
+from tests import processes
+from tests.analyze.rules.test_finding import FOUND
+
+FOLDER = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> ModuleType:
+    """The benchmark, imported as its own script imports it."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        specification = importlib.util.spec_from_file_location("verdicts", FOLDER / "verdicts.py")
+        assert specification is not None
+        assert specification.loader is not None
+        module = sys.modules["verdicts"] = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+def test_a_selection_is_told_as_declared() -> None:
+    """The whole, of which this is a part, takes some minutes."""
+    program = [sys.executable, str(FOLDER / "verdicts.py"), "--json"]
+    chosen = ["own_rates", "linear_probe", "frozen_by_mistake", "nan_datapoint"]
+    done = processes.run(
+        [*program, "--only", ",".join(chosen), "--ways=--profile full"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    grades = {one["name"]: (one["grade"], one["findings"]) for one in json.loads(done.stdout)}
+    assert [grades[name][0] for name in chosen] == ["silent", "silent", "right", "right"], grades
+
+
+def test_there_are_enough_of_each(verdicts: ModuleType) -> None:
+    """Sixty healthy trainings of fifteen kinds, of which half are recorded with no options, and thirty faults."""
+    healthy = {name: one for name, one in verdicts.TRAININGS.items() if one.fault is None}
+    faulty = [one for one in verdicts.TRAININGS.values() if one.fault is not None]
+    assert len(healthy) >= 60
+    assert len({one.kind for one in healthy.values()}) >= 15
+    assert 2 * sum(not options for _, options in verdicts.work(healthy, [])) >= len(healthy)
+    assert len(faulty) >= 30
+    assert sum(one.kind == "first day" for one in faulty) >= 12
+
+
+def test_what_is_right_half_and_missed(verdicts: ModuleType) -> None:
+    """All three facts in the first line; two of them, or all below the first line; less than that."""
+    fault = verdicts.Fault(rules=("loss_spike",), places=(None, "fc"), step=50, tolerance=2)
+    right = replace(FOUND, rule="loss_spike", module="fc", first=52, severity=Severity.WARNING)
+    late, elsewhere = replace(right, first=53), replace(right, module="conv")
+    other = replace(right, rule="norm_drift", module="conv", first=0)
+    assert verdicts.grade(fault, [right], right) == "right"
+    assert verdicts.grade(fault, [other, right], other) == "half"
+    assert verdicts.grade(fault, [late], late) == "half"
+    assert verdicts.grade(fault, [elsewhere], elsewhere) == "half"
+    assert verdicts.grade(fault, [other], other) == "missed"
+    assert verdicts.grade(fault, [], None) == "missed"
