@@ -40,7 +40,7 @@ def test_a_selection_is_told_as_declared() -> None:
     chosen = ["own_rates", "linear_probe", "frozen_by_mistake", "nan_datapoint"]
     done = processes.run(
         [*program, "--only", ",".join(chosen), "--ways=--profile full"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     grades = {one["name"]: (one["grade"], one["findings"]) for one in json.loads(done.stdout)}
