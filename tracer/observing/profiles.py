@@ -71,7 +71,7 @@ _PROFILES: Mapping[str, _Profile] = {
             "probe": ProbePlan(64, every=KEYFRAME_EVERY, calls=1, spread=True, by_default=True),
         },
     ),
-    "full": _Profile([{"kinds": [*DEFAULT_KINDS]}], {}),
+    "full": _Profile([{"kinds": [*DEFAULT_KINDS, "hyperparameters"]}], {}),
 }
 
 
@@ -117,7 +117,7 @@ def profile(name: str) -> tuple[Capture, ...]:
         one batch. Inputs, labels and outputs of a batch above 8 MiB are kept only as a hash. If all parameters together
         exceed 64 MiB, they take turns in having updates recorded.
     ``full``
-        Every kind of `DEFAULT_KINDS` in full, at every step and of every evaluation.
+        Every kind of `DEFAULT_KINDS` in full, and hyperparameters, at every step and of every evaluation.
 
     Raises
     ------
