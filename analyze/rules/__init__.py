@@ -34,3 +34,6 @@ RULES: Mapping[str, str] = {
     "noisy_gradient": "analyze.rules.noisy_gradient:NoisyGradient",
 }
 """Registry name → module and class."""
+
+RESULTS = frozenset({"loss_not_falling"})
+"""The rules about what other faults lead to: of equally severe findings, theirs are named last."""

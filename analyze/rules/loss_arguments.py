@@ -50,7 +50,7 @@ class Argument:
 class OfLossFunctions(Rule):
     """A rule about what loss functions are given: a subclass implements `look_at`."""
 
-    takes_statistics = True
+    takes_statistics = "too"
     memory: ClassVar[tuple[str, ...]] = ("output", "labels", "rows")
     judges = "calls of loss functions, with the network's output and labels"
 
@@ -69,7 +69,9 @@ class OfLossFunctions(Rule):
         elif message.kind == "network_output":
             self.output, self.labels = None if message.leaf else Argument.of(message), None
         elif message.kind == "input_labels":
-            self.labels = None if message.leaf else Argument.of(message)
+            told = None if message.leaf else Argument.of(message)
+            if told is None or told.shape is not None or self.labels is None or self.labels.shape is None:
+                self.labels = told  # the data of labels tells more than their statistics
         elif self.output is not None and self.labels is not None:
             output, labels = self.output, self.labels
             self.output = self.labels = None

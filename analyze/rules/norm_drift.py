@@ -32,7 +32,8 @@ class NormDrift(Rule):
     -----
     *Fires* where the norm is `factor` times that of the first recorded step, and of what PyTorch's initialisation of a
     linear layer of this shape has: weights that begin small on purpose, as those of a policy's last layer, grow to
-    the usual scale. It is a note where the norm is less than the `factor`-th part, as weight decay makes it.
+    the usual scale. Where the norm is less than the `factor`-th part, as weight decay makes it, it is a note; a warning
+    below the square of that.
     *Needs* weights.
     *Source*: T. van Laarhoven, "L2 Regularization versus Batch and Weight Normalization", arXiv:1706.05350: a growing
     norm lowers the learning rate of normalised layers, a shrinking one raises it.
@@ -42,7 +43,7 @@ class NormDrift(Rule):
     takes_statistics = True
     memory = ("start",)
     judges = "weights of two axes or more"
-    numbers = ("start",)
+    numbers = ("start", "norm")
     advice = "look at weight decay and learning rate; a layer before a normalisation keeps its function at any scale"
 
     def __init__(self, *, factor: float = 10.0, patience: int = 3, **where: Unpack[Looking]) -> None:
@@ -70,9 +71,11 @@ class NormDrift(Rule):
             # the standard deviation of PyTorch's initialisation is 1 / sqrt(3 inputs)
             usual = math.sqrt(self.units.get(message.key or "", 0) / 3)
             grown, shrunk = norm / max(start, usual), start / norm if norm else math.inf
-            severity = Severity.NOTE if shrunk > self.factor else None
+            severity = Severity.NOTE if self.factor < shrunk <= self.factor**2 else None
             far = max(grown, shrunk)
-            yield from self.judge(message, far > self.factor, far, self.factor, start, severity=severity)
+            yield from self.judge(message, far > self.factor, far, self.factor, start, norm, severity=severity)
 
     def evidence(self, found: Finding) -> str:
-        return f"its norm went {found.value:.3g} times away from the {found.numbers['start']:.3g} that it began with"
+        start, norm = found.numbers["start"], found.numbers["norm"]
+        how = "grew" if norm > start else "fell"
+        return f"its norm {how} from {start:.3g} at the start to {norm:.3g} in step {found.worst}"

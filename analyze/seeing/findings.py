@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from analyze.rules import RULES
+from analyze.rules import RESULTS, RULES
 from analyze.rules.coverage import Coverage, in_table
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Rule
@@ -95,8 +95,8 @@ class Checked:
 
     @property
     def worst(self) -> Finding | None:
-        """The first of the most severe findings; None without findings."""
-        return min(self.findings, key=lambda one: (-one.severity, *in_time(one)), default=None)
+        """The first of the most severe findings, those of `RESULTS` last; None without findings."""
+        return min(self.findings, key=lambda one: (-one.severity, one.rule in RESULTS, *in_time(one)), default=None)
 
     @property
     def severity(self) -> Severity | None:

@@ -83,9 +83,9 @@ def test_how_a_training_ends(tmp_path: Path, body: str, options: list[str], code
 def test_a_finding_at_the_end(tmp_path: Path) -> None:
     """What a rule says only when the training has ended stops nothing, is said, and is exit code 6, too."""
     body = "opt.param_groups[0]['lr'] = 0.0; train(25, bad=-1)"
-    done = run(tmp_path, body, "--stop-on", "warning", "--rule", "loss_not_falling:least=20,share=0.9")
+    done = run(tmp_path, body, "--stop-on", "note", "--rule", "loss_not_falling:least=20,share=0.9")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (6, "step 24"), done.stderr
-    assert "found when the training had ended: warning: loss_not_falling in loss at step 0: " in done.stderr
+    assert "found when the training had ended: note: loss_not_falling in loss at step 0: " in done.stderr
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert trace.status == "finished"
 

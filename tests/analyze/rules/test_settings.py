@@ -347,7 +347,8 @@ def test_a_head_that_begins_small_may_grow() -> None:
 
     assert found(2.0) == []
     assert found(20.0) == ["warning"]
-    assert found(1e-4) == ["note"]
+    assert found(5e-4) == ["note"]
+    assert found(1e-6) == ["warning"]
 
 
 def test_kinds_that_help_are_not_needed(tmp_path: Path) -> None:
@@ -359,3 +360,39 @@ def test_kinds_that_help_are_not_needed(tmp_path: Path) -> None:
     assert found.looked == ("loss_spike",)
     assert "it needs weights, weight_updates" in found.unjudged["update_ratio"]
     assert "weight_gradients" not in found.unjudged["update_ratio"]
+
+
+def test_a_loss_that_does_not_fall_is_named_after_its_cause(tmp_path: Path) -> None:
+    """Though it stands at the first step."""
+    flat = with_labels([1.0 + float(value) for value in noise(2, 150, scale=0.02)])
+    with tracer.TraceWriter(tmp_path / "run.zarr") as writer:
+        for message in flat:
+            writer.write(message)
+            if message.kind == "loss" and message.global_step >= 60:
+                writer.write(at(message.global_step, "weights", torch.full((2, 2), 1e3), "fc"))
+            elif message.kind == "loss":
+                writer.write(at(message.global_step, "weights", torch.ones(2, 2), "fc"))
+    found = check(tmp_path / "run.zarr", ["loss_not_falling", "norm_drift"])
+    assert [one.rule for one in found.findings] == ["loss_not_falling", "norm_drift"]
+    assert found.worst is not None
+    assert found.worst.title == "norm_drift in weights of fc at step 60"
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_shapes_are_judged_by_statistics(tmp_path: Path) -> None:
+    """Of the network's output only statistics are kept, as in the default profile."""
+    model = nn.Linear(4, 1)
+    optimizer, loss = torch.optim.SGD(model.parameters(), 0.01), nn.MSELoss()
+    kept = tracer.Capture(kinds=("input_data", "input_labels", "loss_terms", "loss"))
+    for squeezed in (False, True):
+        path, captures = tmp_path / f"{squeezed}.zarr", [kept, tracer.Capture(reduce="statistics")]
+        with tracer.record(path, model, optimizer, loss=loss, capture=captures):
+            for step in range(4):
+                x = noise(step, 16, 4)
+                optimizer.zero_grad()
+                output = model(x)
+                loss(output[:, 0] if squeezed else output, x[:, 0]).backward()
+                optimizer.step()
+        found = check(path, "loss_broadcasts")
+        assert found.looked == ("loss_broadcasts",)
+        assert [one.value for one in found.findings] == ([] if squeezed else [256])

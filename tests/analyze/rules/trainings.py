@@ -509,14 +509,22 @@ def _broken(name: str, fault: Fault, expected: Expected, network: str = "", **se
 
 
 FAULTY = [
-    _broken("mlp, rate of a layer jumps", RateJump("2"), Expected(("update_ratio",), ("2",), 120, 3)),
-    _broken("cnn, rate of a layer jumps", RateJump("4"), Expected(("update_ratio",), ("4",), 120, 3)),
+    _broken(
+        "mlp, rate of a layer jumps", RateJump("2"), Expected(("learning_rate", "update_ratio"), (None, "2"), 120, 3)
+    ),
+    _broken(
+        "cnn, rate of a layer jumps", RateJump("4"), Expected(("learning_rate", "update_ratio"), (None, "4"), 120, 3)
+    ),
     _broken(
         "transformer, rate of a layer jumps",
         RateJump("blocks.1.up"),
-        Expected(("update_ratio",), ("blocks.1.up",), 120, 3),
+        Expected(("learning_rate", "update_ratio"), (None, "blocks.1.up"), 120, 3),
     ),
-    _broken("rnn, rate of a layer jumps", RateJump("head"), Expected(("update_ratio",), ("head",), 120, 3)),
+    _broken(
+        "rnn, rate of a layer jumps",
+        RateJump("head"),
+        Expected(("learning_rate", "update_ratio"), (None, "head"), 120, 3),
+    ),
     _broken("mlp, NaN", NaNOutput("4"), Expected(("not_finite",), ("4",), 60)),
     _broken("transformer, NaN", NaNOutput("blocks.0.down"), Expected(("not_finite",), ("blocks.0.down",), 60)),
     _broken("cnn, infinity in a datapoint", InfiniteSample(), Expected(("not_finite",), (None,), 77)),
