@@ -54,10 +54,8 @@ _READ_BEFORE = re.compile("PYTHON(?!PATH$|UNBUFFERED$)|LD_|MALLOC_|GLIBC_|OMP_|M
 _PYTHON = sys.executable
 _NUMBER = struct.Struct("!i")
 
-_address = b""
-"""Where the server listens, in the abstract namespace of Linux."""
-_environment: dict[str, str] = {}
-"""With which the server has begun."""
+_servers: dict[str, tuple[bytes, dict[str, str]]] = {}
+"""Where each server listens, in the abstract namespace of Linux, and its environment, by its ``LD_PRELOAD``."""
 _imported: dict[str, types.ModuleType] = {}
 """The modules of others, and of this project, that the server has imported."""
 
@@ -109,14 +107,15 @@ class Popen(_Fresh):  # type: ignore[type-arg]
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite,
         restore_signals, gid, gids, uid, umask, start_new_session, process_group,
     ) -> None:  # fmt: skip
-        _be_served()
         environment = dict(os.environ if env is None else env)
+        address, begun = _served(environment.get("LD_PRELOAD", ""))
         special = executable, preexec_fn, gid, gids, uid
         plain = not (shell or pass_fds) and umask < 0 and close_fds and not any(one is not None for one in special)
         program = _Program.of(args) if plain else None
-        if program is None or _read_before(environment):
+        others = [name for name, value in environment.items() if _READ_BEFORE.match(name) and begun.get(name) != value]
+        if program is None or others:
             if self.only_forked:
-                raise ValueError(f"{args}: this needs a fresh interpreter {_read_before(environment)}")
+                raise ValueError(f"{args}: this needs a fresh interpreter {others}")
             super()._execute_child(
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
                 p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite,
@@ -133,7 +132,7 @@ class Popen(_Fresh):  # type: ignore[type-arg]
         }
         streams = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         self._link = socket.socket(socket.AF_UNIX)
-        self._link.connect(_address)
+        self._link.connect(address)
         text = json.dumps(request).encode()
         socket.send_fds(self._link, [_NUMBER.pack(len(text))], streams)
         self._link.sendall(text)
@@ -186,19 +185,20 @@ def run(command: Sequence[Any], **settings: Any) -> subprocess.CompletedProcess[
         return subprocess.run(command, **settings)
 
 
-def _be_served() -> None:
-    """Begin the server of this process of tests, if it has none."""
-    global _address, _environment
-    if _address:
-        return
+def _served(preload: str) -> tuple[bytes, dict[str, str]]:
+    """The server of this process of tests for programs with these preloaded libraries, which begins with the first."""
+    if preload in _servers:
+        return _servers[preload]
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0tracereel-tests-{os.getpid()}-{os.urandom(8).hex()}")
     listener.listen(100)
-    _environment = {**os.environ, **_ONE_THREAD, "PYTHONHASHSEED": "0"}
-    _environment.pop("PYTHONPATH", None)
+    environment = {**os.environ, **_ONE_THREAD, "PYTHONHASHSEED": "0"}
+    environment.pop("PYTHONPATH", None)
+    if preload:
+        environment["LD_PRELOAD"] = preload
     command = [sys.executable, __file__, str(listener.fileno())]
-    server = _Fresh(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=_environment)
-    _address = listener.getsockname()
+    server = _Fresh(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment)
+    _servers[preload] = listener.getsockname(), environment
     listener.close()
 
     def end() -> None:
@@ -207,11 +207,7 @@ def _be_served() -> None:
         server.wait()
 
     atexit.register(end)
-
-
-def _read_before(environment: Mapping[str, str]) -> list[str]:
-    """The variables that the server has read otherwise."""
-    return [name for name, value in environment.items() if _READ_BEFORE.match(name) and _environment.get(name) != value]
+    return _servers[preload]
 
 
 def _receive_number(link: socket.socket) -> int:
@@ -393,7 +389,6 @@ def _hide_this_file(error: BaseException) -> None:
 if __name__ == "__main__":
     # before anybody takes it by its name
     subprocess.Popen = _Popen  # type: ignore[misc]
-    _environment = dict(os.environ)
     listener = socket.socket(fileno=int(sys.argv[1]))
-    _address = listener.getsockname()
+    _servers[os.environ.get("LD_PRELOAD", "")] = listener.getsockname(), dict(os.environ)
     _run(*_serve(listener))

@@ -128,7 +128,7 @@ def test_what_needs_a_fresh_interpreter_is_refused() -> None:
     for command, environment in (
         ([sys.executable, "-X", "dev", "-c", ""], {}),
         ([sys.executable, "-c", ""], {"PYTHONHASHSEED": "1"}),
-        ([sys.executable, "-c", ""], {"LD_PRELOAD": "libm.so.6"}),
+        ([sys.executable, "-c", ""], {"LD_LIBRARY_PATH": "/nowhere"}),
         ([sys.executable], {}),
         (["true"], {}),
     ):

@@ -1,10 +1,11 @@
-"""Writes large chunks into an HDF5 file without HDF5, with direct I/O if nobody waits for them."""
+"""What is done to an HDF5 file without HDF5: large chunks are written, and a file is closed whose disk may fail."""
 
 from __future__ import annotations
 
 import os
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from tracer.memory import PAGE
 from tracer.stores.disk.direct import DIRECT, PIECE, DirectIO, is_aligned, write_all
@@ -66,9 +67,26 @@ class WrittenFile:
         """Redirect all writes to the null device."""
         for file in (self.descriptor, self._direct_file):
             if file >= 0:
-                nowhere = os.open(os.devnull, os.O_RDWR)
-                os.dup2(nowhere, file)
-                os.close(nowhere)
+                _lead_nowhere(file)
+
+
+def close_without_writing(file: Any) -> None:
+    """Close HDF5's file after its last flush, or after an error; what HDF5 writes then goes to the null device.
+
+    HDF5 does not survive a write that fails while it closes a file: the file's parts stay half open, and freeing them,
+    at the latest when the program ends, crashes the process. The file stays marked as being written.
+    """
+    if file:  # a closed h5py file is falsy
+        _lead_nowhere(int(file.id.get_vfd_handle()))
+        file.close()
+
+
+def _lead_nowhere(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.dup2(nowhere, descriptor, inheritable=False)
+    finally:
+        os.close(nowhere)
 
 
 _written: weakref.WeakSet[WrittenFile] = weakref.WeakSet()

@@ -14,7 +14,6 @@ UNDEFINED: Final = 2**64 - 1
 _FIELDS: Final = struct.Struct("<8sBBBBQQQQ")
 _FLAGS, _END = 4, 7
 """Indexes of the fields for the flags (being written or not) and for the end of the file."""
-_WRITTEN_IN_SWMR_MODE: Final = 5
 BYTES: Final = _FIELDS.size + 4
 """Bytes of a superblock with its checksum."""
 HEAD_BYTES: Final = BYTES + 4
@@ -75,16 +74,9 @@ def is_unfinished(head: bytes) -> bool:
     return fields is not None and bool(fields[_FLAGS])
 
 
-def mark_unfinished(path: Path) -> None:
-    """Mark a file that HDF5 closed but could not write completely as still being written.
-
-    So readers treat it as a file whose writer was killed, and find all commits, instead of refusing it as truncated.
-    """
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
-    fields = fields_of(head)
-    if fields is None or not cut_off(head, path.stat().st_size):
-        return
-    fields[_FLAGS] = _WRITTEN_IN_SWMR_MODE
+def mark_closed(path: Path) -> None:
+    """Mark a file as closed, after HDF5 has flushed it."""
     with path.open("r+b") as file:
-        file.write(superblock(fields))
+        head, _ = repaired(file.read(HEAD_BYTES), path.stat().st_size, 0)
+        file.seek(0)
+        file.write(head)

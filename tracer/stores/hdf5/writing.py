@@ -17,7 +17,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ from tracer.stores.disk.files import create_beside, is_there, replacing, sync
 from tracer.stores.errors import OF_HDF5, cannot_write, write_errors
 from tracer.stores.hdf5.attributes import set_attribute
 from tracer.stores.hdf5.datasets import NOT_FILTERED
-from tracer.stores.hdf5.large import WrittenFile
-from tracer.stores.hdf5.superblock import mark_unfinished
+from tracer.stores.hdf5.large import WrittenFile, close_without_writing
+from tracer.stores.hdf5.superblock import mark_closed
 from tracer.stores.protocols import WriteStore
 
 _TRIED = 3
@@ -67,7 +67,9 @@ def _is_large(rows: RowChunks, codec: Codec | None) -> bool:
 
 
 _WRITING: dict[str, Any] = {
-    "libver": "latest",
+    # SWMR mode, and datasets that grow by its index of chunks, came with HDF5 1.10. The newest formats of HDF5 2.0 would
+    # be unreadable for all earlier libraries.
+    "libver": ("v110", "v110"),
     "locking": False,
     "alignment_threshold": ALIGNED_BYTES,
     "alignment_interval": PAGE,
@@ -241,21 +243,10 @@ class Hdf5WriteStore(WriteStore[_Array]):
             if self._durable:
                 os.fsync(file.id.get_vfd_handle())
             if not self._sealed:
-                # After a kill, a file that is not in SWMR mode cannot be opened. So a copy of the closed file is put at
-                # the path.
-                self._written.descriptor = -1
-                file.close()
-                with replacing(self.path, ".copy") as copy:
+                # a file that is not in SWMR mode cannot be opened while it is written, nor after a kill
+                with self._new_content() as copy:
                     shutil.copyfile(self._unsealed, copy)
-                    if self._durable:
-                        sync(copy)
-                if self._durable:
-                    sync(self.path.parent)
                 self._placed = True
-                self._file = h5py.File(self._unsealed, "r+", **_WRITING)
-                self._written.descriptor = int(self._file.id.get_vfd_handle())
-                for name, array in self.arrays.items():
-                    array.dataset = self._file[name].id
 
     def touch(self) -> None:
         if self._sealed:
@@ -267,9 +258,10 @@ class Hdf5WriteStore(WriteStore[_Array]):
             return
         self.seal()
         self.commit()
-        self._written.close()
         with write_errors(self.path, OF_HDF5):
-            self._file.close()
+            self._written.close()
+            close_without_writing(self._file)
+            mark_closed(self.path)
             if self._durable:
                 sync(self.path)
         self.closed = True
@@ -282,28 +274,28 @@ class Hdf5WriteStore(WriteStore[_Array]):
             return
         # frees the space of the unsealed file, perhaps the only space left on the disk
         self.abandon()
-        with write_errors(self.path, OF_HDF5), replacing(self.path, ".copy") as copy:
+        with write_errors(self.path, OF_HDF5), self._new_content() as copy:
             shutil.copyfile(self.path, copy)
-            with h5py.File(copy, "r+", libver="latest", locking=False) as file:
+            file = h5py.File(copy, "r+", **_WRITING)
+            try:
                 length = len(file[name])
                 file[name].resize(length + len(rows), axis=0)
                 file[name][length:] = rows
+                file.flush()
+            finally:
+                close_without_writing(file)
 
     def abandon(self) -> None:
         if self.closed:
             return
-        if self._sealed:
-            self._shorten()
         self.closed = True
         self._written.close()
-        # errors are ignored, because the error that led here is reported
+        # Errors are ignored, because the error that led here is reported. A sealed file has all commits, and stays
+        # marked as being written, as after a kill; the copy of another file has them.
         with contextlib.suppress(Exception):
-            self._file.close()
-        with contextlib.suppress(OSError):
-            if self._sealed:
-                mark_unfinished(self.path)
-            else:
-                # the copy at the path has all commits
+            close_without_writing(self._file)
+        if not self._sealed:
+            with contextlib.suppress(OSError):
                 self._unsealed.unlink(missing_ok=True)
         self._unlock()
 
@@ -313,8 +305,19 @@ class Hdf5WriteStore(WriteStore[_Array]):
             with contextlib.suppress(OSError):
                 self.path.unlink()
 
+    @contextlib.contextmanager
+    def _new_content(self) -> Iterator[Path]:
+        """The file that is put at the path after the block has made it a copy of a file that HDF5 has flushed."""
+        with replacing(self.path, ".copy") as copy:
+            yield copy
+            mark_closed(copy)
+            if self._durable:
+                sync(copy)
+        if self._durable:
+            sync(self.path.parent)
+
     def _shorten(self) -> None:
-        """Reset arrays to their committed length, because closing the file writes their length."""
+        """Reset arrays to their committed length, which frees the space of all later rows."""
         for name in self._changed:
             array = self.arrays[name]
             with contextlib.suppress(Exception):
