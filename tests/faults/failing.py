@@ -67,9 +67,7 @@ def run(program: str, folder: Path, **settings: Any) -> Done:
 
 def arm(folder: str, which: int, first: int, stop: int, error: str) -> None:
     """Have calls ``first`` to before ``stop`` on files below a folder fail, in a process with the library."""
-    ctypes.CDLL(None).faults_arm(
-        os.fsencode(folder), which, ctypes.c_long(first), ctypes.c_long(stop), ERRORS[error]
-    )
+    ctypes.CDLL(None).faults_arm(os.fsencode(folder), which, ctypes.c_long(first), ctypes.c_long(stop), ERRORS[error])
 
 
 def count() -> int:

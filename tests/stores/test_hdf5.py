@@ -13,12 +13,17 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import torch
 
 from tests import processes
 from tests.stores.stored import numbers, written_unhurried
-from tracer.errors import TraceCorruptError, TraceError, TraceFormatError
+from tracer.errors import TraceCorruptError, TraceError, TraceFormatError, TraceUnreadableError
+from tracer.messaging.messages import ModuleMessage
 from tracer.stores.hdf5 import reading as hdf5_reading
+from tracer.stores.hdf5 import writing as hdf5_writing
+from tracer.stores.hdf5.layouts import layout_of
 from tracer.stores.opening import create_store, open_store
+from tracer.trace.writer import TraceWriter
 
 
 def five_numbers(path: Path) -> Any:
@@ -275,6 +280,7 @@ def test_a_forked_child_writes_nothing_to_hdf5(tmp_path: Path) -> None:
 import os, sys
 import numpy as np
 from tracer.stores.opening import create_store, open_store
+from tracer.trace.writer import TraceWriter
 store = create_store(sys.argv[1])
 store.create("a", dtype="int64", shape=(), chunk_bytes=64)
 store.append("a", np.arange(100))
@@ -322,3 +328,61 @@ def test_hdf5_that_is_moved_while_it_is_written(tmp_path: Path) -> None:
     assert path.read_bytes() == other
     with closing(open_store(tmp_path / "moved.h5")) as reader:
         assert np.array_equal(reader.read("own", 0, 6), values)
+
+
+def layouts(path: Path) -> dict[str, Any]:
+    """The layout of each array of a file."""
+    data, found = path.read_bytes(), {}
+    with h5py.File(path, "r") as file:
+
+        def note(name: str, item: Any) -> None:
+            if isinstance(item, h5py.Dataset):
+                address = h5py.h5o.get_info(item.id).addr
+                found[name] = layout_of(lambda nbytes, at: data[at : at + nbytes], address)
+
+        file.visititems(note)
+    return found
+
+
+def test_hdf5_1_10_knows_every_format_in_a_trace(tmp_path: Path) -> None:
+    """Superblock 3 and layout 4, which came with HDF5 1.10, whatever HDF5 writes; later ones are unknown to it."""
+    for compression in ("none", "zstd"):
+        path = tmp_path / f"{compression}.h5"
+        with TraceWriter(path, compression=compression) as writer:
+            for step in range(3):
+                where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0}
+                for size in (3, 30_000):
+                    data = torch.full((size,), float(step))
+                    writer.write(ModuleMessage(kind="weights", module=f"of{size}", data=data, **where))
+        assert path.read_bytes()[:9] == b"\x89HDF\r\n\x1a\n\x03"
+        found = layouts(path)
+        assert len(found) > 3
+        assert {one.version for one in found.values()} == {4}
+        assert all(one.intact for one in found.values())
+
+
+@pytest.mark.skipif(h5py.version.hdf5_version_tuple < (2,), reason="an older HDF5 cannot write what it cannot read")
+@pytest.mark.parametrize("damaged", [False, True])
+def test_an_array_that_is_too_new_for_the_library(
+    tmp_path: Path, damaged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told as that, with the version that reads it, and never as damage."""
+    path = tmp_path / "run.h5"
+    monkeypatch.setitem(hdf5_writing._WRITING, "libver", "latest")
+    with TraceWriter(path, compression="zstd") as writer:
+        where: dict[str, Any] = {"global_step": 0, "train_step": 0, "epoch": 0}
+        writer.write(ModuleMessage(kind="weights", module="fc", data=torch.zeros(30_000), **where))
+    newer = [name for name, one in layouts(path).items() if one.version > 4]
+    assert newer
+    opened = h5py.h5o.open
+
+    def refused(group: Any, name: bytes) -> Any:
+        item = opened(group, name)
+        if isinstance(item, h5py.h5d.DatasetID) and h5py.Dataset(item).name[1:] in newer:
+            raise RuntimeError("Unable to synchronously open object (bad version number for layout message)")
+        return item
+
+    monkeypatch.setattr(h5py.h5o, "open", refused)
+    monkeypatch.setattr(h5py.version, "hdf5_version_tuple", (1, 14, 6))
+    with pytest.raises(TraceUnreadableError, match=r"needs HDF5 2\.0 or newer, .*; install h5py 3\.16 or newer"):
+        open_store(path, damaged=damaged)

@@ -1,4 +1,4 @@
-"""Disks of which every write fails from some moment on: the training goes on to its end, and no acknowledged data is lost.
+"""Disks of which every write fails from some moment on: the training ends well, and acknowledged data is there.
 
 The failing calls are those of the C library, so HDF5's own writes fail, too (`tests/faults/failing_calls.c`).
 """

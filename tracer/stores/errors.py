@@ -33,14 +33,19 @@ def cannot_write(path: Location, error: Exception) -> TraceError:
 
 @contextlib.contextmanager
 def read_errors(path: Location, what: str) -> Iterator[None]:
-    """Turn any error of the block into `TraceCorruptError`, or `TraceUnreadableError` if access was denied."""
+    """Turn any error of the block into `TraceCorruptError`, or `TraceUnreadableError` if `is_unreadable`."""
     try:
         yield
     except TraceError:
         raise
     except Exception as error:  # h5py raises almost any exception on damaged metadata
         why = f"{path}: {what} cannot be read: {reason(error)}"
-        raise (TraceUnreadableError if errno_of(error) in UNREADABLE else TraceCorruptError)(why) from error
+        raise (TraceUnreadableError if is_unreadable(error) else TraceCorruptError)(why) from error
+
+
+def is_unreadable(error: BaseException) -> bool:
+    """Whether an error means that a file cannot be read now or by this user, not that it is missing or damaged."""
+    return isinstance(error, TraceUnreadableError) or errno_of(error) in UNREADABLE
 
 
 def reason(error: BaseException) -> str:

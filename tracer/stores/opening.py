@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol, cast
 
-from tracer.errors import TraceError, TraceExistsError, TraceFormatError
+from tracer.errors import TraceError, TraceExistsError, TraceFormatError, TraceUnreadableError
 from tracer.stores.locations import Anywhere, Location, Url, location, part_in, whole_of
 from tracer.stores.protocols import ReadStore, WriteStore
 
@@ -206,7 +206,8 @@ def open_parts(path: Anywhere, *, damaged: bool = False) -> tuple[list[tuple[str
         try:
             store = backend.open(file, damaged=damaged)
         except TraceError as error:
-            if len(files) == 1:
+            # of a part that cannot be read now nobody can say what is damaged or lost
+            if len(files) == 1 or (damaged and isinstance(error, TraceUnreadableError)):
                 raise
             broken[file.name] = error
             continue

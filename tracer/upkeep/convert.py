@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -223,7 +225,11 @@ def _moved_to(dst: Path) -> Iterator[Path]:
     """Yield a path in a temporary folder beside `dst`; what the block creates there is moved to `dst` on success."""
     with write_errors(dst):
         dst.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{dst.name[:100]}.", dir=dst.parent))
+        _remove_leftovers(dst)
+        folder = Path(tempfile.mkdtemp(prefix=f".{dst.name[:100]}.", suffix=_ENDING, dir=dst.parent))
+        mark = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
         yield folder / dst.name
         if os.path.lexists(dst):
@@ -232,6 +238,24 @@ def _moved_to(dst: Path) -> Iterator[Path]:
             os.rename(folder / dst.name, dst)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(mark)
+
+
+_ENDING = ".unfinished"
+"""How the names of temporary folders end."""
+
+
+def _remove_leftovers(dst: Path) -> None:
+    """Remove the temporary folders that killed programs left beside `dst`; a living program has locked its own."""
+    temporary = re.compile(rf"\.{re.escape(dst.name[:100])}\.[a-z0-9_]{{8}}{re.escape(_ENDING)}")
+    for name in filter(temporary.fullmatch, os.listdir(dst.parent)):
+        with contextlib.suppress(OSError):
+            file = os.open(dst.with_name(name), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(dst.with_name(name), ignore_errors=True)
+            finally:
+                os.close(file)
 
 
 def _check_ranks(reader: TraceReader, ranks: Collection[int]) -> None:

@@ -4,17 +4,74 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 import stat
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tracer.errors import TraceUnreadableError
+from tracer.errors import TracerError, TraceUnreadableError
 from tracer.stores.protocols import ByteFile
 
-UNREADABLE = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE})
+PASSING = frozenset({errno.EACCES, errno.EIO, errno.ESTALE, errno.ETIMEDOUT})
+"""Errors that may pass, as on a network file system whose server restarts: `again` tries once more."""
+UNREADABLE = PASSING | {errno.EPERM, errno.EMFILE, errno.ENFILE}
 """Errors that mean that a file cannot be read now or by this user, not that it is missing or damaged."""
+PAUSES = (0.02, 0.1, 0.3)
+"""Seconds before each further try of what failed."""
+
+_T = TypeVar("_T")
+
+
+def again(call: Callable[[], _T]) -> _T:
+    """Call a function of the system, and call it again, after a pause, if it fails with an error that may pass."""
+    for pause in PAUSES:
+        try:
+            return call()
+        except OSError as error:
+            if error.errno not in PASSING or isinstance(error, TracerError):
+                raise
+        time.sleep(pause)
+    return call()
+
+
+def unreadable(path: Path | str, error: OSError) -> TraceUnreadableError:
+    """The error for a file or folder that cannot be read."""
+    return TraceUnreadableError(f"cannot read {path}: {error.strerror or error}")
+
+
+def read_into(file: int, parts: Sequence[Any], offset: int) -> int:
+    """Fill buffers, one after the other, with the bytes of a file from an offset on; returns how many there were.
+
+    The system may return fewer bytes than there are, so only a read that returns none ends the reading.
+    """
+    size = sum(map(len, parts))
+    try:
+        done = os.preadv(file, parts, offset)
+    except OSError as error:
+        if error.errno not in PASSING:
+            raise
+        done = again(lambda: os.preadv(file, parts, offset))
+    while 0 < done < size:
+        rest, skipped = [], done
+        for part in parts:
+            rest += [memoryview(part)[skipped:]] if skipped < len(part) else []
+            skipped = max(0, skipped - len(part))
+        at = offset + done
+        count = again(lambda rest=rest, at=at: os.preadv(file, rest, at))  # type: ignore[misc]
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def read_bytes(file: int, nbytes: int, offset: int) -> bytes:
+    """The bytes of a file from an offset on; fewer at its end."""
+    target = bytearray(nbytes)
+    return bytes(memoryview(target)[: read_into(file, [target], offset)])
 
 
 def gone(path: Path) -> TraceUnreadableError:
@@ -24,27 +81,68 @@ def gone(path: Path) -> TraceUnreadableError:
 
 def key_of(file: int) -> tuple[int, int]:
     """Device and inode number, which are unique while the file is open or mapped."""
-    found = os.fstat(file)
+    found = again(lambda: os.fstat(file))
     return found.st_dev, found.st_ino
 
 
-def is_there(path: Path) -> bool:
-    """Whether something is at a path; links are followed.
+def found_at(path: Path) -> os.stat_result | None:
+    """What is at a path, with links followed; None for nothing.
 
     Raises
     ------
     TraceUnreadableError
-        If that cannot be determined: no access to a parent folder, or the name is too long.
+        If that cannot be determined: no access to a parent folder, the name is too long, or the disk fails.
     """
     try:
-        path.stat()
+        return again(path.stat)
     except ValueError:
-        return False
+        return None
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return False
-        raise TraceUnreadableError(f"cannot read {path}: {error.strerror or error}") from error
-    return True
+            return None
+        raise unreadable(path, error) from error
+
+
+def is_there(path: Path) -> bool:
+    """Whether something is at a path; see `found_at`."""
+    return found_at(path) is not None
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is at a path; see `found_at`."""
+    found = found_at(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a regular file is at a path; see `found_at`."""
+    found = found_at(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def walked(folder: Path | str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """As `os.walk`, which passes over a folder that cannot be listed; here it raises `TraceUnreadableError`."""
+    folders: list[str] = []
+    files: list[str] = []
+
+    def look() -> None:
+        folders.clear()
+        files.clear()
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                (folders if entry.is_dir() else files).append(entry.name)
+
+    try:
+        again(look)
+    except OSError as error:
+        if error.errno in UNREADABLE:
+            raise TraceUnreadableError(f"{folder} cannot be listed: {error.strerror}") from error
+        return
+    yield str(folder), folders, files
+    for name in folders:
+        below = os.path.join(folder, name)
+        if not os.path.islink(below):
+            yield from walked(below)
 
 
 def make_folder(folder: Path, *, durable: bool) -> None:
@@ -91,13 +189,38 @@ def replacing(path: Path, ending: str) -> Iterator[Path]:
         raise
 
 
+def remove_folder(folder: Path, beside: Path) -> None:
+    """Remove a folder of a trace at once: it is renamed to a hidden name beside the trace before its files go.
+
+    So a kill meanwhile leaves no half of a trace, but a hidden folder, which `remove_leftovers` removes.
+    """
+    hidden = beside.with_name(f".{beside.name}.{os.urandom(4).hex()}.removed")
+    os.rename(folder, hidden)
+    shutil.rmtree(hidden)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the hidden folders that killed calls of `remove_folder` left beside `path`, as far as possible."""
+    hidden = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.removed")
+    with suppress(OSError):
+        for name in filter(hidden.fullmatch, os.listdir(path.parent)):
+            shutil.rmtree(path.with_name(name), ignore_errors=True)
+
+
 def open_file(path: Path) -> int:
     """Open a regular file for reading; raises `OSError` for anything else (opening a pipe would block)."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(errno.EINVAL, "it is not a file")
-    return file
+
+    def opened() -> int:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError(errno.EINVAL, "it is not a file")
+        except BaseException:
+            os.close(file)
+            raise
+        return file
+
+    return again(opened)
 
 
 class OpenFile:
@@ -135,15 +258,17 @@ class Folder(OpenFile):
     def is_there(self) -> bool:
         """Whether this folder is still the folder at its path."""
         try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self.file))
-        except OSError:
+            return again(lambda: os.path.samestat(os.stat(self._path), os.fstat(self.file)))
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError as error:
+            raise unreadable(self._path, error) from error
 
 
 def listed(folder: Path) -> list[str]:
     """The names in a folder; empty if the folder does not exist."""
     try:
-        return os.listdir(folder)
+        return again(lambda: os.listdir(folder))
     except OSError as error:
         if error.errno in UNREADABLE:
             raise TraceUnreadableError(f"{folder} cannot be listed: {error.strerror}") from error
@@ -153,7 +278,7 @@ def listed(folder: Path) -> list[str]:
 def disk_bytes(folder: Path) -> int:
     """Bytes of all files below a folder."""
     found = 0
-    for parent, _, files in os.walk(folder):
+    for parent, _, files in walked(folder):
         for name in files:
             # a writer may have renamed the file meanwhile
             with suppress(FileNotFoundError):
@@ -181,11 +306,11 @@ class LocalFile(ByteFile):
             if self.is_current():
                 return
             self.close()
-        self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = again(lambda: os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
 
     def is_current(self) -> bool:
         """Whether the open file is still the file at the path."""
-        return os.path.samestat(self._stat(), os.fstat(self._file))
+        return os.path.samestat(self._stat(), again(lambda: os.fstat(self._file)))
 
     def size(self) -> int:
         """Bytes of the file at the path."""
@@ -197,15 +322,15 @@ class LocalFile(ByteFile):
 
     def _stat(self) -> os.stat_result:
         try:
-            return os.stat(self.path)
+            return again(lambda: os.stat(self.path))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise gone(self.path) from error
         except OSError as error:
-            raise TraceUnreadableError(f"cannot read {self.path}: {error.strerror or error}") from error
+            raise unreadable(self.path, error) from error
 
     def readinto(self, target: memoryview, offset: int) -> int:
         """Read bytes from an offset on; returns how many were read."""
-        return os.preadv(self._file, [target], offset)
+        return read_into(self._file, [target], offset)
 
     def close(self) -> None:
         """Close the file. Closing again does nothing."""

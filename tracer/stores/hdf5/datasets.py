@@ -9,11 +9,11 @@ from typing import Any, Final
 import h5py
 import numpy as np
 
-from tracer.errors import TraceFormatError
+from tracer.errors import TraceFormatError, TraceUnreadableError
 from tracer.stores.chunks import Layout, largest_chunk
 from tracer.stores.codecs import CODECS, HDF5_FILTER, Codec, hdf5_options
-from tracer.stores.errors import reason
-from tracer.stores.hdf5.virtual import is_virtual
+from tracer.stores.errors import is_unreadable, reason
+from tracer.stores.hdf5.layouts import DataLayout, layout_of
 from tracer.stores.locations import Location
 
 CHUNK_LIMIT: Final = 1 << 30
@@ -44,6 +44,11 @@ class Dataset(Layout):
         self.rows = int(self.dataset.shape[0])
 
 
+def _is_too_new(layout: DataLayout | None) -> bool:
+    """Whether HDF5 here is older than an intact layout of an array; HDF5 2.0 came with version 5."""
+    return layout is not None and layout.intact and layout.version > 4 and h5py.version.hdf5_version_tuple[0] < 2
+
+
 class Inspection:
     """Refuses content that reaches outside of the file or runs foreign code, before any data is read.
 
@@ -52,7 +57,7 @@ class Inspection:
     path : path or URL
         The file, for error messages.
     read : callable
-        As in `is_virtual`.
+        As in `layout_of`.
     problems : list, optional
         Receives descriptions of unreadable items; without it, they raise errors.
     """
@@ -76,7 +81,7 @@ class Inspection:
             # contain it.
             parts = sorted(group, key=lambda part: part != "journal")
         except Exception as error:
-            if self._problems is None:
+            if self._problems is None or is_unreadable(error):
                 raise
             self._problems.append(f"what is in {prefix or 'the root'!r} cannot be read: {reason(error)}")
             return self.found
@@ -84,10 +89,10 @@ class Inspection:
             name = f"{prefix}{part}"
             try:
                 link, item, dtype = self._open(group, part, name)
-            except TraceFormatError:
+            except (TraceFormatError, TraceUnreadableError):
                 raise
             except Exception as error:
-                if self._problems is None:
+                if self._problems is None or is_unreadable(error):
                     raise
                 self._problems.append(f"{name!r} cannot be opened: {reason(error)}")
                 continue
@@ -111,9 +116,18 @@ class Inspection:
         if link.type != h5py.h5l.TYPE_HARD:
             kind = type(group.get(part, getlink=True)).__name__
             raise TraceFormatError(f"{self._path}: {name!r} is a {kind}, which a trace never has")
-        if is_virtual(self._read, link.u):
+        layout = layout_of(self._read, link.u)
+        if layout is not None and layout.is_virtual:
             raise TraceFormatError(f"{self._path}: {name!r} is a virtual dataset, which a trace never has")
-        item = h5py.h5o.open(group.id, group._e(part))
+        try:
+            item = h5py.h5o.open(group.id, group._e(part))
+        except Exception as error:
+            if _is_too_new(layout):
+                raise TraceUnreadableError(
+                    f"{self._path}: {name!r} needs HDF5 2.0 or newer, which wrote it, and here is HDF5 "
+                    f"{h5py.version.hdf5_version}; install h5py 3.16 or newer"
+                ) from error
+            raise
         return link, item, h5py.Dataset(item).dtype if isinstance(item, h5py.h5d.DatasetID) else None
 
     def _dataset(self, name: str, item: Any, dtype: np.dtype[Any]) -> Dataset:

@@ -12,7 +12,8 @@ import h5py
 from h5py._objects import phil
 
 from tracer.errors import TraceCorruptError
-from tracer.stores.disk.files import key_of
+from tracer.stores.disk.files import PASSING, key_of
+from tracer.stores.errors import errno_of
 from tracer.stores.hdf5.mended import Mended, Plain, head_of
 from tracer.stores.hdf5.superblock import cut_off, is_unfinished
 from tracer.stores.protocols import ByteFile
@@ -76,8 +77,10 @@ def _open_on_disk(file: ByteFile) -> Any:
         flags = h5py.h5f.ACC_RDONLY | (h5py.h5f.ACC_SWMR_READ if swmr else 0)
         try:
             return h5py.File(h5py.h5f.open(os.fsencode(str(file.path)), flags, fapl=access))
-        except (OSError, UnicodeDecodeError):
+        except (OSError, UnicodeDecodeError) as error:
             # UnicodeDecodeError: a garbage collection while h5py builds the error may free the error's text
+            if errno_of(error) in PASSING:
+                raise
             if not swmr:
                 # with SWMR a truncated file would open, and its lost part would look as if it had never been written
                 _check_length(file)

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from tracer.stores.disk.files import UNREADABLE
-from tracer.stores.errors import errno_of
+from tracer.stores.errors import is_unreadable
 from tracer.stores.hdf5.datasets import Dataset
 from tracer.stores.protocols import ByteFile
 
@@ -85,7 +84,9 @@ class ChunkPlaces:
         chunks = {}
         try:
             self._look(name, lambda: dataset.id.chunk_iter(note))
-        except Exception:
+        except Exception as error:
+            if is_unreadable(error):
+                raise
             rows = self._rows_found(chunks, dataset)
             if rows > known:
                 self._known[name] = (rows, chunks, 0)
@@ -111,7 +112,7 @@ class ChunkPlaces:
         try:
             ask()
         except Exception as error:
-            if time.time_ns() - written > SETTLED_NANOSECONDS and errno_of(error) not in UNREADABLE:
+            if time.time_ns() - written > SETTLED_NANOSECONDS and not is_unreadable(error):
                 self._broken[name] = (written, str(error))
             raise
 

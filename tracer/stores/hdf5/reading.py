@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -12,8 +13,8 @@ from numpy.typing import NDArray
 from tracer.errors import TraceCorruptError, TraceError, TraceFormatError
 from tracer.format.names import PART
 from tracer.stores.codecs import OVERHEAD, Codec, decode_part
-from tracer.stores.disk.files import key_of
-from tracer.stores.errors import read_errors, reason
+from tracer.stores.disk.files import again, key_of
+from tracer.stores.errors import errno_of, is_unreadable, read_errors, reason
 from tracer.stores.hdf5.attributes import attributes
 from tracer.stores.hdf5.datasets import NOT_FILTERED, Dataset, Inspection
 from tracer.stores.hdf5.mended import Mended, Plain, head_of
@@ -26,6 +27,23 @@ FETCHED_BYTES: Final = 16 << 20
 """Bytes of chunks that are fetched from an object store at once."""
 
 _T = TypeVar("_T")
+
+
+def _again(call: Callable[[], _T]) -> _T:
+    """As `again`, also for errors of the disk whose number HDF5 hides in a text."""
+
+    def shown() -> _T:
+        try:
+            return call()
+        except TraceError:
+            raise
+        except Exception as error:
+            number = errno_of(error)
+            if number is None or (isinstance(error, OSError) and error.errno == number):
+                raise
+            raise OSError(number, os.strerror(number)) from error
+
+    return again(shown)
 
 
 class Hdf5ReadStore(ReadStore):
@@ -67,15 +85,10 @@ class Hdf5ReadStore(ReadStore):
     def _begin(self) -> None:
         """Open the file and check its content."""
         try:
-            self._file.hold()
-            if is_followed(self._file):
-                self._open_mended()
-            else:
-                self._hdf5 = open_both(self._file)
-            self._inspect()
+            _again(self._open)
         except Exception as error:
             # a damaged byte may make a dataset look like content that a trace never has
-            if isinstance(error, TraceFormatError) and not self._damaged:
+            if is_unreadable(error) or (isinstance(error, TraceFormatError) and not self._damaged):
                 raise
             if self._damaged and self._hdf5 is None:
                 self.problems.append(f"the file cannot be opened as it is: {reason(error)}")
@@ -87,6 +100,15 @@ class Hdf5ReadStore(ReadStore):
                 raise error from other
             if not again:
                 raise
+
+    def _open(self) -> None:
+        self._forget()
+        self._file.hold()
+        if is_followed(self._file):
+            self._open_mended()
+        else:
+            self._hdf5 = open_both(self._file)
+        self._inspect()
 
     def _put_back(self) -> bool:
         """Reopen the file repaired in memory; returns False if it is repaired already, or shows no sign of a kill."""
@@ -194,6 +216,8 @@ class Hdf5ReadStore(ReadStore):
             raise
         except Exception as error:
             with read_errors(self.path, what):
+                if is_unreadable(error):
+                    return _again(question)
                 if not self._put_back():
                     raise error from None
                 return question()

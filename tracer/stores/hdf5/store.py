@@ -17,7 +17,7 @@ from tracer.errors import (
     TraceNotFoundError,
     TraceUnreadableError,
 )
-from tracer.stores.disk.files import LocalFile, is_there, make_folder
+from tracer.stores.disk.files import LocalFile, again, is_file, is_there, make_folder
 from tracer.stores.errors import OF_HDF5, reason, write_errors
 from tracer.stores.hdf5.mended import head_of
 from tracer.stores.hdf5.reading import Hdf5ReadStore
@@ -41,7 +41,7 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
     if is_there(path) or path.is_symlink():
         if not overwrite:
             raise TraceExistsError.at(path)
-        if path.is_symlink() or not path.is_file() or not h5py.is_hdf5(path):
+        if path.is_symlink() or not is_file(path) or not h5py.is_hdf5(path):
             raise TraceExistsError(f"{path} already exists, and is not an HDF5 file that could be overwritten")
     with write_errors(path, OF_HDF5):
         make_folder(path.parent, durable=durable)
@@ -64,7 +64,7 @@ def open(path: Path, *, damaged: bool = False) -> Hdf5ReadStore:
     """Open the HDF5 file at `path`; see `tracer.stores.opening.open_store`."""
     if not is_there(path):
         raise TraceNotFoundError(f"there is no trace at {path}")
-    if not path.is_file():
+    if not is_file(path):
         raise TraceFormatError(f"{path} is not a file; an HDF5 trace is one")
     return open_file(LocalFile(path), damaged=damaged)
 
@@ -109,7 +109,7 @@ def files(path: Path) -> list[Path]:
     """The files of a trace: the file at `path`, if it exists, and the files of other parts beside it."""
     there = _itself(path)
     try:
-        names = os.listdir(there.parent)
+        names = again(lambda: os.listdir(there.parent))
     except (FileNotFoundError, NotADirectoryError):
         names = []
     except PermissionError:  # files in the folder may still be readable

@@ -67,8 +67,7 @@ def _is_large(rows: RowChunks, codec: Codec | None) -> bool:
 
 
 _WRITING: dict[str, Any] = {
-    # SWMR mode, and datasets that grow by its index of chunks, came with HDF5 1.10. The newest formats of HDF5 2.0 would
-    # be unreadable for all earlier libraries.
+    # HDF5 1.10 is the first with SWMR mode. Libraries before HDF5 2.0 could not read the newest formats of that.
     "libver": ("v110", "v110"),
     "locking": False,
     "alignment_threshold": ALIGNED_BYTES,

@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tracer.errors import TraceUnreadableError
-from tracer.stores.disk.files import UNREADABLE, open_file, sync
+from tracer.stores.disk.files import UNREADABLE, again, open_file, read_bytes, sync, unreadable, walked
 from tracer.stores.zarr.format import CONSOLIDATED, DOCUMENT_LIMIT, as_bytes, as_document, is_group
 
 TEMPORARY = re.compile(r"\.zarr\.json\.\d+\.[0-9a-f]{8}\.part")
@@ -20,7 +19,7 @@ TEMPORARY = re.compile(r"\.zarr\.json\.\d+\.[0-9a-f]{8}\.part")
 def damaged_groups(path: Path) -> list[str]:
     """Problems of the zarr.json of groups; those of arrays are checked when the arrays are opened."""
     found = []
-    for folder, folders, files in os.walk(path):
+    for folder, folders, files in walked(path):
         document = read_document(Path(folder))
         if document.get("node_type") == "array" or "c" in folders:
             folders.clear()
@@ -36,7 +35,7 @@ def damaged_groups(path: Path) -> list[str]:
 
 def _anything(folder: Path) -> bool:
     """Whether a folder holds, at any depth, a file that is not temporary."""
-    return any(not TEMPORARY.fullmatch(name) for _, _, names in os.walk(folder) for name in names)
+    return any(not TEMPORARY.fullmatch(name) for _, _, names in walked(folder) for name in names)
 
 
 def read_document(folder: Path) -> dict[str, Any]:
@@ -44,12 +43,12 @@ def read_document(folder: Path) -> dict[str, Any]:
     try:
         file = open_file(folder / "zarr.json")
         try:
-            data = os.pread(file, DOCUMENT_LIMIT + 1, 0)
+            data = read_bytes(file, min(DOCUMENT_LIMIT, again(lambda: os.fstat(file).st_size)) + 1, 0)
         finally:
             os.close(file)
     except OSError as error:
         if error.errno in UNREADABLE:  # a file without read access is neither damaged nor missing
-            raise TraceUnreadableError(f"cannot read {folder / 'zarr.json'}: {error.strerror or error}") from error
+            raise unreadable(folder / "zarr.json", error) from error
         return {}
     return as_document(data)
 

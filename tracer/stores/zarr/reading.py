@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,23 @@ from tracer.format.names import PART
 from tracer.memory import new_memory
 from tracer.stores.chunks import RowChunks, check_name
 from tracer.stores.codecs import OVERHEAD, Codec, decode_part, decoded_size
-from tracer.stores.disk.files import UNREADABLE, Folder, OpenFile, disk_bytes, gone, key_of, listed, open_file
+from tracer.stores.disk.files import (
+    Folder,
+    OpenFile,
+    again,
+    disk_bytes,
+    found_at,
+    gone,
+    is_file,
+    is_folder,
+    key_of,
+    listed,
+    open_file,
+    read_bytes,
+    read_into,
+    walked,
+)
+from tracer.stores.errors import is_unreadable, reason
 from tracer.stores.protocols import Place
 from tracer.stores.zarr.description import ArrayDescription
 from tracer.stores.zarr.documents import read_document
@@ -65,7 +82,7 @@ class _ReadShard(OpenFile):
         """
         if chunk != self.last:
             return False
-        return bool(os.pread(self.file, 16, self.index_at + 16 * chunk) != self.index[chunk].tobytes())
+        return bool(read_bytes(self.file, 16, self.index_at + 16 * chunk) != self.index[chunk].tobytes())
 
 
 class ZarrReadStore(ZarrReader):
@@ -93,18 +110,18 @@ class ZarrReadStore(ZarrReader):
     def modified(self) -> float:
         """When a ``zarr.json`` was last replaced; every commit replaces some."""
         newest = 0.0
-        for folder, folders, files in os.walk(self.path):
+        for folder, folders, files in walked(self.path):
             if "zarr.json" in files:
-                newest = max(newest, os.stat(os.path.join(folder, "zarr.json")).st_mtime)
+                newest = max(newest, again(partial(os.stat, os.path.join(folder, "zarr.json"))).st_mtime)
             folders[:] = [name for name in folders if name != "c"]
         return newest
 
     def parts(self) -> list[str]:
-        return [name for name in listed(self.path) if PART.fullmatch(name) and (self.path / name).is_dir()]
+        return [name for name in listed(self.path) if PART.fullmatch(name) and is_folder(self.path / name)]
 
     def names(self, prefix: str = "") -> list[str]:
         found = []
-        for folder, folders, files in os.walk(self.path):
+        for folder, folders, files in walked(self.path):
             if "zarr.json" in files and read_document(Path(folder)).get("node_type") == "array":
                 folders.clear()
                 found.append(os.path.relpath(folder, self.path).replace(os.sep, "/"))
@@ -116,7 +133,7 @@ class ZarrReadStore(ZarrReader):
             # zarr-python would read missing chunks as zeros
             return True
         shard = row // array.shard_rows
-        index = self._index_of(array, shard) if (self.path / array.shard_name(shard)).is_file() else None
+        index = self._index_of(array, shard) if is_file(self.path / array.shard_name(shard)) else None
         # the index itself may be damaged; then the chunk counts as existing
         return index is not None and (not len(index) or bool(index[array.entry_of(row), 0] != MISSING))
 
@@ -168,10 +185,12 @@ class ZarrReadStore(ZarrReader):
         return self._described(name, GrowingArray(name, rows, codec, gapless=False).document(0))
 
     def _decoded_size(self, array: ArrayDescription, shard: int, offset: int) -> int:
-        with suppress(TraceCorruptError, OSError, OverflowError):
-            opened = self._open_shard(array, shard)
-            return decoded_size(os.pread(opened.file, OVERHEAD, offset))
-        return 0
+        try:
+            return decoded_size(read_bytes(self._open_shard(array, shard).file, OVERHEAD, offset))
+        except (TraceCorruptError, OSError, OverflowError) as error:
+            if is_unreadable(error):
+                raise
+            return 0
 
     def _index_of(self, array: ArrayDescription, shard: int) -> NDArray[np.uint64]:
         if shard >= 0:
@@ -228,7 +247,7 @@ class ZarrReadStore(ZarrReader):
             return self._stored_bytes(array, start, stop)
         shards = [self.path / array.shard_name(number) for number in range(first, last + 1)]
         # plus one chunk, because the last chunk may be cut off
-        return sum(path.stat().st_size for path in shards if path.is_file()) + array.chunk_nbytes
+        return sum(found.st_size for path in shards if (found := found_at(path)) is not None) + array.chunk_nbytes
 
     def _stored_bytes(self, array: ArrayDescription, start: int, stop: int) -> int:
         """An upper bound of the decoded bytes of the compressed chunks of rows ``start`` to ``stop``."""
@@ -236,11 +255,11 @@ class ZarrReadStore(ZarrReader):
         found = 0
         for number in range(wanted.start // array.per_shard, -(-wanted.stop // array.per_shard)):
             shard = self._open_shard(array, number)
-            begin = number * array.per_shard
+            file, begin = shard.file, number * array.per_shard
             sizes = shard.index[max(wanted.start - begin, 0) : wanted.stop - begin, 1]
             sizes = sizes[(sizes > 4) & (sizes <= array.chunk_nbytes + OVERHEAD + 4)]
             # a damaged index may claim the same bytes for many chunks; then the shard does not count
-            if int(sizes.sum()) <= os.fstat(shard.file).st_size:
+            if int(sizes.sum()) <= again(partial(os.fstat, file)).st_size:
                 found += len(sizes) * array.chunk_nbytes
         return found
 
@@ -283,7 +302,8 @@ class ZarrReadStore(ZarrReader):
         except (OSError, OverflowError) as error:
             if isinstance(error, TraceError):
                 raise
-            raise TraceCorruptError(f"{self.path}: array {array.name!r} cannot be read: {error}") from error
+            why = f"{self.path}: array {array.name!r} cannot be read: {reason(error)}"
+            raise (TraceUnreadableError if is_unreadable(error) else TraceCorruptError)(why) from error
         return []
 
     def _fill_plain(
@@ -305,7 +325,7 @@ class ZarrReadStore(ZarrReader):
             if nbytes != chunk_nbytes + 4:
                 raise TraceCorruptError(f"{self.path}: array {array.name!r} lacks its chunk {number}")
             if not verify:
-                right = os.preadv(file, [to[low:high]], offset + at) == high - low
+                right = read_into(file, [to[low:high]], offset + at) == high - low
             elif high - low == chunk_nbytes:
                 right = _read_chunk(file, to[low:high], trailer, offset)
             else:
@@ -342,7 +362,7 @@ class ZarrReadStore(ZarrReader):
             if not 4 < nbytes <= most:
                 raise TraceCorruptError(f"{self.path}: array {array.name!r} lacks its chunk {number}")
             stored = buffer[: nbytes - 4]
-            read = os.preadv(shard.file, [buffer[:nbytes].data], offset)
+            read = read_into(shard.file, [buffer[:nbytes].data], offset)
             if shard.moved(number % per_shard):
                 raise _MovedError(f"{self.path}: chunk {number} of array {array.name!r} moves faster than it is read")
             if read != nbytes or checksum_bytes(stored.data) != buffer[nbytes - 4 : nbytes].tobytes():
@@ -382,18 +402,24 @@ class ZarrReadStore(ZarrReader):
             raise
         except OSError as error:
             why = f"{self.path}: shard {number} of array {array.name!r} cannot be opened: {error.strerror}"
-            raise (TraceUnreadableError if error.errno in UNREADABLE else TraceCorruptError)(why) from error
+            raise (TraceUnreadableError if is_unreadable(error) else TraceCorruptError)(why) from error
         # a damaged description may claim an index of any size, so the file size is checked before memory is allocated
-        file, size = shard.file, os.fstat(shard.file).st_size
-        shard.index, shard.index_at = self._index_in(
-            array, number, lambda begin, nbytes: os.pread(file, nbytes, begin) if begin + nbytes < size else b""
-        )
+        try:
+            file, size = shard.file, again(lambda: os.fstat(shard.file)).st_size
+            shard.index, shard.index_at = self._index_in(
+                array, number, lambda begin, nbytes: read_bytes(file, nbytes, begin) if begin + nbytes < size else b""
+            )
+        except OSError as error:
+            if isinstance(error, TraceError):
+                raise
+            why = f"{self.path}: shard {number} of array {array.name!r} cannot be read: {reason(error)}"
+            raise (TraceUnreadableError if is_unreadable(error) else TraceCorruptError)(why) from error
         return shard
 
 
 def _check_links(path: Path, name: str, axes: int) -> None:
     """Refuse an array in which shards are not regular files: zarr-python follows links, and reads folders as zeros."""
-    for parent, folders, files in os.walk(path / name):
+    for parent, folders, files in walked(path / name):
         # a shard lies in the folder "c" and one further folder for each axis but the last
         deepest = len(Path(parent).relative_to(path / name).parts) == axes
         for entry in (*folders, *files):
@@ -409,12 +435,12 @@ def _read_chunk(file: int, target: memoryview, trailer: bytearray, offset: int) 
     # in pieces that are still in the CPU cache when their checksum is computed
     while nbytes - start > READ_PIECE:
         piece = target[start : start + READ_PIECE]
-        if os.preadv(file, [piece], offset + start) != READ_PIECE:
+        if read_into(file, [piece], offset + start) != READ_PIECE:
             return False
         checksum = crc32c(piece, checksum)
         start += READ_PIECE
     piece = target[start:]
-    if os.preadv(file, [piece, trailer], offset + start) != nbytes - start + 4:
+    if read_into(file, [piece, trailer], offset + start) != nbytes - start + 4:
         return False
     return bool(crc32c(piece, checksum) == int.from_bytes(trailer, "little"))
 

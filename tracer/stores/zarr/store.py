@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 from tracer.errors import TraceCorruptError, TraceExistsError, TraceFormatError, TraceNotFoundError
 from tracer.format.names import PART
-from tracer.stores.disk.files import is_there, make_folder, sync
+from tracer.stores.disk.files import is_folder, is_there, listed, make_folder, remove_folder, remove_leftovers, sync
 from tracer.stores.errors import write_errors
 from tracer.stores.zarr.documents import (
     TEMPORARY,
@@ -29,13 +28,16 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
         if not overwrite:
             raise TraceExistsError.at(mine)
         ours = (
-            mine.is_dir() and not mine.is_symlink() and (blank(mine) or read_document(mine).get("node_type") == "group")
+            is_folder(mine)
+            and not mine.is_symlink()
+            and (blank(mine) or read_document(mine).get("node_type") == "group")
         )
         if not ours:
             raise TraceExistsError(f"{mine} already exists, and is not a Zarr group that could be overwritten")
     with write_errors(path):
-        if mine.exists():
-            shutil.rmtree(mine)
+        remove_leftovers(path)
+        if is_there(mine):
+            remove_folder(mine, path)
         if part is not None:
             # other ranks may create the directory and its root at the same time; only this process creates this part
             make_folder(path, durable=durable)
@@ -62,18 +64,18 @@ def files(path: Path) -> list[Path]:
 
 def blank(path: Path) -> bool:
     """Whether a directory holds only what a process leaves when it is killed while it creates a store."""
-    if not path.is_dir() or path.is_symlink():
+    if not is_folder(path) or path.is_symlink():
         return False
-    names = {name for name in os.listdir(path) if not TEMPORARY.fullmatch(name)}
+    names = {name for name in listed(path) if not TEMPORARY.fullmatch(name)}
     return not names or (names == {"zarr.json"} and read_document(path) == group_document({}))
 
 
 def remove_part(path: Path, part: str) -> None:
     """Remove the group of a part; see `tracer.stores.opening.remove_part`."""
     folder = path / part
-    if folder.is_dir() and not folder.is_symlink():
+    if is_folder(folder) and not folder.is_symlink():
         with write_errors(path):
-            shutil.rmtree(folder)
+            remove_folder(folder, path)
             disperse(path, durable=False)
 
 
@@ -81,10 +83,10 @@ def open(path: Path, *, damaged: bool = False) -> ZarrReadStore:
     """Open the Zarr group at `path`; see `tracer.stores.opening.open_store`."""
     if not is_there(path):
         raise TraceNotFoundError(f"there is no trace at {path}")
-    if not path.is_dir():
+    if not is_folder(path):
         raise TraceFormatError(f"{path} is a file; a Zarr trace is a directory")
     document = read_document(path)
-    if not is_group(document) and not (damaged and any(path.glob("rank*"))):
+    if not is_group(document) and not (damaged and any(name.startswith("rank") for name in listed(path))):
         if any(PART.fullmatch(name.partition("/")[0]) for name in ZarrReadStore(path).names("rank")):
             raise TraceCorruptError(f"{path}: the zarr.json of the root is not that of a group, but there are arrays")
         raise TraceFormatError(f"{path} is not a Zarr group of format 3: it has no zarr.json that says so")
