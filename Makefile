@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := $(VENV)/demo
 INSTALLED := $(VENV)/installed
+OLDEST := $(CURDIR)/$(VENV)/oldest
 # the tests start hundreds of processes, for which the bytecode of each module is to be there, whatever a machine says
 export PYTHONDONTWRITEBYTECODE :=
 # the tests' models are tiny: more threads than processes only wait for each other
@@ -11,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # on two cores one process more than cores: some tests wait
 JOBS ?= 3
 
-.PHONY: help demo test check test-slow lint docs bench clean
+.PHONY: help demo test check test-slow test-oldest lint docs bench clean
 
 help: ## say what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -34,6 +35,12 @@ test-slow: $(INSTALLED) ## what takes minutes: a hundred kills of each format, m
 	$(BIN)/python -m pytest -n $(JOBS) -m slow
 	TRACEREEL_EXAMPLES=all $(BIN)/python -m pytest -n $(JOBS) -m hypothesis
 	TRACEREEL_FUZZ_CASES=1000 $(BIN)/python -m pytest -n $(JOBS) tests/trace/test_hostile.py -k random
+	$(MAKE) test-oldest
+
+test-oldest: $(INSTALLED) ## the tests of traces, with the oldest versions that pyproject.toml allows
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade --target $(OLDEST) -r constraints-oldest.txt
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n $(JOBS) tests/format tests/stores tests/upkeep \
+	  tests/trace/test_writer_reader.py tests/trace/test_compression.py tests/trace/test_sample_traces.py
 
 lint: $(INSTALLED) ## style and types
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import functools
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -235,3 +236,12 @@ def test_public_names_exist() -> None:
             assert getattr(package, name) is not None
         with pytest.raises(AttributeError, match="no_such_name"):
             _ = package.no_such_name
+
+
+def test_the_oldest_versions_are_those_that_users_may_have() -> None:
+    """`make test-oldest` installs the lowest version that pyproject.toml allows of each dependency but torch."""
+    allowed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    lowest = dict(one.split(">=") for one in allowed if not one.startswith("torch"))
+    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    pinned = dict(one.split("==") for one in lines if not one.startswith("#"))
+    assert {name: f"{version}.0" if version.count(".") == 1 else version for name, version in lowest.items()} == pinned

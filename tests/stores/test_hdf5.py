@@ -366,7 +366,7 @@ def test_hdf5_1_10_knows_every_format_in_a_trace(tmp_path: Path) -> None:
 def test_an_array_that_is_too_new_for_the_library(
     tmp_path: Path, damaged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told as that, with the version that reads it, and never as damage."""
+    """It is told as that, and never as damage."""
     path = tmp_path / "run.h5"
     monkeypatch.setitem(hdf5_writing._WRITING, "libver", "latest")
     with TraceWriter(path, compression="zstd") as writer:
@@ -383,6 +383,5 @@ def test_an_array_that_is_too_new_for_the_library(
         return item
 
     monkeypatch.setattr(h5py.h5o, "open", refused)
-    monkeypatch.setattr(h5py.version, "hdf5_version_tuple", (1, 14, 6))
-    with pytest.raises(TraceUnreadableError, match=r"needs HDF5 2\.0 or newer, .*; install h5py 3\.16 or newer"):
+    with pytest.raises(TraceUnreadableError, match=r"not damaged, but was written by a newer HDF5 .* h5py, such as"):
         open_store(path, damaged=damaged)

@@ -44,9 +44,9 @@ class Dataset(Layout):
         self.rows = int(self.dataset.shape[0])
 
 
-def _is_too_new(layout: DataLayout | None) -> bool:
-    """Whether HDF5 here is older than an intact layout of an array; HDF5 2.0 came with version 5."""
-    return layout is not None and layout.intact and layout.version > 4 and h5py.version.hdf5_version_tuple[0] < 2
+def _is_too_new(error: Exception, layout: DataLayout | None) -> bool:
+    """Whether HDF5 does not know the version of a part of an array's header, although the header is intact."""
+    return "version number" in str(error) and layout is not None and layout.intact
 
 
 class Inspection:
@@ -122,10 +122,10 @@ class Inspection:
         try:
             item = h5py.h5o.open(group.id, group._e(part))
         except Exception as error:
-            if _is_too_new(layout):
+            if _is_too_new(error, layout):
                 raise TraceUnreadableError(
-                    f"{self._path}: {name!r} needs HDF5 2.0 or newer, which wrote it, and here is HDF5 "
-                    f"{h5py.version.hdf5_version}; install h5py 3.16 or newer"
+                    f"{self._path}: {name!r} is not damaged, but was written by a newer HDF5 than the one here, "
+                    f"{h5py.version.hdf5_version}; install a newer h5py, such as 3.16, which has HDF5 2.0"
                 ) from error
             raise
         return link, item, h5py.Dataset(item).dtype if isinstance(item, h5py.h5d.DatasetID) else None
