@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 import torch
 
@@ -36,6 +37,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_sample_reads_as_it_was_meant(trace: Path, meaning: Path) -> None:
     """Every message of a golden trace has the place, the fields and the very bits that its JSON says."""
     meant = json.loads(meaning.read_text())
+    if trace.suffix == ".h5" and h5py.version.hdf5_version_tuple < (2,):
+        pytest.skip("HDF5 2.0 wrote this sample, in formats that no library before it reads")
     with tracer.open(trace) as reader:
         assert reader.status == "finished"
         messages = list(reader.messages())

@@ -10,6 +10,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -122,27 +123,27 @@ def is_file(path: Path) -> bool:
 
 def walked(folder: Path | str) -> Iterator[tuple[str, list[str], list[str]]]:
     """As `os.walk`, which passes over a folder that cannot be listed; here it raises `TraceUnreadableError`."""
+    pending = [str(folder)]
+    while pending:
+        top = pending.pop()
+        try:
+            folders, files = again(partial(_folders_and_files, top))
+        except OSError as error:
+            if error.errno in UNREADABLE:
+                raise TraceUnreadableError(f"{top} cannot be listed: {error.strerror}") from error
+            continue
+        yield top, folders, files
+        below = [os.path.join(top, name) for name in reversed(folders)]
+        pending += [one for one in below if not os.path.islink(one)]
+
+
+def _folders_and_files(folder: str) -> tuple[list[str], list[str]]:
     folders: list[str] = []
     files: list[str] = []
-
-    def look() -> None:
-        folders.clear()
-        files.clear()
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                (folders if entry.is_dir() else files).append(entry.name)
-
-    try:
-        again(look)
-    except OSError as error:
-        if error.errno in UNREADABLE:
-            raise TraceUnreadableError(f"{folder} cannot be listed: {error.strerror}") from error
-        return
-    yield str(folder), folders, files
-    for name in folders:
-        below = os.path.join(folder, name)
-        if not os.path.islink(below):
-            yield from walked(below)
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            (folders if entry.is_dir() else files).append(entry.name)
+    return folders, files
 
 
 def make_folder(folder: Path, *, durable: bool) -> None:
