@@ -186,7 +186,8 @@ class ZarrReadStore(ZarrReader):
 
     def _decoded_size(self, array: ArrayDescription, shard: int, offset: int) -> int:
         try:
-            return decoded_size(read_bytes(self._open_shard(array, shard).file, OVERHEAD, offset))
+            opened = self._open_shard(array, shard)  # named, because its file is closed when it is freed
+            return decoded_size(read_bytes(opened.file, OVERHEAD, offset))
         except (TraceCorruptError, OSError, OverflowError) as error:
             if is_unreadable(error):
                 raise
