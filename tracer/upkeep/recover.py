@@ -159,10 +159,11 @@ def recover(
         with new_trace(dst, single(header)) as writer:
             for note in (note for one in surveys for note in one.tables.notes):
                 writer.note(note)
-            with contextlib.suppress(TraceError), TraceReader(src) as reader:
-                for note in (hole.note() for hole in reader.holes):
-                    if note not in reader.notes:
-                        writer.note(note)
+            if last:  # there are several attempts, between which there may be holes
+                with contextlib.suppress(TraceError), TraceReader(src) as reader:
+                    for note in (hole.note() for hole in reader.holes):
+                        if note not in reader.notes:
+                            writer.note(note)
             tallies = _save(surveys, ordering, writer, progress)
             loss = _loss(src, dst, surveys, elsewhere, ordering, tallies, status)
             if loss.path is None:
