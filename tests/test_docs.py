@@ -93,7 +93,8 @@ def test_what_a_page_shows_runs(
         else:
             with processes.forked():  # the workers of a batch
                 done = CliRunner().invoke(main, words)
-            assert done.exit_code == 0, f"{line}: {done.output}"
+            # of steps run again, a busy machine may have kept no hashes, and then they are verified only in part
+            assert done.exit_code in ((0, 7) if "--reenact" in words else (0,)), f"{line}: {done.output}"
     program = tmp_path / "program.py"
     program.write_text("\n".join(blocks(ROOT / page, "python")), encoding="utf-8")
     assert says in run(sys.executable, "-W", "error", str(program))
