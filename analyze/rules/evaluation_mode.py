@@ -15,12 +15,12 @@ from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding
 from analyze.rules.header import modules_of
 from analyze.rules.rule import Place, Rule
-from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, Message
+from tracer.messaging.messages import DEFAULT_TAG, EVAL_MODE, EVAL_TAG, Message
 from tracer.messaging.subscription import is_doubled
 from tracer.numbers.arrays import as_array
 from tracer.numbers.statistics import are_statistics
 
-_PASSES, _DROPOUT, _NORMALISATION = 0, 1, 2
+_PASSES, _DROPOUT, _NORMALISATION, _MODE = 0, 1, 2, 3
 _OFFSET = 0.1
 _CERTAIN = 6.0
 _Channels: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -39,7 +39,8 @@ class EvaluationMode(Rule):
 
     Notes
     -----
-    *Fires* where steps have updates, and only passes in evaluation mode; where a dropout zeroes nothing; where the
+    *Fires* at a step whose training pass is recorded as one in eval mode, without `patience`; in traces that do not
+    say so, where steps have updates, and only passes in evaluation mode; where a dropout zeroes nothing; where the
     means of a batch normalisation's outputs are not its biases: for half of the channels, the mean of `patience` steps
     is off by more than a tenth of a standard deviation, and by more than 6 standard errors.
     *Needs* ``weight_updates``, and activations of the training passes; of a dropout, a header that says its
@@ -50,17 +51,18 @@ class EvaluationMode(Rule):
 
     name = "evaluation_mode"
     takes_statistics = "too"
-    memory = ("passes", "updated", "before", "means", "biases", "offsets")
+    memory = ("in_eval_mode", "passes", "updated", "before", "means", "biases", "offsets")
     judges = "updates of weights, and training passes"
     numbers = ("why",)
     advice = "call model.train() before each epoch of the training, after each evaluation"
 
     def __init__(self, *, patience: int = 10, modules: str | Iterable[str] | None = None) -> None:
         check(is_whole(patience, 3), "patience is an integer from 3 on", patience)
-        kinds = ("network_output", "activations", "biases")
+        kinds = ("network_output", "activations", "biases", EVAL_MODE)
         super().__init__([("weight_updates",), kinds], patience=patience, tag=None, modules=modules)
         self.dropouts: set[str] = set()
         self.normalisations: set[str] = set()
+        self.in_eval_mode: Message | None = None  # says that the training pass of this step ran in eval mode
         self.passes: dict[str, Message] = {}  # the first message of a pass in this step, by tag
         self.updated = False
         self.before: tuple[int, float] | None = None  # the counts of numbers and of zeros of the previous output
@@ -79,6 +81,9 @@ class EvaluationMode(Rule):
 
     def look(self, message: Message) -> Iterator[Message]:
         """Store what a step has, and judge the outputs of dropouts."""
+        if message.kind == EVAL_MODE:
+            self.in_eval_mode = message
+            return
         data, extent = message.data, Extent.of(message)
         if data is None or extent is None or not extent.floating or not extent.count:
             return
@@ -108,11 +113,13 @@ class EvaluationMode(Rule):
     def look_back(self) -> Iterator[Message]:
         """Judge the passes of a step, and the means of its batch normalisations."""
         training, evaluation = self.passes.get(DEFAULT_TAG), self.passes.get(EVAL_TAG)
-        if self.updated and (training or evaluation):
-            at = training or evaluation
-            assert at is not None
+        at = self.in_eval_mode or ((training or evaluation) if self.updated else None)
+        if at is not None:
             place = Place("network_output", (None, DEFAULT_TAG, "", at.rank), *Place.of(at)[2:])
-            yield from self.judge(place, training is None, 1.0, 1.0, _PASSES)
+            if self.in_eval_mode is not None:
+                yield from self.judge(place, True, 1.0, 1.0, _MODE, patience=1)
+            else:
+                yield from self.judge(place, training is None, 1.0, 1.0, _PASSES)
         for series, (place, (mean, deviation)) in self.means.items():
             bias = self.biases.get(series[0] or "")
             if bias is None or bias.shape != mean.shape:
@@ -133,10 +140,13 @@ class EvaluationMode(Rule):
                 share = float(off.mean())
                 usual = float(np.median(mean_off))
                 yield from self.judge(place, share >= 0.5, usual, _OFFSET, _NORMALISATION, since=offsets[0][0])
-        self.passes, self.means, self.updated, self.before = {}, {}, False, None
+        self.passes, self.means, self.updated, self.before, self.in_eval_mode = {}, {}, False, None, None
 
     def evidence(self, found: Finding) -> str:
         why = int(found.numbers["why"])
+        if why == _MODE:
+            more = f"; so were {found.steps - 1:,} more recorded steps, up to {found.last:,}" if found.steps > 1 else ""
+            return f"step {found.first:,} was trained while the model was in eval() mode{more}"
         if why == _PASSES:
             return f"{found.steps} recorded steps had updates, but only passes in evaluation mode"
         if why == _DROPOUT:

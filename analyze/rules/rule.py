@@ -215,6 +215,7 @@ class Rule(Metric):
         since: Place | None = None,
         severity: Severity | None = None,
         worse: bool = True,
+        patience: int | None = None,
     ) -> Iterator[Message]:
         """Judge a series at a step; yield the finding once the condition has held for `patience` steps.
 
@@ -232,6 +233,8 @@ class Rule(Metric):
         severity : Severity, optional
         worse : bool
             Whether a larger value is worse than a smaller one.
+        patience : int, optional
+            At how many recorded steps the condition must hold, if not at the rule's `patience`.
         """
         self.judged(at)
         if not bad and not self._episodes:
@@ -262,7 +265,7 @@ class Rule(Metric):
             known.severity = max(known.severity, told)
             if is_worst:
                 known.worst, known.value, known.threshold, known.numbers = step, value, threshold, numbers
-        if not known.said and known.steps >= self.patience:
+        if not known.said and known.steps >= (patience or self.patience):
             yield known.message(self.produces[0], self.kinds)
 
     def judged(self, at: Message | Place) -> None:

@@ -23,6 +23,8 @@ DEFAULT_TAG = "default"
 """The tag of training passes."""
 EVAL_TAG = "eval"
 """The tag of passes in eval mode or without gradients, unless the user names another."""
+EVAL_MODE = "eval_mode"
+"""The kind of the event that a recorded step was trained while the model was in eval mode."""
 LARGEST: Final = 2**63 - 1
 """The largest value of a counter."""
 
@@ -81,6 +83,7 @@ KINDS: Mapping[str, Kind] = {
         Kind("batch_finished", network=True, event=True),
         Kind("epoch_started", network=True, event=True, clock="epoch"),
         Kind("epoch_finished", network=True, event=True, clock="epoch"),
+        Kind(EVAL_MODE, network=True, event=True),
         Kind("input_data", network=True, per_call=True, batched=True),
         Kind("sample_ids", network=True, per_call=True, batched=True),
         Kind("input_labels", network=True, per_call=True, batched=True),

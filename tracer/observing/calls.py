@@ -16,6 +16,7 @@ from tracer.observing.pytorch.compiled import Ticket, tag_number, tag_of
 from tracer.observing.pytorch.gate import OpenCall
 from tracer.observing.pytorch.leaves import arguments_of
 from tracer.observing.pytorch.tensors import leaves, opaque
+from tracer.observing.tags import UndecidedTag
 
 
 class Calls(Part):
@@ -96,6 +97,8 @@ class Calls(Part):
             except Exception as error:  # noqa: BLE001 - the output's gradients are another stream
                 self.demand.give_up("activations", path, error)
         self._watch_output(path, observed, call, tag, now)
+        if running.depth == 0 and type(tag) is UndecidedTag:
+            self.passes.undecided.call_ended(tag, [one for _, one in observed])
 
     def _after_recomputed(self, path: str, output: Any) -> None:
         """See the end of a call that runs inside a backward."""
@@ -113,6 +116,8 @@ class Calls(Part):
             self.gradients.watch("layer_gradients", path, output, call, tag, now)
         elif tag == DEFAULT_TAG:
             self.gradients.note_ungraded(path, call)
+        elif type(tag) is UndecidedTag:
+            self.gradients.note_ungraded(path, call + self.numbers.call(path, DEFAULT_TAG))
 
     def _publish_inputs(self, path: str, tag: str, call: int, now: At) -> None:
         """Publish the copies of a call's inputs, now that the call has its number."""
@@ -131,7 +136,10 @@ class Calls(Part):
         if recomputing():
             return (self.gradients.recalled(path), *now, tag_number(DEFAULT_TAG))
         call = self.numbers.call(path, running.tag) if running.listening else 0
-        return (call - 1, *now, tag_number(running.tag))
+        tag = running.tag
+        if type(tag) is UndecidedTag:  # a gradient comes only if the training learns from the pass
+            call, tag = call + self.numbers.call(path, DEFAULT_TAG), DEFAULT_TAG
+        return (call - 1, *now, tag_number(tag))
 
     def gradient_seen(self, path: str, leaf: str, gradient: Tensor, ticket: Ticket) -> None:
         """Publish the gradient of the output of a compiled module."""

@@ -20,10 +20,13 @@ from tracer.observing.clock import At, Clock
 from tracer.observing.parameter_table import PARAMETER_KINDS, ParameterTable
 from tracer.observing.problems import Problems
 from tracer.observing.pytorch.gate import PassOfThread
+from tracer.observing.tags import UndecidedTag
 
 _BY_EPOCH = frozenset(kind for kind, entry in KINDS.items() if entry.clock == "epoch")
 EVERYTHING = Capture(kinds=KINDS)
 """The capture of what users log, which no other capture leaves out."""
+HELD = (Capture(kinds=KINDS),)
+"""Stands for the captures of an undecided pass: its tensors are held until its tag is known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,6 +136,22 @@ class Stream:
         return _data_last(kind, (*answer, *more)) if more else answer
 
 
+class _Either:
+    """Who wants a stream of an undecided pass, which may be of the training or an evaluation; used like a `Stream`."""
+
+    __slots__ = ("_evaluation", "_training", "asked")
+
+    by_epoch = False
+
+    def __init__(self, training: Stream, evaluation: Stream) -> None:
+        self._training, self._evaluation = training, evaluation
+        self.asked = training.asked or evaluation.asked
+
+    def wanted(self, clock: int, batch: int = 0) -> Captures:
+        """`HELD` if somebody may want it; the number of the pass among the evaluations is not known yet."""
+        return HELD if self._evaluation.asked or self._training.wanted(clock) else ()
+
+
 Captures: TypeAlias = "tuple[Capture, ...]"
 OfParameters: TypeAlias = "dict[str, tuple[Stream | None, Stream | None, Stream | None]]"
 
@@ -197,6 +216,7 @@ class Demand:
         self._of_training: Captures = ()  # the captures that observe training passes
         self._inside: Captures = ()  # those of them that take what modules and parameters have
         self._streams: dict[tuple[str, str | None, str], Stream] = {}
+        self._either: dict[tuple[str, str | None], _Either] = {}
         self._of_parameters: OfParameters | None = None
         self._heard_tags: dict[str, Captures] = {}
         self._own_times: set[str] = set()  # tags of probes
@@ -244,7 +264,7 @@ class Demand:
 
     def ask_anew(self) -> None:
         """Forget who wanted what: receivers, modules or what other ranks record have changed."""
-        self._streams, self._heard_tags, self._of_parameters = {}, {}, None
+        self._streams, self._either, self._heard_tags, self._of_parameters = {}, {}, {}, None
         self._of_training = tuple(one for one in self._all_captures if one.takes_tag(DEFAULT_TAG))
         self._inside = tuple(
             one for one in self._of_training if any(not KINDS[kind].network for kind in one.kinds or ())
@@ -330,8 +350,23 @@ class Demand:
         )
         return names and self.stream(kind, path, tag).asked
 
-    def stream(self, kind: str, path: str | None, tag: str) -> Stream:
+    def stream(self, kind: str, path: str | None, tag: str) -> Stream | _Either:
         """Who wants a stream; good until `ask_anew` or `give_up` is called."""
+        if type(tag) is UndecidedTag:
+            return self._either_of(kind, path, tag)
+        return self._stream(kind, path, tag)
+
+    def _either_of(self, kind: str, path: str | None, tag: UndecidedTag) -> Stream | _Either:
+        """Who wants a stream of a pass that is or was undecided."""
+        if tag.decided:
+            return self._stream(kind, path, tag.decided)
+        known = self._either.get((kind, path))
+        if known is None:
+            known = _Either(self._stream(kind, path, DEFAULT_TAG), self._stream(kind, path, EVAL_TAG))
+            self._either[kind, path] = known
+        return known
+
+    def _stream(self, kind: str, path: str | None, tag: str) -> Stream:
         known = self._streams.get((kind, path, tag))
         if known is None:
             captures = self.captures_of(kind, path, tag) if kind in KINDS else (EVERYTHING,)
@@ -351,7 +386,7 @@ class Demand:
         if self._of_parameters is None:
             asked: OfParameters = {}
             for parameter in self.table.all:
-                found = [self.stream(kind, parameter.stream, DEFAULT_TAG) for kind in parameter.kinds]
+                found = [self._stream(kind, parameter.stream, DEFAULT_TAG) for kind in parameter.kinds]
                 value, gradient, update = (one if one.asked else None for one in found)
                 asked[parameter.path] = value, gradient, update
             self._of_parameters = asked
@@ -361,6 +396,7 @@ class Demand:
         """Disable a stream that failed, and go on with the others; under `strict`, raise what it failed with."""
         self.problems.failed(stream_name(kind, path), error)
         self._given_up.add((kind, path))
+        self._either.pop((kind, path), None)
         self._streams = {key: stream for key, stream in self._streams.items() if key[:2] != (kind, path)}
         self._of_parameters = None
 

@@ -28,8 +28,6 @@ class Forwards:
         The training forwards of steps that have ended.
     ended_at : Node or None
         The position in the autograd graph where the last step ended.
-    began_in_eval_mode : bool
-        Whether the model was in eval mode throughout the first step.
     """
 
     gate: Gate
@@ -40,7 +38,6 @@ class Forwards:
         self.training = 0
         self.of_ended_steps = 0
         self.ended_at: Node | None = None
-        self.began_in_eval_mode = False
         self._undifferentiated: set[int] = set()  # numbers of recorded forwards in the open step
         self._never_differentiated = 0  # how many there were in earlier steps
         self._watched = 0  # the number of the last recorded forward
@@ -55,11 +52,6 @@ class Forwards:
         """How many recorded training forwards were never differentiated."""
         return self._never_differentiated + len(self._undifferentiated)
 
-    @property
-    def learns_in_eval_mode(self) -> bool:
-        """Whether the model was in eval mode in the first step and has had no training pass since."""
-        return self.began_in_eval_mode and not self.training
-
     def watch(self, outputs: Iterable[Tensor]) -> None:
         """Detect whether the training forward with these outputs is differentiated."""
         self._watched += 1
@@ -71,11 +63,6 @@ class Forwards:
 
     def _differentiated(self, number: int, gradient: Tensor) -> None:
         self._undifferentiated.discard(number)
-
-    def note_mode(self, *, observed: bool) -> None:
-        """Note the mode of the model when the first step ends; `observed`: whether its forwards are observed."""
-        root = self.models.root
-        self.began_in_eval_mode = observed and root is not None and not root.training and not self.training
 
     def end_step(self) -> None:
         """Begin to count the next step's forwards. A forward that is still running belongs to no step."""

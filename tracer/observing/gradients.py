@@ -18,6 +18,7 @@ from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.autograd import backward_node, next_node
 from tracer.observing.pytorch.hanging import Told, on_gradient, on_gradient_once
 from tracer.observing.pytorch.modes import without_modes
+from tracer.observing.tags import UndecidedTag
 
 _RECOMPUTED = "recomputed"
 """Replaces the tag for calls that a compiled graph recomputes in a checkpoint of its own."""
@@ -73,7 +74,11 @@ class Gradients(Part):
 
     def came(self, hook: GradientHook, gradient: Tensor) -> None:
         """Publish a gradient that a backward has brought to a tensor."""
-        kind, path, tag, leaf = hook.stream
+        stream, call = hook.stream, hook.call
+        if type(stream.tag) is UndecidedTag and stream.tag.decided:
+            call += stream.tag.shift.get(stream.module or "", 0)
+            stream = stream._replace(tag=stream.tag.decided)
+        kind, path, tag, leaf = stream
         captures = self.demand.wanted(kind, path, tag, hook.at)
         if not captures:
             return
@@ -84,13 +89,11 @@ class Gradients(Part):
         if hook.scale is not None:
             self._scales.setdefault(_current_graph_task_id(), hook.scale)
         # a second backward through the same forward gives its gradients another leaf and the same call
-        key = hook.stream, hook.call
+        key = stream, call
         before = self._backwards[key] = self._backwards.get(key, -1) + 1
         if before:
             stream = StreamKey(kind, path, tag, f"{leaf}.backward.{before}".lstrip("."))
-        else:
-            stream = hook.stream
-        self.publisher.deliver(captures, stream, gradient, hook.call, hook.at, owned=False, scale=self.scale)
+        self.publisher.deliver(captures, stream, gradient, call, hook.at, owned=False, scale=self.scale)
 
     # -- calls that a reentrant checkpoint recomputes -------------------------------------------------------
 

@@ -30,6 +30,7 @@ from tracer.observing.pytorch.loss_functions import (
 from tracer.observing.pytorch.loss_graph import looks_back
 from tracer.observing.pytorch.tensors import leaves
 from tracer.observing.pytorch.wrappers import unwrap
+from tracer.observing.tags import UndecidedTag
 
 _LOSSES = ("loss", "loss_terms", "input_labels", "network_output")
 """The kinds of messages that a call of a loss may produce."""
@@ -128,7 +129,7 @@ class Losses(Part):
             if self.clock.idle:
                 return
         found = output_and_labels(loss, args, kwargs)
-        if tag == DEFAULT_TAG:
+        if tag == DEFAULT_TAG or type(tag) is UndecidedTag:
             self.differentiable.output_seen(found[0])
             output_rows = found[0] if found[0] is not None and found[0].ndim < 3 else None
             self.publisher.datapoints.rows_are(output_rows, found[1])
@@ -141,7 +142,9 @@ class Losses(Part):
         else:
             self.terms.publish(name, output, tag)
         if tag != DEFAULT_TAG:
-            if of_model:
+            if type(tag) is UndecidedTag:
+                self.passes.undecided.loss_computed(tag, "" if of_model else name, output)
+            elif of_model:
                 self.terms.whole(output, tag)
             else:
                 self.terms.wait(name, output, tag, passes_are_seen=self.forwards.seen > 0)
@@ -156,9 +159,7 @@ class Losses(Part):
         if not output.requires_grad or again:
             return EVAL_TAG
         # not the last pass's tag, because an evaluation may lie between a forward and its loss
-        if root is not None and not self.models.several:
-            return DEFAULT_TAG if root.training else EVAL_TAG
-        return self.passes.tag_with_gradients
+        return self.passes.tag_of_loss(None if self.models.several else root)
 
     def _is_second_look(self, output: Tensor) -> bool:
         """Whether a loss is computed from outputs of the step that has ended, as for a metric."""
@@ -199,6 +200,8 @@ class Differentiation(Part):
     ----------
     is_watched : bool
         Whether ``backward`` is watched even if no loss is set.
+    of_losses : bool
+        Whether somebody asks for losses. If not, ``backward`` only tells training passes from evaluations.
     """
 
     def __init__(self, ground: Ground, passes: Passes, differentiable: Differentiable) -> None:
@@ -209,6 +212,7 @@ class Differentiation(Part):
         self.gradients = passes.steps.gradients
         self.objectives = passes.steps.objectives
         self.is_watched = False
+        self.of_losses = False
         # the last loss that a GradScaler has scaled: the scaled loss, the loss before scaling, and the factor
         self._last_scaled: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None
 
@@ -216,6 +220,10 @@ class Differentiation(Part):
         """Publish the tensors that ``backward`` is called on."""
         user_tag, terms = self.passes.user_tag, self.objectives.terms
         if recomputing() or not self.gate.open:
+            return
+        if self.passes.undecided.waiting:
+            self.passes.differentiated(tensors)
+        if not self.of_losses:
             return
         if user_tag is None and self.clock.idle and self.clock.open:
             return
@@ -251,11 +259,16 @@ class Differentiation(Part):
 
     def grad(self, tensor: Tensor, inputs: Iterable[Any], *, derivable: bool) -> None:
         """Called for ``autograd.grad``. Without a ``backward``, the tensor differentiated by parameters is the loss."""
-        if recomputing() or self.clock.idle or not self.clock.open or tensor.numel() != 1:
+        waiting = bool(self.passes.undecided.waiting)
+        if recomputing() or not self.gate.open or self.passes.user_tag is not None:
             return
-        if self.gate.open and self.passes.user_tag is None:
-            own = self.models.parameter_ids
-            if any(id(one) in own for one in inputs):
+        if not waiting and (self.clock.idle or not self.clock.open or not self.of_losses):
+            return
+        own = self.models.parameter_ids
+        if any(id(one) in own for one in inputs):
+            if waiting:
+                self.passes.differentiated([tensor])
+            if self.of_losses and tensor.numel() == 1 and self.clock.open and not self.clock.idle:
                 self.objectives.by_hand(tensor, derivable=derivable)
 
     def scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:

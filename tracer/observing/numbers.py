@@ -73,6 +73,10 @@ class Numbers:
         """How many calls of each module were counted in passes of a tag. The caller may count on in the dictionary."""
         return self._calls.setdefault(tag, {})
 
+    def take_calls(self, tag: str) -> dict[str, int]:
+        """How many calls of each module were counted in passes of a tag, which are forgotten here."""
+        return self._calls.pop(tag, {})
+
     def call(self, path: str, tag: str) -> int:
         """The number of the next call of a module. Calls are numbered when they end."""
         calls = self._calls.get(tag)

@@ -22,6 +22,7 @@ from tracer.observing.numbers import StreamKey
 from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.loss_graph import Node, is_made_of, multiple_of, node_of
 from tracer.observing.pytorch.tensors import unobservable
+from tracer.observing.tags import UndecidedTag
 
 _TERMS = 256
 """How many of the latest results of loss functions are remembered, by their graph nodes."""
@@ -76,7 +77,7 @@ class Terms(Part):
         captures = self.demand.wanted("loss_terms", None, tag, at)
         if captures:
             self.publisher.deliver(captures, stream, value, None, at, owned=False)
-        elif tag != DEFAULT_TAG:
+        elif tag != DEFAULT_TAG and type(tag) is not UndecidedTag:
             self.numbers.message(stream, None)
 
     def note(self, name: str, value: Tensor) -> None:

@@ -64,7 +64,9 @@ class Parts(Part):
         COMPILING.watch(self)
         self._look()
         tell_of_model(self.bus.receivers, self.models.structure)
-        if (self.losses.all or self.differentiation.is_watched) and self.demand.asked("loss", None):
+        of_losses = bool(self.losses.all) or self.differentiation.is_watched
+        self.differentiation.of_losses = of_losses and self.demand.asked("loss", None)
+        if self.differentiation.of_losses or not self.optimizers.forwards_end_steps:
             BACKWARD.watch(self.differentiation)
         if self.demand.asked("sample_ids", None):
             LOADERS.watch(self.passes.samples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, is_grad_enabled, nn
@@ -22,6 +22,8 @@ from tracer.observing.pytorch.tensors import leaves
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.observing.samples import Samples
 from tracer.observing.steps import Steps
+from tracer.observing.tags import UndecidedTag, decided
+from tracer.observing.undecided import UndecidedPass
 
 
 class Passes(Part):
@@ -40,6 +42,9 @@ class Passes(Part):
         Whether losses are observed, which publish the model's output as they get it.
     fed : callable or None
         Called before each training forward of a model, with the model's name and arguments. May change the tensors.
+    in_eval_mode_at : collection of int
+        The steps whose training passes are known to run in eval mode.
+    undecided : UndecidedPasses
     """
 
     def __init__(self, ground: Ground, steps: Steps) -> None:
@@ -48,12 +53,14 @@ class Passes(Part):
         self.ranks = steps.ranks
         self.terms = steps.objectives.terms
         self.state = steps.state
+        self.undecided = steps.undecided
         self.samples = Samples(ground)
         self.user_tag: str | None = None
         self.tag_with_gradients = DEFAULT_TAG
         self.offered: Callable[[nn.Module, bool, tuple[Any, ...], Mapping[str, Any]], bool] | None = None
         self.given_to_losses = False
         self.fed: Callable[[str, tuple[Any, ...], Mapping[str, Any]], None] | None = None
+        self.in_eval_mode_at: Collection[int] = ()
 
     @property
     def now(self) -> Pass:
@@ -73,8 +80,13 @@ class Passes(Part):
             self.user_tag = before
 
     def is_training(self, module: nn.Module) -> bool:
-        """Whether a pass through a module that begins now is a training pass."""
-        return module.training and self.user_tag is None and (is_grad_enabled() or checkpointing())
+        """Whether a pass through a module that begins now is known to be a training pass."""
+        trains = module.training or self.clock.step in self.in_eval_mode_at
+        return trains and self.user_tag is None and (is_grad_enabled() or checkpointing())
+
+    def _may_be_training(self, module: nn.Module) -> bool:
+        """Whether a pass that begins now, and is not known to be a training pass, may turn out to be one."""
+        return (is_grad_enabled() or checkpointing()) and self.undecided.may_train(module)
 
     def enter(self, module: nn.Module, path: str | None = None) -> None:
         """Classify a forward that begins: a training pass, which may begin a step, or a pass outside the training.
@@ -83,13 +95,21 @@ class Passes(Part):
         """
         if self.steps.over:
             self.steps.settle()
+        if self.undecided.waiting:
+            self.undecided.settle(dead=True)
         if self.terms.undecided:
             self.terms.settle()
         running = self.gate.passes.now
+        undecided = None
         if self.user_tag is not None:
             running.tag = self.user_tag
+        elif self.is_training(module):
+            running.tag = DEFAULT_TAG
+        elif self._may_be_training(module):
+            undecided = self.undecided.begin(module, outside=path is not None)
+            running.tag = undecided.tag
         else:
-            running.tag = DEFAULT_TAG if self.is_training(module) else EVAL_TAG
+            running.tag = EVAL_TAG
         if is_grad_enabled() or checkpointing():
             self.tag_with_gradients = running.tag
         if running.tag == DEFAULT_TAG:
@@ -102,8 +122,44 @@ class Passes(Part):
                 self.gate.guard("state", self.state.forward_begins)
             self.forwards.training += running.depth
             self.optimizers.note_forward(module)
+            if not module.training:
+                self.steps.in_eval_mode = True
+        elif undecided is not None:
+            self._enter_undecided(running, undecided)
         else:
             self._enter_aside(running, path)
+
+    def _enter_undecided(self, running: Pass, undecided: UndecidedPass) -> None:
+        """Decide whether a pass is observed of which it is not known yet whether it is a training pass."""
+        due, heard = not self.demand.nothing_due(), self.demand.hears(EVAL_TAG)
+        running.batch = 0
+        running.listening = due or heard
+        running.inside = heard or (due and self.demand.inside_due())
+        running.counts = None if running.inside else self.numbers.calls_of(running.tag)
+        if running.listening and running.depth:
+            self.wiring.look()
+        first = not self.clock.open and len(self.undecided.waiting) == 1
+        if due and self.demand.of_state and undecided.beginning is None and (first or not undecided.outside):
+            undecided.beginning = self.state.look()
+
+    def differentiated(self, tensors: Sequence[Tensor]) -> None:
+        """Called before some tensors are differentiated: the passes that they are made of are training passes."""
+        found = self.undecided.behind(tensors) if self.user_tag is None else []
+        if found:
+            self.steps.begin()
+            self.steps.in_eval_mode = True
+        for one in found:
+            self.undecided.train(one)
+            self.tag_with_gradients = decided(self.tag_with_gradients)
+
+    def tag_of_loss(self, root: nn.Module | None) -> str:
+        """The tag of the pass that a loss with a graph belongs to; `root`: the model, if it is the only one."""
+        if root is None:
+            tag = self.tag_with_gradients
+            return tag if type(tag) is UndecidedTag and not tag.decided else decided(tag)
+        if root.training or self.clock.step in self.in_eval_mode_at:
+            return DEFAULT_TAG
+        return self.undecided.latest or EVAL_TAG
 
     def _enter_aside(self, running: Pass, path: str | None) -> None:
         """Decide whether a pass outside the training is recorded; if only others with its tag are, count its calls."""
@@ -172,6 +228,7 @@ class Passes(Part):
         running.depth += 1
         if running.depth == 1 and any(isinstance(one, FakeTensor) for one in (*args, *kwargs.values())):
             running.listening = running.inside = False
+            running.tag = EVAL_TAG
             why = "a fake tensor has no values, so it counts as no pass"
             self.problems.note("a forward of fake tensors", why)
             return
@@ -220,10 +277,18 @@ class Passes(Part):
             return
         running = self.gate.passes.now
         running.depth = max(0, running.depth - 1)
-        if running.depth or output is None or not (running.listening or running.counts is not None):
+        if running.depth:
             return
-        if self.terms.here and isinstance(output, Mapping) and isinstance(whole := output.get("loss"), Tensor):
-            self.terms.whole(whole, running.tag)
+        if type(running.tag) is UndecidedTag:
+            self.undecided.forward_ended(running.tag, output)
+        if output is None or not (running.listening or running.counts is not None):
+            return
+        tag = running.tag
+        if isinstance(output, Mapping) and isinstance(whole := output.get("loss"), Tensor):
+            if type(tag) is UndecidedTag and tag.losses:
+                self.undecided.loss_computed(tag, "", whole)
+            elif self.terms.here:
+                self.terms.whole(whole, tag)
         if running.tag == DEFAULT_TAG and is_grad_enabled():
             self.forwards.watch(one for _, one in leaves(output))
         if running.tag == DEFAULT_TAG and isinstance(output, Tensor) and output.ndim < 3:

@@ -19,11 +19,12 @@ from tracer.observing.capture import Capture, axis_of_neurons
 from tracer.observing.clock import At, Clock
 from tracer.observing.conditions import meets
 from tracer.observing.datapoints import TOLD, Datapoints, asks
-from tracer.observing.demand import EVERYTHING, Captures, Demand, is_beside_statistics, stream_name
+from tracer.observing.demand import EVERYTHING, HELD, Captures, Demand, is_beside_statistics, stream_name
 from tracer.observing.numbers import Numbers, StreamKey
 from tracer.observing.overflows import Overflows
 from tracer.observing.problems import Problems
 from tracer.observing.pytorch.tensors import copied, leaves, ordinary, same_storage, space_for, unobservable, unscaled
+from tracer.observing.tags import Held, UndecidedTag
 
 LARGE = 1 << 20
 """Tensors of at least this many bytes are copied only when the receivers have room."""
@@ -132,7 +133,7 @@ class Publisher:
         captures = self.demand.wanted(kind, path, tag, at)
         if captures:
             self.deliver(captures, StreamKey(kind, path, tag, leaf), data, call, at, owned=owned)
-        elif tag != DEFAULT_TAG:
+        elif tag != DEFAULT_TAG and type(tag) is not UndecidedTag:
             self.numbers.message(StreamKey(kind, path, tag, leaf), call)
 
     def publish_leaves(self, kind: str, path: str | None, value: Any, tag: str, call: int | None = None) -> None:
@@ -143,8 +144,10 @@ class Publisher:
         """
         at = self.demand.at(tag)
         captures = self.demand.wanted(kind, path, tag, at)
-        if not captures and (tag == DEFAULT_TAG or not self.demand.stream(kind, path, tag).asked):
-            return
+        if not captures:
+            counted = tag != DEFAULT_TAG and type(tag) is not UndecidedTag
+            if not counted or not self.demand.stream(kind, path, tag).asked:
+                return
         for leaf, tensor in leaves(value):
             stream = StreamKey(kind, path, tag, leaf)
             if captures:
@@ -168,6 +171,9 @@ class Publisher:
         This selects what each capture keeps; `release` does the rest.
         """
         kind, path, tag, leaf = stream
+        if captures is HELD:
+            self._hold(stream, data, call, owned=owned)
+            return
         first = captures[0]
         axis = self.datapoints.axis(stream, data, self.demand.module_at) if asks(kind, data) else None
         plain = len(captures) == 1 and first.keeps_whole(kind) and first.in_place_of(kind, data) is first
@@ -212,6 +218,15 @@ class Publisher:
             twice = is_beside_statistics(capture, captures, kind)
             sampling = self.sampling(keeping, stream, source, placement, twice, axis)
             self.release(keeping, stream, chosen, source, number, at, sampling, owned=owned)
+
+    def _hold(self, stream: StreamKey, data: Tensor, call: int | None, *, owned: bool) -> None:
+        """Keep a copy of a tensor of a pass until it is known what the pass is for."""
+        if self.can_record(stream.kind, stream.module, data):
+            data = data.detach()
+            if not owned:
+                data = self.copy(data) if ordinary(data) else data.clone()
+            assert isinstance(stream.tag, UndecidedTag)
+            stream.tag.held.append(Held(stream, data, call))
 
     def release(
         self,

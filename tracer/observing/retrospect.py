@@ -29,6 +29,7 @@ class Retrospect(Part):
         """Note what was not seen in a run of this many steps."""
         self._tell_of_steps(steps)
         self._tell_of_passes(steps)
+        self._tell_of_mode()
         self._tell_own_calls(steps)
 
     def _tell_of_steps(self, steps: int) -> None:
@@ -62,6 +63,18 @@ class Retrospect(Part):
                 "torch.no_grad(), model.eval() or run.tag('acting') around them tells them apart"
             )
             self.problems.note("what forwards are for", why, warn=False)
+
+    def _tell_of_mode(self) -> None:
+        """Note the steps that were trained while the model was in eval mode."""
+        told = self.optimizer_steps.steps
+        if told.first_in_eval_mode is not None:
+            more = told.trained_in_eval_mode - 1
+            after = f", and so were {more:,} of the steps after it" if more else ""
+            why = (
+                f"step {told.first_in_eval_mode:,} was trained while the model was in eval() mode{after}: dropout did "
+                "nothing, and batch normalisation used running statistics; model.train() ends that mode"
+            )
+            self.problems.note("the mode of the model", why, warn=False)
 
     def _tell_own_calls(self, steps: int) -> None:
         """Note the modules whose forward was not seen because their class's ``__call__`` calls no hooks."""

@@ -14,6 +14,7 @@ from tracer.errors import MessageError
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.observing.part import Ground, Part
 from tracer.observing.pulls import Pulls
+from tracer.observing.tags import UndecidedTag
 
 
 class _Given(NamedTuple):
@@ -62,10 +63,11 @@ class Samples(Part):
         tag = self.gate.passes.now.tag
         if self.publisher.collecting is not None or not self.demand.wanted("sample_ids", None, tag):
             return None
-        ids = self._taken(name) if tag == DEFAULT_TAG else None
+        training = tag == DEFAULT_TAG
+        ids = self._taken(name, counted=training) if training or type(tag) is UndecidedTag else None
         if ids is None:
             ids = self._pulled(name, arguments)
-        if ids is not None and tag == DEFAULT_TAG:
+        if ids is not None and training:
             self.publisher.datapoints.batch_is(len(ids))
         return ids
 
@@ -90,13 +92,16 @@ class Samples(Part):
         self._calls[name] = call + 1
         return call
 
-    def _taken(self, name: str) -> Tensor | None:
-        """The ids that the user gave for this forward. Ids for a forward that is not recorded are dropped."""
+    def _taken(self, name: str, *, counted: bool) -> Tensor | None:
+        """The ids that the user gave for this forward. Ids for a forward that is not recorded are dropped.
+
+        `counted`: whether the forward is already counted among those of the training.
+        """
         given, self._given = self._given, None
         if given is None:
             return None
         # forwards of several models are not counted
-        due = given.step == self.clock.step if name else given.forwards == self.forwards.training - 1
+        due = given.step == self.clock.step if name else given.forwards == self.forwards.training - counted
         return given.ids if due else None
 
     def forget(self) -> None:

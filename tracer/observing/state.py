@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,6 +27,20 @@ SCALER = "scaler"
 
 LEFT = ".left"
 """Suffix of the leaf of a generator state at the end of the previous step, if it changed between the steps."""
+
+
+@dataclass(slots=True)
+class Beginning:
+    """The state at the beginning of a forward, as far as it is wanted of a training forward.
+
+    Attributes
+    ----------
+    generators : sequence of (str, Tensor)
+    buffers : sequence of (str, Tensor)
+    """
+
+    generators: Sequence[tuple[str, Tensor]]
+    buffers: Sequence[tuple[str, Tensor]]
 
 
 class State(Part):
@@ -56,24 +71,34 @@ class State(Part):
 
     # -- in the order of a step -----------------------------------------------------------------------------
 
-    def forward_begins(self) -> None:
-        """Publish the state at the beginning of a training forward."""
+    def look(self) -> Beginning:
+        """Keep the state at the beginning of a forward that may turn out to be a training forward."""
+        wanted = self.demand.wanted
+        of_generators = "generators" in self.demand.of_state and wanted("generators", None, DEFAULT_TAG)
+        buffers = self.table.buffers() if "buffers" in self.demand.of_state and not self._forwards else ()
+        return Beginning(
+            [*generators.states()] if of_generators else [],
+            [(path, one.detach().clone()) for path, one in buffers if wanted("buffers", path, DEFAULT_TAG)],
+        )
+
+    def forward_begins(self, seen: Beginning | None = None) -> None:
+        """Publish the state at the beginning of a training forward; `seen`: what `look` kept of it."""
         if "generators" in self.demand.of_state and self.demand.wanted("generators", None, DEFAULT_TAG):
-            self._publish_generators()
+            self._publish_generators(generators.states() if seen is None else seen.generators)
         if not self._forwards and "buffers" in self.demand.of_state:
-            for path, buffer in self.table.buffers():
+            for path, buffer in self.table.buffers() if seen is None else seen.buffers:
                 self.publisher.publish_leaves("buffers", path, buffer, DEFAULT_TAG, call=0)
         self._forwards += 1
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             self.optimizer_steps(*waiting)
 
-    def _publish_generators(self) -> None:
+    def _publish_generators(self, states: Iterable[tuple[str, Tensor]]) -> None:
         whole = not self._forwards and self._is_keyframe(self.clock.began)
         publish, (step, left) = self.publisher.publish, self._left
         if step != self.clock.step or self._forwards:
             left = {}
-        for name, state in generators.states():
+        for name, state in states:
             # torch's state differs in nearly every step, NumPy's and Python's in few
             known = self._generators.get(name)
             if whole or name == "torch" or known is None or not torch.equal(known, state):

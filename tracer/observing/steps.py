@@ -8,16 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tracer.errors import StopTraining
+from tracer.messaging.messages import EVAL_MODE
 from tracer.observing.gradients import Gradients
 from tracer.observing.objectives import Objectives
 from tracer.observing.parameter_table import Parameter
 from tracer.observing.parameters import Parameters
 from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.autograd import recomputing
-from tracer.observing.pytorch.hooks import Role
 from tracer.observing.pytorch.loss_graph import next_of_thread
 from tracer.observing.ranks import Ranks
 from tracer.observing.state import State
+from tracer.observing.undecided import UndecidedPasses
 
 
 @dataclass(slots=True)
@@ -46,6 +47,10 @@ class Steps(Part):
     ----------
     over : bool
         Whether the open step ends when the running backward is over.
+    in_eval_mode : bool
+        Whether a training pass of the open step ran while the model was in eval mode.
+    trained_in_eval_mode : int
+        In how many steps that was so.
     epochs : Epochs
     """
 
@@ -56,7 +61,11 @@ class Steps(Part):
         self.parameters = Parameters(ground, self.ranks)
         self.objectives = Objectives(ground)
         self.state = State(ground, self.ranks)
+        self.undecided = UndecidedPasses(ground, self.state, self.objectives.terms)
         self.over = False
+        self.in_eval_mode = False
+        self.trained_in_eval_mode = 0
+        self.first_in_eval_mode: int | None = None
         self.epochs = Epochs()
         self._between: list[weakref.WeakMethod[Callable[[], None]]] = []
 
@@ -116,7 +125,6 @@ class Steps(Part):
         `releases`: publish large weights instead, and large `gradients` if these are final.
         """
         if not self.ranks.surveyed:
-            self.forwards.note_mode(observed=self.wiring.listens(Role.BEFORE_FORWARD, Role.AFTER_FORWARD))
             self.ranks.survey()
         if self.demand.inside_due():
             if releases and self.clock.open and not (self.clock.idle or self.over):
@@ -141,10 +149,13 @@ class Steps(Part):
 
     def end(self) -> None:
         """Publish losses, weights, gradients and updates, and end the step."""
+        self._settle_undecided()
         self.begin()  # the step counts even if its forward was not seen (compiled, bypassed)
         try:
             if not self.clock.idle:
                 self.publisher.datapoints.step_ends()
+                if self.in_eval_mode:
+                    self.publisher.event(EVAL_MODE, self.clock.began)
                 self.objectives.end_step()
                 if self.demand.inside_due():
                     if not self.optimizers:
@@ -172,6 +183,7 @@ class Steps(Part):
     def end_idle(self) -> None:
         """End a step that nobody records."""
         with self.gate.lock:
+            self._settle_undecided()
             self._advance()
             self._look_back()
 
@@ -186,7 +198,13 @@ class Steps(Part):
         if not self.over:  # a step that ended in a backward has already noted this
             self.forwards.ended_at = next_of_thread()
         self.over = self.clock.idle = False
+        if self.in_eval_mode:
+            self.in_eval_mode = False
+            self.trained_in_eval_mode += 1
+            if self.first_in_eval_mode is None:
+                self.first_in_eval_mode = self.clock.began.global_step
         self.optimizers.step_ended()
+        self.undecided.step_ended()
         self.gradients.forget()
         if self.parameters.holding:
             self.parameters.forget()
@@ -216,11 +234,17 @@ class Steps(Part):
         self.gradients.forget()
         self.parameters.forget()
         self.state.forget()
+        self.undecided.forget()
         self.numbers.end_step()
 
     def settle_losses(self) -> None:
-        """Publish the losses of passes outside the training, all of which are over."""
+        """Publish undecided passes as evaluations, and the losses of evaluations, all of which are over."""
+        self._settle_undecided()
         self.gate.guard("loss", functools.partial(self.objectives.terms.settle, everywhere=True))
+
+    def _settle_undecided(self) -> None:
+        if self.undecided.waiting:
+            self.gate.guard("an evaluation", self.undecided.settle)
 
     def release_losses(self) -> None:
         """Publish the losses that are held until an optimizer steps."""

@@ -589,6 +589,16 @@ def test_training_in_evaluation_mode() -> None:
     assert findings("evaluation_mode", run("default")) == []
 
 
+def test_a_step_that_was_trained_in_eval_mode() -> None:
+    """The recorded mode is a fact: a single step is told, with its number."""
+    event = message_of(None, kind="eval_mode", global_step=7, train_step=7, epoch=0, data=None)
+    passes = [at(step, "network_output", noise(step, 4, 2)) for step in range(12)]
+    messages = [*passes[:7], event, *passes[7:]]
+    (found,) = findings("evaluation_mode", messages)
+    assert (found.first, found.last, found.steps) == (7, 7, 1)
+    assert found.evidence == "step 7 was trained while the model was in eval() mode"
+
+
 @pytest.mark.parametrize("before", ["relu", "linear"])
 def test_a_dropout_that_passes_everything(before: str) -> None:
     """Whether or not what it gets has zeros."""

@@ -60,15 +60,17 @@ def test_parameters_that_take_another_name(tmp_path: Path) -> None:
 
 
 def test_training_in_eval_mode_is_told(tmp_path: Path) -> None:
-    """As of a model that a library has loaded: its passes count as evaluations, which nobody should have to guess."""
+    """As of a model that a library has loaded: its passes are of the training, and the trace tells the mode."""
     body = """
     net = nn.Linear(4, 3).eval(); opt = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(3): opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
     """
     script(tmp_path, body)
-    record(tmp_path, "train.py")
+    _, messages = record(tmp_path, "train.py")
+    assert {one.tag for one in messages} == {"default"}
+    assert [one.global_step for one in of(messages, "eval_mode")] == [0, 1, 2]
     with tracer.open(tmp_path / "run.zarr") as trace:
-        assert "the model is in eval mode" in str(trace.notes)
+        assert "step 0 was trained while the model was in eval() mode" in str(trace.notes)
 
 
 @pytest.mark.parametrize("collected", [True, False])

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from tracer.observing.pytorch.autograd import next_node
 
@@ -104,6 +105,28 @@ def is_made_of(tensor: Tensor, nodes: Collection[Node]) -> bool:
         tensor, lambda node: [one for one in _inner_of(node) if one.next_functions and one._sequence_nr() >= first]
     )
     return any((thread, node._sequence_nr()) in nodes for node in itertools.islice(near, _NEAREST))
+
+
+def is_made_within(tensor: Tensor, spans: Collection[tuple[Node, int]]) -> bool:
+    """Whether a tensor was made of a node in one of some spans of this thread's graph, searching the nearest nodes.
+
+    A span goes from its first node to before a number. A function written in Python, such as a checkpoint or a compiled
+    graph, has the number before those of what it calls, so it is in a span that begins inside it.
+    """
+    thread = _thread.number
+    within = [(number, last) for (one, number), last in spans if one == thread]
+    if not within:
+        return False
+    first = min(number for number, _ in within) - 1
+    near = behind(
+        tensor, lambda node: [one for one in _inner_of(node) if one.next_functions and one._sequence_nr() >= first]
+    )
+    for node in itertools.islice(near, _NEAREST):
+        number = node._sequence_nr()
+        for begin, last in within:
+            if begin <= number < last or (number == begin - 1 and isinstance(node, BackwardCFunction)):
+                return True
+    return False
 
 
 _SAME_BUT_FOR_A_FACTOR = (

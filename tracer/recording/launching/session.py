@@ -175,9 +175,6 @@ class Session:
             self._exporter.parts.steps.finish()
             self._guarded("the end of the last epoch", self._exporter.epoch_finished)
             self._exporter.parts.steps.epochs.seen = self.epochs.ended  # the end of the script alone is no epoch's end
-            if self._exporter.parts.forwards.learns_in_eval_mode:
-                why = "the model is in eval mode, so its passes count as evaluations; model.train() ends that mode"
-                self._exporter.parts.problems.note("the training's forward pass", why)
         if os.getpid() == self.pid:
             end(self.run, None if clean else error)
             if not self._recipe.member.number:

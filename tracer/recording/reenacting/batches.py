@@ -54,8 +54,8 @@ class Batches:
 
     @property
     def _is_training(self) -> bool:
-        parts = self._exporter.parts
-        return is_grad_enabled() and parts.passes.user_tag is None and any(top.training for _, top in parts.models.tops)
+        passes, models = self._exporter.parts.passes, self._exporter.parts.models
+        return is_grad_enabled() and any(passes.is_training(top) for _, top in models.tops)
 
     def _coming(self) -> Iterator[BatchOf]:
         """The batches of the next forwards; a batch that consecutive forwards share comes once."""

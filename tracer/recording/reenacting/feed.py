@@ -105,6 +105,7 @@ class Feed:
             self._batches = Batches(samples, self._exporter)
             LOADERS.watch(self._batches)
         parts.steps.state.whole_at = frozenset(self._recorded.keyframes())
+        parts.passes.in_eval_mode_at = self._recorded.in_eval_mode(first, self._stop)
         parts.passes.fed = functools.partial(self._guarded, self._inputs)
         parts.losses.fed = functools.partial(self._guarded, self._labels)
         steps = before_any_step(functools.partial(self._guarded, self._optimizer_steps))
@@ -116,7 +117,7 @@ class Feed:
                 yield
         finally:
             parts.passes.fed = parts.losses.fed = None
-            parts.steps.state.whole_at = ()
+            parts.steps.state.whole_at = parts.passes.in_eval_mode_at = ()
             if self._batches is not None:
                 LOADERS.unwatch(self._batches)
             steps.remove()

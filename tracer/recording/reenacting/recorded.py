@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
-from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS, Message, clock_of, kept_of
+from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, EVAL_MODE, KINDS, Message, clock_of, kept_of
 from tracer.observing.clock import At
 from tracer.observing.hashes import hash_of
 from tracer.stores.locations import Anywhere, location
@@ -292,6 +292,13 @@ class Recorded:
             for one in messages
             if one.data is not None and not _is_part(one.sampling)
         ]
+
+    def in_eval_mode(self, start: int, stop: int) -> frozenset[int]:
+        """The steps in a range that were trained while the model was in eval mode."""
+        if EVAL_MODE not in self._observed:
+            return frozenset()
+        messages = self.trace.messages(EVAL_MODE, steps=(start, stop), tags=DEFAULT_TAG, ranks=self._ranks)
+        return frozenset(one.global_step for one in messages)
 
     def step(self, number: int) -> RecordedStep:
         """The recording of a training step; the last result is cached."""
