@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,46 @@ def test_script_modules(whole: bool, tmp_path: Path) -> None:
         assert {one.key for one in heard.of(kind)} == (set() if whole else {"1"})
     with tracer.open(path) as trace:
         assert any("ScriptModule" in note["problem"]["why"] for note in trace.notes if "problem" in note)
+
+
+@pytest.mark.parametrize("way", ["jit", "jit in eval mode", "onnx", "summary", "pipelining"])
+def test_forwards_whose_result_is_thrown_away(way: str) -> None:
+    """Before and amid the training, by code of torch or of a library: they are no calls, and begin no step."""
+
+    def look(model: nn.Module) -> None:
+        x = torch.ones(7, 3)
+        with warnings.catch_warnings():  # torch warns itself
+            warnings.simplefilter("ignore")
+            if "jit" in way:
+                model.train("eval" not in way)
+                torch.jit.trace(model, x)
+            elif way == "onnx":
+                torch.onnx.utils._trace_and_get_graph_from_model(model, (x,))
+            elif way == "summary":
+                inside("torchinfo.torchinfo", "forward_pass", lambda: model(x))
+            else:
+                inside("torch.distributed.pipelining.stage", "_forward_metadata_inference", lambda: model(x))
+        model.train()
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        look(model)
+        simple(model, optimizer, 1)
+        with torch.no_grad():
+            look(model)
+        simple(model, optimizer, 1)
+
+    _, exporter, heard = unchanged(lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU()), train)
+    assert {one.tag for one in heard} == {"default"}
+    assert [(one.global_step, one.call) for one in heard.of("activations") if one.key == "0"] == [(0, 0), (1, 0)]
+    assert [one.global_step for one in heard.of("batch_started")] == [0, 1]
+    assert exporter.unended is None
+
+
+def inside(module: str, name: str, work: Callable[[], object]) -> None:
+    """Work that is called by a function of this name in a module of this name."""
+    there: dict[str, Any] = {"__name__": module}
+    exec(f"def {name}(work): return work()", there)
+    there[name](work)
 
 
 @pytest.mark.parametrize("way", ["fx", "make_fx", "export", "fake", "fake input"])

@@ -28,6 +28,7 @@ from tracer.observing.pytorch.loss_functions import (
     unpatch,
 )
 from tracer.observing.pytorch.loss_graph import looks_back
+from tracer.observing.pytorch.modes import inspected
 from tracer.observing.pytorch.tensors import leaves
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.observing.tags import UndecidedTag
@@ -220,6 +221,8 @@ class Differentiation(Part):
         """Publish the tensors that ``backward`` is called on."""
         user_tag, terms = self.passes.user_tag, self.objectives.terms
         if recomputing() or not self.gate.open:
+            return
+        if self.clock.step == self.clock.first_step and inspected():
             return
         if self.passes.undecided.waiting:
             self.passes.differentiated(tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class Models:
     root : Module or None
         The model, without wrappers.
     several : bool
-        Whether there are several tops.
+        Whether several tops can be called.
     looked_at : callable
         Returns the program's models that are not observed, by name.
     """
@@ -38,6 +38,7 @@ class Models:
         self.several = False
         self.looked_at: Callable[[], Mapping[str, nn.Module]] = dict
         self._added: list[tuple[str, nn.Module, bool]] = []
+        self._named: dict[str, weakref.ref[nn.Module]] = {}  # the modules that had each name, which may be gone
         self._trained: list[set[int]] = []  # for each optimizer, the ids of its parameters
         # caches until `changed`: by path, the top of a module; the ids of all parameters; by optimizer id, the name of
         # what it trains
@@ -51,6 +52,11 @@ class Models:
         return [found for name, top in self.outermost for found in _apart(name, top, self._trained)]
 
     @property
+    def called(self) -> list[tuple[str, nn.Module]]:
+        """The tops, without those that only hold tensors of no module."""
+        return [(name, top) for name, top in self.tops if not isinstance(top, Tensors)]
+
+    @property
     def outermost(self) -> list[tuple[str, nn.Module]]:
         """The model, and the added modules that are not part of it, by name."""
         below = set() if self.root is None else {id(one) for one in walking.modules(self.root)}
@@ -60,14 +66,16 @@ class Models:
     def changed(self, optimizers: tuple[Optimizer, ...]) -> None:
         """Drop the caches, because modules or optimizers have changed."""
         self._trained = [set(map(id, walking.trained(one))) for one in optimizers]
-        self.several, self._top_of = len(self.tops) > 1, {}
+        self.several, self._top_of = len(self.called) > 1, {}
         self._own, self._trained_names = frozenset(), {}
 
     # -- adding and dropping modules ------------------------------------------------------------------------
 
     def add(self, name: str, module: nn.Module, recursive: bool) -> None:
         """Observe a module by this name, and if `recursive` all modules below it."""
-        self._added.append((self._free_name(name, module), module, recursive))
+        name = self._free_name(name, module)
+        self._named[name] = weakref.ref(module)
+        self._added.append((name, module, recursive))
 
     def set_root(self, root: nn.Module) -> None:
         """Make a module the model."""
@@ -97,8 +105,11 @@ class Models:
         tops = self.tops
         if any(one is added for _, top in tops for _, one in named_parts(top)):
             return name  # parts of an observed module keep their paths
+        if not tops:
+            self._named = {}
         taken = {path for prefix, top in tops for path in paths_of(top, prefix)}
-        while not taken.isdisjoint(paths_of(added, name)):
+        others = {known for known, module in self._named.items() if known and module() is not added}
+        while name in others or not taken.isdisjoint(paths_of(added, name)):
             name = f"{name}_" if name else type(added).__name__.lower()
         return name
 
@@ -226,6 +237,21 @@ class Models:
             for name, top in self.tops
         ]
         return told + [summary_of(name, one) | {"trained": False} for name, one in self.looked_at().items()]
+
+
+class Tensors(nn.Module):
+    """Stands in as the module of tensors that optimizers train and that belong to no module.
+
+    Parameters
+    ----------
+    tensors : iterable of Tensor
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        mine: dict[int, Any] = {id(one): one for one in tensors}
+        # not by `register_parameter`, as the tensors need not be `nn.Parameter`
+        self._parameters.update({f"parameters.{number}": one for number, one in enumerate(mine.values())})
 
 
 def _apart(name: str, module: nn.Module, optimizers: Sequence[Set[int]]) -> list[tuple[str, nn.Module]]:

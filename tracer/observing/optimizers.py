@@ -117,7 +117,9 @@ class Optimizers:
         if known is None:
             own = set(map(id, walking.trained(optimizer)))
             known = self._trains[key] = {
-                id(top) for _, top in self._models.tops if any(id(one) in own for one in walking.parameters(top))
+                id(top)
+                for _, top in self._models.called or self._models.tops
+                if any(id(one) in own for one in walking.parameters(top))
             }
         return known
 
@@ -197,11 +199,10 @@ class Optimizers:
         Found optimizers may train one after the other. Therefore an optimizer that steps twice before the supposedly
         last one has ever stepped becomes the last, until a later one steps for the first time. So does an optimizer
         that steps `ALONE` times without it. An optimizer that trains nothing observed ends a step if another has
-        stepped in it.
+        stepped in it, and never if it steps first.
         """
-        if self.is_beside(optimizer) and not self.moved:
-            return False
-        if self.steps_inside(optimizer):
+        beside = self.is_beside(optimizer) and not self.moved
+        if not beside and self.steps_inside(optimizer):
             return False
         if not self.found:
             return optimizer is self.ender
@@ -209,6 +210,8 @@ class Optimizers:
         if place is None:
             return False
         times = self._times[place] = self._times.get(place, 0) + 1
+        if beside:  # one that steps before the models' does not end steps; that of a temperature, for example
+            return False
         if self._place in self._times:  # the supposedly last optimizer has stepped
             ends = times > 1 or not self._waits_for_others(optimizer)
         else:

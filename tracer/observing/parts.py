@@ -162,10 +162,10 @@ class Parts(Part):
         if takes_hooks:
             first = functools.partial(before_forward, first=True)
             yield Site(root, Role.BEFORE_ROOT, "", first, passes.before_root, passes.quiet_before_root)
-        elif any(self.demand.asked(kind, None) for kind in ("input_data", "sample_ids")):
+        if any(self.demand.asked(kind, None) for kind in ("input_data", "sample_ids")):
             first = functools.partial(before_forward, first=True)
             for path, top in self.models.tops:
-                if self.wiring.takes_hooks(path, top):
+                if top is not root and self.wiring.takes_hooks(path, top):
                     yield Site(top, Role.BEFORE_TOP, path, first, passes.before_top)
         for optimizer in self.optimizers.all:
             yield from self.optimizer_steps.sites(optimizer)

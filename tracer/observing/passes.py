@@ -17,7 +17,7 @@ from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.autograd import calls_running, checkpointing, recomputing
 from tracer.observing.pytorch.gate import Pass
 from tracer.observing.pytorch.leaves import arguments_of
-from tracer.observing.pytorch.modes import traced
+from tracer.observing.pytorch.modes import inspected, traced
 from tracer.observing.pytorch.tensors import leaves
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.observing.samples import Samples
@@ -84,6 +84,14 @@ class Passes(Part):
         trains = module.training or self.clock.step in self.in_eval_mode_at
         return trains and self.user_tag is None and (is_grad_enabled() or checkpointing())
 
+    def _is_inspected(self, module: nn.Module) -> bool:
+        """Whether a forward that begins now is thrown away, so that it is no pass.
+
+        Training passes are asked only in the first step, because such forwards are made before a training.
+        """
+        trains = self.clock.step > self.clock.first_step and self.is_training(module)
+        return not trains and self.publisher.collecting is None and inspected()
+
     def _may_be_training(self, module: nn.Module) -> bool:
         """Whether a pass that begins now, and is not known to be a training pass, may turn out to be one."""
         return (is_grad_enabled() or checkpointing()) and self.undecided.may_train(module)
@@ -106,7 +114,7 @@ class Passes(Part):
         elif self.is_training(module):
             running.tag = DEFAULT_TAG
         elif self._may_be_training(module):
-            undecided = self.undecided.begin(module, outside=path is not None)
+            undecided = self.undecided.begin(module, outside=running.depth == 0)
             running.tag = undecided.tag
         else:
             running.tag = EVAL_TAG
@@ -176,13 +184,18 @@ class Passes(Part):
         """The pass in which a module is called. A module called outside the model begins a pass of its own."""
         running = self.gate.passes.now
         if running.depth == 0:
-            self.enter(self.models.top_of(path, module), path)
+            top = self.models.top_of(path, module)
+            if self._is_inspected(top):
+                running.listening = running.inside = False
+                running.tag, running.counts = EVAL_TAG, None
+            else:
+                self.enter(top, path)
         return running
 
     def before_top(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Called before the forward of one of several models."""
         running = self.gate.passes.now
-        if recomputing() or running.depth or traced():
+        if recomputing() or running.depth or traced() or self._is_inspected(module):
             return
         if self.fed is not None and self.is_training(module):
             self.fed(name, args, kwargs)
@@ -236,9 +249,13 @@ class Passes(Part):
             running.depth = max(1, calls_running(module))  # an interrupted forward did not count its end
             if running.depth > 1:
                 return
-        self.forwards.seen += 1
         if running.inputs:
             running.inputs = []
+        if self._is_inspected(module):
+            running.listening = running.inside = False
+            running.tag, running.counts = EVAL_TAG, None
+            return
+        self.forwards.seen += 1
         outer = DistributedDataParallel._active_ddp_module
         if outer is not None and outer not in self.ranks.around and unwrap(outer) is module:
             self.ranks.note(outer)
@@ -259,7 +276,10 @@ class Passes(Part):
                 self.samples.publish("", ids)
 
     def _offer(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self.offered is not None and self.offered(module, self.now.tag == EVAL_TAG, args, kwargs):
+        evaluation = self.now.tag == EVAL_TAG
+        if evaluation and not self.forwards.training:
+            return  # a look at the model, such as a summary, may come before the training
+        if self.offered is not None and self.offered(module, evaluation, args, kwargs):
             self.offered = None
 
     def quiet_after_root(self, args: tuple[Any, ...]) -> bool:

@@ -38,6 +38,8 @@ NO_PROBES = (
 """The reason why sharded models are not probed."""
 
 _FARTHEST: Final = 1 << 20
+_GRAPH: Final = 16 << 20
+"""The largest number of bytes of a call that is kept whole because it cannot be cut."""
 """The largest factor by which `Probes.may_take` lengthens a plan's interval."""
 _HOOKED = "modules have forward hooks of the program, which would hear it; trace record --probe N takes it all the same"
 """The reason why a program with hooks is probed only on request."""
@@ -137,7 +139,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 class FirstInputs(Probe):
     """A probe whose inputs are the first datapoints that the program calls the model with.
 
-    Datapoints of evaluations before the first pass are preferred to those of the training.
+    Datapoints of evaluations before the first pass are preferred to those of the training; what a program gives the
+    model before it trains may be a look at the model. A graph is not cut: with integers beside the datapoints, such as
+    edges, which may refer to any of these, all datapoints of a call are taken.
 
     Parameters
     ----------
@@ -189,13 +193,22 @@ class FirstInputs(Probe):
         if kept and not _alike(kept[0], (size, call)):
             kept.append((0, call))  # marks that no more calls are kept
             return
-        part = slice(0, self._plan.datapoints - have)
+        taken = min(size, self._plan.datapoints - have)
+        if taken < size and any(_may_refer(one, size) for one in tensors):
+            if kept or sum(one.nbytes for one in tensors) > _GRAPH:
+                self.refusal = (
+                    f"beside its {size:,} datapoints the model is given integers, such as the edges of a graph, which "
+                    f"may refer to any of them, so no {self._plan.datapoints:,} can be cut out"
+                )
+                return
+            taken = size
+        part = slice(0, taken)
 
         def copy_of(tensor: Tensor) -> Tensor:
             whole = tensor.detach()
             return (whole[part] if _has_rows(whole, size) else whole).clone()
 
-        kept.append((min(size, self._plan.datapoints - have), map_tensors(call, copy_of)))
+        kept.append((taken, map_tensors(call, copy_of)))
 
     def ready(self, model: nn.Module) -> bool:
         """Choose the inputs from the kept calls, unless they are chosen; whether there are inputs for this model."""
@@ -206,6 +219,13 @@ class FirstInputs(Probe):
                     self.inputs = _joined(kept)
             self._given = {}
         return self.settled and self._model is not None and self._model() is model
+
+
+def _may_refer(tensor: Tensor, size: int) -> bool:
+    """Whether a tensor beside some datapoints may hold their numbers, as the edges of a graph do."""
+    return not (_has_rows(tensor, size) or tensor.dtype.is_floating_point or tensor.dtype.is_complex) and bool(
+        tensor.dtype is not torch.bool and tensor.numel() > 1
+    )
 
 
 def _has_rows(tensor: Tensor, size: int) -> bool:

@@ -69,7 +69,7 @@ class Retrospect(Part):
         told = self.optimizer_steps.steps
         if told.first_in_eval_mode is not None:
             more = told.trained_in_eval_mode - 1
-            after = f", and so were {more:,} of the steps after it" if more else ""
+            after = f", and so {'was' if more == 1 else 'were'} {more:,} later step{'s' * (more > 1)}" if more else ""
             why = (
                 f"step {told.first_in_eval_mode:,} was trained while the model was in eval() mode{after}: dropout did "
                 "nothing, and batch normalisation used running statistics; model.train() ends that mode"

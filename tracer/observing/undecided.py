@@ -211,8 +211,8 @@ class UndecidedPasses(Part):
         """Publish the messages of a pass that has been decided."""
         tag = one.tag.decided
         calls = self.numbers.calls_of(tag)
-        for path, count in counts.items():
-            calls[path] = calls.get(path, 0) + count
+        for name, count in counts.items():
+            calls[name] = calls.get(name, 0) + count
         (held, one.tag.held), (losses, one.tag.losses) = (one.tag.held, []), (one.tag.losses, [])
         for stream, data, call in held:
             kind, path, leaf = stream.kind, stream.module, stream.leaf

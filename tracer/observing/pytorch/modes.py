@@ -13,6 +13,8 @@ from torch.compiler import is_compiling
 from torch.fx import _symbolic_trace
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tracer.observing.pytorch.autograd import frames
+
 
 def without_modes() -> AbstractContextManager[Any]:
     """Hide our operations from whatever the program uses to intercept operations.
@@ -47,6 +49,25 @@ def traced() -> bool:
         return True
     return _len_torch_dispatch_stack() > 0 and torch._C._get_dispatch_mode(_PROXY) is not None
 
+
+def inspected() -> bool:
+    """Whether a forward runs inside code that only finds out what a model is, and throws the result away."""
+    for frame in frames():
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.startswith(_INSPECTORS) or (name == _STAGE and frame.f_code.co_name in _INFERENCES):
+            return True
+    return False
+
+
+_INSPECTORS = (
+    "torch.jit._trace", "torch.onnx", "torch.utils.tensorboard", "torch.export", "torchinfo", "torchsummary",
+    "torchview", "thop", "fvcore.nn", "ptflops", "calflops", "lightning.pytorch.utilities.model_summary",
+    "pytorch_lightning.utilities.model_summary",
+)  # fmt: skip
+"""Modules of torch, and of libraries that print summaries or count operations, which call models for nothing else."""
+_STAGE = "torch.distributed.pipelining.stage"
+_INFERENCES = ("_shape_inference", "_forward_metadata_inference", "_backward_metadata_inference")
+"""Functions of `_STAGE` by which stages of a pipeline learn the shapes of each other's tensors."""
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 # the older name gives a warning in newer versions

@@ -121,7 +121,7 @@ class Epochs:
             return
         self._leader = None
         # with several models, it is unknown which model the batches are for
-        counted = exporter.model is not None and len(exporter.parts.models.tops) == 1
+        counted = exporter.model is not None and not exporter.parts.models.several
         told = counted and (exporter.parts.forwards.seen > 0 or exporter.steps_seen == 0)
         self._unused, self._used_after = known, known.forwards + known.given if told else 0
         self._used()

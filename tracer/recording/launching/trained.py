@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +16,7 @@ from tracer import walking
 from tracer.errors import CaptureError
 from tracer.observing.callers import variables_of
 from tracer.observing.exporter import Exporter
+from tracer.observing.models import Tensors
 from tracer.observing.pytorch.autograd import frames
 from tracer.observing.pytorch.identity import WeakIdentitySet
 from tracer.observing.pytorch.wrappers import unwrap
@@ -68,9 +69,9 @@ class TrainedModels:
             if many:
                 self._many = max(_MANY, 2 * len(exporter.parts.models.tops))
         alive = self.optimizers.alive()
-        known = bool(exporter.parts.models.tops) and trains_no_module(optimizer)
+        known = bool(exporter.parts.models.tops) and trains_no_module(optimizer) and not self._is_first
         found = known or self._is_watched(optimizer, len(alive)) or self._look_for_models(alive)
-        if exporter.parts.optimizers.trains(optimizer):
+        if exporter.parts.optimizers.trains(optimizer) or self._watches(optimizer.param_groups):
             self._beside.discard(optimizer)
         else:
             self._beside.add(optimizer)
@@ -139,23 +140,31 @@ class TrainedModels:
     def _look_for_models(self, alive: Sequence[Optimizer]) -> bool:
         """Search and watch the models of all optimizers; returns whether there are any."""
         self._looked = len(alive)
-        untrained = self._exporter.steps_seen == 0 and not self._exporter.parts.clock.open
-        models = models_of(alive) or self._tensors_of(alive, untrained)
-        if untrained:
+        models = models_of(alive)
+        if self._is_first:
             self._exporter.parts.forget_models()
         outermost = self._exporter.parts.models.outermost
-        if len(models) == 1 and not outermost:
-            self._exporter.set_model(models[0])
-        else:  # the model of a second training in one script joins the first
-            watched = {id(one) for _, top in outermost for one in walking.modules(top)}
-            for name, one in names_of([one for one in models if id(one) not in watched]).items():
-                self._exporter.add_modules((name, one))
-        return bool(models)
+        tensors = self._tensors_of(alive, models) if self._is_first or not models else []
+        first = models or tensors
+        if len(first) == 1 and not outermost:
+            self._exporter.set_model(first[0])
+        # the model of a second training in one script joins the first
+        watched = {id(one) for _, top in self._exporter.parts.models.outermost for one in walking.modules(top)}
+        for name, one in names_of([one for one in (*models, *tensors) if id(one) not in watched]).items():
+            self._exporter.add_modules((name, one))
+        return bool(first)
 
-    def _tensors_of(self, alive: Sequence[Optimizer], untrained: bool) -> list[nn.Module]:
-        """A module that holds the tensors of optimizers that train no module, named ``parameters.N``; may be empty."""
-        watched = set() if untrained else self._watched()
-        holder = Tensors(alive, watched)
+    @property
+    def _is_first(self) -> bool:
+        """Whether the training has not begun."""
+        return self._exporter.steps_seen == 0 and not self._exporter.parts.clock.open
+
+    def _tensors_of(self, alive: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[nn.Module]:
+        """A list with a module that holds the tensors of optimizers that are in no model, if there are such tensors."""
+        others = {id(one) for model in models for one in walking.parameters(model)}
+        if not self._is_first:
+            others |= self._watched()
+        holder = Tensors(one for one in walking.trained(*alive) if id(one) not in others)
         if not holder._parameters:
             return []
         # keep the holder alive: the exporter has only weak references to models
@@ -163,26 +172,13 @@ class TrainedModels:
         self._tensors[key] = holder
         for one in alive:
             weakref.finalize(one, self._tensors.pop, key, None).atexit = False
-        why = "no module holds what its optimizers train; it is recorded as parameters.0, parameters.1 and so on"
+        if models:
+            what, names = "some tensors that optimizers train", "tensors.parameters.0, tensors.parameters.1"
+        else:
+            what, names = "what its optimizers train", "parameters.0, parameters.1"
+        why = f"no module holds {what}; it is recorded as {names} and so on"
         self._exporter.parts.problems.note("the model", why, warn=False)
         return [holder]
-
-
-class Tensors(nn.Module):
-    """Stands in as the module of tensors that optimizers train and that belong to no module.
-
-    Parameters
-    ----------
-    optimizers : sequence of Optimizer
-    others : set of int
-        The ids of tensors to leave out.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer], others: Set[int] = frozenset()) -> None:
-        super().__init__()
-        mine: dict[int, Any] = {id(one): one for one in walking.trained(*optimizers) if id(one) not in others}
-        # not by `register_parameter`, as the tensors need not be `nn.Parameter`
-        self._parameters.update({f"parameters.{number}": one for number, one in enumerate(mine.values())})
 
 
 def trains_no_module(optimizer: Optimizer) -> bool:
