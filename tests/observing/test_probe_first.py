@@ -150,3 +150,58 @@ def test_a_default_probe_that_takes_too_long_comes_less_often(tmp_path: Path) ->
                     probes.may_take(took / 7)
         seen[by_default] = probed(path)[0]
     assert seen == {True: [2, 4, 8, 16], False: [*range(2, 17, 2)]}
+
+
+def test_a_look_at_the_model_before_the_training_is_no_probe(tmp_path: Path) -> None:
+    """A summary on made-up numbers comes before the training; the probe is of the datapoints that are trained on."""
+    torch.manual_seed(0)
+    model, batches = nn.Linear(3, 2), [torch.randn(4, 3) for _ in range(3)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    capture = tracer.Capture(kinds=["network_output"])
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=capture) as run:
+        run.exporter.probe_first(ProbePlan(4, every=2))
+        model.eval()
+        with torch.no_grad():
+            model(torch.zeros(4, 3))
+        model.train()
+        for x in batches:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        probes = [one.data for one in trace.messages("network_output", tags="probe")]
+    assert len(probes) == 2
+    assert all(torch.equal(one, model(batches[0]).detach()) for one in probes)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_graph_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
+    """Edges refer to any node, so all nodes are probed; if those are too many, a note says why there is no probe."""
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+            return torch.zeros(len(nodes), 2).index_add(0, edges[1], self.layer(nodes)[edges[0]])
+
+    if large:
+        monkeypatch.setattr("tracer.observing.probes._GRAPH", 100)
+    torch.manual_seed(0)
+    model, nodes, edges = Network(), torch.randn(30, 3), torch.randint(0, 30, (2, 90))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with tracer.record(
+        tmp_path / "run.zarr", model, optimizer, capture=tracer.Capture(kinds=["network_output"])
+    ) as run:
+        run.exporter.probe_first(ProbePlan(8, every=2, by_default=True))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(nodes, edges).square().mean().backward()
+            optimizer.step()
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        probes = [one.data for one in trace.messages("network_output", tags="probe")]
+        notes = str(trace.notes)
+    assert len(probes) == (0 if large else 1)
+    assert all(torch.equal(one, model(nodes, edges).detach()) for one in probes)
+    assert ("no 8 can be cut out" in notes) == large

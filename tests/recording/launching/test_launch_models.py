@@ -255,3 +255,31 @@ def test_models_that_are_frozen_for_the_collector(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert [one.global_step for one in trace.messages("weights", modules="1")] == [0, 1]
+
+
+def test_models_that_are_trained_after_one_that_is_kept(tmp_path: Path) -> None:
+    """As by a grid search: each has its inputs at each of its steps, and a name that no other has."""
+    body = """
+    def fit():
+        net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        for start in range(0, 20, 5):
+            part = x[start:start + 5]
+            opt.zero_grad(); F.cross_entropy(net(part), y[start:start + 5]).backward(); opt.step()
+        return net
+    kept = fit()
+    for _ in range(3): fit()
+    """
+    done = record(tmp_path, "--profile", "full", str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    torch.manual_seed(0)
+    x = torch.randn(20, 4)
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        inputs = {one.global_step: (one.leaf, one.data) for one in trace.messages("input_data")}
+        layers = {(one.global_step // 4, one.key) for one in trace.messages("activations")}
+    names = ["", "sequential", "sequential_", "sequential__"]
+    assert [inputs[step][0] for step in range(16)] == [name for name in names for _ in range(4)]
+    for step, (_, data) in inputs.items():
+        start = step % 4 * 5
+        assert torch.equal(data, x[start : start + 5])
+    assert layers == {(place, f"{name}.{layer}".lstrip(".")) for place, name in enumerate(names) for layer in range(3)}

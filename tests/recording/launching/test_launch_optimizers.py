@@ -219,3 +219,65 @@ def test_what_an_optimizer_was_given_since_counts() -> None:
     assert not optimizers.comes_after_last(first)
     first.add_param_group({"params": nets[2].parameters()})
     assert optimizers.comes_after_last(first)
+
+
+def test_a_temperature_whose_optimizer_is_made_last_and_steps_first(tmp_path: Path) -> None:
+    """As in SAC: each iteration is a step with its three losses, and the tensor, of no module, is in the keyframes."""
+    body = """
+    class Policy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.actor, self.critic = nn.Linear(4, 1), nn.Linear(5, 1)
+    policy, temperature = Policy(), torch.zeros(1, requires_grad=True)
+    of_actor, of_critic = [torch.optim.Adam(one.parameters()) for one in (policy.actor, policy.critic)]
+    of_temperature = torch.optim.Adam([temperature])
+    for k in range(6):
+        act = policy.actor(x)
+        loss = (temperature * 1.5).sum() + k
+        of_temperature.zero_grad(); loss.backward(); of_temperature.step()
+        loss = policy.critic(torch.cat([x, act.detach()], 1)).square().mean() * 0 + 1000 + k
+        of_critic.zero_grad(); loss.backward(); of_critic.step()
+        loss = policy.critic(torch.cat([x, act], 1)).mean() * 0 + 2000 + k
+        of_actor.zero_grad(); loss.backward(); of_actor.step()
+        print("temperature", temperature.item())
+    """
+    done = record(tmp_path, "--profile", "standard", str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    values = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        losses = [(one.global_step, one.leaf, float(one.data)) for one in trace.messages("loss")]
+        weights = {m.global_step: float(m.data) for m in trace.messages("weights") if m.key == "tensors.parameters.0"}
+        keyframes = [one.global_step for one in trace.messages("keyframe")]
+    expected = [
+        (k, leaf, value)
+        for k in range(6)
+        for leaf, value in (
+            ("tensors", 1.5 * (values[k - 1] if k else 0.0) + k),
+            ("critic", 1000.0 + k),
+            ("actor", 2000.0 + k),
+        )
+    ]
+    assert [one[:2] for one in losses] == [one[:2] for one in expected]
+    assert [one[2] for one in losses] == pytest.approx([one[2] for one in expected])
+    assert keyframes == [0]
+    assert weights == {0: 0.0}
+
+
+def test_an_adversarial_input_of_the_first_batch_ends_no_step(tmp_path: Path) -> None:
+    """Its optimizer is made before anything is trained, steps first and several times, and is then replaced."""
+    body = """
+    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for k in range(4):
+        delta = torch.zeros_like(x).requires_grad_(); attack = torch.optim.SGD([delta], lr=0.1)
+        for _ in range(3):
+            attack.zero_grad(); (-F.cross_entropy(net(x + delta), y)).backward(); attack.step()
+        opt.zero_grad(); loss = F.cross_entropy(net(x + delta.detach()), y); loss.backward(); opt.step()
+        print("loss", repr(loss.item()))
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    last = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        losses = [(one.global_step, float(one.data)) for one in trace.messages("loss")]
+    assert [step for step, _ in losses] == [k for k in range(4) for _ in range(4)]
+    assert [value for _, value in losses[3::4]] == last
