@@ -86,16 +86,18 @@ class Models:
 
     def forget(self) -> None:
         """Observe nothing."""
-        self.root, self._added = None, []
+        self.root, self._added, self._named = None, [], {}
 
     def let_go(self) -> Callable[[], None]:
         """Drop all modules; the returned function restores those that the program still has."""
         root = None if self.root is None else weakref.ref(self.root)
         added = [(name, weakref.ref(one), recursive) for name, one, recursive in self._added]
+        named = self._named
         self.forget()
 
         def back() -> None:
             self.root = None if root is None else root()
+            self._named = named
             self._added = [(name, top, recursive) for name, was, recursive in added if (top := was()) is not None]
 
         return back

@@ -210,7 +210,8 @@ def test_an_optimizer_that_trained_nothing_observed_is_given_what_is(tmp_path: P
 def test_what_an_optimizer_was_given_since_counts() -> None:
     """Whether one comes after the last depends on what it trains by now, not on what it did when it was asked first."""
     nets = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)]
-    observed = SimpleNamespace(tops=[(str(number), net) for number, net in enumerate(nets)])
+    named = [(str(number), net) for number, net in enumerate(nets)]
+    observed = SimpleNamespace(tops=named, called=named)
     first, last = (torch.optim.SGD(net.parameters(), lr=0.1) for net in nets[:2])
     optimizers = Optimizers(observed)
     optimizers.found = True

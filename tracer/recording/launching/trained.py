@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from types import ModuleType
 from typing import Any
 
@@ -69,7 +69,9 @@ class TrainedModels:
             if many:
                 self._many = max(_MANY, 2 * len(exporter.parts.models.tops))
         alive = self.optimizers.alive()
-        known = bool(exporter.parts.models.tops) and trains_no_module(optimizer) and not self._is_first
+        known = bool(exporter.parts.models.tops) and trains_no_module(optimizer)
+        if known and self._is_first:
+            self._join(self._tensors_of(alive, self._watched(), beside=True))
         found = known or self._is_watched(optimizer, len(alive)) or self._look_for_models(alive)
         if exporter.parts.optimizers.trains(optimizer) or self._watches(optimizer.param_groups):
             self._beside.discard(optimizer)
@@ -144,26 +146,32 @@ class TrainedModels:
         if self._is_first:
             self._exporter.parts.forget_models()
         outermost = self._exporter.parts.models.outermost
-        tensors = self._tensors_of(alive, models) if self._is_first or not models else []
+        others = {id(one) for model in models for one in walking.parameters(model)}
+        if not self._is_first:
+            others |= self._watched()
+        tensors = self._tensors_of(alive, others, beside=bool(models)) if self._is_first or not models else []
         first = models or tensors
         if len(first) == 1 and not outermost:
             self._exporter.set_model(first[0])
-        # the model of a second training in one script joins the first
-        watched = {id(one) for _, top in self._exporter.parts.models.outermost for one in walking.modules(top)}
-        for name, one in names_of([one for one in (*models, *tensors) if id(one) not in watched]).items():
-            self._exporter.add_modules((name, one))
+        self._join([*models, *tensors])  # the model of a second training in one script joins the first
         return bool(first)
+
+    def _join(self, modules: Sequence[nn.Module]) -> None:
+        """Watch those of some modules that are not part of what is watched."""
+        watched = {id(one) for _, top in self._exporter.parts.models.outermost for one in walking.modules(top)}
+        for name, one in names_of([one for one in modules if id(one) not in watched]).items():
+            self._exporter.add_modules((name, one))
 
     @property
     def _is_first(self) -> bool:
         """Whether the training has not begun."""
         return self._exporter.steps_seen == 0 and not self._exporter.parts.clock.open
 
-    def _tensors_of(self, alive: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[nn.Module]:
-        """A list with a module that holds the tensors of optimizers that are in no model, if there are such tensors."""
-        others = {id(one) for model in models for one in walking.parameters(model)}
-        if not self._is_first:
-            others |= self._watched()
+    def _tensors_of(self, alive: Sequence[Optimizer], others: Set[int], *, beside: bool) -> list[nn.Module]:
+        """A list with a module that holds the tensors of optimizers but those with some ids, if there are such tensors.
+
+        `beside`: whether there are models, too.
+        """
         holder = Tensors(one for one in walking.trained(*alive) if id(one) not in others)
         if not holder._parameters:
             return []
@@ -172,7 +180,7 @@ class TrainedModels:
         self._tensors[key] = holder
         for one in alive:
             weakref.finalize(one, self._tensors.pop, key, None).atexit = False
-        if models:
+        if beside:
             what, names = "some tensors that optimizers train", "tensors.parameters.0, tensors.parameters.1"
         else:
             what, names = "what its optimizers train", "parameters.0, parameters.1"
