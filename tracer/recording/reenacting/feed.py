@@ -105,7 +105,7 @@ class Feed:
             self._batches = Batches(samples, self._exporter)
             LOADERS.watch(self._batches)
         parts.steps.state.whole_at = frozenset(self._recorded.keyframes())
-        parts.passes.in_eval_mode_at = self._recorded.in_eval_mode(first, self._stop)
+        parts.passes.in_eval_mode_at = self._recorded.in_eval_mode(self._first, self._stop + 1)
         parts.passes.fed = functools.partial(self._guarded, self._inputs)
         parts.losses.fed = functools.partial(self._guarded, self._labels)
         steps = before_any_step(functools.partial(self._guarded, self._optimizer_steps))
