@@ -134,7 +134,8 @@ class LearningRate(Rule):
         place = _of(now[0].place, "")
         if any(one.rate for one in now):
             self.zeros = []
-            yield from self.judge(place, False, 0.0, 0.0, _ZERO, 0.0, 0.0, 0.0)
+            if place[:2] in self._episodes:  # it is no stream of its own, so it covers nothing
+                yield from self.judge(place, False, 0.0, 0.0, _ZERO, 0.0, 0.0, 0.0)
             return
         if not self.zeros or self.zeros[-1].global_step != place.global_step:
             self.zeros = [*self.zeros[: self.wait - 1], place]
@@ -152,7 +153,8 @@ class LearningRate(Rule):
         bad = others > 0 and greatest.rate > self.factor * others
         place = _of(greatest.place, greatest.optimizer)
         numbers = _BESIDE, others, float(greatest.group.partition(".")[2] or 0), place.global_step
-        yield from self.judge(place, bad, greatest.rate, self.factor * others, *numbers, severity=Severity.NOTE)
+        if bad or place[:2] in self._episodes:
+            yield from self.judge(place, bad, greatest.rate, self.factor * others, *numbers, severity=Severity.NOTE)
 
     def evidence(self, found: Finding) -> str:
         why, usual, groups, step = (found.numbers[name] for name in self.numbers)
