@@ -503,9 +503,9 @@ class Capture:
             if self.elements is not None and int(np.prod(numbers)) > self.elements:
                 told["elements"] = {"count": self.elements, "of": int(np.prod(numbers)), "seed": self.seed}
             if self.sketch is not None:
-                axis = axis_of_neurons(len(shape), module)
-                if len(shape) > 1 and self.sketch.projects(shape[axis]):
-                    told["reduce"], told["sketch"] = str(self.sketch), self.sketch.told(shape[axis], axis)
+                neurons = axis_of_neurons(len(shape), module)
+                if len(shape) > 1 and self.sketch.projects(shape[neurons]):
+                    told["reduce"], told["sketch"] = str(self.sketch), self.sketch.told(shape[neurons], neurons)
             elif self.reduce is not None and self.reduce not in BESIDE:
                 told["reduce"] = self.reduce if isinstance(self.reduce, str) else _name_of(self.reduce)
         if floating and self.cast_to(kind) is not None:
