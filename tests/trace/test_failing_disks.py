@@ -65,7 +65,8 @@ def check(done: failing.Done, path: Path, whole: list[tuple[Any, ...]], right: l
         return
     assert len(found) >= safe
     assert found == whole[: len(found)]
-    assert verify(path).problems == []
+    if done.code == 0:  # nor can the file of a trace that was never begun be removed while each write fails
+        assert verify(path).problems == []
 
 
 def sweep(folder: Path, variant: tuple[str, str, bool], error: str, chosen: Any, lasting: bool = True) -> int:
