@@ -27,7 +27,7 @@ SCOPES = {
     "pair": "two streams",
     "everything": "the whole run, in its order",
 }
-"""What a metric of each scope remembers, see `tracer.Subscriber`."""
+"""What a metric of each scope remembers, see `tracereel.Subscriber`."""
 
 _REMEMBERS = {"message": "nothing", "stream": "a stream", "step": "a step", "pair": "a pair", "everything": "the run"}
 
@@ -125,9 +125,9 @@ FORMER: tuple[Former, ...] = (
     Former("ikkuna", "TestAccuracySubscriber", "test_accuracy", "of all samples; ikkuna's is the mean of the batches"),
     Former("ikkuna", "SVCCASubscriber", "svcca", "truncated, as published; ikkuna's is a mean CCA"),
     Former("ikkuna", "BatchedSVCCASubscriber", "svcca", "of a probe in batches: `run.probe(..., batch_size=)`"),
-    Former("ikkuna", "SVCCASubscriber(freeze_at=)", "freeze", "with `tracer.Actor` it freezes; ikkuna's did not"),
+    Former("ikkuna", "SVCCASubscriber(freeze_at=)", "freeze", "with `tracereel.Actor` it freezes; ikkuna's did not"),
     Former("ikkuna", "HessianEigenSubscriber", "hessian_eigen", "ikkuna's did not converge"),
-    Former("ikkuna", "CallbackSubscriber", "", "`tracer.CallbackSubscriber`"),
+    Former("ikkuna", "CallbackSubscriber", "", "`tracereel.CallbackSubscriber`"),
     Former("ikkuna", "PlotSubscriber", "", "`trace replay --tensorboard DIR`, `Results.to_tensorboard`"),
     Former("ikkuna's experiments", "RatioLRSubscriber", "learning_rate_from_ratio"),
     Former("ikkuna's experiments", "ExponentialRatioLRSubscriber", "learning_rate_from_ratio:max_factor=500"),
@@ -294,7 +294,7 @@ _INTRODUCTION = """# Metrics
 
 <!-- made by `make docs` (`trace subscribers --markdown`) from the docstrings: change those, not this page -->
 
-Every metric is asked by its name, live (`tracer.record(..., receivers=[...])`) or of a trace
+Every metric is asked by its name, live (`tracereel.record(..., receivers=[...])`) or of a trace
 (`trace replay run.zarr --subscriber NAME:key=value,...`), and answers the same; its pure function is `analyze.NAME`.
 `trace subscribers NAME` shows what stands here, and its parameters; `trace subscribers "dead units"` finds the metrics
 that speak of these words.
@@ -312,9 +312,9 @@ _ACTIONS = """
 ## Acting on answers
 
 `freeze` and `learning_rate_from_ratio` are rules: what they answer is what the rule would do. A replay shows what it
-would have done to a recorded run. In a live run `tracer.Actor(model, optimizer)`, given as a receiver beside them, does
-it: at the end of the step for answers about training passes, at once for those about probes. Metrics themselves never
-touch the model.
+would have done to a recorded run. In a live run `tracereel.Actor(model, optimizer)`, given as a receiver beside them,
+does it: at the end of the step for answers about training passes, at once for those about probes. Metrics themselves
+never touch the model.
 
 ## Other numbers elsewhere
 

@@ -36,9 +36,9 @@ from scipy.stats import kendalltau
 from sklearn.datasets import load_digits
 from torch import nn
 
-import analyze
-import tracer
+import tracereel
 from analyze.metrics.similarity.bases import STATUSES
+from tracereel import analyze
 
 TRAINED_ON, BATCH, RECORDED = 1297, 64, 30
 REACHED = 0.9
@@ -168,10 +168,10 @@ def train(setup: Setup, seed: int, epochs: int, path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total) if setup.cosine else None
     capture = (
         # rounding activations to float16 moves SVCCA by less than 1e-5, and halves the trace
-        tracer.Capture(kinds=["activations"], modules=setup.asked, tags=["probe"], dtype="float16"),
-        tracer.Capture(kinds=["network_output", "input_labels"], tags=["probe"]),
+        tracereel.Capture(kinds=["activations"], modules=setup.asked, tags=["probe"], dtype="float16"),
+        tracereel.Capture(kinds=["network_output", "input_labels"], tags=["probe"]),
     )
-    with tracer.record(path, model, optimizer, loss=criterion, capture=capture, overwrite=True) as run:
+    with tracereel.record(path, model, optimizer, loss=criterion, capture=capture, overwrite=True) as run:
         run.probe("probe", images[TRAINED_ON:], labels[TRAINED_ON:], every=math.ceil(total / RECORDED))
         for _ in range(epochs):
             for batch in torch.randperm(TRAINED_ON).split(BATCH):
@@ -459,7 +459,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ask(setup, traces(setup, args.seeds, args.epochs, args.folder), args.epochs)
             for setup in (CLAIM, *(NEGATIVES if args.negatives else ()))
         ]
-    except tracer.TracerError as error:
+    except tracereel.TracerError as error:
         parser.error(str(error))
     claim, negatives = found[0], found[1:]
     draw(claim, negatives, args.out)
@@ -497,7 +497,7 @@ def finished(path: Path) -> bool:
     """Whether there is a trace of a training that went to its end."""
     if not path.exists():
         return False
-    with tracer.open(path) as reader:
+    with tracereel.open(path) as reader:
         return reader.status == "finished"
 
 

@@ -6,7 +6,7 @@
 
 from collections.abc import Iterator
 
-from tracer import Message, Subscriber, Subscription, derived
+from tracereel import Message, Subscriber, Subscription, derived
 
 
 class Sparsity(Subscriber):
