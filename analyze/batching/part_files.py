@@ -19,7 +19,7 @@ import numpy as np
 
 from analyze.batching.arrow_columns import table_of
 from analyze.batching.folder import Folder, folder_at
-from analyze.batching.seal import is_sealed, sealed
+from analyze.batching.seal import label_of, sealed
 from analyze.batching.units import Run, Unit
 from analyze.tables.columns import COLUMNS, COUNTERS, Columns, Row, Stream
 from analyze.tables.results import Results
@@ -73,9 +73,9 @@ def stored(folder: Folder, units: Sequence[Unit]) -> tuple[set[str], set[str]]:
 def _is_whole(folder: Folder, unit: Unit) -> bool:
     """Whether all answers of a unit are stored, as they were written."""
     try:
-        details = _details_in(_read(_part(folder, unit, COMPLETE), []))
-        if details["arrays"]:
-            with _large(folder, unit, len(details["arrays"])) as reader:
+        label = _label(_part(folder, unit, COMPLETE))  # which needs no library that reads Parquet
+        if label["arrays"]:
+            with _large(folder, unit, label["arrays"]) as reader:
                 if folder.on_disk:  # an object store checks its objects itself
                     for _ in reader:  # reading checks the checksum of each message
                         pass
@@ -83,7 +83,7 @@ def _is_whole(folder: Folder, unit: Unit) -> bool:
         raise
     except TraceError:
         return False
-    return bool(details["complete"])
+    return True
 
 
 def remove_spoiled(folder: Folder, ids: Collection[str]) -> None:
@@ -183,7 +183,8 @@ class PartAnswers:
             self._write_large(folder)
         table = self._table(run)
         details = self._details(table.num_rows, seconds, complete=complete)
-        data = _parquet(table.replace_schema_metadata({DETAILS: json.dumps(details).encode()}))
+        label = {"unit": self._unit.id, "arrays": len(self._large_at)}
+        data = _parquet(table.replace_schema_metadata({DETAILS: json.dumps(details).encode()}), label)
         damaged = f"parts/{self._unit.id}{DAMAGED}"
         if complete:
             folder.write(f"parts/{self._unit.id}{COMPLETE}", data, replace=replace)
@@ -242,12 +243,12 @@ class PartAnswers:
         }
 
 
-def _parquet(table: Any) -> bytes:
+def _parquet(table: Any, label: Mapping[str, Any]) -> bytes:
     import pyarrow.parquet as pq
 
     buffer = io.BytesIO()
     pq.write_table(table, buffer, write_page_checksum=True)
-    return sealed(buffer.getvalue())
+    return sealed(buffer.getvalue(), json.dumps(label).encode())
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -323,9 +324,15 @@ def _part(folder: Folder, unit: Unit, ending: str) -> bytes:
     again = "the same batch computes them again"
     if data is None:
         raise TraceNotFoundError(f"{of} is gone; {again}")
-    if not is_sealed(data) or _details_in(_read(data, []))["unit"] != unit.id:
+    if label_of(data) is None or _label(data)["unit"] != unit.id:
         raise TraceCorruptError(f"{of} is not as it was written; {again}")
     return data
+
+
+def _label(data: bytes) -> Mapping[str, Any]:
+    """Of the bytes of a part's file, the id of its unit and the number of its large answers."""
+    label: Mapping[str, Any] = json.loads(label_of(data) or b"")
+    return label
 
 
 def _large(folder: Folder, unit: Unit, count: int) -> TraceReader:

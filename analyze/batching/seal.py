@@ -1,4 +1,4 @@
-"""The digest in a Parquet file by which a reader knows that every byte is as it was written."""
+"""A label and a digest in a Parquet file: a reader knows what it is, and that every byte is as it was written."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import hashlib
 from typing import Final
 
 _DIGEST: Final = 32
+_LENGTH: Final = 4
+"""Bytes of the length of the label."""
 _TAIL: Final = 8
 """Bytes at the end of a Parquet file: the length of its footer, and its magic number."""
 
 
-def sealed(parquet: bytes) -> bytes:
-    """The bytes of a Parquet file with a digest between its data and its footer, where no reader of Parquet looks."""
+def sealed(parquet: bytes, label: bytes) -> bytes:
+    """A Parquet file with a label and a digest between its data and its footer, where no reader of Parquet looks."""
     footer = _footer(parquet)
-    return parquet[:footer] + _digest(parquet[:footer], parquet[footer:]) + parquet[footer:]
+    data = parquet[:footer] + label + len(label).to_bytes(_LENGTH, "little")
+    return data + _digest(data, parquet[footer:]) + parquet[footer:]
 
 
-def is_sealed(data: bytes) -> bool:
-    """Whether all these bytes, and no others, are what `sealed` returned."""
+def label_of(data: bytes) -> bytes | None:
+    """The label of a file; None unless all these bytes, and no others, are what `sealed` returned."""
     footer = _footer(data)
-    begin = footer - _DIGEST
-    return begin >= 0 and data[begin:footer] == _digest(data[:begin], data[footer:])
+    end = footer - _DIGEST - _LENGTH
+    if end < 0 or data[end + _LENGTH : footer] != _digest(data[: end + _LENGTH], data[footer:]):
+        return None
+    return data[end - int.from_bytes(data[end : end + _LENGTH], "little") : end]
 
 
 def _footer(parquet: bytes) -> int:
