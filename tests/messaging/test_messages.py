@@ -42,7 +42,7 @@ def test_the_kinds_are_those_of_the_architecture() -> None:
     }  # fmt: skip
     assert all(kind.name == name for name, kind in KINDS.items())
     assert {name for name, kind in KINDS.items() if kind.event} == {
-        "batch_started", "batch_finished", "epoch_started", "epoch_finished", "keyframe",
+        "batch_started", "batch_finished", "epoch_started", "epoch_finished", "keyframe", "eval_mode",
     }  # fmt: skip
 
 

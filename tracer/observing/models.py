@@ -81,6 +81,8 @@ class Models:
         """Make a module the model."""
         self.root = root
         added, self._added = self._added, []
+        anew = {id(one) for _, one, _ in added}  # whose names may change
+        self._named = {name: module for name, module in self._named.items() if id(module()) not in anew}
         for name, one, recursive in added:
             self.add(name, one, recursive)
 
