@@ -114,7 +114,7 @@ def measure(name: str, rounds: int, scale: float, threads: ThreadPoolExecutor) -
     commits: list[float] = []
     for _ in range(rounds):
         store = MemoryStore()
-        client._connect = lambda url, prefix, store=store: store
+        client._connect = lambda *_, store=store: store
 
         def write() -> None:
             with TraceWriter(URL) as writer:
@@ -132,7 +132,7 @@ def measure(name: str, rounds: int, scale: float, threads: ThreadPoolExecutor) -
         for what, seconds in times.items():
             found.setdefault(what, []).append(nbytes / seconds / 1e6)
         store = MemoryStore()
-        client._connect = lambda url, prefix, store=store: store
+        client._connect = lambda *_, store=store: store
         writer = TraceWriter(URL, commit_seconds=1000.0)
         for _ in range(3):
             writer.write_many(messages[:160])

@@ -194,7 +194,7 @@ def test_calls_that_do_not_go_together() -> None:
     assert status["a|b"] == status["b|c"] == "mismatch"
 
 
-@pytest.mark.parametrize("wish", ["svcca", "cca", "cka", "sketched_cka:k=16", "sketched_svcca:k=16"])
+@pytest.mark.parametrize("wish", ["svcca", "cca", "cka", "sketched_cka:k=16", "sketched_svcca:k=32"])
 def test_datapoints_on_several_axes(wish: str) -> None:
     """Rows (10, 5) and (50,) can be the same datapoints, (10, 5) and (5, 10) cannot: in a call, and in several."""
     random = np.random.default_rng(0)
