@@ -73,8 +73,8 @@ static int fails_in(int which, int parent, const char *path)
 }
 
 #define FAILING(test)                                                                                                  \
-    if (test)                                                                                                          \
-        return errno = failure ? failure : EIO, -1;
+    if ((test) && failure)                                                                                             \
+        return errno = failure, -1;
 
 #define ORIGINAL(name)                                                                                                 \
     static __typeof__(name) *original;                                                                                 \

@@ -26,6 +26,7 @@ from tracer.format.journal import Column
 from tracer.format.names import part_name
 from tracer.format.tables import Tables
 from tracer.messaging.messages import Message
+from tracer.stores.hdf5.superblock import mark_closed
 from tracer.stores.opening import open_parts
 from tracer.stores.zarr.reader import ZarrReader
 
@@ -354,6 +355,7 @@ def lose_rows(path: Path, first: int) -> None:
     with TraceReader(path) as reader:
         lost, last = reader.journal[first].tobytes(), reader.journal[-1].tobytes()
     if path.suffix == ".h5":
+        mark_closed(path)  # else HDF5 refuses to write
         with h5py.File(path, "r+") as file:
             file["rank0/journal"][first:] = 0
         return

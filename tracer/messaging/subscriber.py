@@ -174,8 +174,8 @@ class Subscriber(Receiver):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The kinds of all its subscriptions."""
-        return frozenset(kind for subscription in self.subscriptions for kind in subscription.kinds)
+        """The kinds of all its subscriptions that are not optional."""
+        return frozenset(kind for one in self.subscriptions if not one.optional for kind in one.kinds)
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         """Whether one of its subscriptions takes such a message."""

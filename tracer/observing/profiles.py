@@ -127,6 +127,6 @@ def profile(name: str) -> tuple[Capture, ...]:
     Examples
     --------
     >>> [capture.reduce or len(capture.kinds) for capture in profile("standard")]
-    [11, 7, 'hash', 'statistics', 'hash', 4, 'sketch:k=256']
+    [12, 7, 'hash', 'statistics', 'hash', 4, 'sketch:k=256']
     """
     return tuple(map(Capture.from_mapping, settings_of(name)))

@@ -69,7 +69,7 @@ def test_a_first_step_without_messages(tmp_path: Path) -> None:
         (["-k", "loss", "--every", "2"], "recording loss, of some of the steps: ", " steps"),
         (
             ["--every", "1", "--max-bytes", "10MB"],
-            "recording 17 kinds of messages: ",
+            "recording 18 kinds of messages: ",
             "to stay within 10.0 MB",
         ),
         (["--stop-at-bytes", "10MB"], "recording the profile full: ", " steps"),

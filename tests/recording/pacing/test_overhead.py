@@ -151,7 +151,14 @@ def test_every_change_is_in_the_trace(capture: str, program: str, suffix: str, t
         assert not [one for one in trace.notes if "problem" in one and one["problem"]["what"] != "max_overhead"]
     assert notes
     assert all(note["why"].startswith("max_overhead 1%: ") for note in notes)
-    for kind in {*expected, *found} - {"epoch_started", "epoch_finished", "sample_ids", "buffers", "optimizer_state"}:
+    for kind in {*expected, *found} - {
+        "epoch_started",
+        "epoch_finished",
+        "sample_ids",
+        "buffers",
+        "optimizer_state",
+        "eval_mode",
+    }:
         assert found.get(kind, set()) == expected.get(kind, set()), kind
     assert found["loss"] == found["input_data"] == set(range(steps))
     plain = train(None, PROGRAMS[program], steps)

@@ -40,7 +40,14 @@ def test_a_trace_stays_below_its_bound(capture: str, program: str, suffix: str, 
         assert trace.status == "finished"
         assert not [note for note in trace.notes if "stopped" in note or "problem" in note]
     assert notes
-    for kind in {*expected, *found} - {"epoch_started", "epoch_finished", "sample_ids", "buffers", "optimizer_state"}:
+    for kind in {*expected, *found} - {
+        "epoch_started",
+        "epoch_finished",
+        "sample_ids",
+        "buffers",
+        "optimizer_state",
+        "eval_mode",
+    }:
         assert found.get(kind, set()) == expected.get(kind, set()), kind
     assert max(found["loss"]) > 0.9 * steps
     tensors = "weights_hash" if capture == "standard" else "weights"
@@ -205,7 +212,7 @@ def test_evaluations_become_rarer_with_inputs(tmp_path: Path) -> None:
     with tracer.open(path) as trace:
         assert not [note for note in trace.notes if "stopped" in note]
         changes = [(note["schedule"]["global_step"], one) for note in trace.notes if "schedule" in note
-                   for one in note["schedule"].get("captures", ()) if one["capture"] == 4]  # fmt: skip
+                   for one in note["schedule"].get("captures", ()) if one["capture"] == 5]  # fmt: skip
         found = [(one.global_step, one.call) for one in trace.messages(kinds=["network_output"], tags="eval")]
     outputs = [(step, one["every"][1]) for step, one in changes if "network_output" in one["kinds"]]
     assert outputs

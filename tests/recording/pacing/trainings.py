@@ -85,10 +85,12 @@ def scheduled(trace: TraceReader, steps: int) -> dict[str, set[int]]:
                             assert before <= change["every"][0]
         decided: set[str] = set()
         for number, capture in enumerate(captures):
+            of_keyframes = capture.reduce in ("hash", "statistics") and "keyframe" in capture.kinds
             for kind in capture.kinds:
                 name = capture.published(kind)
-                if name not in decided and capture.takes_tag("default"):
-                    decided.add(name)
+                if (name not in decided or of_keyframes) and capture.takes_tag("default"):
+                    if not of_keyframes:  # which only adds its steps
+                        decided.add(name)
                     if step % every[number, kind] < burst[number, kind]:
                         found.setdefault(name, set()).add(step)
     for note in notes:
