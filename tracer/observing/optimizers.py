@@ -60,7 +60,7 @@ class Optimizers:
         self.by_hand = False
         self.found = False
         self.moved = False
-        # ids of the tops with a training forward in the open step, and in the previous step (None before that)
+        # ids of the modules with training forwards in the open step, and in the previous step (None before that)
         self._forwards: tuple[set[int], set[int] | None] = set(), None
         self.take(())
 
@@ -74,7 +74,9 @@ class Optimizers:
         self._stepped: set[int] = set()  # places of optimizers that have stepped
         self._times: dict[int, int] = {}  # by place: the number of steps in the training's open step
         self._shared: dict[tuple[int, int], bool] = {}  # by ids: whether two optimizers share parameters
-        self._trains: dict[tuple[int, int], set[int]] = {}  # by id and number of parameters: the ids of its tops
+        self._trains: dict[tuple[int, int], bool] = {}  # by id and number of parameters: whether it trains a top
+        # by id of a called module: the ids of its parameters
+        self._parameters: dict[int, frozenset[int]] = {}
         self._late: set[int] = set()  # places of optimizers that have stepped after the supposedly last one
 
     def __bool__(self) -> bool:
@@ -108,33 +110,33 @@ class Optimizers:
 
     def trains(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has an observed parameter."""
-        return bool(self._tops_of(optimizer))
-
-    def _tops_of(self, optimizer: Optimizer) -> set[int]:
-        """The ids of the tops of which an optimizer has a parameter."""
         key = id(optimizer), len(walking.trained(optimizer))  # parameters may be added
         known = self._trains.get(key)
         if known is None:
             own = set(map(id, walking.trained(optimizer)))
-            known = self._trains[key] = {
-                id(top)
-                for _, top in self._models.called or self._models.tops
-                if any(id(one) in own for one in walking.parameters(top))
-            }
+            tops = self._models.called or self._models.tops
+            known = self._trains[key] = any(id(one) in own for _, top in tops for one in walking.parameters(top))
         return known
+
+    def _trained_of(self, optimizer: Optimizer, modules: Iterable[int]) -> set[int]:
+        """Those of the called modules, given and returned as ids, of which an optimizer has a parameter."""
+        own = set(map(id, walking.trained(optimizer)))
+        return {one for one in modules if not own.isdisjoint(self._parameters.get(one, ()))}
 
     def forget_what_they_train(self) -> None:
         """Forget which optimizers train what, because the observed modules have changed."""
-        self._trains = {}
+        self._trains, self._parameters = {}, {}
 
     def is_beside(self, optimizer: Optimizer) -> bool:
         """Whether this is one of several optimizers, and trains nothing observed."""
         return self.of_unknown_order and not self.trains(optimizer)
 
-    def note_forward(self, top: nn.Module) -> None:
-        """Note a training forward of a top, if the order of the optimizers is not known."""
-        if self.of_unknown_order:
-            self._forwards[0].add(id(top))
+    def note_forward(self, called: nn.Module) -> None:
+        """Note a training forward of a top, or of a part called outside it, if the optimizers' order is not known."""
+        if self.of_unknown_order and id(called) not in self._forwards[0]:
+            self._forwards[0].add(id(called))
+            if id(called) not in self._parameters:
+                self._parameters[id(called)] = frozenset(map(id, walking.parameters(called)))
 
     def comes_after_last(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer steps after the supposedly last one, for the forwards of the previous step.
@@ -148,8 +150,7 @@ class Optimizers:
         place = self.place_of(optimizer)
         if place is None or place in self._late or self._share(self.ender, optimizer):
             return False
-        trained = self._tops_of(optimizer)
-        return not trained.isdisjoint(before) and trained.isdisjoint(now)
+        return bool(self._trained_of(optimizer, before)) and not self._trained_of(optimizer, now)
 
     def is_last(self, optimizer: Optimizer) -> None:
         """Let an optimizer that stepped after the supposedly last one end steps from now on."""
@@ -225,16 +226,16 @@ class Optimizers:
     def _waits_for_others(self, optimizer: Optimizer) -> bool:
         """Whether the first step continues after an optimizer's step, because another has yet to step.
 
-        The other one has gradients, or trains another model, which had a forward in the step.
+        The other one has gradients, or trains other modules, which had a forward in the step.
         """
         if self._forwards[1] is not None:
             return False
-        own = self._tops_of(optimizer)
+        own = self._trained_of(optimizer, self._forwards[0])
         for place, other in enumerate(self.all):
             if other is optimizer or place in self._stepped or self.is_beside(other) or self._share(optimizer, other):
                 continue
-            tops = self._tops_of(other)
-            if tops.isdisjoint(own) and not tops.isdisjoint(self._forwards[0]):
+            called = self._trained_of(other, self._forwards[0])
+            if called and called.isdisjoint(own):
                 return True
             if any(one.grad is not None for one in walking.trained(other)):
                 return True

@@ -129,7 +129,8 @@ class Passes(Part):
             if self.demand.of_state and running.listening and (first or path is None):
                 self.gate.guard("state", self.state.forward_begins)
             self.forwards.training += running.depth
-            self.optimizers.note_forward(module)
+            if path is None:
+                self.optimizers.note_forward(module)
             if not module.training:
                 self.steps.in_eval_mode = True
         elif undecided is not None:
@@ -190,6 +191,8 @@ class Passes(Part):
                 running.tag, running.counts = EVAL_TAG, None
             else:
                 self.enter(top, path)
+                if running.tag == DEFAULT_TAG:
+                    self.optimizers.note_forward(module)
         return running
 
     def before_top(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -216,19 +216,30 @@ def test_what_an_optimizer_was_given_since_counts() -> None:
     optimizers = Optimizers(observed)
     optimizers.found = True
     optimizers.take((first, last))
-    optimizers._forwards = ({id(nets[1])}, {id(nets[2])})
+    optimizers.note_forward(nets[2])
+    optimizers.step_ended()
+    optimizers.note_forward(nets[1])
     assert not optimizers.comes_after_last(first)
     first.add_param_group({"params": nets[2].parameters()})
     assert optimizers.comes_after_last(first)
 
 
-def test_a_temperature_whose_optimizer_is_made_last_and_steps_first(tmp_path: Path) -> None:
-    """As in SAC: each iteration is a step with its three losses, and the tensor, of no module, is in the keyframes."""
+@pytest.mark.parametrize("calls", ["the parts", "the parts of a policy that has a forward"])
+def test_a_temperature_whose_optimizer_is_made_last_and_steps_first(tmp_path: Path, calls: str) -> None:
+    """As in SAC: each iteration is a step with its three losses, and the tensor, of no module, is in the keyframes.
+
+    A program may call parts of a policy, as stable-baselines3 does, though the policy has a forward for its users.
+    """
     body = """
     class Policy(nn.Module):
         def __init__(self):
             super().__init__()
             self.actor, self.critic = nn.Linear(4, 1), nn.Linear(5, 1)
+        def forward(self, x):
+            return self.actor(x)
+    """
+    body = body if calls != "the parts" else body.rpartition("        def forward")[0]
+    body += """
     policy, temperature = Policy(), torch.zeros(1, requires_grad=True)
     of_actor, of_critic = [torch.optim.Adam(one.parameters()) for one in (policy.actor, policy.critic)]
     of_temperature = torch.optim.Adam([temperature])
