@@ -12,12 +12,14 @@ from analyze.rules.header import entries
 from analyze.rules.rule import Looking, Place, Rule
 from tracer.messaging.messages import Message
 
-_FORGOTTEN, _FROZEN, _APART, _STOPPED = 0, 1, 2, 3
+_FORGOTTEN, _FROZEN, _AMONG_MOST, _STOPPED, _ZERO, _UNKNOWN = range(6)
 _WHY = (
     "it asks for gradients, and gets them",
     "it asks for no gradient",
-    "it is not trained here",
+    "it gets gradients, but the steps change no more than half of the network's weights",
     "steps before had changed it",
+    "its gradients are zero",
+    "no gradient of it is recorded",
 )
 
 
@@ -46,7 +48,7 @@ class Unchanged(Rule):
 
     name = "unchanged"
     takes_statistics = True
-    memory = ("changed", "now", "reached", "norms", "written", "told")
+    memory = ("changed", "now", "reached", "flat", "norms", "written", "told")
     judges = "updates of weights"
     numbers = ("why", "others", "written")
     advice = "give it to the optimizer, use it in the loss, or freeze it with requires_grad_(False) if that is meant"
@@ -56,6 +58,7 @@ class Unchanged(Rule):
         self.frozen: set[str] = set()
         self.changed: set[Series] = set()  # by an update
         self.reached: set[Series] = set()  # by a gradient
+        self.flat: set[Series] = set()  # by a gradient of zeros
         self.norms: dict[Series, float] = {}
         self.written: set[Series] = set()  # by the program, between two steps
         self.now: dict[Series, tuple[Place, bool]] = {}
@@ -77,10 +80,14 @@ class Unchanged(Rule):
             if self.norms.setdefault(series, norm) != norm and series not in self.changed:
                 self.written.add(series)
             self.norms[series] = norm
-        elif shared(message, "zeros") != extent.count:
-            (self.reached if message.kind == "weight_gradients" else self.changed).add(series)
-        if message.kind == "weight_updates":
-            self.now[series] = Place.of(message), shared(message, "zeros") == extent.count
+            return
+        zero = shared(message, "zeros") == extent.count
+        if message.kind == "weight_gradients":
+            (self.flat if zero else self.reached).add(series)
+            return
+        if not zero:
+            self.changed.add(series)
+        self.now[series] = Place.of(message), zero
         yield from ()
 
     def look_back(self) -> Iterator[Message]:
@@ -113,7 +120,9 @@ class Unchanged(Rule):
             return _FROZEN
         if series in self.changed:
             return _STOPPED
-        return _FORGOTTEN if most and series in self.reached else _APART
+        if series in self.reached:
+            return _FORGOTTEN if most else _AMONG_MOST
+        return _ZERO if series in self.flat else _UNKNOWN
 
     def evidence(self, found: Finding) -> str:
         why, others = int(found.numbers["why"]), int(found.numbers["others"])
