@@ -39,10 +39,20 @@ def messages_in(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in told if "kind" in line]
 
 
+def trained(told: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """The first and the last step and epoch of the training; that release counted what came after its end, too."""
+    unended = [note["unended"]["global_step"] for note in told[0]["info"]["notes"] if "unended" in note]
+    training = [line for line in messages_in(told) if line["tag"] == "default" and line["global_step"] not in unended]
+    steps, epochs = ([line[name] for line in training] for name in ("global_step", "epoch"))
+    return {"steps": [min(steps), max(steps)], "epochs": [min(epochs), max(epochs)]} if training else {}
+
+
 @pytest.mark.parametrize("name", DIGESTS)
 def test_an_old_trace_is_read_as_it_was(name: str, traces: Path) -> None:
     """Header, notes, status, streams, verdict, each message, and what else is made of them: all that was told then."""
     expected = read_digest(DIGESTS[name])
+    if name != "damaged.zarr":  # of which not all messages can be read
+        expected[0]["info"].update(trained(expected))
     found = list(digest(traces / name))
     for line, other in zip(found, expected, strict=False):
         assert line == other

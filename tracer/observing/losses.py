@@ -118,6 +118,8 @@ class Losses(Part):
             return
         if recomputing() and (not output.requires_grad or not recomputing_reentrant()):
             return  # the checkpoint's first forward has reported it
+        if self.clock.step == self.clock.first_step and inspected():
+            return
         if self.steps.over:
             self.steps.settle()
         self.seen += 1

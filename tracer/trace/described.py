@@ -249,11 +249,18 @@ class Described:
         }
 
     def _trained(self) -> tuple[list[int] | None, list[int] | None]:
-        """The first and the last global step and epoch, without training that no optimizer step followed."""
+        """The first and the last global step and epoch, without training that no optimizer step followed.
+
+        If there are training messages, others do not count: what is computed after the last step has the number of
+        the step that would follow.
+        """
         steps = [note["unended"].get("global_step") for note in self.notes if isinstance(note.get("unended"), Mapping)]
         facts = self._total(without=[one for one in steps if type(one) is int]).facts
         if not len(facts):
             return None, None
+        training = [number for number, one in enumerate(self._streams) if one.tag == DEFAULT_TAG]
+        among = np.isin(facts[:, Fact.STREAM], training)
+        facts = facts[among] if among.any() else facts
         return (
             [int(facts[:, Fact.FIRST_STEP].min()), int(facts[:, Fact.LAST_STEP].max())],
             [int(facts[:, Fact.FIRST_EPOCH].min()), int(facts[:, Fact.LAST_EPOCH].max())],

@@ -87,3 +87,32 @@ def test_losses_and_steps_of_several_models(tmp_path: Path, body: str) -> None:
         assert trace.info["steps"] == [0, 2]
         weights = [one.global_step for one in trace.messages("weights")]
     assert sorted(set(weights)) == [0, 1, 2]
+
+
+def test_a_stage_of_a_pipeline_learns_shapes_before_it_trains(tmp_path: Path) -> None:
+    """The forward and the loss by which it does so have tensors without values, and belong to no step."""
+    body = """
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    stage = PipelineStage(net, 0, 1, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.MSELoss())
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    target = torch.zeros(len(x), 3)
+    for k in range(3):
+        losses = []
+        opt.zero_grad(); schedule.step(x, target=target, losses=losses); opt.step()
+        print("loss", *[one.item() for one in losses])
+    dist.destroy_process_group()
+    """
+    done = record(tmp_path, "--profile", "standard", str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    printed = [[float(one) for one in line.split()[1:]] for line in done.stdout.splitlines() if "loss" in line]
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        for kind in ("loss", "loss_terms"):
+            found = [(one.global_step, float(one.data)) for one in trace.messages(kind)]
+            assert [step for step, _ in found] == [0, 0, 1, 1, 2, 2]
+            assert [value for _, value in found] == pytest.approx([one for step in printed for one in step])
+        outputs = [one.global_step for one in trace.messages("network_output_statistics")]
+        assert outputs == [0, 0, 1, 1, 2, 2]
