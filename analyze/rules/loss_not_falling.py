@@ -42,14 +42,14 @@ class LossNotFalling(Rule):
     indices. The finding stands at the first step of the loss. It is a warning where the loss is known to be that of a
     classification, as for `loss_spike`; else a note: a loss of a policy, a critic or a contrastive network need not
     fall, and one that begins below half of what guessing has was learned before. Of several losses in a step, and of
-    losses below zero, nothing is said.
+    losses below zero, nothing is said. Models that are trained one after another are judged one by one.
     *Needs* the loss of at least `least` steps; for the rest ``network_output`` and ``input_labels``, and
     ``loss_terms`` if there are any.
     *Source*: smdebug's rule ``LossNotDecreasing``, over a longer time and with medians.
     """
 
     name = "loss_not_falling"
-    memory = ("losses", "chance", "classification")
+    memory = ("losses", "latest", "chance", "classification")
     numbers = ("start", "chance", "last")
     advice = (
         "look at the learning rate, at how the loss is scaled, and at whether gradients reach all layers and the "
@@ -64,6 +64,7 @@ class LossNotFalling(Rule):
         self.steps, self.least, self.share = steps, least, share
         self.judges = f"a loss over {least} steps or more"
         self.losses: dict[Series, _Losses] = {}
+        self.latest: Place | None = None
         self.chance = Chance()
         self.classification = Classification()
 
@@ -78,6 +79,9 @@ class LossNotFalling(Rule):
             return
         of = self.losses.setdefault(series_of(message), _Losses(Place.of(message)))
         of.last = Place.of(message)
+        if self.latest is not None and self._is_beside(of.last, self.latest):
+            of.beside = self.losses[self.latest.series].beside = True
+        self.latest = of.last
         self.weigh(of.last)
         of.count += 1
         of.classifications += self.classification.known
@@ -103,13 +107,20 @@ class LossNotFalling(Rule):
         begun, lowest, chance = statistics.median(of.start), of.lowest, self.chance.loss
         guesses = abs(lowest - chance) <= _NEAR * chance
         bound = begun - self.share * abs(begun)
-        if of.below_zero or of.last.series[2]:
+        if of.below_zero or of.beside:
             return
         learned = begun < (math.log(2) if math.isnan(chance) else chance) / 2  # a network that was trained before
         severity = None if of.classifications > of.count / 2 and not learned else Severity.NOTE
         told = begun, chance if guesses else math.nan, float(of.last.global_step)
         bad = lowest > bound or guesses
         yield from self.judge(of.last, bad, lowest, bound, *told, since=of.first, severity=severity)
+
+    @staticmethod
+    def _is_beside(one: Place, other: Place) -> bool:
+        """Whether these are different losses of the same step."""
+        (_, tag, leaf, rank), (_, other_tag, other_leaf, other_rank) = one.series, other.series
+        apart = (one.global_step, tag, rank) != (other.global_step, other_tag, other_rank)
+        return not apart and leaf != other_leaf
 
     def evidence(self, found: Finding) -> str:
         start, chance, last = (found.numbers[name] for name in self.numbers)
@@ -126,7 +137,7 @@ class _Losses:
     def __init__(self, first: Place) -> None:
         self.first = self.last = first
         self.count = self.classifications = 0
-        self.below_zero = False
+        self.below_zero = self.beside = False
         self.start: list[float] = []
         self.recent: list[float] = []
         self.lowest = math.inf

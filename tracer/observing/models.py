@@ -45,6 +45,7 @@ class Models:
         self._top_of: dict[str, weakref.ref[nn.Module]] = {}
         self._own: frozenset[int] = frozenset()
         self._trained_names: dict[int, str] = {}
+        self._trained_models: dict[int, str | None] = {}  # by optimizer id, the name of the only model that it trains
 
     @property
     def tops(self) -> list[tuple[str, nn.Module]]:
@@ -67,7 +68,7 @@ class Models:
         """Drop the caches, because modules or optimizers have changed."""
         self._trained = [set(map(id, walking.trained(one))) for one in optimizers]
         self.several, self._top_of = len(self.called) > 1, {}
-        self._own, self._trained_names = frozenset(), {}
+        self._own, self._trained_names, self._trained_models = frozenset(), {}, {}
 
     # -- adding and dropping modules ------------------------------------------------------------------------
 
@@ -214,6 +215,16 @@ class Models:
                 name, size = path, len(inside)
         self._trained_names[id(optimizer)] = name
         return name
+
+    def model_of(self, optimizer: Optimizer) -> str | None:
+        """The name of the only outermost module that an optimizer trains; None if there is none, or several."""
+        key = id(optimizer)
+        if key not in self._trained_models:
+            own = set(map(id, walking.trained(optimizer)))
+            tops = [(name, top) for name, top in self.outermost if not isinstance(top, Tensors)]
+            names = [name for name, top in tops if not own.isdisjoint(_ids(top))]
+            self._trained_models[key] = names[0] if len(names) == 1 else None
+        return self._trained_models[key]
 
     def structure(self) -> dict[str, Any]:
         """The model as JSON; of several tops without a root, the modules and parameters of each, below its name."""

@@ -201,7 +201,8 @@ class Objectives(Part):
 
     With several optimizers the leaf names what the next optimizer to step trains. With one optimizer, or with losses
     that optimizers share, the leaf is the variable that holds the loss, or else the loss function that computed it. As
-    long as all losses have the same name, the leaf is empty.
+    long as all losses have the same name, the leaf is empty. If models are trained one after another, the leaf is the
+    name of the model, but empty for the first.
 
     Attributes
     ----------
@@ -221,6 +222,7 @@ class Objectives(Part):
         self._apart: str | None = None  # the property that distinguishes a step's losses, once needed
         self._naming = True  # whether to look up the variable of a step's first loss
         self._looks = _LOOKS
+        self._first_model: str | None = None  # the name of the model that was trained first
 
     def differentiated(self, tensors: tuple[Tensor, ...], value: Tensor, *, hold: bool) -> None:
         """Publish a loss of the training.
@@ -304,12 +306,25 @@ class Objectives(Part):
         return "" if one.owner is None else self.models.trained_by(one.owner)
 
     def _publish(self, one: _Objective) -> None:
-        owner = self._owner(one) if self._apart == "owner" else ""
-        leaf = {"owner": owner, "variable": one.variable, "term": one.term}.get(self._apart or "", "")
+        if self._apart is None:
+            leaf = self._later_model(one)
+        else:
+            leaf = {"owner": self._owner(one), "variable": one.variable, "term": one.term}[self._apart]
         if self._latest[0] != one.at:
             self._latest = one.at, []
         self._latest[1].append(one.value)
         self.publisher.publish("loss", None, one.value, DEFAULT_TAG, leaf, at=one.at)
+
+    def _later_model(self, one: _Objective) -> str:
+        """The name of the model that a loss trains; "" if it is the model that was trained first."""
+        only = self.optimizers.all[0] if len(self.optimizers.all) == 1 else None
+        owner = one.owner or only
+        name = None if owner is None else self.models.model_of(owner)
+        if name is None:
+            return ""
+        if self._first_model is None:
+            self._first_model = name
+        return "" if name == self._first_model else name or type(self.models.root).__name__.lower()
 
     # -- losses that the user logs --------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tracer
+from analyze import check
 from tests.recording.launching.recorded_scripts import PLAIN, record, run, script
 
 
@@ -283,3 +284,25 @@ def test_models_that_are_trained_after_one_that_is_kept(tmp_path: Path) -> None:
         start = step % 4 * 5
         assert torch.equal(data, x[start : start + 5])
     assert layers == {(place, f"{name}.{layer}".lstrip(".")) for place, name in enumerate(names) for layer in range(3)}
+
+
+def test_models_that_are_trained_one_after_another_have_losses_of_their_own(tmp_path: Path) -> None:
+    """As in a search for settings: a new model begins with a high loss, which is no spike of the first one's."""
+    body = """
+    def fit(lr, steps=30):
+        net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=lr)
+        for k in range(steps):
+            opt.zero_grad(); loss = F.cross_entropy(net(x), y); loss.backward(); opt.step()
+            print("loss", loss.item())
+        return net
+    kept = fit(2.0)
+    for lr in (2.0, 2.0): fit(lr)
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    printed = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        losses = [(one.global_step, one.leaf, float(one.data)) for one in trace.messages("loss")]
+    assert [(step, value) for step, _, value in losses] == list(enumerate(printed))
+    assert [leaf for _, leaf, _ in losses] == [*[""] * 30, *["linear"] * 30, *["linear_"] * 30]
+    assert not [one for one in check(tmp_path / "run.zarr").findings if one.rule == "loss_spike"]
