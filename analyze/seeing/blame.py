@@ -22,7 +22,7 @@ from analyze.seeing.settings import Change, changes
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS, STATISTICS_SUFFIX, kept_of
-from tracer.messaging.subscriber import run_again, summary
+from tracer.messaging.subscriber import can_run_again, run_again, summary
 from tracer.messaging.subscription import is_doubled
 from tracer.numbers.arrays import as_array
 from tracer.numbers.past import NORMAL, Past
@@ -246,7 +246,7 @@ def blame(path: Anywhere | TraceReader, step: int | None = None, *, most: int = 
         start = step if departure is None else departure.step
         begin = steps.index(start)
         suspects, missing = _suspects(reader, steps[begin : at + 1], steps[max(0, begin - _PAST) : begin])
-        if _NO_GRADIENTS in missing and any(one.kind == "keyframe" for one in reader.streams):
+        if _NO_GRADIENTS in missing and _can_run_again(reader):
             missing[missing.index(_NO_GRADIENTS)] += f"; {run_again(_PER_SAMPLE, f'{start}:{step + 1}')}"
         return Blame(
             str(reader.path),
@@ -260,6 +260,11 @@ def blame(path: Anywhere | TraceReader, step: int | None = None, *, most: int = 
         )
 
 
+def _can_run_again(reader: TraceReader) -> bool:
+    """Whether the trace has what it takes to run steps again."""
+    return can_run_again({one.kind for one in reader.streams})
+
+
 def _recorded(reader: TraceReader, steps: tuple[int, int] | None) -> tuple[str, str]:
     """What was recorded of the training in some steps, or of all; and the command that records what is missing."""
     there = reader.streams
@@ -271,7 +276,7 @@ def _recorded(reader: TraceReader, steps: tuple[int, int] | None) -> tuple[str, 
     data = [(one.kind, one.module, one.tag) for one in there if kept_of(one.kind)[0] in DATA_KINDS and one.dtype]
     more = ""
     if not kinds.issuperset(_PER_SAMPLE):
-        if any(one.kind == "keyframe" for one in reader.streams):
+        if _can_run_again(reader):
             more = run_again(_PER_SAMPLE, "A:B" if steps is None else f"{steps[0]}:{steps[1]}")
         else:
             more = f"trace record {' '.join(f'-k {kind}' for kind in _PER_SAMPLE)} SCRIPT.py records it in another run"
@@ -283,7 +288,7 @@ def _not_recorded(reader: TraceReader, steps: Sequence[int], step: int) -> str:
     near = [*[one for one in steps if one < step][-1:], *[one for one in steps if one > step][:1]]
     has = f"the nearest {'is' if len(near) == 1 else 'are'} {' and '.join(map(str, near))}" if near else "it has none"
     again = ""
-    if len(near) == 2 and any(one.kind == "keyframe" for one in reader.streams):
+    if len(near) == 2 and _can_run_again(reader):
         again = f"; {run_again(_PER_SAMPLE, f'{step}:{step + 1}')}"
     return f"step {step} was not recorded in {reader.path}; {has}{again}"
 

@@ -19,7 +19,7 @@ from analyze.seeing.findings import Checked, Findings, in_time
 from tracer.errors import MessageError, TraceCorruptError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
-from tracer.messaging.subscriber import run_again
+from tracer.messaging.subscriber import can_run_again, run_again
 from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters
 from tracer.replaying.replay import replay
@@ -228,4 +228,4 @@ def lacking(rule: Rule, reader: TraceReader, rank: int | None = None) -> str:
     known = {one.kind for one in reader.streams}
     if all(any({f"{kind}_hash", f"{kind}_statistics"} & known for kind in kinds) for kinds in absent):
         told += ", of which only hashes or statistics were kept"
-    return f"{told}; {run_again(rule.needs)}" if "keyframe" in known else told
+    return f"{told}; {run_again(rule.needs)}" if can_run_again(known) else told

@@ -256,6 +256,7 @@ KEPT = [
     *(("keyframe", None, "default"), ("weights", "fc", "default"), ("weights_hash", "fc", "default")),
     *(("activations_hash", "fc", "default"), ("activations_statistics", "fc", "default")),
     *(("network_output", None, "eval"), ("network_output_hash", None, "default"), ("loss", None, "default")),
+    *(("generators", None, "default"), ("input_data", None, "default")),
 ]
 
 
@@ -270,8 +271,8 @@ KEPT = [
         (
             SynchronizedSubscription(["weights", "biases"]),
             "Doubled needs biases (tag default), but it has only keyframe, weights, network_output (tag eval), loss, "
-            "hashes and statistics of activations, hashes of network_output; trace reenact RUN --steps A:B -k biases "
-            "-k weights SCRIPT.py gives a trace of some steps that has it",
+            "generators, input_data, hashes and statistics of activations, hashes of network_output; trace reenact RUN "
+            "--steps A:B -k biases -k weights SCRIPT.py gives a trace of some steps that has it",
         ),
         (
             Subscription("network_output"),
@@ -281,19 +282,20 @@ KEPT = [
         (
             Subscription("weights_tripled"),
             "Doubled needs weights_tripled (tag default), but it has only keyframe, weights, network_output (tag eval),"
-            " loss, hashes and statistics of activations, hashes of network_output; weights_tripled is by its name an "
-            "answer of tripled, so ask tripled, too",
+            " loss, generators, input_data, hashes and statistics of activations, hashes of network_output; "
+            "weights_tripled is by its name an answer of tripled, so ask tripled, too",
         ),
         (Subscription("activations", statistics=True), None),
         (Subscription("activations", statistics="too"), None),
     ],
 )
 def test_what_stands_in_for_data_is_told_and_what_helps(subscription: Subscription, said: str | None) -> None:
-    """Where a run has keyframes its steps can be run again; without them nothing is promised."""
+    """Where a run has keyframes and inputs its steps can be run again; without either nothing is promised."""
     assert unmet([Doubled(subscription)], KEPT, "it") == ([] if said is None else [said])
     if said is not None and "reenact" in said:
-        (without,) = unmet([Doubled(subscription)], KEPT[1:], "it")
-        assert "reenact" not in without
+        for some in (KEPT[1:], KEPT[:-1]):
+            (without,) = unmet([Doubled(subscription)], some, "it")
+            assert "reenact" not in without
 
 
 def test_answers_of_others_are_not_lacking() -> None:

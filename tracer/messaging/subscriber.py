@@ -351,6 +351,18 @@ def unmet(receivers: Iterable[Receiver], offered: Offered, source: str) -> list[
     return sentences
 
 
+def can_run_again(kinds: Collection[str]) -> bool:
+    """Whether a run that recorded these kinds can be run again from a keyframe, as far as kinds tell.
+
+    Examples
+    --------
+    >>> can_run_again(["keyframe", "generators", "input_data"]), can_run_again(["keyframe", "generators"])
+    (True, False)
+    """
+    inputs = "input_data" in kinds or {"sample_ids", "input_data_hash"}.issubset(kinds)
+    return inputs and {"keyframe", "generators"}.issubset(kinds)
+
+
 def run_again(kinds: Iterable[str], steps: str = "A:B") -> str:
     """A hint how to get kinds that a run with keyframes did not record.
 
@@ -382,7 +394,7 @@ def _stand_ins(kind: str, subscription: Subscription, offered: Offered) -> set[s
 
 def _remedies(receiver: Receiver, lost: Sequence[tuple[str, Subscription]], offered: Offered) -> Iterator[str]:
     """Hints how to get what a subscriber lacks: from the run, or from another subscriber."""
-    again = any(known == "keyframe" for known, _, _ in offered)
+    again = can_run_again({known for known, _, _ in offered})
     observed = [(kind, subscription) for kind, subscription in lost if kind in KINDS]
     if again and any(matches_tag(subscription.tag, DEFAULT_TAG) for _, subscription in observed):
         yield f"; {run_again(receiver.needs)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from tracer.observing.models import Tensors
 from tracer.observing.optimizer_steps import OptimizerSteps
 from tracer.observing.part import Ground, Part
 
@@ -31,6 +32,7 @@ class Retrospect(Part):
         self._tell_of_passes(steps)
         self._tell_of_mode()
         self._tell_own_calls(steps)
+        self._tell_of_inputs(steps)
 
     def _tell_of_steps(self, steps: int) -> None:
         """Note if the given optimizer never stepped, or stopped stepping."""
@@ -87,3 +89,15 @@ class Retrospect(Part):
                 name = type(one).__name__
                 why = f"{name} has a __call__ of its own that does not make that of torch.nn.Module, which calls hooks"
                 self.problems.note(f"the forward of {path!r}" if path else "the forward of the model", why)
+
+    def _tell_of_inputs(self, steps: int) -> None:
+        """Note if the model itself was never called, so that nothing is known as its input."""
+        root = self.models.root
+        if root is None or isinstance(root, Tensors) or self.models.several or self.forwards.seen or not steps:
+            return
+        if self.demand.asked("input_data", None):
+            why = (
+                "the model itself was never called, only parts of it, or its forward() directly, which calls no hooks; "
+                "the parts are recorded, but no step can be run again"
+            )
+            self.problems.note("input_data", why, warn=False)

@@ -260,7 +260,8 @@ def test_without_an_answer(tmp_path: Path) -> None:
     """What was recorded is said, and which command gets more; no exit code is that of wrong usage."""
     model = torch.nn.Linear(6, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    captures = [tracer.Capture(kinds=("loss", "weights"), every=10), replace(tracer.KEYFRAME, every=50)]
+    inputs = tracer.Capture(kinds=("input_data", "generators"), every=10)
+    captures = [tracer.Capture(kinds=("loss", "weights"), every=10), inputs, replace(tracer.KEYFRAME, every=50)]
     with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=captures):
         for _ in range(60):
             optimizer.zero_grad()
@@ -278,7 +279,7 @@ def test_without_an_answer(tmp_path: Path) -> None:
     assert "trace reenact RUN --steps A:B" in told
     code, told = printed("--step", "20")
     assert code == 0
-    assert "recorded there: loss, weights" in told
+    assert "recorded there: input_data, loss, weights" in told
     assert "to see more: trace reenact RUN --steps 0:21 -k bias_gradients" in told
     code, told = printed("--step", "25")
     assert code == 1

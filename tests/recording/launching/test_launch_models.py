@@ -306,3 +306,33 @@ def test_models_that_are_trained_one_after_another_have_losses_of_their_own(tmp_
     assert [(step, value) for step, _, value in losses] == list(enumerate(printed))
     assert [leaf for _, leaf, _ in losses] == [*[""] * 30, *["linear"] * 30, *["linear_"] * 30]
     assert not [one for one in check(tmp_path / "run.zarr").findings if one.rule == "loss_spike"]
+
+
+@pytest.mark.parametrize("loss", ["net.loss(x, y)", "F.cross_entropy(net.forward(x), y)"])
+def test_a_model_of_which_only_parts_are_called(tmp_path: Path, loss: str) -> None:
+    """Nothing is known as its input: the trace says why, and nobody is told to run its steps again."""
+    body = f"""
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+        def forward(self, x):
+            return self.head(torch.relu(self.body(x)))
+        def loss(self, x, y):
+            return F.cross_entropy(self.head(torch.relu(self.body(x))), y)
+    net = Net(); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for k in range(4):
+        opt.zero_grad(); {loss}.backward(); opt.step()
+    """
+    done = record(tmp_path, "--profile", "standard", str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        (problem,) = [one["problem"] for one in trace.notes if one.get("problem", {}).get("what") == "input_data"]
+        assert {one.global_step for one in trace.messages("activations_statistics")} == set(range(4))
+    assert "the model itself was never called" in problem["why"]
+    told = check(tmp_path / "run.zarr").unjudged
+    assert "input_data" in told["input_not_normalised"]
+    assert not [one for one in told.values() if "reenact" in one]
+    done = run(tmp_path, "-m", "tracereel", "reenact", "run.zarr", "--steps", "1:2", "--out", "again.zarr", "train.py")
+    assert done.returncode == 2
+    assert "the model itself was never called" in done.stderr

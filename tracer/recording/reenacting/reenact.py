@@ -28,6 +28,7 @@ from tracer.recording.reenacting.feed import Ended, Feed
 from tracer.recording.reenacting.recorded import COMPARABLE, OF_STATE, Keyframe, Recorded, recorded_run
 from tracer.recording.run import Run
 from tracer.stores.locations import Anywhere
+from tracer.trace.reader import TraceReader
 
 OF_STEPS: tuple[str, ...] = tuple(kind for kind in DATA_KINDS if KINDS[kind].clock == "global_step")
 """The kinds that a re-enactment can give; none of epochs, whose ends are those of the script's own data."""
@@ -103,6 +104,8 @@ def plan_of(
         if step not in kept:
             raise CaptureError(f"{trace.path} has nothing of step {step:,}, so it cannot be run again")
         lacking = _lacking(kept[step], with_data=with_data)
+        if lacking == "input_data" and (why := _no_inputs(trace)):
+            raise CaptureError(f"{trace.path} has no input_data: {why}")
         if lacking is not None:
             part = ", but only a part of each tensor" if lacking in kept[step] else ""
             raise CaptureError(
@@ -114,6 +117,12 @@ def plan_of(
     after = recorded.kept_by_each_rank(stop)  # ranks wait for each other, so all of them run it or none
     goes_on = all(one and _lacking(one, with_data=with_data) is None for one in after)
     return Plan(recorded, keyframe, steps, stop + goes_on)
+
+
+def _no_inputs(trace: TraceReader) -> str:
+    """Why a run has no inputs, although they were asked for; "" if it has some, or the reason is not known."""
+    problems = [note["problem"] for note in trace.notes if isinstance(note.get("problem"), Mapping)]
+    return next((str(one.get("why")) for one in problems if one.get("what") == "input_data"), "")
 
 
 def _lacking(kept: Mapping[str, bool], *, with_data: bool) -> str | None:
