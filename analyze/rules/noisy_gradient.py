@@ -38,7 +38,8 @@ class NoisyGradient(Rule):
     *Fires* where the median of :math:`\mathrm{tr}\,\Sigma / \|g\|^2`, as `gradient_noise` measures it, is more than
     `factor` batches. It is a note: late in a training all gradients are noisy. Steps whose reconstructed gradient is
     off by more than a tenth (``residual`` of `gradient_noise`) are not judged: there the samples' gradients are wrong,
-    or the gradient was clipped.
+    or the gradient was clipped. Nor are steps in which nothing settles which axis the datapoints have, and steps whose
+    gradients are averages over ranks: a rank does not see all datapoints.
     *Needs* ``layer_gradients``, ``layer_inputs``, ``weight_gradients`` and the loss, of all datapoints of a batch.
     *Source*: S. McCandlish, J. Kaplan, D. Amodei, "An Empirical Model of Large-Batch Training", arXiv:1812.06162: below
     the noise scale, a batch twice as large takes half the steps.
@@ -78,9 +79,11 @@ class NoisyGradient(Rule):
         scale, samples = single_number(said["noise_scale"].data), single_number(said["samples"].data)
         if scale is None or not math.isfinite(scale) or not samples or samples < 2:
             return
-        residual = single_number(said["residual"].data)
+        residual, axis, ranks = (single_number(said[name].data) for name in ("residual", "axis", "ranks"))
         if residual is None or not residual <= _RESIDUAL:
             self.unlike += 1
+            return
+        if axis is None or math.isnan(axis) or ranks != 1:
             return
         place = Place.of(said["noise_scale"])._replace(kind="weight_gradients")
         self.weigh(place)

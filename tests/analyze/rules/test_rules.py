@@ -657,6 +657,14 @@ def test_gradients_that_are_noise() -> None:
     assert findings("noisy_gradient", run(5.0)[0]) == []
     clipped = [replace(one, data=one.data / 3) if one.kind == "weight_gradients" else one for one in messages]
     assert findings("noisy_gradient:factor=0.1", clipped) == [], "what does not add up is not judged"
+    ranks = {"placement": {"replicas": [0, 1]}}
+    averaged = [replace(one, sampling=ranks) if one.kind == "weight_gradients" else one for one in messages]
+    assert findings("noisy_gradient:factor=0.1", averaged) == [], "a rank does not see all datapoints"
+    of_what = [
+        replace(one, data=one.data[:, None]) if one.kind in ("layer_inputs", "layer_gradients") else one
+        for one in messages
+    ]
+    assert findings("noisy_gradient:factor=0.1", of_what) == [], "the rows may be time steps"
 
 
 # -- anything -----------------------------------------------------------------------------------------------------
