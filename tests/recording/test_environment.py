@@ -41,7 +41,7 @@ def test_trace_disable_turns_recording_off(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv("TRACE_DISABLE", "0")
     assert train(tmp_path / "run.zarr") == 3
-    assert tracer.open(tmp_path / "run.zarr").info["steps"] == [0, 3]
+    assert tracer.open(tmp_path / "run.zarr").info["steps"] == [0, 2]
     monkeypatch.setenv("TRACE_DISABLE", "maybe")
     with pytest.raises(CaptureError, match="the environment variable TRACE_DISABLE is 'maybe'; 1 turns recording off"):
         train(tmp_path / "other.zarr")

@@ -51,7 +51,8 @@ def trained(told: list[dict[str, Any]]) -> dict[str, list[int]]:
 def test_an_old_trace_is_read_as_it_was(name: str, traces: Path) -> None:
     """Header, notes, status, streams, verdict, each message, and what else is made of them: all that was told then."""
     expected = read_digest(DIGESTS[name])
-    expected[0]["info"].update(trained(expected) or {"steps": [0, 3]})  # of the damaged trace, no message can be read
+    unreadable = {"steps": [0, 3]} if name == "damaged.zarr" else {}  # no message of it can be read
+    expected[0]["info"].update(trained(expected) or unreadable)
     found = list(digest(traces / name))
     for line, other in zip(found, expected, strict=False):
         assert line == other

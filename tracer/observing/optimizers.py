@@ -60,8 +60,7 @@ class Optimizers:
         self.by_hand = False
         self.found = False
         self.moved = False
-        # ids of the modules with training forwards in the open step, and in the previous step (None before that)
-        self._forwards: tuple[set[int], set[int] | None] = set(), None
+        self._called = _Called()
         self.take(())
 
     def take(self, optimizers: tuple[Optimizer, ...]) -> None:
@@ -75,8 +74,6 @@ class Optimizers:
         self._times: dict[int, int] = {}  # by place: the number of steps in the training's open step
         self._shared: dict[tuple[int, int], bool] = {}  # by ids: whether two optimizers share parameters
         self._trains: dict[tuple[int, int], bool] = {}  # by id and number of parameters: whether it trains a top
-        # by id of a called module: the ids of its parameters
-        self._parameters: dict[int, frozenset[int]] = {}
         self._late: set[int] = set()  # places of optimizers that have stepped after the supposedly last one
 
     def __bool__(self) -> bool:
@@ -118,14 +115,10 @@ class Optimizers:
             known = self._trains[key] = any(id(one) in own for _, top in tops for one in walking.parameters(top))
         return known
 
-    def _trained_of(self, optimizer: Optimizer, modules: Iterable[int]) -> set[int]:
-        """Those of the called modules, given and returned as ids, of which an optimizer has a parameter."""
-        own = set(map(id, walking.trained(optimizer)))
-        return {one for one in modules if not own.isdisjoint(self._parameters.get(one, ()))}
-
     def forget_what_they_train(self) -> None:
         """Forget which optimizers train what, because the observed modules have changed."""
-        self._trains, self._parameters = {}, {}
+        self._trains = {}
+        self._called.look_up_anew()
 
     def is_beside(self, optimizer: Optimizer) -> bool:
         """Whether this is one of several optimizers, and trains nothing observed."""
@@ -133,10 +126,8 @@ class Optimizers:
 
     def note_forward(self, called: nn.Module) -> None:
         """Note a training forward of a top, or of a part called outside it, if the optimizers' order is not known."""
-        if self.of_unknown_order and id(called) not in self._forwards[0]:
-            self._forwards[0].add(id(called))
-            if id(called) not in self._parameters:
-                self._parameters[id(called)] = frozenset(map(id, walking.parameters(called)))
+        if self.of_unknown_order:
+            self._called.note(called)
 
     def comes_after_last(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer steps after the supposedly last one, for the forwards of the previous step.
@@ -144,13 +135,12 @@ class Optimizers:
         Of two optimizers, the one created first may step last. Then nothing it trains had a forward in the open step,
         but something had a forward in the step that the other optimizer ended.
         """
-        now, before = self._forwards
-        if not self.of_unknown_order or optimizer is self.ender or self.ender is None or not before:
+        if not self.of_unknown_order or optimizer is self.ender or self.ender is None or not self._called.before:
             return False
         place = self.place_of(optimizer)
         if place is None or place in self._late or self._share(self.ender, optimizer):
             return False
-        return bool(self._trained_of(optimizer, before)) and not self._trained_of(optimizer, now)
+        return bool(self._called.trained_before(optimizer)) and not self._called.trained(optimizer)
 
     def is_last(self, optimizer: Optimizer) -> None:
         """Let an optimizer that stepped after the supposedly last one end steps from now on."""
@@ -228,13 +218,13 @@ class Optimizers:
 
         The other one has gradients, or trains other modules, which had a forward in the step.
         """
-        if self._forwards[1] is not None:
+        if self._called.before is not None:
             return False
-        own = self._trained_of(optimizer, self._forwards[0])
+        own = self._called.trained(optimizer)
         for place, other in enumerate(self.all):
             if other is optimizer or place in self._stepped or self.is_beside(other) or self._share(optimizer, other):
                 continue
-            called = self._trained_of(other, self._forwards[0])
+            called = self._called.trained(other)
             if called and called.isdisjoint(own):
                 return True
             if any(one.grad is not None for one in walking.trained(other)):
@@ -244,8 +234,7 @@ class Optimizers:
     def step_ended(self) -> None:
         """Reset the counts for the next step of the training."""
         self.moved = False
-        if any(self._forwards) or self._forwards[1] is None:
-            self._forwards = set(), self._forwards[0]
+        self._called.step_ended()
         if self._times:
             self._times = {}
 
@@ -267,6 +256,51 @@ class Optimizers:
         """Forget optimizers that the program has dropped. A replaced one still exists when its successor is created."""
         self.outdated = False
         self.let_go()()
+
+
+class _Called:
+    """The modules that had training forwards in the open step and in the previous step.
+
+    Attributes
+    ----------
+    now, before : set of int
+        Their ids; `before` is None in the first step.
+    """
+
+    def __init__(self) -> None:
+        self.now: set[int] = set()
+        self.before: set[int] | None = None
+        self._parameters: dict[int, frozenset[int]] = {}  # by id of a module: the ids of its parameters
+        self._fresh: set[int] = set()  # ids of the modules whose parameters were looked up since modules changed
+
+    def note(self, module: nn.Module) -> None:
+        """Note a training forward of a module."""
+        key = id(module)
+        self.now.add(key)
+        if key not in self._fresh:
+            self._fresh.add(key)
+            self._parameters[key] = frozenset(map(id, walking.parameters(module)))
+
+    def trained(self, optimizer: Optimizer) -> set[int]:
+        """The ids of the modules called in the open step of which an optimizer has a parameter."""
+        return self._trained(optimizer, self.now)
+
+    def trained_before(self, optimizer: Optimizer) -> set[int]:
+        """The ids of the modules called in the previous step of which an optimizer has a parameter."""
+        return self._trained(optimizer, self.before or ())
+
+    def _trained(self, optimizer: Optimizer, modules: Iterable[int]) -> set[int]:
+        own = set(map(id, walking.trained(optimizer)))
+        return {one for one in modules if not own.isdisjoint(self._parameters[one])}
+
+    def step_ended(self) -> None:
+        """Begin the next step."""
+        if self.now or self.before is None or self.before:
+            self.now, self.before = set(), self.now
+
+    def look_up_anew(self) -> None:
+        """Look up the parameters of a module at its next forward, because the observed modules have changed."""
+        self._fresh = set()
 
 
 def steps_nest(optimizer: Optimizer) -> bool:

@@ -95,7 +95,7 @@ class Retrospect(Part):
         root = self.models.root
         if root is None or isinstance(root, Tensors) or self.models.several or self.forwards.seen or not steps:
             return
-        if self.demand.asked("input_data", None):
+        if self.demand.asked("input_data", None) and type(root).__call__ is nn.Module.__call__:
             why = (
                 "the model itself was never called, only parts of it, or its forward() directly, which calls no hooks; "
                 "the parts are recorded, but no step can be run again"

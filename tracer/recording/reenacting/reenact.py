@@ -122,7 +122,8 @@ def plan_of(
 def _no_inputs(trace: TraceReader) -> str:
     """Why a run has no inputs, although they were asked for; "" if it has some, or the reason is not known."""
     problems = [note["problem"] for note in trace.notes if isinstance(note.get("problem"), Mapping)]
-    return next((str(one.get("why")) for one in problems if one.get("what") == "input_data"), "")
+    unseen = ("input_data", "the forward of the model")
+    return next((str(one.get("why")) for one in problems if one.get("what") in unseen), "")
 
 
 def _lacking(kept: Mapping[str, bool], *, with_data: bool) -> str | None:
