@@ -187,7 +187,7 @@ def test_the_missions_commands(tmp_path: Path) -> None:
     assert errors.startswith("recording the profile standard: ")
     assert "at most 5% of overhead" in errors
     spectral = _values(tmp_path, "spectral_norm")
-    assert {0, 50} <= {one["global_step"] for one in spectral} <= {0, 50, 100}  # keyframes are rarer on a busy machine
+    assert {one["global_step"] for one in spectral} == {0, 50, 100}
     for metric in ("ratio", "norm", "activation_rate"):
         assert _values(tmp_path, metric)
     alike = [one for one in _values(tmp_path, "svcca") if one["kind"] == "activations_svcca"]
