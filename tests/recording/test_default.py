@@ -187,11 +187,22 @@ def test_the_missions_commands(tmp_path: Path) -> None:
     assert errors.startswith("recording the profile standard: ")
     assert "at most 5% of overhead" in errors
     spectral = _values(tmp_path, "spectral_norm")
-    assert {one["global_step"] for one in spectral} == {0, 50, 100}
+    assert {one["global_step"] for one in spectral} == {
+        step for step in (0, 50, 100) if step % _apart(tmp_path, step) == 0
+    }
     for metric in ("ratio", "norm", "activation_rate"):
         assert _values(tmp_path, metric)
     alike = [one for one in _values(tmp_path, "svcca") if one["kind"] == "activations_svcca"]
     assert {one["global_step"] for one in alike} == {100, 104}
+
+
+def _apart(folder: Path, step: int) -> int:
+    """How far apart keyframes' weights are at a step, by the trace's own notes: a busy machine widens the 50."""
+    with tracer.open(folder / "train.zarr") as trace:
+        (place,) = [number for number, one in enumerate(trace.header["capture"]) if "optimizer_state" in one["kinds"]]
+        told = [note["schedule"] for note in trace.notes if "schedule" in note]
+    changes = [(one["global_step"], change) for one in told for change in one.get("captures", ())]
+    return [50, *(one["every"][1] for at, one in changes if one["capture"] == place and at <= step)][-1]
 
 
 def _values(folder: Path, metric: str) -> list[dict[str, Any]]:
