@@ -51,8 +51,8 @@ def trained(told: list[dict[str, Any]]) -> dict[str, list[int]]:
 def test_an_old_trace_is_read_as_it_was(name: str, traces: Path) -> None:
     """Header, notes, status, streams, verdict, each message, and what else is made of them: all that was told then."""
     expected = read_digest(DIGESTS[name])
-    unreadable = {"steps": [0, 3]} if name == "damaged.zarr" else {}  # no message of it can be read
-    expected[0]["info"].update(trained(expected) or unreadable)
+    whole = "run.zarr" if name == "damaged.zarr" else name  # a copy, of which no message can be read
+    expected[0]["info"].update(trained(read_digest(DIGESTS[whole])))
     found = list(digest(traces / name))
     for line, other in zip(found, expected, strict=False):
         assert line == other
