@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -135,12 +135,13 @@ class Optimizers:
         Of two optimizers, the one created first may step last. Then nothing it trains had a forward in the open step,
         but something had a forward in the step that the other optimizer ended.
         """
-        if not self.of_unknown_order or optimizer is self.ender or self.ender is None or not self._called.before:
+        now, before = self._called.now, self._called.before
+        if not self.of_unknown_order or optimizer is self.ender or self.ender is None or not before:
             return False
         place = self.place_of(optimizer)
         if place is None or place in self._late or self._share(self.ender, optimizer):
             return False
-        return bool(self._called.trained_before(optimizer)) and not self._called.trained(optimizer)
+        return bool(_trained(optimizer, before)) and not _trained(optimizer, now)
 
     def is_last(self, optimizer: Optimizer) -> None:
         """Let an optimizer that stepped after the supposedly last one end steps from now on."""
@@ -220,11 +221,11 @@ class Optimizers:
         """
         if self._called.before is not None:
             return False
-        own = self._called.trained(optimizer)
+        own = _trained(optimizer, self._called.now)
         for place, other in enumerate(self.all):
             if other is optimizer or place in self._stepped or self.is_beside(other) or self._share(optimizer, other):
                 continue
-            called = self._called.trained(other)
+            called = _trained(other, self._called.now)
             if called and called.isdisjoint(own):
                 return True
             if any(one.grad is not None for one in walking.trained(other)):
@@ -263,44 +264,36 @@ class _Called:
 
     Attributes
     ----------
-    now, before : set of int
-        Their ids; `before` is None in the first step.
+    now, before : dict of int to frozenset of int
+        For the id of each, the ids of its parameters; `before` is None in the first step.
     """
 
     def __init__(self) -> None:
-        self.now: set[int] = set()
-        self.before: set[int] | None = None
-        self._parameters: dict[int, frozenset[int]] = {}  # by id of a module: the ids of its parameters
-        self._fresh: set[int] = set()  # ids of the modules whose parameters were looked up since modules changed
+        self.now: dict[int, frozenset[int]] = {}
+        self.before: dict[int, frozenset[int]] | None = None
+        self._known: dict[int, frozenset[int]] = {}  # what was looked up since the observed modules changed
 
     def note(self, module: nn.Module) -> None:
         """Note a training forward of a module."""
         key = id(module)
-        self.now.add(key)
-        if key not in self._fresh:
-            self._fresh.add(key)
-            self._parameters[key] = frozenset(map(id, walking.parameters(module)))
-
-    def trained(self, optimizer: Optimizer) -> set[int]:
-        """The ids of the modules called in the open step of which an optimizer has a parameter."""
-        return self._trained(optimizer, self.now)
-
-    def trained_before(self, optimizer: Optimizer) -> set[int]:
-        """The ids of the modules called in the previous step of which an optimizer has a parameter."""
-        return self._trained(optimizer, self.before or ())
-
-    def _trained(self, optimizer: Optimizer, modules: Iterable[int]) -> set[int]:
-        own = set(map(id, walking.trained(optimizer)))
-        return {one for one in modules if not own.isdisjoint(self._parameters[one])}
+        if key not in self._known:
+            self._known[key] = frozenset(map(id, walking.parameters(module)))
+        self.now[key] = self._known[key]
 
     def step_ended(self) -> None:
         """Begin the next step."""
         if self.now or self.before is None or self.before:
-            self.now, self.before = set(), self.now
+            self.now, self.before = {}, self.now
 
     def look_up_anew(self) -> None:
         """Look up the parameters of a module at its next forward, because the observed modules have changed."""
-        self._fresh = set()
+        self._known = {}
+
+
+def _trained(optimizer: Optimizer, called: Mapping[int, frozenset[int]]) -> set[int]:
+    """The ids of the called modules of which an optimizer has a parameter."""
+    own = set(map(id, walking.trained(optimizer)))
+    return {module for module, parameters in called.items() if not own.isdisjoint(parameters)}
 
 
 def steps_nest(optimizer: Optimizer) -> bool:

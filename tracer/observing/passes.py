@@ -96,10 +96,10 @@ class Passes(Part):
         """Whether a pass that begins now, and is not known to be a training pass, may turn out to be one."""
         return (is_grad_enabled() or checkpointing()) and self.undecided.may_train(module)
 
-    def enter(self, module: nn.Module, path: str | None = None) -> None:
+    def enter(self, module: nn.Module, path: str | None = None, called: nn.Module | None = None) -> None:
         """Classify a forward that begins: a training pass, which may begin a step, or a pass outside the training.
 
-        `path` is the path of a module that is called outside the model, so that each of its calls is a pass.
+        `called` is a part of the model that is called outside it, by its `path`, so that each of its calls is a pass.
         """
         if self.steps.over:
             self.steps.settle()
@@ -129,8 +129,7 @@ class Passes(Part):
             if self.demand.of_state and running.listening and (first or path is None):
                 self.gate.guard("state", self.state.forward_begins)
             self.forwards.training += running.depth
-            if path is None:
-                self.optimizers.note_forward(module)
+            self.optimizers.note_forward(called or module)
             if not module.training:
                 self.steps.in_eval_mode = True
         elif undecided is not None:
@@ -190,9 +189,7 @@ class Passes(Part):
                 running.listening = running.inside = False
                 running.tag, running.counts = EVAL_TAG, None
             else:
-                self.enter(top, path)
-                if running.tag == DEFAULT_TAG:
-                    self.optimizers.note_forward(module)
+                self.enter(top, path, module)
         return running
 
     def before_top(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
