@@ -207,15 +207,19 @@ class Described:
         shapes = self._rows().data.merged.shapes if self._tables.assembles else self._tables.shapes
         return described(self._streams, shapes, self._total(), itemsizes(self._streams))
 
+    @property
+    def _of_training(self) -> list[int]:
+        """The numbers of the streams of the training."""
+        return [number for number, one in enumerate(self._streams) if one.tag == DEFAULT_TAG]
+
     def _total(self, without: Collection[int] = ()) -> Summary:
         """The summary of all messages except those of training in the steps `without`."""
         if not self._tables.assembles:
             return self._tables.total(self._parts.only, without)
         journal = self.journal
         if without:
-            training = [number for number, one in enumerate(self._streams) if one.tag == DEFAULT_TAG]
             left_out = np.isin(journal[:, Column.GLOBAL_STEP], list(without))
-            left_out &= np.isin(journal[:, Column.STREAM], training)
+            left_out &= np.isin(journal[:, Column.STREAM], self._of_training)
             journal = journal[~left_out]
         return summarized(journal, 0, checksum=False)
 
@@ -258,8 +262,7 @@ class Described:
         facts = self._total(without=[one for one in steps if type(one) is int]).facts
         if not len(facts):
             return None, None
-        training = [number for number, one in enumerate(self._streams) if one.tag == DEFAULT_TAG]
-        among = np.isin(facts[:, Fact.STREAM], training)
+        among = np.isin(facts[:, Fact.STREAM], self._of_training)
         facts = facts[among] if among.any() else facts
         return (
             [int(facts[:, Fact.FIRST_STEP].min()), int(facts[:, Fact.LAST_STEP].max())],
