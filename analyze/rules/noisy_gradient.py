@@ -16,6 +16,11 @@ from tracer.numbers.past import median
 
 _RESIDUAL = 0.1
 """How far the reconstructed gradient may be from the recorded one, beside its norm."""
+_AVERAGED = "the recorded gradients are averages over ranks, of which each sees only its own datapoints"
+_UNLIKE = (
+    "the gradients of the datapoints do not add up to the recorded gradient, as after clipping or with shared weights"
+)
+_NO_AXIS = "nothing settles which axis the datapoints have"
 
 
 @final
@@ -46,7 +51,7 @@ class NoisyGradient(Rule):
     """
 
     name = "noisy_gradient"
-    memory = ("noise", "scales", "unlike")
+    memory = ("noise", "scales", "left_out")
     severity = Severity.NOTE
     judges = "inputs and gradients of linear or convolutional layers, with all datapoints"
     numbers = ("batch",)
@@ -60,7 +65,7 @@ class NoisyGradient(Rule):
         self.factor, self.steps = factor, steps
         self.noise = GradientNoise(bias=False, subsample=every, **where)
         self.scales: list[float] = []
-        self.unlike = 0  # the steps whose gradients could not be reconstructed
+        self.left_out: dict[str, int] = {}  # by reason: how many measured steps are not judged
 
     def look(self, message: Message) -> Iterator[Message]:
         """Pass a message to the metric, and judge its answers."""
@@ -80,10 +85,15 @@ class NoisyGradient(Rule):
         if scale is None or not math.isfinite(scale) or not samples or samples < 2:
             return
         residual, axis, ranks = (single_number(said[name].data) for name in ("residual", "axis", "ranks"))
-        if residual is None or not residual <= _RESIDUAL:
-            self.unlike += 1
-            return
-        if axis is None or math.isnan(axis) or ranks != 1:
+        why = ""
+        if ranks != 1:
+            why = _AVERAGED
+        elif residual is None or not residual <= _RESIDUAL:
+            why = _UNLIKE
+        elif axis is None or math.isnan(axis):
+            why = _NO_AXIS
+        if why:
+            self.left_out[why] = self.left_out.get(why, 0) + 1
             return
         place = Place.of(said["noise_scale"])._replace(kind="weight_gradients")
         self.weigh(place)
@@ -95,12 +105,9 @@ class NoisyGradient(Rule):
 
     def unjudged(self) -> str:
         why = super().unjudged()
-        if why and self.unlike:
-            return (
-                f"at {self.unlike} steps the gradients of the datapoints do not add up to the recorded gradient, as "
-                "after clipping or with shared weights"
-            )
-        return why
+        if not why or not self.left_out:
+            return why
+        return "; ".join(f"at {steps} steps {reason}" for reason, steps in self.left_out.items())
 
     def evidence(self, found: Finding) -> str:
         return (

@@ -665,6 +665,16 @@ def test_gradients_that_are_noise() -> None:
         for one in messages
     ]
     assert findings("noisy_gradient:factor=0.1", of_what) == [], "the rows may be time steps"
+    for some, reason in ((clipped, "do not add up"), (averaged, "averages over ranks"), (of_what, "which axis")):
+        rule = parse("noisy_gradient:factor=0.1")
+        assert isinstance(rule, Rule)
+        bus = MessageBus()
+        bus.register(rule)
+        for message in some:
+            bus.publish(message)
+        bus.finish()
+        assert rule.unjudged().startswith("at 6 steps ")
+        assert reason in rule.unjudged()
 
 
 # -- anything -----------------------------------------------------------------------------------------------------
