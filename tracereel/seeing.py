@@ -116,6 +116,7 @@ def _check_several(traces: tuple[str, ...], rules: list[Rule], filters: Filters,
 def _print(found: Checked) -> None:
     """Print the verdict, the findings in order of time, and what each rule judged."""
     from analyze.rules.coverage import in_table
+    from analyze.seeing.words import TO_COMPARE
 
     tell(found.verdict)
     worst = found.worst
@@ -139,6 +140,8 @@ def _print(found: Checked) -> None:
         print_table(parts, judged, right=("findings",), prose=("not judged",))
     for name, why in found.unjudged.items():
         tell(f"could not judge: {name}: {why}")
+    if not found.probed:
+        tell(TO_COMPARE)
 
 
 def _row(found: Finding) -> tuple[object, ...]:

@@ -20,6 +20,7 @@ from tracer.errors import MessageError, TraceCorruptError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.messaging.subscriber import can_run_again, run_again
+from tracer.observing.probes import PROBE
 from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters
 from tracer.replaying.replay import replay
@@ -127,6 +128,7 @@ def together(reader: TraceReader, asked: Sequence[Rule], each: Sequence[Checked]
         steps=max((one.steps for one in each), default=0),
         span=(min(first for first, _ in spans), max(last for _, last in spans)) if spans else None,
         damage="; ".join(dict.fromkeys(one.damage for one in each if one.damage)),
+        probed=any(one.probed for one in each),
     )
 
 
@@ -186,6 +188,7 @@ def concluded(
         steps=len(training),
         span=(int(training[0]), int(training[-1])) if len(training) else None,
         damage=damage,
+        probed=PROBE in recorded,
     )
 
 

@@ -82,6 +82,8 @@ class Checked:
         The first and the last of them.
     damage : str
         What ended the reading early; empty if nothing did.
+    probed : bool
+        Whether there are passes of a probe, from which similarities of layers can be computed.
     """
 
     trace: str
@@ -92,6 +94,7 @@ class Checked:
     steps: int = 0
     span: tuple[int, int] | None = None
     damage: str = ""
+    probed: bool = False
 
     @property
     def worst(self) -> Finding | None:
@@ -157,4 +160,5 @@ class Checked:
             "silent": list(self.silent),
             "unjudged": dict(self.unjudged),
             "damage": self.damage,
+            "probed": self.probed,
         }

@@ -10,6 +10,12 @@ import numpy as np
 
 from tracer.shown import printable
 
+TO_COMPARE = (
+    "similarity of layers needs the same inputs at several steps: trace record --probe 64 SCRIPT.py records them, and "
+    "trace reenact RUN --probe FILE --every-keyframe SCRIPT.py computes them for a run with keyframes"
+)
+"""How to get the activations that similarities of layers need."""
+
 
 def text(value: object) -> str:
     r"""Any value as text for an HTML element or attribute: escaped, on one line, without control characters.

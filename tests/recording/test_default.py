@@ -56,13 +56,14 @@ def command(folder: Path, *arguments: str, **environment: str) -> tuple[int, str
 
 
 def test_record_without_a_capture_is_standard(tmp_path: Path) -> None:
-    """With its captures, its bound and its probe."""
+    """With its captures and its bound, and without a forward of its own."""
     with train(tmp_path / "run.zarr") as trace:
         assert trace.header["capture"] == [one.describe() for one in tracer.profile("standard")]
         assert trace.header["recording"]["max_overhead"] == 0.05
         kinds = {(one.kind, one.tag) for one in trace.streams}
-    assert {("weights_hash", "default"), ("keyframe", "default"), ("activations", "probe")} <= kinds
+    assert {("weights_hash", "default"), ("keyframe", "default")} <= kinds
     assert ("activations", "default") not in kinds
+    assert {tag for _, tag in kinds} == {"default"}
 
 
 def test_what_is_given_is_all_that_is_recorded(tmp_path: Path) -> None:
@@ -97,36 +98,6 @@ def test_a_probe_of_the_users_own_takes_the_place_of_the_defaults(tmp_path: Path
         assert kept.shape == (4, 5, 3)
         assert trace.array("input_labels", None, tag="probe")[1].shape == (4, 5)
         assert len(steps) == 4
-
-
-def test_the_probe_is_of_one_batch(tmp_path: Path) -> None:
-    """So it is never larger than what the training does anyway."""
-    model = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs = [torch.randn(5, 6) for _ in range(4)]
-    with tracer.record(tmp_path / "run.zarr", model, optimizer):
-        for batch in inputs:
-            optimizer.zero_grad()
-            model(batch).sum().backward()
-            optimizer.step()
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        (kept,) = trace.array("activations", "", tag="probe")[1]
-    assert torch.equal(torch.from_numpy(kept), model(inputs[0]).detach())
-
-
-def test_no_probe_of_several_models_is_no_warning(tmp_path: Path) -> None:
-    """Nobody asked for it; the trace says why there is none."""
-    nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    both = nn.ModuleList(nets)
-    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
-    with tracer.record(tmp_path / "run.zarr", both, optimizer):
-        for _ in range(2):
-            optimizer.zero_grad()
-            nets[1](nets[0](torch.randn(3, 4))).sum().backward()
-            optimizer.step()
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        told = [note["problem"]["what"] for note in trace.notes if "problem" in note]
-    assert "probe 'probe'" in told
 
 
 # -- large tensors ------------------------------------------------------------------------------------------------
@@ -192,6 +163,11 @@ def test_the_missions_commands(tmp_path: Path) -> None:
     }
     for metric in ("ratio", "norm", "activation_rate"):
         assert _values(tmp_path, metric)
+    code, _, errors = command(tmp_path, "replay", "train.zarr", "-s", "svcca")
+    assert code == 2
+    assert "trace record --probe N" in errors
+    code, _, errors = command(tmp_path, "record", "--overwrite", "--probe", "64", "--probe-every", "50", "train.py")
+    assert code == 0, errors
     alike = [one for one in _values(tmp_path, "svcca") if one["kind"] == "activations_svcca"]
     assert {one["global_step"] for one in alike} == {100, 104}
 
@@ -281,12 +257,17 @@ class Zeros(tracer.Subscriber):
 
 
 def test_a_receiver_that_would_hear_nothing_is_refused(tmp_path: Path) -> None:
-    """Of activations the default has data of probes only."""
+    """Of activations the default has data of probes only, if there is a probe."""
     with pytest.raises(CaptureError, match=r"Zeros needs activations \(tag default; there is tag probe\)"):
         train(tmp_path / "run.zarr", receivers=[Zeros("default")])
     for number, tag in enumerate(("probe", "probe*")):
         heard = tracer.Collect("zeros")
-        train(tmp_path / f"{number}.zarr", receivers=[Zeros(tag), heard])
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tracer.record(tmp_path / f"{number}.zarr", model, optimizer, receivers=[Zeros(tag), heard]) as run:
+            run.probe("probe", torch.randn(4, 6))
+            model(torch.randn(4, 6)).sum().backward()
+            optimizer.step()
         assert {one.tag for one in heard} == {"probe"}
     heard = tracer.Collect("zeros")
     train(tmp_path / "all.zarr", receivers=[Zeros("default"), heard], capture=Capture())
@@ -306,35 +287,3 @@ def test_a_dry_run_tells_of_the_bound(tmp_path: Path) -> None:
     assert code == 0, errors
     with tracer.open(tmp_path / "train.zarr") as trace:
         assert trace.header["capture"] == [one.describe() for one in tracer.profile("standard")]
-
-
-def test_a_program_with_hooks_is_not_probed_unasked(tmp_path: Path) -> None:
-    """Its hooks hear what they hear without a recorder."""
-    lengths, told = [], []
-    for recorded in (False, True):
-        heard: list[Any] = []
-        model = nn.Linear(6, 3)
-        model.register_forward_hook(lambda module, args, output, heard=heard: heard.append(output))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        recording: Any = tracer.record(tmp_path / "run.zarr", model, optimizer) if recorded else None
-        if recording is not None:
-            recording.__enter__()
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(7, 6)).sum().backward()
-            optimizer.step()
-        if recording is not None:
-            recording.__exit__(None, None, None)
-        lengths.append(len(heard))
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        told = [note["problem"]["why"] for note in trace.notes if "problem" in note]
-        assert {one.tag for one in trace.streams} == {"default"}
-    assert lengths == [3, 3]
-    assert any("hooks of the program" in one for one in told)
-    normed = nn.utils.spectral_norm(nn.Linear(6, 3))  # which is a hook of torch's own
-    optimizer = torch.optim.SGD(normed.parameters(), lr=0.1)
-    with tracer.record(tmp_path / "normed.zarr", normed, optimizer):
-        normed(torch.randn(7, 6)).sum().backward()
-        optimizer.step()
-    with tracer.open(tmp_path / "normed.zarr") as trace:
-        assert "probe" in {one.tag for one in trace.streams}

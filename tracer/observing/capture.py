@@ -52,7 +52,8 @@ class Capture:
 
     Several captures may be given instead of one. The first that matches a stream (kind, module, tag) decides how it is
     kept; hashes and statistics are decided separately, by the first capture that keeps hashes or statistics. A capture
-    of hashes or statistics with the kind ``keyframe`` decides nothing: it adds its steps, those of keyframes.
+    with the kind ``keyframe``, of whole tensors, hashes or statistics, decides nothing: it adds its steps, those of
+    keyframes.
 
     Parameters
     ----------
@@ -446,8 +447,8 @@ class Capture:
 
     @cached_property
     def joins(self) -> bool:
-        """Whether its steps join those of the capture that decides: it keeps hashes or statistics of keyframe steps."""
-        return self.reduce in BESIDE and "keyframe" in (self.kinds or ())
+        """Whether its steps join those of the capture that decides: they are those of keyframes."""
+        return "keyframe" in (self.kinds or ()) and (self.everything or self.reduce in BESIDE)
 
     @cached_property
     def choices(self) -> Sequence[str]:

@@ -23,11 +23,9 @@ from tracer.observing.part import Ground, Part
 from tracer.observing.passes import Passes
 from tracer.observing.publisher import PROBED
 from tracer.observing.pytorch.gate import Pass
-from tracer.observing.pytorch.hooks import is_heard_by_others
 from tracer.observing.pytorch.modes import with_subclasses
 from tracer.observing.pytorch.tensors import leaves, unobservable
 from tracer.observing.restoring import undisturbed
-from tracer.observing.spreading import spread_factor
 
 PROBE: Final = "probe"
 """The tag of the passes of a `ProbePlan`; metrics of representations listen to it."""
@@ -37,22 +35,12 @@ NO_PROBES = (
 )
 """The reason why sharded models are not probed."""
 
-_FARTHEST: Final = 1 << 20
 _GRAPH: Final = 16 << 20
 """The largest number of bytes of a call that is kept whole because it cannot be cut."""
-"""The largest factor by which `Probes.may_take` lengthens a plan's interval."""
-_HOOKED = "modules have forward hooks of the program, which would hear it; trace record --probe N takes it all the same"
-"""The reason why a program with hooks is probed only on request."""
 
 
 class ProbePlan(NamedTuple):
     """How `Exporter.probe_first` probes the first datapoints that the model is called with.
-
-    Examples
-    --------
-    >>> plan = ProbePlan(64, every=50, spread=True)
-    >>> [step for step in range(1, 2001) if plan.due(step)][6:]
-    [350, 400, 500, 600, 700, 800, 1000, 1200, 1400, 1600, 2000]
 
     Attributes
     ----------
@@ -62,24 +50,14 @@ class ProbePlan(NamedTuple):
         Steps between two passes.
     calls : int or None
         The largest number of calls that they are taken from; None: as many as needed.
-    spread : bool
-        Whether passes become rarer: only `EACH_DOUBLING` more whenever the number of steps doubles.
-    by_default : bool
-        Whether nobody requested the probe. If it cannot run, the trace says why, without a warning.
     """
 
     datapoints: int
     every: int = 100
     calls: int | None = None
-    spread: bool = False
-    by_default: bool = False
 
     def __bool__(self) -> bool:
         return self.datapoints > 0
-
-    def due(self, step: int, apart: int = 1) -> bool:
-        """Whether a pass is due after `step` steps; `apart` is the least factor on `every`."""
-        return step % (self.every * max(apart, spread_factor(step, self.every) if self.spread else 1)) == 0
 
 
 @dataclasses.dataclass
@@ -108,10 +86,7 @@ class Probe:
         self.labels = labels
         self.every = every
         self.batch_size = batch_size
-        self.by_default = False
         self.last: int | None = None
-        self.took = 0.0
-        """CPU seconds of the last pass."""
 
     def batches(self) -> Iterator[Arguments]:
         """Copies of the inputs, in batches of at most `batch_size` datapoints. The model may overwrite them."""
@@ -154,17 +129,10 @@ class FirstInputs(Probe):
     def __init__(self, name: str, plan: ProbePlan) -> None:
         super().__init__(name, None, None, plan.every, None)
         self._plan = plan
-        self.by_default = plan.by_default
-        self.apart = 1
-        """The least factor by which `every` is multiplied."""
         self.refusal = "the model was never called"
         """The reason why there are no inputs."""
         self._given: dict[bool, list[tuple[int, Arguments]]] = {}
         self._model: weakref.ref[nn.Module] | None = None
-
-    def due(self, step: int) -> bool:
-        """Whether the plan, with the factor `apart`, has a pass after `step` steps."""
-        return self._plan.due(step, self.apart)
 
     @property
     def settled(self) -> bool:
@@ -401,13 +369,6 @@ class Probes(Part):
             if probe.due(self.clock.step):
                 self.gate.guard(f"probe {probe.name}", functools.partial(self._run, probe))
 
-    def may_take(self, seconds: float) -> None:
-        """Make the default probe so rare that it takes at most this many seconds per step."""
-        for probe in self._all:
-            if isinstance(probe, FirstInputs) and probe.by_default:
-                while probe.took > seconds * probe.every * probe.apart and probe.apart < _FARTHEST:
-                    probe.apart *= 2
-
     def run(self, name: str) -> None:
         """Run a probe now, and raise its errors."""
         for probe in self._all:
@@ -422,7 +383,7 @@ class Probes(Part):
             if isinstance(probe, FirstInputs) and not probe.settled:
                 alone = self.models.root is not None
                 why = probe.refusal if alone else "there is not one model, but none or several"
-                self.problems.note(f"probe {probe.name!r}", why, warn=not probe.by_default)
+                self.problems.note(f"probe {probe.name!r}", why)
 
     def _run(self, probe: Probe) -> None:
         root = self.models.root
@@ -432,10 +393,7 @@ class Probes(Part):
         if not self.gate.open or not self.demand.hears(probe.name):
             return
         if self.models.is_sharded:
-            self.problems.note(f"probe {probe.name!r}", NO_PROBES, warn=not probe.by_default)
-            return
-        if probe.by_default and is_heard_by_others(root):
-            self.problems.note(f"probe {probe.name!r}", _HOOKED, warn=False)
+            self.problems.note(f"probe {probe.name!r}", NO_PROBES)
             return
         passes = self.passes
         collected = Collected(joins=probe.batch_size is not None)
@@ -455,8 +413,7 @@ class Probes(Part):
             self.gate.passes.now, passes.user_tag = before
             self.publisher.collecting = None
             passes.forwards.seen = seen
-            probe.took = thread_time() - begin
-            self.seconds += probe.took
+            self.seconds += thread_time() - begin
         self._publish(probe, collected, sizes)
         self.numbers.forget(probe.name)
 

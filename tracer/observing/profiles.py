@@ -9,16 +9,16 @@ from typing import Any, Final, NamedTuple
 from tracer.errors import UnknownNameError
 from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS
 from tracer.observing.capture import DEFAULT_KINDS, Capture
-from tracer.observing.probes import PROBE, ProbePlan
+from tracer.observing.probes import PROBE
 
 DEFAULT_PROFILE: Final = "standard"
 """The profile that is used by default."""
 KEYFRAME_EVERY: Final = 50
-"""Steps between keyframes, and between probes, in the profile ``standard``."""
+"""Steps between keyframes."""
 _LARGE: Final = 8 << 20
 """Inputs, labels and outputs of a batch above this many bytes are kept only as a hash in ``standard``."""
 _WIDE: Final = "sketch:k=256"
-"""How ``standard`` reduces a probe's activations; for wider layers the sketch is an estimate."""
+"""How ``standard`` reduces the activations of a probe, if one is requested; of wider layers they are an estimate."""
 
 _EVENTS = tuple(name for name, kind in KINDS.items() if kind.event and not kind.state)
 _LOSSES = ("loss_terms", "loss")
@@ -41,6 +41,7 @@ class _Profile(NamedTuple):
 
 
 _TRAINING = [DEFAULT_TAG]
+_EACH_STEP = ("generators", "hyperparameters")
 _INPUTS = ["input_data", "input_labels"]
 _STEPS = [kind for kind in DEFAULT_KINDS if kind not in (*_EVENTS, *_LOSSES)]
 _COMPUTED = [kind for kind in _STEPS if kind not in (*_INPUTS, "weights", "biases")]
@@ -48,7 +49,7 @@ _COMPUTED = [kind for kind in _STEPS if kind not in (*_INPUTS, "weights", "biase
 _STANDARD: Sequence[Mapping[str, Any]] = (
     # before the keyframes, because the first capture that takes a stream decides
     {
-        "kinds": [*_EVENTS, *_LOSSES, *_INPUTS, "sample_ids", "generators", "hyperparameters"],
+        "kinds": [*_EVENTS, *_LOSSES, *_INPUTS, "sample_ids", *_EACH_STEP],
         "tags": _TRAINING,
         "hash_above": _LARGE,
     },
@@ -68,10 +69,19 @@ _PROFILES: Mapping[str, _Profile] = {
             "keyframe_bytes": 64 << 20,
             "update_bytes": 64 << 20,
             "overhead_credit": 1.0,  # so that a short training is recorded at every step
-            "probe": ProbePlan(64, every=KEYFRAME_EVERY, calls=1, spread=True, by_default=True),
         },
     ),
-    "full": _Profile([{"kinds": [*DEFAULT_KINDS, "hyperparameters"]}], {}),
+    "full": _Profile(
+        [
+            {"kinds": [*DEFAULT_KINDS, "sample_ids", *_EACH_STEP]},
+            {
+                "kinds": ["weights", "biases", *STATE_KINDS],
+                "every": KEYFRAME_EVERY,
+                "tags": _TRAINING,
+            },
+        ],
+        {},
+    ),
 }
 
 
@@ -112,12 +122,12 @@ def profile(name: str) -> tuple[Capture, ...]:
         The default. At every step losses, inputs, labels, sample ids, hyperparameters and the states of the random
         generators; at every 50th step a keyframe, and a hash of every tensor of its step; statistics and a hash of
         every tensor of other steps, after the first second only as often as 5 % of the training's CPU time allow.
-        ``trace reenact`` recomputes everything else. Of evaluations outputs, labels and losses. Under the tag
-        ``probe``, after every 50 steps and less often in a long run, activations of the first datapoints, at most 64 of
-        one batch. Inputs, labels and outputs of a batch above 8 MiB are kept only as a hash. If all parameters together
-        exceed 64 MiB, they take turns in having updates recorded.
+        ``trace reenact`` recomputes everything else. Of evaluations outputs, labels and losses. Inputs, labels and
+        outputs of a batch above 8 MiB are kept only as a hash. If all parameters together exceed 64 MiB, they take
+        turns in having updates recorded. Of a probe, if one is requested, sketches of activations.
     ``full``
-        Every kind of `DEFAULT_KINDS` in full, and hyperparameters, at every step and of every evaluation.
+        Every kind of `DEFAULT_KINDS` in full, sample ids, hyperparameters and the states of the random generators, at
+        every step and of every evaluation; at every 50th step a keyframe. Hashes and statistics follow from the data.
 
     Raises
     ------

@@ -16,7 +16,7 @@ from analyze.seeing.gathered import Gathered, Key
 from analyze.seeing.layers import Layer
 from analyze.seeing.matrices import Matrices
 from analyze.seeing.panels.panel import AWAY, Panel, blend, drawing, height_of, legend, packed, tell
-from analyze.seeing.words import number, plain, text, titled
+from analyze.seeing.words import TO_COMPARE, number, plain, text, titled
 
 NUMBERS = 20_000
 """How many numbers all matrices have together, at most."""
@@ -82,6 +82,8 @@ def panel(found: Gathered, order: Sequence[Layer]) -> Panel:
     title = "Similarity of layers"
     if not sheets:
         none = "No metric that compares layers was asked, such as svcca:against=layers or cka:against=final."
+        if not found.checked.probed:
+            none += f" {TO_COMPARE[0].upper()}{TO_COMPARE[1:]}."
         return Panel(name="similarity", title=title, before=f"<p>{none}</p>")
     options = "".join(f'<option value="{at}">{text(one.title)}</option>' for at, one in enumerate(sheets))
     last = len(sheets[0].numbers["value"]) - 1

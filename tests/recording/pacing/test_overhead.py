@@ -206,7 +206,7 @@ def test_an_evaluation_before_a_step_makes_no_room(monkeypatch: pytest.MonkeyPat
 def test_probes_are_not_what_inputs_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are paid for by what can be made rarer, and change nothing of what is told of the rest."""
     run: Any = MadeUp(0.02, {"inputs": 0.0004, "tensors": 0.05}, 0.0, 0.0)
-    probes = SimpleNamespace(seconds=0.0, may_take=lambda _: None)
+    probes = SimpleNamespace(seconds=0.0)
     schedule, pacer = paced(run, monkeypatch, probes=probes)
     for step in range(1000):
         run.step(schedule.due(run.clock.step))
@@ -235,20 +235,6 @@ def test_a_long_run_keeps_to_the_share_whatever_inputs_take(monkeypatch: pytest.
     steps = [step for step in range(40_000, 60_000) if with_inputs[step]]
     ends = [step for step in steps if not with_inputs[min(step + 1, 59_999)]]
     assert len(steps) / len(ends) > 40  # long enough to be run again
-
-
-def test_probes_are_told_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After each pass: a fifth of the bound."""
-    run: Any = MadeUp(0.02, {}, 0.0, 0.0)
-    told: list[float] = []
-    probes = SimpleNamespace(seconds=0.0, may_take=told.append)
-    schedule, pacer = paced(run, monkeypatch, probes=probes)
-    for step in range(200):
-        run.step(schedule.due(run.clock.step))
-        if step % 50 == 49:
-            run.own, run.thread, probes.seconds = run.own + 0.015, run.thread + 0.015, probes.seconds + 0.015
-        pacer.step_over()
-    assert told == [pytest.approx(0.2 * 0.05 * 0.02)] * 4
 
 
 def test_a_credit_is_used_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def scheduled(trace: TraceReader, steps: int) -> dict[str, set[int]]:
                             assert before <= change["every"][0]
         decided: set[str] = set()
         for number, capture in enumerate(captures):
-            of_keyframes = capture.reduce in ("hash", "statistics") and "keyframe" in capture.kinds
+            of_keyframes = capture.reduce in (None, "hash", "statistics") and "keyframe" in capture.kinds
             for kind in capture.kinds:
                 name = capture.published(kind)
                 if (name not in decided or of_keyframes) and capture.takes_tag("default"):

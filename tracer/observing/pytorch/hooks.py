@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
-from tracer import walking
 from tracer.observing.pytorch.compiled import NOBODY, Ticket, name_hook, observe_in_graph, run_uncompiled
 from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import Hanging
@@ -224,20 +222,3 @@ def is_heard_last(optimizer: Optimizer) -> bool:
     """Whether the last of the hooks before its step is an exporter's."""
     last = next(reversed(optimizer._optimizer_step_pre_hooks.values()), None)
     return isinstance(last, Hook) and last.role is Role.BEFORE_OPTIMIZER
-
-
-def is_heard_by_others(model: nn.Module) -> bool:
-    """Whether a module of a model has a forward hook that is neither ours nor torch's own."""
-    return any(
-        not isinstance(hook, Hook) and not _origin(hook).startswith(("torch.", "tracer."))
-        for one in walking.modules(model)
-        for hooks in (one._forward_hooks, one._forward_pre_hooks)
-        for hook in hooks.values()
-    )
-
-
-def _origin(hook: Any) -> str:
-    """The name of the Python module that defines a hook."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", None) or type(hook).__module__)

@@ -29,8 +29,6 @@ _PATIENCE = 60.0
 
 Until then any step can be run again, and a short run may take a little longer.
 """
-_OF_PROBES = 0.2
-"""Share of the bound that probes may take."""
 _SLACK = 0.8
 """A schedule becomes narrower only if it then takes less than this share of what is allowed."""
 _A_MESSAGE, _A_BYTE = 25e-6, 1e-9
@@ -132,8 +130,6 @@ class OverheadBound:
         self._credit -= taken
         if self._credit > 0:
             return
-        if probed:
-            self._probes.may_take(_OF_PROBES * self._bound * self._bare)
         self._excess += taken - self._bound * bare
         if self._excess > _PATIENCE:
             self._kept = ("losses",)
