@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,7 +192,7 @@ SPECS = (
 
 @pytest.mark.parametrize("name", ["statistics", "both", "data"])
 def test_metrics_take_statistics(tmp_path: Path, name: str) -> None:
-    """Live and on replay they say, to the bit and once each, what they say of the data at every step."""
+    """Live and on replay they say, to the bit and once each, the same; and to 12 digits what they say of the data."""
     captures = {
         "data": [Capture()],
         "statistics": [Capture(reduce="statistics")],
@@ -206,8 +207,10 @@ def test_metrics_take_statistics(tmp_path: Path, name: str) -> None:
     replayed = Collect(*{kind for one in live for kind in one.produces})
     tracer.replay(tmp_path / "run.zarr", *map(parse, SPECS), replayed)
     assert len(expected) > 100
-    for found in (heard, replayed):
-        assert rows(found) == rows(expected)
+    assert rows(heard) == rows(replayed)
+    assert [one[:-1] for one in rows(heard)] == [one[:-1] for one in rows(expected)]
+    for (*where, found), (*_, right) in zip(rows(heard), rows(expected), strict=True):
+        np.testing.assert_allclose(np.frombuffer(found), np.frombuffer(right), 1e-12, 1e-15, err_msg=str(where))
 
 
 def rows(found: Collect) -> list[tuple[Any, ...]]:
@@ -281,3 +284,25 @@ def test_what_a_subscription_takes_of_both(statistics: bool | Literal["too"], tm
         for stack in (one for stretch in stretches for one in stretch.stacks):
             if some.stands_for(stack.kind):
                 assert some.takes(stack).tolist() == [bool(list(some.take(one))) for one in stack]
+
+
+@pytest.mark.parametrize("size", [1, 2, 2049, 1 << 16, (1 << 16) + 1, 300_000])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "int32", "bool"])
+@pytest.mark.parametrize("centre", [0.0, 200.0])
+def test_statistics_are_those_of_extended_precision(size: int, dtype: str, centre: float) -> None:
+    """Also of numbers far from zero, with zeros among them, and of more numbers than are converted at once."""
+    torch.manual_seed(size)
+    tensor = (torch.randn(size) + centre).mul_(torch.rand(size) > 0.1).to(getattr(torch, dtype))
+    exact = (tensor.double() if dtype == "bfloat16" else tensor).numpy().astype(np.longdouble)
+    found = dict(zip(ENTRIES, statistics_of(tensor).tolist(), strict=True))
+    assert (found["count"], found["zero"]) == (size, int((exact == 0).sum()))
+    assert (found["min"], found["max"], found["nan"], found["inf"]) == (exact.min(), exact.max(), 0, 0)
+    digits = 1e-6 if size > 1 << 16 and dtype in ("float32", "bfloat16") else 1e-12
+    scale = float(np.abs(exact).mean())
+    assert abs(found["mean"] - float(exact.mean())) <= digits * scale
+    assert found["norm"] == pytest.approx(float(np.sqrt(np.square(exact).sum())), rel=digits)
+    assert found["absolute"] == pytest.approx(float(np.abs(exact).sum()), rel=digits)
+    if size > 1:
+        assert found["std"] == pytest.approx(float(exact.std(ddof=1)), rel=digits, abs=digits * scale)
+    else:
+        assert math.isnan(found["std"])

@@ -361,7 +361,7 @@ def _single_sums(rows: NDArray[np.float32], need: int, table: Table) -> None:
             table[ABSOLUTE] += np.add.reduce(_dots(np.abs(piece), ones), axis=1, dtype=np.float64)
 
 
-_CANCELLED = 64.0, 4.0
+CANCELLED, CANCELLED_SINGLE = 64.0, 4.0
 """Largest ratio of the sum of squares to the sum of squared deviations at which their difference keeps enough digits.
 
 The first is for float64 sums, the second for float32 sums.
@@ -376,7 +376,7 @@ def _second(table: Table) -> NDArray[np.float64]:
 
 def _cancelled(table: Table, single: bool = False) -> NDArray[np.bool_]:
     """In which sets subtracting the squared mean from the squares cancels too many digits."""
-    lost: NDArray[np.bool_] = _second(table) * _CANCELLED[single] < table[SQUARES]
+    lost: NDArray[np.bool_] = _second(table) * (CANCELLED_SINGLE if single else CANCELLED) < table[SQUARES]
     return lost
 
 

@@ -1,7 +1,8 @@
-"""The statistics of a tensor as one short vector, from which its moments can be restored to the bit."""
+"""The statistics of a tensor as one short vector, from which its moments can be restored."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from tracer.numbers.arrays import as_array
 from tracer.numbers.moments import (
     ABSOLUTE,
+    CANCELLED,
     CENTRE,
     COUNT,
     EXPONENT,
@@ -27,9 +29,13 @@ from tracer.numbers.moments import (
     ZEROS,
     Moments,
     Need,
+    buffer,
     moments,
 )
 
+PIECE: Final = 1 << 16
+"""Numbers that are converted to float64 together: half a megabyte, which stays in a core's second-level cache."""
+_ONES: Final = np.ones(PIECE)
 NEED: Final = Need.TOTAL | Need.SQUARES | Need.ABSOLUTE | Need.EXTREMES | Need.ZEROS | Need.NONFINITE | Need.SPREAD
 _ROWS: Final = {
     "nan": NAN,
@@ -61,7 +67,8 @@ def statistics_of(tensor: Tensor) -> Tensor:
     Parameters
     ----------
     tensor : torch.Tensor
-        Of any shape, dtype and device.
+        Of any shape, dtype and device. Sums of more than `PIECE` numbers of float32 have an error of about 1e-7 of the
+        sum of the moduli or of the squares; all others are precise to about 1e-15.
 
     Examples
     --------
@@ -77,7 +84,10 @@ def statistics_of(tensor: Tensor) -> Tensor:
         counts = np.isnan(array).sum(), np.isinf(array).sum(), (array == 0).sum(), array.size
         found[5:9] = counts
         return torch.from_numpy(found)
-    of = moments(array, NEED)
+    if 0 < array.size <= PIECE and array.dtype != np.float64:
+        with np.errstate(all="ignore"):
+            return torch.from_numpy(_of_few(array.reshape(-1)))
+    of = moments(array, NEED, single=True)
     table = of.table[:, 0]
     exponent = int(table[EXPONENT])
     count = table[COUNT]
@@ -93,6 +103,33 @@ def statistics_of(tensor: Tensor) -> Tensor:
             ]
         )
         return torch.from_numpy(np.concatenate([np.ldexp(values, exponent), table[list(_ROWS.values())]]))
+
+
+def _of_few(flat: NDArray[Any]) -> NDArray[np.float64]:
+    """The statistics of at most `PIECE` numbers, whose squares do not leave float64; (n,) → (16,).
+
+    Each sum is a single inner product, because a call of NumPy takes as long as the arithmetic of a thousand numbers.
+    """
+    count = flat.size
+    x, ones = buffer(count, 0), _ONES[:count]
+    np.copyto(x, flat, casting="unsafe")
+    total, squares, rest = float(x.dot(ones)), float(x.dot(x)), 0.0
+    low, high = float(x.min()) + 0.0, float(x.max()) + 0.0
+    zeros, nan, infinite = count - np.count_nonzero(flat != 0), 0, 0
+    if not math.isfinite(total):
+        nan, infinite = np.count_nonzero(np.isnan(x)), np.count_nonzero(np.isinf(x))
+        if nan:
+            low = high = math.nan
+    centre = total / count
+    second = max(squares - total * centre, 0.0)
+    if second * CANCELLED < squares:
+        apart = np.subtract(x, centre, out=buffer(count, 1))
+        rest = float(apart.dot(ones))  # not 0, because the centre is a rounded mean
+        second = max(float(apart.dot(apart)) - rest * rest / count, 0.0)
+    absolute = float(np.abs(x, out=x).dot(ones))
+    deviation = math.sqrt(second / (count - 1)) if count > 1 else math.nan
+    values = (centre, deviation, math.sqrt(squares), low, high)
+    return np.array((*values, nan, infinite, zeros, count, total, squares, absolute, second, 0, centre, rest))
 
 
 def are_statistics(sampling: Mapping[str, Any] | None) -> bool:
