@@ -29,7 +29,7 @@ HEADINGS: Mapping[str, Sequence[str]] = {
     "Where it is computed": ("workers", "scheduler", "slurm", "part", "memory", "part_bytes", "force"),
     "What is written": (
         *("out", "answers", "log", "table", "tensorboard", "overwrite", "resume", "first_step", "compression"),
-        *("max_overhead", "max_bytes", "stop_at_bytes", "min_free_disk"),
+        *("max_overhead", "overhead_credit", "max_bytes", "stop_at_bytes", "min_free_disk"),
         *("chunk_bytes", "queue_bytes", "on_full", "strict", "commit_steps", "commit_seconds", "durable"),
     ),
     "Before it is done": ("only_plan", "dry_run", "certify_steps", "require_identical", "only_dry_run", "run_steps"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from tracer.errors import CaptureError, UnknownNameError
-from tracer.recording.environment import share_of, size_of
+from tracer.recording.environment import seconds_of, share_of, size_of
 
 if TYPE_CHECKING:
     from tracer.trace.reader import TraceReader
@@ -104,6 +104,11 @@ def size(*names: str, least: int = 1, **attributes: Any) -> Decorator:
 def share(*names: str, **attributes: Any) -> Decorator:
     """An option whose value is a share, such as ``3%``."""
     return click.option(*names, type=Number("SHARE", share_of), **attributes)
+
+
+def seconds(*names: str, **attributes: Any) -> Decorator:
+    """An option whose value is a time, such as ``30s``."""
+    return click.option(*names, type=Number("TIME", seconds_of), **attributes)
 
 
 def one_of(name: str, *values: str, **attributes: Any) -> Decorator:

@@ -220,6 +220,11 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
     help="The share of the training's CPU time that recording may take, such as 3%: tensors, statistics and hashes, "
     "and then keyframes, are recorded as often as that allows.  [default: with the profile standard 5%]",
 )
+@options.seconds(
+    "--overhead-credit",
+    help="CPU time that recording may take before --max-overhead holds, such as 30s.  [default: with the profile "
+    "standard 5s, unless --max-overhead is given]",
+)
 @options.size(
     "--max-bytes",
     help="Bound of the trace, such as 500MB or 2GiB, before compression, all ranks and attempts together: as it is "

@@ -56,7 +56,7 @@ def run(program: str, folder: Path, **settings: Any) -> Done:
     environment = os.environ | {"LD_PRELOAD": library(), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(Path(__file__).with_name(program)), json.dumps({"folder": str(folder), **settings})]
     done = processes.run(
-        command, env=environment, cwd=folder.parent, capture_output=True, text=True, timeout=300, check=False
+        command, env=environment, cwd=folder.parent, capture_output=True, text=True, timeout=1800, check=False
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     said: dict[str, Any] = {}

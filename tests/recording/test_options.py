@@ -16,8 +16,8 @@ from tracer.observing.probes import ProbePlan
 from tracer.recording.options import Options
 from tracereel.main import main
 
-OF_THE_LAUNCHER = {"probe", "overhead_credit", "keyframe_bytes", "update_bytes"}
-IN_MORE_FORMS = {"max_overhead", "max_bytes", "stop_at_bytes", "min_free_disk"}
+OF_THE_LAUNCHER = {"probe", "keyframe_bytes", "update_bytes"}
+IN_MORE_FORMS = {"max_overhead", "overhead_credit", "max_bytes", "stop_at_bytes", "min_free_disk"}
 
 
 def test_record_spells_out_every_option() -> None:
@@ -65,6 +65,10 @@ def test_options_are_json() -> None:
         ({"max_overhead": "3"}, "'3' is not a share such as 3%"),
         ({"max_overhead": 0.0}, "0.0 is not a share"),
         ({"max_overhead": True}, "True is not a share"),
+        ({"overhead_credit": "soon"}, "'soon' is not a time such as 30s"),
+        ({"overhead_credit": "1.2.3s"}, "is not a time"),
+        ({"overhead_credit": -1}, "-1 is not a time"),
+        ({"overhead_credit": float("inf")}, "inf is not a time"),
         ({"max_bytes": 5, "stop_at_bytes": 5}, "give one of them"),
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",

@@ -115,9 +115,9 @@ def _of_few(flat: NDArray[Any]) -> NDArray[np.float64]:
     np.copyto(x, flat, casting="unsafe")
     total, squares, rest = float(x.dot(ones)), float(x.dot(x)), 0.0
     low, high = float(x.min()) + 0.0, float(x.max()) + 0.0
-    zeros, nan, infinite = count - np.count_nonzero(flat != 0), 0, 0
+    zeros, nan, infinite = count - int(np.count_nonzero(flat != 0)), 0, 0
     if not math.isfinite(total):
-        nan, infinite = np.count_nonzero(np.isnan(x)), np.count_nonzero(np.isinf(x))
+        nan, infinite = int(np.count_nonzero(np.isnan(x))), int(np.count_nonzero(np.isinf(x)))
         if nan:
             low = high = math.nan
     centre = total / count

@@ -12,7 +12,9 @@ Every option of ``trace record`` has a variable too, ``TRACE_RECORD_`` and the o
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -24,6 +26,7 @@ REHEARSAL = "TRACE_REHEARSAL"
 
 Given = TypeVar("Given")
 
+_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600}
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
     "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
 }  # fmt: skip
@@ -138,3 +141,30 @@ def bounds_or(
     if stop_at_bytes is not None:
         return max_bytes, min(stop_at_bytes, bound)
     return bound if max_bytes is None else min(max_bytes, bound), None
+
+
+def seconds_of(text: str | float) -> float:
+    """The seconds in a number, or in a text such as ``"30s"`` or ``"2min"``.
+
+    Raises
+    ------
+    CaptureError
+        If the text is not a time, or the time is negative or infinite.
+
+    Examples
+    --------
+    >>> seconds_of("30s"), seconds_of("1.5 min"), seconds_of("2h"), seconds_of(0)
+    (30.0, 90.0, 7200.0, 0.0)
+    """
+    seconds = -1.0
+    if isinstance(text, str):
+        match = re.fullmatch(r"\s*([0-9.]+)\s*(s|min|h|)\s*", text)
+        try:
+            seconds = float(match[1]) * _SECONDS[match[2]] if match else -1.0
+        except ValueError:
+            seconds = -1.0
+    elif type(text) in (int, float):
+        seconds = float(text)
+    if not 0 <= seconds < math.inf:
+        raise CaptureError(f"{text!r} is not a time such as 30s, 2min or 1h")
+    return seconds

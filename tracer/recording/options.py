@@ -33,7 +33,7 @@ class Options:
         Regularly run the model on its first datapoints, under the tag ``probe``; see `Exporter.probe_first`. Only
         ``trace record`` and profiles set it.
     overhead_credit : float, optional
-        Seconds that the recording may take before `max_overhead` holds. Only profiles set it, with their bound.
+        Seconds of CPU time that the recording may take before `max_overhead` holds; None: 0.
     keyframe_bytes : int, optional
         Bytes that keyframes may take at their given frequency, before they are spread. Only profiles set it.
     update_bytes : int, optional
@@ -105,6 +105,7 @@ class Options:
             "max_bytes": None if self.max_bytes is None else environment.size_of(self.max_bytes),
             "stop_at_bytes": None if self.stop_at_bytes is None else environment.size_of(self.stop_at_bytes),
             "max_overhead": None if self.max_overhead is None else environment.share_of(self.max_overhead),
+            "overhead_credit": None if self.overhead_credit is None else environment.seconds_of(self.overhead_credit),
             "min_free_disk": None if self.min_free_disk is None else environment.size_of(self.min_free_disk, least=0),
             "ranks": None if self.ranks is None else tuple(self.ranks),
             "probe": None if self.probe is None else ProbePlan(*self.probe),

@@ -108,6 +108,9 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         too. Losses keep their frequency. Inputs, labels, sample ids, generators and hyperparameters keep theirs until
         they have taken a minute more than the bound allows; then they come in bursts after keyframes. A note
         ``schedule`` in the trace tells each change.
+    overhead_credit : float or str, optional
+        CPU time that recording may take before `max_overhead` holds, in seconds or such as ``"30s"``; by default 5
+        seconds with the profile ``standard``, unless `max_overhead` is given.
     max_bytes : int or str, optional
         The most bytes that the trace may take, such as ``"2GiB"``, counted before compression and including earlier
         attempts. Ranks get equal shares. As the bytes are used up, messages become rarer: tensors first, then
@@ -180,6 +183,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         replicated: Literal["once", "every"] = "once",
         compression: str | Mapping[str, str] = "auto",
         max_overhead: float | str | None = None,
+        overhead_credit: float | str | None = None,
         max_bytes: int | str | None = None,
         stop_at_bytes: int | str | None = None,
         min_free_disk: int | str | None = None,

@@ -144,11 +144,13 @@ def unwatched(program: Program) -> int:
 def captures_of(settings: Sequence[Mapping[str, Any]]) -> tuple[Capture, ...]:
     """The captures that settings describe (`Capture.from_mapping`).
 
-    A single capture is made `lighter_on_evaluation`, because the activations of a whole test set would outweigh the
-    training's. Several captures are taken as they are: their `tags` say what they take of evaluations.
+    If only one of them has no `tags`, it is made `lighter_on_evaluation`, because the activations of a whole test set
+    would outweigh the training's. Several captures without tags are taken as they are.
     """
     captures = tuple(map(Capture.from_mapping, settings))
-    return lighter_on_evaluation(captures[0]) if len(captures) == 1 else captures
+    if sum(one.tags is None for one in captures) != 1:
+        return captures
+    return tuple(part for one in captures for part in lighter_on_evaluation(one))
 
 
 def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
