@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from click.core import ParameterSource
 
 import tracer
 from tracer.errors import CaptureError, UnknownNameError
+from tracer.messaging.messages import DEFAULT_TAG
 from tracer.shown import printable
 from tracereel import options
 from tracereel.checks import check_new_trace
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from tracer.recording.run import Run
     from tracer.stores.locations import Location
     from tracer.trace.certificate import Certificate
+    from tracer.trace.streams import StreamInfo
 
 
 class RecordCommand(ProgramCommand):
@@ -646,11 +649,28 @@ def _say_what_was_recorded(path: Location, called: str) -> None:
     # other ranks may still be recording their parts
     with tracer.open(path, ranks=None if process.size == 1 else [process.rank]) as reader:
         info = reader.info
+        layers = max((one.count for one in reader.streams if _is_of_layers(one)), default=None)
+        spent = next((note["overhead"] for note in reversed(reader.notes) if "overhead" in note), None)
+    span = info["steps"]
+    steps = 0 if span is None else span[1] - span[0] + 1
+    told = f"recorded {info['messages']:,} messages in {info['streams']:,} streams"
+    if layers is not None:
+        told = f"recorded {steps:,} step{'s' if steps != 1 else ''}; numbers of every layer at "
+        told += "every step" if layers >= steps else f"{layers:,} of them"
+    if spent is not None:
+        took, free = spent["recording_seconds"], spent["overhead_credit"]
+        told += f"; recording took {took:.1f} of {spent['process_seconds']:.1f} s of CPU time"
+        told += f" (the first {free:.3g} s are free)" if free else ""
+        if layers is not None and layers < steps:
+            told += f"; for every step, add --overhead-credit {math.ceil(1.2 * took * steps / max(layers, 1)):,d}s"
     lost = "" if info["status"].startswith(("finished", "failed")) else "; the trace is INCOMPLETE, see above"
-    _say(
-        f"recorded {info['messages']:,} messages in {info['streams']:,} streams, {size(info['bytes'])}{lost}: "
-        f"trace info {called}"
-    )
+    _say(f"{told}; {size(info['bytes'])}{lost}: trace info {called}")
+
+
+def _is_of_layers(stream: StreamInfo) -> bool:
+    """Whether a stream of a trace has one message of statistics for each recorded step of the training."""
+    kinds = ("weights_statistics", "activations_statistics")
+    return stream.tag == DEFAULT_TAG and stream.kind in kinds and stream.calls <= 1
 
 
 def _say(sentence: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,19 @@ def test_the_missions_commands(tmp_path: Path) -> None:
     assert code == 0
     assert errors.startswith("recording the profile standard: ")
     assert "at most 5% of overhead" in errors
+    said = re.search(
+        r"recorded 104 steps; numbers of every layer at (every step|\d+ of them); recording took [\d.]+ of [\d.]+ s "
+        r"of CPU time \(the first 5 s are free\)(; for every step, add --overhead-credit \d+s)?; .* trace info train",
+        errors,
+    )
+    assert said, errors
+    with tracer.open(tmp_path / "train.zarr") as trace:
+        steps = max(one.count for one in trace.streams if one.kind == "weights_statistics")
+        (spent,) = [note["overhead"] for note in trace.notes if "overhead" in note]
+    assert said[1] == ("every step" if steps == 104 else f"{steps} of them")
+    assert (said[2] is None) == (steps == 104)
+    assert 0 < spent["recording_seconds"] < spent["process_seconds"]
+    assert (spent["max_overhead"], spent["overhead_credit"]) == (0.05, 5.0)
     spectral = _values(tmp_path, "spectral_norm")
     assert {one["global_step"] for one in spectral} == {
         step for step in (0, 50, 100) if step % _apart(tmp_path, step) == 0

@@ -428,6 +428,7 @@ def end(run: Run, error: BaseException | None = None, *, wait: bool = True) -> N
     _finish(run.flight, cause)
     if run.flight is not None:
         run.flight.let_go()
+    run.end_pacing()
     for note in notes(exporter):
         recorder.note(note)
     status = "finished" if cause is None else f"failed: {summary(cause)}"

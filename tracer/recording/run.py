@@ -54,6 +54,12 @@ class Run:
         self._between.append(one)  # the exporter holds no strong reference
         self.exporter.parts.steps.call_between(one.step_over)
 
+    def end_pacing(self) -> None:
+        """Have the trace tell what the recording took, if that was measured."""
+        for one in self._between:
+            if isinstance(one, Pacer):
+                one.end()
+
     def tell_outlook(self, tell: Callable[[Outlook], None]) -> None:
         """After the first recorded step, call `tell` with an estimate of the disk space that the recording takes."""
         if self.recorder is not None:

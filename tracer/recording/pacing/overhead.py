@@ -53,6 +53,49 @@ class _Clocks(NamedTuple):
 
 
 @final
+class Meters:
+    """Reads all clocks that tell what a recording costs.
+
+    Parameters
+    ----------
+    meter : Meter
+        Measures the threads of the training while they run code of the recording.
+    recorder : Recorder
+    probes : Probes
+    """
+
+    def __init__(self, meter: Meter, recorder: Recorder, probes: Probes) -> None:
+        self._meter = meter
+        self._recorder = recorder
+        self._probes = probes
+        self._first = self.read()
+
+    def read(self) -> _Clocks:
+        """All clocks now."""
+        recorder = self._recorder
+        return _Clocks(
+            thread=threading.get_ident(),
+            training=thread_time(),
+            process=process_time(),
+            own=self._meter.seconds(),
+            probes=self._probes.seconds,
+            writer=recorder.cpu_seconds,
+            messages=recorder.seen,
+            nbytes=recorder.seen_bytes,
+        )
+
+    def wake_writer(self) -> None:
+        """Have the recorder's thread write what waits."""
+        self._recorder.wake()
+
+    def spent(self) -> dict[str, float]:
+        """Seconds of CPU time so far, of the recording and of the whole process."""
+        first, now = self._first, self.read()
+        own = now.own - first.own + now.writer - first.writer
+        return {"recording_seconds": own, "process_seconds": now.process - first.process}
+
+
+@final
 class OverheadBound:
     """Measures the share of a training's CPU time that a recording takes.
 
@@ -87,27 +130,29 @@ class OverheadBound:
     ) -> None:
         self._bound = bound
         self._schedule = schedule
-        self._meter = meter
-        self._recorder = recorder
+        self._meters = Meters(meter, recorder, probes)
         self._costs = Costs()
         self._steps = 0
         self._last: _Clocks | None = None
         self._bare = 0.0  # seconds of a step without a recorder
         self._spread = 1.0  # the training thread's share of the process's time without a recorder
-        self._probes = probes
-        self._credit = credit
+        self._given = self._credit = credit
         self._debt = 0.0  # seconds beyond the bound that are still to be paid back
         self._excess = 0.0  # seconds beyond the bound so far
         self._kept: tuple[str, ...] = ("losses", "inputs")
         # the writer's measured and estimated seconds; older steps count less
         self._writer = (_DOUBT, _DOUBT)
 
+    def spent(self) -> dict[str, float]:
+        """What the recording has taken so far, beside its bound; for the trace."""
+        return self._meters.spent() | {"max_overhead": self._bound, "overhead_credit": self._given}
+
     def step_over(self, step: int, due: Sequence[str]) -> None:
         """Read the clocks, and update the costs and the debt."""
         if self._steps < _COLD_STEPS + _EAGER_STEPS:
-            self._recorder.wake()
+            self._meters.wake_writer()
         self._steps += 1
-        now, last = self._read(), self._last
+        now, last = self._meters.read(), self._last
         self._last = now
         if last is None or self._steps <= _COLD_STEPS or last.thread != now.thread:
             return
@@ -138,19 +183,6 @@ class OverheadBound:
         may = max(self._bound * bare, fixed + LEAST * max(self._bound * bare, fixed))
         most = self._bound * self._bare * _HORIZON
         self._debt = min(max(self._debt + taken - may, -most / 2), most)
-
-    def _read(self) -> _Clocks:
-        recorder = self._recorder
-        return _Clocks(
-            thread=threading.get_ident(),
-            training=thread_time(),
-            process=process_time(),
-            own=self._meter.seconds(),
-            probes=self._probes.seconds,
-            writer=recorder.cpu_seconds,
-            messages=recorder.seen,
-            nbytes=recorder.seen_bytes,
-        )
 
     def wish(self) -> Wish | None:
         """The factors with which the bound holds and the debt is paid back."""

@@ -51,6 +51,7 @@ class Pacer:
         self._recorder = recorder
         self._bounds = bounds
         self._overhead = overhead
+        self._told = False
         self._steps = 0
         self._changed = 0  # the number of steps at the last change
         exporter.set_schedule(schedule.captures)
@@ -83,9 +84,14 @@ class Pacer:
         for one in self._bounds:
             one.step_over(last.global_step, due)
         self._follow()
-        if self._overhead is not None and (why := self._overhead.shortfall()) is not None:
-            self._overhead = None  # said once
+        if self._overhead is not None and not self._told and (why := self._overhead.shortfall()) is not None:
+            self._told = True
             self._exporter.parts.problems.note("max_overhead", why, warn=False)
+
+    def end(self) -> None:
+        """Note in the trace what the recording has taken, if a bound of it was measured."""
+        if self._overhead is not None:
+            self._recorder.note({"overhead": self._overhead.spent()})
 
     def _follow(self) -> None:
         wishes = [one for one in (bound.wish() for bound in self._bounds) if one is not None]
