@@ -604,6 +604,8 @@ def _say_outlook(profile: str | None, options: Options, captures: Sequence[Captu
         room = f"{size(left)} free" if left == outlook.free_bytes else f"{size(left)} allowed"
         lasts = f"{room}, for {steps_in_short(left / each)} steps"
     bound = "" if options.max_overhead is None else f", at most {100 * options.max_overhead:.3g}% of overhead"
+    if bound and options.overhead_credit:
+        bound += f" after the first {options.overhead_credit:.3g} s"
     _say(f"recording {_what(profile, captures)}: {size(each)} a step{bound}; {lasts}")
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +302,25 @@ def test_a_dry_run_tells_of_the_bound(tmp_path: Path) -> None:
     assert code == 0, errors
     with tracer.open(tmp_path / "train.zarr") as trace:
         assert trace.header["capture"] == [one.describe() for one in tracer.profile("standard")]
+
+
+@pytest.mark.parametrize("profile", ["light", "standard", "full"])
+def test_hooks_of_the_program_hear_its_forwards_only(tmp_path: Path, profile: str) -> None:
+    """No profile calls the model, before, within or after the training."""
+    lengths = []
+    for recorded in (False, True):
+        heard: list[bool] = []
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        for one in model.modules():
+            one.register_forward_hook(lambda module, args, output, heard=heard: heard.append(module.training))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=profile) if recorded else nullcontext():
+            for _ in range(60):  # with two keyframes
+                optimizer.zero_grad()
+                model(torch.randn(7, 6)).sum().backward()
+                optimizer.step()
+            model.eval()
+            model(torch.randn(7, 6))
+        lengths.append(heard)
+    assert lengths[0] == lengths[1]
+    assert len(lengths[0]) == 61 * 3
