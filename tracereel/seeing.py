@@ -68,7 +68,7 @@ def check(
         if as_json:
             print_json(found[0].as_json())
         else:
-            _print(found[0])
+            _print(found[0], chosen=bool(rules))
         if found[0].damage:
             complain(f"{found[0].damage}; the answer is to what comes before that")
             conclude(DAMAGED)
@@ -113,8 +113,8 @@ def _check_several(traces: tuple[str, ...], rules: list[Rule], filters: Filters,
         print_json(told)
 
 
-def _print(found: Checked) -> None:
-    """Print the verdict, the findings in order of time, and what each rule judged."""
+def _print(found: Checked, *, chosen: bool) -> None:
+    """Print the verdict, the findings in order of time, and what each rule judged; `chosen`: the user named rules."""
     from analyze.rules.coverage import in_table
     from analyze.seeing.words import TO_COMPARE
 
@@ -140,7 +140,7 @@ def _print(found: Checked) -> None:
         print_table(parts, judged, right=("findings",), prose=("not judged",))
     for name, why in found.unjudged.items():
         tell(f"could not judge: {name}: {why}")
-    if not found.probed:
+    if not (found.probed or chosen):
         tell(TO_COMPARE)
 
 

@@ -42,12 +42,16 @@ HASHES = [*KEYFRAMES[:2], {"reduce": "statistics", "tags": ["default"]}, *KEYFRA
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three runs of a script, one of them twice, by hashes and in full; b has a fault from a loss on, c at a step."""
+    """Three runs of a script, one twice, by hashes, in full, and light; b has a fault from a loss, c from a step."""
     found = tmp_path_factory.mktemp("bisecting")
     (found / "train.py").write_text(SCRIPT)
     (found / "hashes.json").write_text(json.dumps(HASHES))
     for name, words in {"a": [], "b": ["--below", "0.95"], "c": ["--at", "23"], "same": []}.items():
-        for out, config in ((f"{name}.zarr", ["--config", "hashes.json"]), (f"{name}-full.zarr", [])):
+        for out, config in (
+            (f"{name}.zarr", ["--config", "hashes.json"]),
+            (f"{name}-full.zarr", []),
+            (f"{name}-light.zarr", ["--profile", "light"]),
+        ):
             done = trace(found, "record", *config, "--out", out, "train.py", *words)
             assert done.returncode == 0, done.stderr
     return found
@@ -135,8 +139,8 @@ def test_runs_that_do_not_part_are_not_run_again(folder: Path) -> None:
         (("a", "b"), ["train.py"] * 3, "given once for both runs or twice, for A and for B, not 3 times"),
         (("a", "b"), [""], "names no script"),
         (("a", "b"), ["train.py 'x"], "is no command line"),
-        (("a-full", "b-full"), ["train.py"], "of A cannot be run again"),
-        (("a-full", "b-full"), ["train.py"], "no keyframe"),
+        (("a-light", "b-light"), ["train.py"], "of A cannot be run again"),
+        (("a-light", "b-light"), ["train.py"], "no keyframe"),
         (("a", "b"), ["-m no_such_module"], "of A cannot be run again"),
     ],
 )
