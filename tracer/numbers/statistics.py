@@ -118,8 +118,6 @@ def _of_few(flat: NDArray[Any]) -> NDArray[np.float64]:
     zeros, nan, infinite = count - int(np.count_nonzero(flat != 0)), 0, 0
     if not math.isfinite(total):
         nan, infinite = int(np.count_nonzero(np.isnan(x))), int(np.count_nonzero(np.isinf(x)))
-        if nan:
-            low = high = math.nan
     centre = total / count
     second = max(squares - total * centre, 0.0)
     if second * CANCELLED < squares:
