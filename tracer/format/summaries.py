@@ -82,7 +82,7 @@ class Summary:
         ids: dict[int, list[int]] = {}
         for stream, old in self.shapes.items():
             _append(ids, int(streams[stream]), [int(shapes[shape]) for shape in old])
-        return Summary(self.start, self.stop, 0, _by_stream(facts), ids)
+        return Summary(self.start, self.stop, 0, by_stream(facts), ids)
 
     def of_streams(self, ids: NDArray[np.int64]) -> Summary:
         """The summary restricted to some streams."""
@@ -253,7 +253,7 @@ def united(summaries: Sequence[Summary]) -> Summary:
     summaries = [one for one in summaries if one.stop > one.start]
     if len(summaries) < 2:
         return summaries[0] if summaries else NOTHING
-    facts = _by_stream(np.concatenate([one.facts for one in summaries]))
+    facts = by_stream(np.concatenate([one.facts for one in summaries]))
     shapes: dict[int, list[int]] = {}
     for one in summaries:
         for stream, ids in one.shapes.items():
@@ -268,7 +268,7 @@ def _append(shapes: dict[int, list[int]], stream: int, ids: Sequence[int]) -> No
         known += [shape for shape in ids if shape not in known]
 
 
-def _by_stream(facts: NDArray[np.int64]) -> NDArray[np.int64]:
+def by_stream(facts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Merge rows of facts so that each stream has one row, sorted by id."""
     if not len(facts):
         return facts

@@ -18,6 +18,7 @@ from tracer.format.encodings import STORAGE_DTYPES, is_encoded
 from tracer.format.journal import COUNTERS, HAS_DATA, NONE, Column, is_shape
 from tracer.format.placement import Placement
 from tracer.format.summaries import Fact, Summary
+from tracer.messaging.pulses import PULSE, Row, rows_of
 
 _T = TypeVar("_T")
 _facts_of = operator.itemgetter("id", "kind", "network", "module", "tag", "leaf", "dtype", "rank")
@@ -41,6 +42,8 @@ class Stream(NamedTuple):
     rank : int
     placement : Placement or None
         The placement in the sampling: the part of a tensor that the data is.
+    rows : tuple of Row
+        Of a pulse, the messages that the rows of its data are; else empty.
     """
 
     kind: str
@@ -52,6 +55,15 @@ class Stream(NamedTuple):
     sampling: dict[str, Any] | None
     rank: int
     placement: Placement | None = None
+    rows: tuple[Row, ...] = ()
+
+    def of_row(self, row: Row) -> Stream:
+        """The stream of the messages that a row of this pulse is."""
+        sampling = None if row.sampling is None else dict(row.sampling)
+        place = _placement(sampling)
+        return Stream(
+            row.kind, row.module is None, row.module, self.tag, row.leaf, self.dtype, sampling, self.rank, place
+        )
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> Stream:
@@ -76,9 +88,16 @@ class Stream(NamedTuple):
             raise ValueError(f"stream {number} has the rank {rank!r}")
         if sampling is not None and not isinstance(sampling, dict):
             raise TypeError(f"stream {number} has a sampling that is no object")
-        place = None if sampling is None else sampling.get("placement")
-        placement = None if place is None else Placement.parse(place)
-        return cls(kind, module is None, module, tag, leaf, dtype, sampling, rank, placement)
+        rows = rows_of(sampling) if kind == PULSE and network and dtype is not None and sampling is not None else ()
+        found = cls(kind, module is None, module, tag, leaf, dtype, sampling, rank, _placement(sampling), rows)
+        for row in rows:
+            found.of_row(row)
+        return found
+
+
+def _placement(sampling: Mapping[str, Any] | None) -> Placement | None:
+    place = None if sampling is None else sampling.get("placement")
+    return None if place is None else Placement.parse(place)
 
 
 class Pool(NamedTuple):

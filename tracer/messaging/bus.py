@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from tracer.errors import MessageError, raised_by_signal, warn_only
 from tracer.messaging.messages import DEFAULT_TAG, MODULE_KINDS, NETWORK_KINDS, Message, ModuleMessage, NetworkMessage
+from tracer.messaging.pulses import PULSE, Row, messages_of, rows_of
 from tracer.messaging.receiver import Receiver, describe, in_order
 from tracer.messaging.stacks import Stack, Stretch, Wants
 from tracer.messaging.subscription import Named
@@ -67,6 +68,8 @@ class MessageBus:
         for kind in MODULE_KINDS:
             self._topics[kind] = "module"
         self._queue: deque[Message] = deque()
+        # the sampling and the rows of the last pulse
+        self._pulse: tuple[Mapping[str, Any], tuple[Row, ...]] | None = None
         self._publishing = False
         self._watchers: list[weakref.WeakMethod[Callable[[], None]]] = []
         # modules may run in several threads (nn.DataParallel), and CUDA's backward pass has its own thread
@@ -187,7 +190,10 @@ class MessageBus:
                 return
             self._publishing = True
             try:
-                self._deliver(message, key)
+                if message.kind == PULSE:
+                    self._deliver_pulse(message)
+                else:
+                    self._deliver(message, key, self._receivers)
                 self._deliver_queued()
             finally:
                 self._publishing = False  # before the call of clear(), which may be interrupted
@@ -315,12 +321,30 @@ class MessageBus:
         if topic != "any" and (topic == "network") != (message.key is None):
             raise MessageError(f"{message.kind} is a {topic} topic, but the message is a {type(message).__name__}")
 
-    def _deliver(self, message: Message, key: str | None) -> None:
+    @property
+    def takes_pulses(self) -> bool:
+        """Whether a receiver gets pulses as they are."""
+        return any(one.takes_pulses for one in self._receivers)
+
+    def _deliver_pulse(self, pulse: Message) -> None:
+        """Deliver a pulse to the receivers that take pulses, and the messages of its rows to all others."""
+        self._deliver(pulse, None, tuple(one for one in self._receivers if one.takes_pulses))
+        if pulse.sampling is None or all(one.takes_pulses for one in self._receivers):
+            return
+        if self._pulse is None or self._pulse[0] is not pulse.sampling:
+            self._pulse = pulse.sampling, rows_of(pulse.sampling)
+        rows = self._pulse[1]
+        others = [one for one in self._receivers if not one.takes_pulses]
+        if any(one.wants(row.kind, row.module, pulse.tag, None) for one in others for row in rows):
+            for message in messages_of(pulse, rows):
+                self._deliver(message, message.key, tuple(one for one in self._receivers if not one.takes_pulses))
+
+    def _deliver(self, message: Message, key: str | None, receivers: Sequence[Receiver]) -> None:
         kind, tag, step, data = message.kind, message.tag, message.step, message.data
         if data is not None and data.is_inference():
             data = None  # inference tensors have no version counter
         version = 0 if data is None else data._version
-        for receiver in self._receivers:
+        for receiver in receivers:
             if not receiver.wants(kind, key, tag, step):
                 continue
             try:
@@ -358,7 +382,7 @@ class MessageBus:
             if part is not None:
                 self._hand_out(part)
             if message is not None:
-                self._deliver(message, message.key)
+                self._deliver(message, message.key, self._receivers)
                 self._deliver_queued()
         return True
 
@@ -401,7 +425,7 @@ class MessageBus:
     def _deliver_queued(self) -> None:
         while self._queue:
             later = self._queue.popleft()
-            self._deliver(later, later.key)
+            self._deliver(later, later.key, self._receivers)
 
     def _carries(self, stack: Stack) -> bool:
         """Whether `_refuse` accepts every message of a stack."""

@@ -50,6 +50,8 @@ class Receiver(ABC):
         It must not change messages, and its wishes may depend on the step only through a `Subscription`. If it answers,
         it must have the scope ``"message"`` and give the same answers when it gets the same messages again. If it has
         no answers, it must not raise; it gets all messages in their order.
+    takes_pulses : bool
+        Whether it gets the message of a pulse (`tracer.messaging.pulses`) instead of the messages of the pulse's rows.
     """
 
     name: ClassVar[str] = ""
@@ -62,6 +64,7 @@ class Receiver(ABC):
     takes_many: bool = False
     reduction: str = ""
     needs_model: bool = False
+    takes_pulses: bool = False
 
     @property
     def needs(self) -> Collection[str]:

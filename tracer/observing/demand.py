@@ -12,6 +12,7 @@ from torch import nn
 from tracer.errors import CaptureError
 from tracer.messaging.bus import MessageBus, Topic
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, KINDS, STATE_KINDS, Message
+from tracer.messaging.pulses import PULSE
 from tracer.messaging.receiver import Receiver
 from tracer.messaging.subscriber import unmet
 from tracer.messaging.subscription import matches_tag
@@ -240,6 +241,8 @@ class Demand:
         self.look_ahead_anew()
 
     def _register_topics(self, captures: Iterable[Capture]) -> None:
+        if PULSE not in self.bus.topics:
+            self.bus.register_topic(PULSE, "network")
         for capture in captures:
             for kind in capture.kinds or ():
                 topic: Topic = "network" if KINDS[kind].network else "module"

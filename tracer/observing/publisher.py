@@ -23,6 +23,7 @@ from tracer.observing.demand import EVERYTHING, HELD, Captures, Demand, is_besid
 from tracer.observing.numbers import Numbers, StreamKey
 from tracer.observing.overflows import Overflows
 from tracer.observing.problems import Problems
+from tracer.observing.pulses import Pulses
 from tracer.observing.pytorch.tensors import copied, leaves, ordinary, same_storage, space_for, unobservable, unscaled
 from tracer.observing.tags import Held, UndecidedTag
 
@@ -55,6 +56,8 @@ class Publisher:
         This process's rank, which each message carries.
     datapoints : Datapoints
         Knows the axis of each stream's datapoints.
+    pulses : Pulses
+        Gathers the hashes and statistics of a training step.
     overflows : Overflows
         Counts numbers beyond the range of the dtype that a capture casts to.
     collecting : callable or None
@@ -72,6 +75,7 @@ class Publisher:
         self.rank = 0
         self.overflows = Overflows()
         self.datapoints = Datapoints(self.problems)
+        self.pulses = Pulses(self.bus)
         self.collecting: Collecting | None = None
         self._running: dict[StreamKey, Tensor] = {}
         self._samplings: dict[tuple[Any, ...], dict[str, Any] | None] = {}
@@ -270,15 +274,23 @@ class Publisher:
     ) -> None:
         """Publish the final tensor of a capture, which nobody else owns."""
         kind = capture.published(stream.kind) if capture.choices else stream.kind
-        self._send(capture, self._message(kind, stream, final, call, at, sampling))
+        what = capture.beside(stream.kind) if capture.choices else None
+        if what is not None and stream.tag == DEFAULT_TAG and self.bus.takes_pulses and not self._is_apart(capture):
+            self.pulses.add(what, kind, stream, final, call, at, self.rank, sampling)
+        else:
+            self._send(capture, self._message(kind, stream, final, call, at, sampling))
 
     def _send(self, capture: Capture, message: Message) -> None:
         """Send a message to all receivers, or only to the receiver that the capture observes for."""
-        apart = self.demand.apart
-        if apart is None or all(one is not capture for one in apart.captures):
-            self.bus.publish(message)
+        if self.demand.apart is not None and self._is_apart(capture):
+            self.demand.apart.take(message)
         else:
-            apart.take(message)
+            self.bus.publish(message)
+
+    def _is_apart(self, capture: Capture) -> bool:
+        """Whether a capture observes for one receiver alone."""
+        apart = self.demand.apart
+        return apart is not None and any(one is capture for one in apart.captures)
 
     def _message(
         self,

@@ -163,6 +163,7 @@ class Steps(Part):
                     self._complete_state()
                     self.parameters.publish(self.clock.began)
                 self.state.end()
+                self.publisher.pulses.publish()
                 self.publisher.event("batch_finished", self.clock.began)
         except BaseException as error:
             if not isinstance(error, Exception):
@@ -228,9 +229,11 @@ class Steps(Part):
         self.settle()
         if self.optimizers.moved or (self.clock.open and self.optimizers.forwards_end_steps):
             self.gate.guard("step", self.end)
+        self.gate.guard("step", self.publisher.pulses.publish)
 
     def forget(self) -> None:
         """Drop the open step's data."""
+        self.publisher.pulses.publish()
         self.gradients.forget()
         self.parameters.forget()
         self.state.forget()

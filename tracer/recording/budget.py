@@ -12,6 +12,7 @@ import numpy as np
 from tracer.format.journal import COLUMNS, NONE, Column
 from tracer.memory import PAGE
 from tracer.messaging.messages import Message
+from tracer.messaging.pulses import PULSE
 from tracer.stores.chunks import ALIGNED_BYTES, RowChunks
 from tracer.stores.locations import Location
 from tracer.trace.merging import Parts
@@ -20,6 +21,8 @@ ROW_BYTES: Final = 8 * COLUMNS
 """Bytes of a row of the journal."""
 STREAM_BYTES: Final = 1 << 10
 """The most bytes that the declaration of a stream takes."""
+PULSE_ROW_BYTES: Final = 1 << 7
+"""The bytes that a row adds to the declaration of a pulse, at most for modules with short names."""
 CHUNK_BYTES: Final = 64 << 10
 """Bytes of a chunk. The disk holds the last chunk of an array twice: its current state and that of the last commit."""
 ARRAY_BYTES: Final = 2 * CHUNK_BYTES + (5 << 10)
@@ -139,9 +142,13 @@ class Budget:
         data = message.data
         self._cost += message_bytes(message)
         stream = (message.kind, message.key, message.tag, message.leaf, None if data is None else data.dtype)
-        self._pay_once(stream, STREAM_BYTES)
+        rows = len(message.sampling["rows"]) if message.kind == PULSE and message.sampling is not None else 0
+        if rows:
+            stream = (*stream, id(message.sampling))
+        self._pay_once(stream, STREAM_BYTES + rows * PULSE_ROW_BYTES)
         if data is not None:
-            self._pay_once(stream[:1] + stream[-1:] if data.nbytes < CHUNK_BYTES else ("own", *stream), ARRAY_BYTES)
+            shares = data.nbytes < CHUNK_BYTES and not rows
+            self._pay_once(stream[:1] + stream[-1:] if shares else ("own", *stream), ARRAY_BYTES)
         self._held.append(entry)
 
     def _pay_once(self, what: tuple[Any, ...], cost: int) -> None:

@@ -69,6 +69,7 @@ class Recorder(Receiver):
     """
 
     name = "recorder"
+    takes_pulses = True
 
     def __init__(
         self,

@@ -92,7 +92,7 @@ class Walk:
         pairs = self._pairs(window, wanted, filters)
         done = len(journal)
         if not (last and window.is_last):
-            done = settled(window, wanted.derived, self._clock)
+            done = window.before(settled(window, wanted.derived, self._clock))
             where[done:] = False
             pairs = pairs[pairs[:, 0] < done]
         found = Due(window, done, where, pairs, self._paired)

@@ -56,6 +56,16 @@ class Reading:
         """The rank of each row."""
         return self.data.merged.rank
 
+    def before(self, count: int) -> int:
+        """See `TraceReader.before`."""
+        read = self.data.merged
+        if read.origin is None or not 0 < count < len(read.journal):
+            return count
+        parts, rows = read.origin
+        while count and parts[count] == parts[count - 1] and rows[count] == rows[count - 1]:
+            count -= 1
+        return count
+
     def after(self, count: int) -> Position:
         """See `TraceReader.after`."""
         read = self.data.merged

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tracer.errors import CaptureError, TraceError
 from tracer.format.journal import NONE, Column
 from tracer.format.names import part_of, rank_and_attempt
-from tracer.format.summaries import Summary, united
+from tracer.format.summaries import Fact, Summary, united
 from tracer.format.tables import Pool, Stream
 from tracer.stores.locations import Location, part_in
 from tracer.stores.opening import open_parts
@@ -37,6 +37,7 @@ from tracer.trace.attempts import (
 from tracer.trace.certificate import worst_certificate
 from tracer.trace.part import Part, is_empty
 from tracer.trace.spans import PartSpan, counted, end_of_counted
+from tracer.trace.unfolding import Unfolding
 
 _T = TypeVar("_T")
 
@@ -53,6 +54,8 @@ class Parts:
         The ranks to read; None: all.
     assemble : bool
         Whether distributed tensors are assembled.
+    folded : bool
+        Whether a pulse is one message, as it was written, instead of a message for each of its rows.
     stores : list of ReadStore
         The open stores, without repetition.
     shown : list of Part
@@ -70,6 +73,7 @@ class Parts:
     path: Location
     only: set[int] | None
     assemble: bool
+    folded: bool = False
     stores: list[ReadStore] = field(default_factory=list)
     shown: list[Part] = field(default_factory=list)
     lending: list[Part] = field(default_factory=list)
@@ -78,9 +82,9 @@ class Parts:
     unreadable: dict[int, TraceError] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Location, only: set[int] | None, assemble: bool) -> Parts:
+    def open(cls, path: Location, only: set[int] | None, assemble: bool, folded: bool = False) -> Parts:
         """Open the parts of the trace at a path; raises the same errors as `TraceReader`."""
-        parts = cls(path, only, assemble)
+        parts = cls(path, only, assemble, folded)
         opened, broken = open_parts(path)
         parts.stores = list({id(store): store for _, store in opened}.values())
         try:
@@ -163,7 +167,7 @@ class Parts:
 
     def _seen(self, only: set[int] | None, assemble: bool, parts: list[Part]) -> Parts:
         """The given parts, sorted for another reader; shares the open files."""
-        seen = Parts(self.path, only, assemble, self.stores, problems=self.problems, unreadable=self.unreadable)
+        seen = Parts(self.path, only, assemble, self.folded, self.stores, problems=self.problems, unreadable=self.unreadable)
         seen._tell_apart(parts)
         return seen
 
@@ -211,6 +215,11 @@ class Parts:
                         found[str(kind)] = found.get(str(kind), 0) + count
         return found
 
+    def _messages(self, part: Part, pieces: Iterable[Summary]) -> int:
+        """The number of messages in some pieces of a part; the rows of a pulse are messages, unless `folded`."""
+        rows = np.array([1 if self.folded else max(1, len(one.rows)) for one in part.streams] or [1], np.int64)
+        return sum(int((rows[one.facts[:, Fact.STREAM]] * one.facts[:, Fact.MESSAGES]).sum()) for one in pieces)
+
     def _overtaken(self, part: Part, note: Mapping[str, Any]) -> bool:
         """Whether a note says that an attempt stopped at a step that a later attempt recorded."""
         about = note.get("stopped", note.get("unended"))
@@ -238,8 +247,9 @@ class Parts:
                 },
             )
             told["ranks"].append(part.rank)
-            told["messages"] += span.messages
-            told["superseded"] += span.messages - sum(one.messages for one in counted(span, counts))
+            messages = self._messages(part, counted(span, Counting()))
+            told["messages"] += messages
+            told["superseded"] += messages - self._messages(part, counted(span, counts))
             if told["status"] == "finished":
                 told["status"] = part.status
             told["certificate"] = worst_certificate([told["certificate"], part.header.get("certificate")])
@@ -259,6 +269,9 @@ class Joint:
         The parts that are not read; they only determine which rows of earlier attempts no longer count.
     streams : list of Stream
     shapes : list of tuple of int
+        Streams and shapes, followed by those of the rows of pulses.
+    unfolding : Unfolding or None
+        How the rows of pulses become messages; None if there are no pulses, or they are left as they were written.
     pools : list of Pool
     stores : list of ReadStore
         The store of each pool.
@@ -272,6 +285,7 @@ class Joint:
     others: list[PartSpan]
     streams: list[Stream]
     shapes: list[tuple[int, ...]]
+    unfolding: Unfolding | None
     pools: list[Pool]
     stores: list[ReadStore]
     numbers: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]
@@ -286,6 +300,14 @@ class Joint:
     def counting(self) -> list[Counting]:
         """Which rows of each part count."""
         return counting(self.parts, self.others)
+
+    @cached_property
+    def messages_a_row(self) -> int:
+        """About how many messages a row of the parts is, at most: a pulse is several."""
+        if self.unfolding is None:
+            return 1
+        rows = sum(part.messages for part in self.parts)
+        return max(1, self.total(None).messages // max(1, rows))
 
     @cached_property
     def ends(self) -> list[int]:
@@ -303,6 +325,8 @@ class Joint:
             for one in counted(read, counts, without)
         ]
         whole = united(found)
+        if self.unfolding is not None:
+            whole = self.unfolding.summary(whole)
         if only is None:
             return whole
         return whole.of_streams(np.array([n for n, stream in enumerate(self.streams) if stream.rank in only], np.int64))
@@ -316,6 +340,11 @@ def joint(parts: Parts) -> Joint:
     # a stream that several parts declare becomes one stream
     streams, stream_ids = _united([part.tables.streams.values() for part in read])
     shapes, shape_ids = _united([part.tables.shapes.values() for part in read])
+    unfolding = None if parts.folded else Unfolding(parts.path, streams, shapes)
+    if unfolding is not None and not unfolding.any:
+        unfolding = None
+    if unfolding is not None:
+        streams, shapes = unfolding.streams, unfolding.shapes
     pools = [np.arange(len(part.tables.pools)) for part in read]
     begins = np.cumsum([0, *(len(one) for one in pools[:-1])])
     pool_ids = [ids + begin for ids, begin in zip(pools, begins, strict=True)]
@@ -324,6 +353,7 @@ def joint(parts: Parts) -> Joint:
         others=[PartSpan.of(part) for part in parts.all if part not in read],
         streams=streams,
         shapes=shapes,
+        unfolding=unfolding,
         pools=[pool for part in read for pool in part.tables.pools.values()],
         stores=[part.store for part in read for _ in part.tables.pools],
         numbers=list(zip(stream_ids, shape_ids, pool_ids, strict=True)),
@@ -334,6 +364,12 @@ def joint(parts: Parts) -> Joint:
 def merged(parts: Parts, tables: Joint, spans: Sequence[PartSpan]) -> Merged:
     """Merge rows of the parts into one journal."""
     journal, origin = _joined(tables, spans)
+    if tables.unfolding is not None:
+        journal, rows = tables.unfolding.journal(journal)
+        if origin is None:
+            origin = np.zeros(len(rows), np.int64), spans[0].start + rows
+        else:
+            origin = origin[0][rows], origin[1][rows]
     whole = Merged(journal, tables.streams, tables.shapes, tables.pools, tables.stores, journal, origin=origin)
     if tables.assembles:
         found = assembled(whole, parts.only)

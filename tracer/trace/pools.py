@@ -12,6 +12,7 @@ from tracer.format.encodings import STORAGE_DTYPES, Encoding, encoding_of
 from tracer.format.journal import HAS_DATA
 from tracer.format.names import late_pool, own_pool, shared_pool
 from tracer.messaging.messages import Message
+from tracer.messaging.pulses import PULSE
 from tracer.trace.commits import Commits
 from tracer.trace.compression import Compression
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 PACKED_BYTES: Final = 32768
 """Messages up to this many bytes are copied together before they are written."""
+MOST_PULSES: Final = 16
+"""The most streams of pulses with pools of their own; a program whose steps all differ has many more."""
 _MOST_OWN_AXES: Final = 31
 """The most axes of a message in a stream's own pool: HDF5 allows 32, and the first axis is that of the messages."""
 # the dtypes that torch.stack copies without changing bits
@@ -109,6 +112,7 @@ class Pools:
         self._pools: dict[str, OpenPool] = {}
         self._places: dict[tuple[int, int, str], Place] = {}
         self._taken: set[str] = set()
+        self._pulses = 0
 
     def stream(self, name: tuple[Any, ...], message: Message) -> OpenStream:
         """The stream of a message; declared if it or its sampling is new."""
@@ -157,7 +161,8 @@ class Pools:
         """Set the place of a stream for messages of a shape that differs from the last message's."""
         encoding = encoding_of(data)
         few_axes = len(shape) <= _MOST_OWN_AXES
-        if stream.fresh and few_axes and data.nbytes >= self._own_bytes and self._store.can_create:
+        owns = data.nbytes >= self._own_bytes or (message.kind == PULSE and self._pulses < MOST_PULSES)
+        if stream.fresh and few_axes and owns and self._store.can_create:
             with self._commits:
                 stream.own = self._own_pool(stream, message, shape)
         stream.fresh = False
@@ -207,9 +212,12 @@ class Pools:
         if name.casefold() in self._taken:
             name = f"{name}%~{stream.id}"
         self._taken.add(name.casefold())
-        # chunk_bytes=1 gives one row a chunk; rows of own pools are large enough for that
+        chunk_bytes = 1  # one row a chunk: rows of own pools are large enough for that
+        if message.kind == PULSE:
+            self._pulses += 1
+            chunk_bytes = self._chunk_bytes
         codec = self._codec(message.kind, stream.encoding.name)
-        return self._declare_pool(name, stream.encoding.storage, row, 1, codec)
+        return self._declare_pool(name, stream.encoding.storage, row, chunk_bytes, codec)
 
     def _shared_pool(self, stream: OpenStream, message: Message) -> OpenPool:
         assert stream.encoding is not None

@@ -49,6 +49,9 @@ class TraceReader(Described):
         Whether data is compared with its checksums when it is read. False is for repeated reading of a trace that was
         just verified: large messages are read a third faster, but later damage goes unnoticed. The journal, compressed
         data, object stores and unfinished traces are always verified.
+    folded : bool
+        Whether a pulse, the statistics or the hashes of a step, is one message with a row for each tensor, as it was
+        written. By default each row is a message.
 
     Attributes
     ----------
@@ -70,11 +73,18 @@ class TraceReader(Described):
     """
 
     def __init__(
-        self, path: Anywhere, *, ranks: Iterable[int] | None = None, assemble: bool = True, verify: bool = True
+        self,
+        path: Anywhere,
+        *,
+        ranks: Iterable[int] | None = None,
+        assemble: bool = True,
+        verify: bool = True,
+        folded: bool = False,
     ) -> None:
         self.path = location(path)
         """Where the trace is."""
-        self._parts = Parts.open(self.path, None if ranks is None else {int(rank) for rank in ranks}, assemble)
+        only = None if ranks is None else {int(rank) for rank in ranks}
+        self._parts = Parts.open(self.path, only, assemble, folded)
         try:
             # a running writer may rewrite a chunk while it is read; only a checksum shows that
             self._verify = verify or not self.status.startswith(("finished", "failed"))
@@ -123,7 +133,8 @@ class TraceReader(Described):
             return self
         # rows after the last counting row of a part are not read
         last = [min(one.start, end) for one, end in zip(ends or self.end, tables.ends, strict=True)]
-        found = ahead(starts or self.begin, tables.counting, last, rows or WINDOW_ROWS, alone=tables.alone)
+        rows = max(1, (rows or WINDOW_ROWS) // tables.messages_a_row)
+        found = ahead(starts or self.begin, tables.counting, last, rows, alone=tables.alone)
         return self._part_of(found, last)
 
     def windows(self, rows: int | None = None) -> Iterator[TraceReader]:
@@ -142,8 +153,12 @@ class TraceReader(Described):
         return [PartSpan(span.part, span.stop, span.stop) for span in self._spans or self._tables.parts]
 
     def after(self, count: int) -> Position:
-        """The position after the first `count` messages of this reader."""
+        """The position after the first `count` messages of this reader; not within a pulse, see `before`."""
         return self._rows().after(count)
+
+    def before(self, count: int) -> int:
+        """The number of messages before the pulse that has the message `count`; `count` itself outside of pulses."""
+        return self._rows().before(count)
 
     @property
     def is_last(self) -> bool:
@@ -506,7 +521,11 @@ class TraceReader(Described):
         self._refuse_part("is not pickled")
         # the unpickled reader opens the files again, so that it works in another process
         again = functools.partial(
-            TraceReader, ranks=self._parts.only, assemble=self._parts.assemble, verify=self._verify
+            TraceReader,
+            ranks=self._parts.only,
+            assemble=self._parts.assemble,
+            verify=self._verify,
+            folded=self._parts.folded,
         )
         return again, (self.path,)
 
