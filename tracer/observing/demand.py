@@ -49,6 +49,37 @@ class Apart:
     take: Callable[[Message], None]
 
 
+class Dues:
+    """Which captures are due in a training step; found out once per step.
+
+    Attributes
+    ----------
+    captures : tuple of Capture
+    step : int
+        The last step that was asked about.
+    mask : int
+        The bits of the captures that are due in it.
+    """
+
+    __slots__ = ("_bits", "captures", "mask", "step")
+
+    def __init__(self, captures: Iterable[Capture]) -> None:
+        self.captures = tuple(captures)
+        self._bits = [(capture, 1 << place) for place, capture in enumerate(self.captures)]
+        self.step, self.mask = -1, 0
+
+    def bit(self, capture: Capture) -> int:
+        """The bit of a capture; 0 of one that is not among them."""
+        return next((bit for one, bit in self._bits if one is capture), 0)
+
+    def at(self, step: int) -> int:
+        """The bits of the captures that are due in a step."""
+        if step != self.step:
+            self.mask = sum(bit for capture, bit in self._bits if capture.due_step(step))
+            self.step = step
+        return self.mask
+
+
 class Stream:
     """Who asks for the messages of a kind about one module or parameter, and by which captures it is observed.
 
@@ -64,16 +95,23 @@ class Stream:
         By which it is observed for one listener alone, in steps in which it is not by the others.
     own_times : bool
         Whether its passes come when they are to be recorded, as those of probes do, so that no capture thins them out.
+    dues : Dues
+        Of the captures.
 
     Attributes
     ----------
     asked : bool
         Whether somebody asks for it in some step, and a capture allows it.
+    steady : bool
+        Whether in training steps only `dues` decides by which captures it is observed.
     by_epoch : bool
         Whether its clock is that of epochs.
     """
 
-    __slots__ = ("_answer", "_apart", "_asking", "_at", "_joined", "_kind", "_own_times", "_tag", "asked", "by_epoch")
+    __slots__ = (
+        *("_answer", "_answers", "_apart", "_asking", "_at", "_by_mask", "_dues", "_joined", "_kind", "_mask"),
+        *("_own_times", "_tag", "asked", "by_epoch", "steady"),
+    )
 
     def __init__(
         self,
@@ -85,6 +123,7 @@ class Stream:
         apart: Sequence[Capture] = (),
         *,
         own_times: bool = False,
+        dues: Dues,
     ) -> None:
         self._kind = kind
         self._apart = apart
@@ -99,20 +138,35 @@ class Stream:
         self._own_times = own_times or kind not in KINDS
         self._at = -1, 0  # the last step (or epoch) and batch for which it was asked whether it is wanted
         self._answer: Captures = ()
+        self._answers: dict[tuple[int, ...], Captures] = {}
         self.asked = bool(self._asking or apart)
         self.by_epoch = kind in _BY_EPOCH
+        bits = [dues.bit(capture) for capture, _, _ in self._asking]
+        self._dues, self._mask, self._by_mask = dues, sum(bits), dict[int, Captures]()
+        always = all(any(1 in (one.strides(*name) or ()) for one in asking) for _, name, asking in self._asking)
+        in_training = tag == DEFAULT_TAG and not (self._own_times or self.by_epoch or apart)
+        self.steady = in_training and always and all(bits)
 
     def wanted(self, clock: int, batch: int = 0) -> Captures:
         """The captures by which to observe it in this step (or epoch), that of the data last; none if nobody does.
 
         `batch` is the number of a pass aside among those of this step.
         """
+        if self.steady:
+            dues = self._dues
+            mask = (dues.mask if clock == dues.step else dues.at(clock)) & self._mask
+            known = self._by_mask.get(mask)
+            if known is None:
+                known = self._by_mask[mask] = tuple(self._taken(clock, batch))
+            return known
         if (clock, batch) != self._at:  # asked several times in each step
             answer = tuple(self._taken(clock, batch))
             if self._apart:
                 kind, tag, always = self._kind, self._tag, self._own_times
                 due = [one for one in self._apart if always or one.due(kind, tag, clock, batch)]
                 answer = self._with_apart(answer, due)
+            # the same captures are the same object, by which others remember what follows from them
+            answer = self._answers.setdefault(tuple(map(id, answer)), answer)
             self._at, self._answer = (clock, batch), answer  # together, because the question may be interrupted
         return self._answer
 
@@ -214,11 +268,11 @@ class Demand:
         self.apart: Apart | None = None
         self.quiet_until = 0
         self._asked_at = -1  # the last step for which `nothing_due` asked
-        self._of_training: Captures = ()  # the captures that observe training passes
         self._inside: Captures = ()  # those of them that take what modules and parameters have
         self._streams: dict[tuple[str, str | None, str], Stream] = {}
         self._either: dict[tuple[str, str | None], _Either] = {}
         self._of_parameters: OfParameters | None = None
+        self.dues = Dues(())  # of the captures that observe training passes
         self._heard_tags: dict[str, Captures] = {}
         self._own_times: set[str] = set()  # tags of probes
         self._given_up: set[tuple[str, str | None]] = set()
@@ -268,9 +322,9 @@ class Demand:
     def ask_anew(self) -> None:
         """Forget who wanted what: receivers, modules or what other ranks record have changed."""
         self._streams, self._either, self._heard_tags, self._of_parameters = {}, {}, {}, None
-        self._of_training = tuple(one for one in self._all_captures if one.takes_tag(DEFAULT_TAG))
+        self.dues = Dues(one for one in self._all_captures if one.takes_tag(DEFAULT_TAG))
         self._inside = tuple(
-            one for one in self._of_training if any(not KINDS[kind].network for kind in one.kinds or ())
+            one for one in self.dues.captures if any(not KINDS[kind].network for kind in one.kinds or ())
         )
         receivers = self.bus.receivers
         self.asking = tuple(one for one in receivers if not one.passive) or receivers
@@ -377,7 +431,7 @@ class Demand:
             if (kind, path) in self._given_up:
                 captures = apart = ()
             own_times = tag in self._own_times
-            known = Stream(kind, path, tag, captures, self.asking, apart, own_times=own_times)
+            known = Stream(kind, path, tag, captures, self.asking, apart, own_times=own_times, dues=self.dues)
             self._streams[kind, path, tag] = known
         return known
 
@@ -496,7 +550,7 @@ class Demand:
         """Whether nobody wants anything of the training passes of this global step."""
         step = self.clock.step
         if self.quiet_until <= step != self._asked_at:  # asked several times in each step
-            due = [one.next_step(step) for one in self._of_training]
+            due = [one.next_step(step) for one in self.dues.captures]
             first = min((one for one in due if one is not None), default=sys.maxsize)
             self.quiet_until = first if first > step or any(one.awake(step) for one in self.asking) else step + 1
             self._asked_at = step

@@ -46,6 +46,11 @@ def hash_of(tensor: Tensor) -> int:
     return int.from_bytes(whole.digest(), "big", signed=True)
 
 
+def hash_of_piece(text: bytes, piece: memoryview) -> int:
+    """The hash of a tensor with this `text_of`, whose numbers in C order, little-endian, are at most one piece."""
+    return int.from_bytes(xxhash.xxh3_64_digest(text + xxhash.xxh3_64_digest(piece)), "big", signed=True)
+
+
 def text_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
     r"""The text that a hash begins with.
 

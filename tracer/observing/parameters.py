@@ -21,10 +21,11 @@ from tracer.format.placement import local
 from tracer.messaging.messages import DEFAULT_TAG, difference
 from tracer.observing.capture import Capture
 from tracer.observing.clock import At
-from tracer.observing.demand import Captures, is_beside_statistics
+from tracer.observing.demand import Captures, OfParameters, is_beside_statistics
 from tracer.observing.numbers import StreamKey
 from tracer.observing.parameter_table import Parameter
 from tracer.observing.part import Ground, Part
+from tracer.observing.pulses import Reading
 from tracer.observing.pytorch.tensors import same_storage, unscaled
 from tracer.observing.ranks import Ranks
 from tracer.observing.turns import Candidate, Turns
@@ -39,9 +40,11 @@ class Kept(NamedTuple):
     ----------
     small : list of (Capture, Tensor)
         Hash and statistics, which are computed at once so that the tensor need not be copied for them.
+    reading : Reading or None
+        What was read of a small tensor of which only hash and statistics are wanted.
     data : torch.Tensor or None
-        A copy of the part that the data's capture selects. If the tensor is not final and its hash or statistics are
-        wanted, a copy of all of it.
+        A copy of the part that the data's capture selects; with a reading, the tensor itself. If the tensor is not
+        final and its hash or statistics are wanted, a copy of all of it.
     whole : bool
         Whether the data is the whole tensor, from which captures select when the step ends.
     alone : bool
@@ -52,6 +55,7 @@ class Kept(NamedTuple):
     data: Tensor | None
     whole: bool = False
     alone: bool = False
+    reading: Reading | None = None
 
 
 EARLY = 4 << 20
@@ -92,6 +96,9 @@ class Parameters(Part):
         self._after: dict[str, Kept] = {}
         self._moved: dict[str, Captures] = {}  # captures of the updates that are computed when they are published
         self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and kind
+        # the answer of `_is_steady`, and for each mask of due captures that of `_with_captures`
+        self._steady: tuple[OfParameters, bool] | None = None
+        self._listed: dict[int, tuple[Iterable[Parameter], list[tuple[Parameter, Captures, Captures, Captures]]]] = {}
 
     def forget(self) -> None:
         """Drop all data of the step."""
@@ -128,7 +135,7 @@ class Parameters(Part):
                     continue
                 value = self._keep(value_captures, kind, tensor)
                 base = value
-                if update_captures != value_captures or (value is not None and value.small):
+                if update_captures != value_captures or (value is not None and (value.small or value.reading)):
                     base = self._keep(update_captures, update_kind, tensor, final=False)
             except Exception as error:  # noqa: BLE001 - under strict it is raised again
                 self.demand.give_up(kind, parameter.stream, error)
@@ -191,8 +198,35 @@ class Parameters(Part):
     def _with_captures(
         self, parameters: Iterable[Parameter]
     ) -> Iterator[tuple[Parameter, Captures, Captures, Captures]]:
-        """Wanted parameters in this step, with the captures of their values, gradients and updates."""
+        """Wanted parameters in this step, with the captures of their values, gradients and updates.
+
+        Asked several times in each step. In most trainings the answer depends on the due captures alone.
+        """
         asked, step = self.demand.of_parameters(), self.clock.now().global_step
+        if not self._is_steady(asked):
+            return self._asked_now(parameters, asked, step)
+        mask = self.demand.dues.at(step)
+        known = self._listed.get(mask)
+        if known is None or known[0] is not parameters:
+            known = self._listed[mask] = parameters, list(self._asked_now(parameters, asked, step))
+        return iter(known[1])
+
+    def _is_steady(self, asked: OfParameters) -> bool:
+        """Whether the captures of all parameters depend on the due captures alone, and no parameter waits its turn."""
+        if self._steady is None or self._steady[0] is not asked:
+            streams = [one for of_one in asked.values() for one in of_one if one is not None]
+            tensors = [one.tensor for one in self.table.all]
+            fit = self.turns is None or (
+                not any(one is not None and is_lazy(one) for one in tensors)
+                and self.turns.all_fit(sum(_nbytes(one) for one in tensors if one is not None))
+            )
+            self._steady = asked, fit and self.demand.apart is None and all(one.steady for one in streams)
+            self._listed = {}
+        return self._steady[1]
+
+    def _asked_now(
+        self, parameters: Iterable[Parameter], asked: OfParameters, step: int
+    ) -> Iterator[tuple[Parameter, Captures, Captures, Captures]]:
         for parameter in parameters:
             value, gradient, update = asked[parameter.path]
             values = () if value is None else value.wanted(step)
@@ -207,6 +241,8 @@ class Parameters(Part):
         """Whether a parameter's weights are kept in this step, to compute its update."""
         if self.turns is None or self.demand.apart is not None:  # the receiver of `Apart` limits memory itself
             return True
+        if self._steady is not None and self._steady[1]:
+            return True
         return path in self.turns.of(step, functools.partial(self._candidates, step))
 
     def _candidates(self, step: int) -> Iterator[Candidate]:
@@ -217,8 +253,7 @@ class Parameters(Part):
             if tensor is not None and not is_lazy(tensor) and updates is not None and updates.wanted(step):
                 kept = () if values is None else values.wanted(step)
                 copied = any(one.beside(parameter.values) is None for one in kept)
-                own = local(tensor)
-                yield Candidate(parameter.path, own.numel() * own.element_size(), copied)
+                yield Candidate(parameter.path, _nbytes(tensor), copied)
 
     def wanted(self, parameter: Parameter, kind: str) -> Captures:
         """The captures that want messages of a kind about a parameter in this step."""
@@ -330,6 +365,12 @@ class Parameters(Part):
         if place is None and not (parameter.computed and kind != parameter.values):
             place = self.replicas.get(parameter.path)
         tensor = parameter.tensor
+        if kept.reading is not None:
+            if self.publisher.keeps_rows(kind, captures):
+                assert kept.data is not None
+                rows = self.publisher.rows(captures, stream, kept.data, place)
+                self.publisher.pulses.add_reading(rows, stream, kept.reading, 0, at, self.publisher.rank)
+            return
         small = {id(capture): made for capture, made in kept.small}
         for capture in captures:
             data = small.get(id(capture), kept.data)
@@ -355,6 +396,10 @@ class Parameters(Part):
         beside = [one for one in captures if one.beside(kind) is not None]
         if beside and not final:
             return Kept([], self.publisher.copy(source) if apart else source, whole=True)
+        if len(beside) == len(captures) and self.publisher.keeps_rows(kind, captures):
+            reading = self.publisher.pulses.read(source)
+            if reading is not None:
+                return Kept([], source, reading=reading)
         made = [(one, one.reduced(kind, source)) for one in beside]
         if len(made) == len(captures):
             return Kept(made, None)
@@ -372,6 +417,10 @@ class Parameters(Part):
         if now.shape != base.data.shape:
             return None
         update = difference(now, base.data, base.data if ends and base.alone else self.publisher.space(now))
+        if self.publisher.keeps_rows(kind, captures):
+            reading = self.publisher.pulses.read(update)
+            if reading is not None:
+                return Kept([], update, base.whole, reading=reading)
         made = [(one, one.reduced(kind, update)) for one in captures if one.beside(kind) is not None]
         return Kept(made, update if len(made) < len(captures) else None, base.whole)
 
@@ -406,6 +455,12 @@ def _is_large(tensor: Tensor) -> bool:
     """Whether this process's share of a tensor is large enough to be published as soon as it is final."""
     own = local(tensor)
     return own.layout is torch.strided and own.is_cpu and own.nbytes >= EARLY
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """The bytes of this process's share of a tensor."""
+    own = local(tensor)
+    return own.numel() * own.element_size()
 
 
 def _values(tensor: Tensor) -> Tensor:

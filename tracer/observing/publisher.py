@@ -23,7 +23,7 @@ from tracer.observing.demand import EVERYTHING, HELD, Captures, Demand, is_besid
 from tracer.observing.numbers import Numbers, StreamKey
 from tracer.observing.overflows import Overflows
 from tracer.observing.problems import Problems
-from tracer.observing.pulses import Pulses
+from tracer.observing.pulses import Pulses, RowKind
 from tracer.observing.pytorch.tensors import copied, leaves, ordinary, same_storage, space_for, unobservable, unscaled
 from tracer.observing.tags import Held, UndecidedTag
 
@@ -79,6 +79,9 @@ class Publisher:
         self.collecting: Collecting | None = None
         self._running: dict[StreamKey, Tensor] = {}
         self._samplings: dict[tuple[Any, ...], dict[str, Any] | None] = {}
+        # by the id of captures, which are kept here so that no others get it
+        self._rows_only: dict[int, tuple[Captures, bool]] = {}
+        self._rows_of: dict[tuple[Any, ...], tuple[Captures, tuple[RowKind, ...]]] = {}
         # by torch's specification of a distributed tensor
         self._placements: dict[Any, dict[str, Any]] = {}
 
@@ -178,6 +181,13 @@ class Publisher:
         if captures is HELD:
             self._hold(stream, data, call, owned=owned)
             return
+        if scale is None and tag == DEFAULT_TAG and self.collecting is None and self.keeps_rows(kind, captures):
+            reading = self.pulses.read(data)
+            if reading is not None:
+                number = self.numbers.message(stream, call)
+                rows = self.rows(captures, stream, data, None)
+                self.pulses.add_reading(rows, stream, reading, number, at, self.rank)
+                return
         first = captures[0]
         axis = self.datapoints.axis(stream, data, self.demand.module_at) if asks(kind, data) else None
         plain = len(captures) == 1 and first.keeps_whole(kind) and first.in_place_of(kind, data) is first
@@ -222,6 +232,33 @@ class Publisher:
             twice = is_beside_statistics(capture, captures, kind)
             sampling = self.sampling(keeping, stream, source, placement, twice, axis)
             self.release(keeping, stream, chosen, source, number, at, sampling, owned=owned)
+
+    def keeps_rows(self, kind: str, captures: Captures) -> bool:
+        """Whether hashes and statistics of whole tensors are all that is kept, and leave as rows of a pulse."""
+        known = self._rows_only.get(id(captures))
+        if known is None or known[0] is not captures:
+            keeps = self.bus.takes_pulses and not any(
+                one.beside(kind) is None or one.rows is not None or self._is_apart(one) for one in captures
+            )
+            known = self._rows_only[id(captures)] = captures, keeps
+        return known[1]
+
+    def rows(
+        self, captures: Captures, stream: StreamKey, data: Tensor, placement: dict[str, Any] | None
+    ) -> tuple[RowKind, ...]:
+        """The rows of a tensor for captures for which `keeps_rows` holds; computed once per number of axes."""
+        kind = stream.kind
+        key = id(captures), stream, data.ndim, data.is_floating_point(), id(placement)
+        known = self._rows_of.get(key)
+        if known is None or known[0] is not captures:
+            made = tuple(
+                RowKind(
+                    str(one.beside(kind)), one.published(kind), self.sampling(one, stream, data, placement, twice=False)
+                )
+                for one in captures
+            )
+            known = self._rows_of[key] = captures, made
+        return known[1]
 
     def _hold(self, stream: StreamKey, data: Tensor, call: int | None, *, owned: bool) -> None:
         """Keep a copy of a tensor of a pass until it is known what the pass is for."""
@@ -276,7 +313,7 @@ class Publisher:
         kind = capture.published(stream.kind) if capture.choices else stream.kind
         what = capture.beside(stream.kind) if capture.choices else None
         if what is not None and stream.tag == DEFAULT_TAG and self.bus.takes_pulses and not self._is_apart(capture):
-            self.pulses.add(what, kind, stream, final, call, at, self.rank, sampling)
+            self.pulses.add(RowKind(what, kind, sampling), stream, final, call, at, self.rank)
         else:
             self._send(capture, self._message(kind, stream, final, call, at, sampling))
 
@@ -353,7 +390,7 @@ class Publisher:
 
     def forget_captures(self) -> None:
         """Drop what was computed for captures that have been replaced."""
-        self._samplings = {}
+        self._samplings, self._rows_only, self._rows_of = {}, {}, {}
 
     def forget_places(self) -> None:
         """Drop the cache of `place`."""

@@ -163,7 +163,7 @@ class Steps(Part):
                     self._complete_state()
                     self.parameters.publish(self.clock.began)
                 self.state.end()
-                self.publisher.pulses.publish()
+                self.publisher.pulses.step_over()
                 self.publisher.event("batch_finished", self.clock.began)
         except BaseException as error:
             if not isinstance(error, Exception):
@@ -233,7 +233,7 @@ class Steps(Part):
 
     def forget(self) -> None:
         """Drop the open step's data."""
-        self.publisher.pulses.publish()
+        self.publisher.pulses.step_over()
         self.gradients.forget()
         self.parameters.forget()
         self.state.forget()

@@ -47,6 +47,10 @@ class Turns:
         self._turns = 0
         self._last: dict[str, int] = {}  # by path: the number of the last turn
 
+    def all_fit(self, nbytes: int) -> bool:
+        """Whether weights of this many bytes are within the limit."""
+        return nbytes <= self._bound
+
     def of(self, step: int, candidates: Callable[[], Iterable[Candidate]]) -> frozenset[str]:
         """The paths of the parameters whose turn it is in a step; chosen at the first call of a step."""
         if step != self._step:

@@ -141,14 +141,15 @@ class Budget:
         self._step = max(self._step, message.global_step)
         data = message.data
         self._cost += message_bytes(message)
-        stream = (message.kind, message.key, message.tag, message.leaf, None if data is None else data.dtype)
+        dtype = None if data is None else data.dtype
+        stream: tuple[Any, ...] = (message.kind, message.key, message.tag, message.leaf, dtype)
         rows = len(message.sampling["rows"]) if message.kind == PULSE and message.sampling is not None else 0
         if rows:
             stream = (*stream, id(message.sampling))
         self._pay_once(stream, STREAM_BYTES + rows * PULSE_ROW_BYTES)
         if data is not None:
             shares = data.nbytes < CHUNK_BYTES and not rows
-            self._pay_once(stream[:1] + stream[-1:] if shares else ("own", *stream), ARRAY_BYTES)
+            self._pay_once((message.kind, dtype) if shares else ("own", *stream), ARRAY_BYTES)
         self._held.append(entry)
 
     def _pay_once(self, what: tuple[Any, ...], cost: int) -> None:

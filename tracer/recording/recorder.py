@@ -111,6 +111,10 @@ class Recorder(Receiver):
         """Everything that is observed, unless another rank records it; no answers."""
         return kind not in self.derived and not (self._elsewhere and (kind, module) in self._elsewhere)
 
+    def strides(self, kind: str, module: str | None, tag: str | None) -> Collection[int]:
+        """Every step."""
+        return (1,)
+
     def receive(self, message: Message) -> Iterable[Message]:
         """Queue a message; if the queue is full, wait or drop it. Only one thread at a time may call this.
 

@@ -57,7 +57,7 @@ class Reading:
         return self.data.merged.rank
 
     def before(self, count: int) -> int:
-        """See `TraceReader.before`."""
+        """See `Described.before`."""
         read = self.data.merged
         if read.origin is None or not 0 < count < len(read.journal):
             return count
@@ -124,6 +124,10 @@ class Described:
     def rank(self) -> NDArray[np.int64]:
         """The rank of each row of `journal`, (messages,)."""
         return self._rows().rank
+
+    def before(self, count: int) -> int:
+        """The number of messages before the pulse that has the message `count`; `count` itself outside of pulses."""
+        return self._rows().before(count)
 
     @property
     def problems(self) -> list[str]:

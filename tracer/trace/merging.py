@@ -167,7 +167,9 @@ class Parts:
 
     def _seen(self, only: set[int] | None, assemble: bool, parts: list[Part]) -> Parts:
         """The given parts, sorted for another reader; shares the open files."""
-        seen = Parts(self.path, only, assemble, self.folded, self.stores, problems=self.problems, unreadable=self.unreadable)
+        seen = Parts(
+            self.path, only, assemble, self.folded, self.stores, problems=self.problems, unreadable=self.unreadable
+        )
         seen._tell_apart(parts)
         return seen
 

@@ -156,10 +156,6 @@ class TraceReader(Described):
         """The position after the first `count` messages of this reader; not within a pulse, see `before`."""
         return self._rows().after(count)
 
-    def before(self, count: int) -> int:
-        """The number of messages before the pulse that has the message `count`; `count` itself outside of pulses."""
-        return self._rows().before(count)
-
     @property
     def is_last(self) -> bool:
         """Whether no messages follow this window, up to the `ends` that it was made with."""
