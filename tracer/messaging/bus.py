@@ -193,7 +193,7 @@ class MessageBus:
                 if message.kind == PULSE:
                     self._deliver_pulse(message)
                 else:
-                    self._deliver(message, key, self._receivers)
+                    self._deliver(message, key)
                 self._deliver_queued()
             finally:
                 self._publishing = False  # before the call of clear(), which may be interrupted
@@ -339,12 +339,13 @@ class MessageBus:
             for message in messages_of(pulse, rows):
                 self._deliver(message, message.key, tuple(one for one in self._receivers if not one.takes_pulses))
 
-    def _deliver(self, message: Message, key: str | None, receivers: Sequence[Receiver]) -> None:
+    def _deliver(self, message: Message, key: str | None, receivers: Sequence[Receiver] | None = None) -> None:
+        """Deliver a message to some receivers, by default to all."""
         kind, tag, step, data = message.kind, message.tag, message.step, message.data
         if data is not None and data.is_inference():
             data = None  # inference tensors have no version counter
         version = 0 if data is None else data._version
-        for receiver in receivers:
+        for receiver in self._receivers if receivers is None else receivers:
             if not receiver.wants(kind, key, tag, step):
                 continue
             try:
@@ -382,7 +383,7 @@ class MessageBus:
             if part is not None:
                 self._hand_out(part)
             if message is not None:
-                self._deliver(message, message.key, self._receivers)
+                self._deliver(message, message.key)
                 self._deliver_queued()
         return True
 
@@ -425,7 +426,7 @@ class MessageBus:
     def _deliver_queued(self) -> None:
         while self._queue:
             later = self._queue.popleft()
-            self._deliver(later, later.key, self._receivers)
+            self._deliver(later, later.key)
 
     def _carries(self, stack: Stack) -> bool:
         """Whether `_refuse` accepts every message of a stack."""

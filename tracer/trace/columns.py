@@ -74,6 +74,12 @@ class Columns:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    @property
+    def messages_of_rows(self) -> int:
+        """The number of messages, where each row of a pulse is one."""
+        rows = np.array([max(1, len(one.rows)) for one in self.streams], np.int64)
+        return int(rows[self.numbers].sum())
+
     def part(self, begin: int, end: int) -> Columns:
         """The messages from `begin` up to, not including, `end`."""
         if begin == 0 and end == len(self):

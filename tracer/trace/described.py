@@ -129,6 +129,20 @@ class Described:
         """The number of messages before the pulse that has the message `count`; `count` itself outside of pulses."""
         return self._rows().before(count)
 
+    def sizes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes of the data of each given row of `journal`."""
+        return self._rows().data.sizes(rows)
+
+    def begins_chunk(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of the given rows of `journal` have a chunk that begins in their data: good places to split reading.
+
+        Raises
+        ------
+        TraceCorruptError
+            If the arrays that hold the data differ from their declarations.
+        """
+        return self._rows().data.begins_chunk(rows)
+
     @property
     def problems(self) -> list[str]:
         """A sentence for each part of the trace that is missing or cannot be read, and for each of the `holes`."""

@@ -82,9 +82,9 @@ class Parts:
     unreadable: dict[int, TraceError] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Location, only: set[int] | None, assemble: bool, folded: bool = False) -> Parts:
+    def open(cls, path: Location, only: set[int] | None, assemble: bool) -> Parts:
         """Open the parts of the trace at a path; raises the same errors as `TraceReader`."""
-        parts = cls(path, only, assemble, folded)
+        parts = cls(path, only, assemble)
         opened, broken = open_parts(path)
         parts.stores = list({id(store): store for _, store in opened}.values())
         try:
@@ -159,17 +159,19 @@ class Parts:
 
     def of_rank(self, rank: int, assemble: bool) -> Parts:
         """The parts for a reader of one rank; shares the open files."""
-        return self._seen({rank}, assemble, self.all)
+        return self._seen({rank}, assemble, self.folded, self.all)
 
     def until(self, attempt: int) -> Parts:
         """The parts without those of later attempts; shares the open files."""
-        return self._seen(self.only, self.assemble, [part for part in self.all if part.attempt <= attempt])
+        return self._seen(self.only, self.assemble, self.folded, [one for one in self.all if one.attempt <= attempt])
 
-    def _seen(self, only: set[int] | None, assemble: bool, parts: list[Part]) -> Parts:
+    def as_written(self) -> Parts:
+        """The parts for a reader to which a pulse is one message; shares the open files."""
+        return self._seen(self.only, self.assemble, True, self.all)
+
+    def _seen(self, only: set[int] | None, assemble: bool, folded: bool, parts: list[Part]) -> Parts:
         """The given parts, sorted for another reader; shares the open files."""
-        seen = Parts(
-            self.path, only, assemble, self.folded, self.stores, problems=self.problems, unreadable=self.unreadable
-        )
+        seen = Parts(self.path, only, assemble, folded, self.stores, problems=self.problems, unreadable=self.unreadable)
         seen._tell_apart(parts)
         return seen
 

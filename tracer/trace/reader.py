@@ -49,9 +49,6 @@ class TraceReader(Described):
         Whether data is compared with its checksums when it is read. False is for repeated reading of a trace that was
         just verified: large messages are read a third faster, but later damage goes unnoticed. The journal, compressed
         data, object stores and unfinished traces are always verified.
-    folded : bool
-        Whether a pulse, the statistics or the hashes of a step, is one message with a row for each tensor, as it was
-        written. By default each row is a message.
 
     Attributes
     ----------
@@ -73,18 +70,11 @@ class TraceReader(Described):
     """
 
     def __init__(
-        self,
-        path: Anywhere,
-        *,
-        ranks: Iterable[int] | None = None,
-        assemble: bool = True,
-        verify: bool = True,
-        folded: bool = False,
+        self, path: Anywhere, *, ranks: Iterable[int] | None = None, assemble: bool = True, verify: bool = True
     ) -> None:
         self.path = location(path)
         """Where the trace is."""
-        only = None if ranks is None else {int(rank) for rank in ranks}
-        self._parts = Parts.open(self.path, only, assemble, folded)
+        self._parts = Parts.open(self.path, None if ranks is None else {int(rank) for rank in ranks}, assemble)
         try:
             # a running writer may rewrite a chunk while it is read; only a checksum shows that
             self._verify = verify or not self.status.startswith(("finished", "failed"))
@@ -215,6 +205,11 @@ class TraceReader(Described):
         ends = dict(zip(spans, self._ends or [span.stop for span in self._spans], strict=True))
         there = [read.part for read in found._tables.parts]
         return found._part_of([spans[part] for part in there], [ends[part] for part in there])
+
+    def folded(self) -> TraceReader:
+        """A reader to which a pulse (statistics or hashes of a step) is one message; it shares the open files."""
+        self._refuse_part("does not fold pulses")
+        return self._view(self._parts.as_written())
 
     def until_attempt(self, attempt: int) -> TraceReader:
         """A reader of this trace as an attempt left it, without later attempts.
@@ -415,20 +410,6 @@ class TraceReader(Described):
         """
         return self._rows().blocks.values(self.select(kinds, modules, steps, tags, streams, where, ranks))
 
-    def sizes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Bytes of the data of each given row of `journal`."""
-        return self._rows().data.sizes(rows)
-
-    def begins_chunk(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of the given rows of `journal` have a chunk that begins in their data: good places to split reading.
-
-        Raises
-        ------
-        TraceCorruptError
-            If the arrays that hold the data differ from their declarations.
-        """
-        return self._rows().data.begins_chunk(rows)
-
     def fingerprint(self) -> Fingerprint:
         """An empty digest, to which rows of the `journal` of this reader or of its windows can be added.
 
@@ -515,13 +496,11 @@ class TraceReader(Described):
 
     def __reduce__(self) -> Any:
         self._refuse_part("is not pickled")
+        if self._parts.folded:
+            raise CaptureError(f"{self.path}: a folded reader is not pickled; pickle the reader that it was made from")
         # the unpickled reader opens the files again, so that it works in another process
         again = functools.partial(
-            TraceReader,
-            ranks=self._parts.only,
-            assemble=self._parts.assemble,
-            verify=self._verify,
-            folded=self._parts.folded,
+            TraceReader, ranks=self._parts.only, assemble=self._parts.assemble, verify=self._verify
         )
         return again, (self.path,)
 

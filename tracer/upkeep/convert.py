@@ -125,6 +125,9 @@ def convert(
         total = len(reader)
         if selection.ranks is not None or any(one is not None for one in wanted):
             total = sum(len(window.select(*wanted, ranks=selection.ranks)) for window in asked_for.windows())
+        # pulses are copied as they are, unless only some of their rows are wanted
+        if selection.kinds is None and selection.modules is None:
+            asked_for = reader.folded().within(selection.start, selection.stop)
         holes = [one for one in reader.holes if selection.start < one.first and _before(one.last, selection.stop)]
         lost = sentences(src, reader.holes, len(reader.ranks))
         info, problems = reader.info, [one for one in reader.problems if one not in lost]
@@ -144,7 +147,7 @@ def convert(
                     if progress is not None:
                         progress(done, total)
                     writer.write_columns(columns)
-                    done += len(columns)
+                    done += columns.messages_of_rows
             writer.note({"converted": _provenance(src, filters)})
             writer.finish(status, ended=ended)
         return {

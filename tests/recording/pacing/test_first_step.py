@@ -48,8 +48,10 @@ def test_bytes_a_step_are_those_of_many(capture: str, tmp_path: Path, monkeypatc
     monkeypatch.setattr(first_step, "free_bytes", lambda folder: 12345)
     (told,) = outlook(tmp_path / "run.zarr", 200, capture=profile(capture))
     assert told.free_bytes == 12345
-    with tracer.TraceReader(tmp_path / "run.zarr", folded=True) as trace:
-        sizes = [0 if one.data is None else stored_bytes(tuple(one.data.shape), one.data.itemsize) for one in trace]
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        sizes = [
+            0 if one.data is None else stored_bytes(tuple(one.data.shape), one.data.itemsize) for one in trace.folded()
+        ]
     assert told.bytes_per_step == pytest.approx((sum(sizes) + ROW_BYTES * len(sizes)) / 200, rel=0.05)
 
 
