@@ -338,6 +338,7 @@ class MessageBus:
         if any(one.wants(row.kind, row.module, pulse.tag, None) for one in others for row in rows):
             for message in messages_of(pulse, rows):
                 self._deliver(message, message.key, tuple(one for one in self._receivers if not one.takes_pulses))
+                self._deliver_queued()  # answers to a row come before the next row, as they do in a replay
 
     def _deliver(self, message: Message, key: str | None, receivers: Sequence[Receiver] | None = None) -> None:
         """Deliver a message to some receivers, by default to all."""

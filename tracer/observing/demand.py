@@ -208,7 +208,10 @@ class _Either:
 
 
 Captures: TypeAlias = "tuple[Capture, ...]"
-OfParameters: TypeAlias = "dict[str, tuple[Stream | None, Stream | None, Stream | None]]"
+
+
+class OfParameters(dict[str, tuple[Stream | None, Stream | None, Stream | None]]):
+    """By path, the streams of a parameter's values, gradients and updates; None for those nobody asks for."""
 
 
 def _data_last(kind: str, captures: Iterable[Capture]) -> Captures:
@@ -441,7 +444,7 @@ class Demand:
         Another dictionary, as soon as any of these have changed.
         """
         if self._of_parameters is None:
-            asked: OfParameters = {}
+            asked = OfParameters()
             for parameter in self.table.all:
                 found = [self._stream(kind, parameter.stream, DEFAULT_TAG) for kind in parameter.kinds]
                 value, gradient, update = (one if one.asked else None for one in found)

@@ -10,6 +10,7 @@ can change them any more. If updates are wanted, one copy of the weights is kept
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -97,7 +98,7 @@ class Parameters(Part):
         self._moved: dict[str, Captures] = {}  # captures of the updates that are computed when they are published
         self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and kind
         # the answer of `_is_steady`, and for each mask of due captures that of `_with_captures`
-        self._steady: tuple[OfParameters, bool] | None = None
+        self._steady: tuple[weakref.ref[OfParameters], bool] | None = None
         self._listed: dict[int, tuple[Iterable[Parameter], list[tuple[Parameter, Captures, Captures, Captures]]]] = {}
 
     def forget(self) -> None:
@@ -213,14 +214,14 @@ class Parameters(Part):
 
     def _is_steady(self, asked: OfParameters) -> bool:
         """Whether the captures of all parameters depend on the due captures alone, and no parameter waits its turn."""
-        if self._steady is None or self._steady[0] is not asked:
+        if self._steady is None or self._steady[0]() is not asked:
             streams = [one for of_one in asked.values() for one in of_one if one is not None]
             tensors = [one.tensor for one in self.table.all]
             fit = self.turns is None or (
                 not any(one is not None and is_lazy(one) for one in tensors)
                 and self.turns.all_fit(sum(_nbytes(one) for one in tensors if one is not None))
             )
-            self._steady = asked, fit and self.demand.apart is None and all(one.steady for one in streams)
+            self._steady = weakref.ref(asked), fit and self.demand.apart is None and all(one.steady for one in streams)
             self._listed = {}
         return self._steady[1]
 

@@ -29,6 +29,7 @@ from tracer.observing.tags import Held, UndecidedTag
 
 LARGE = 1 << 20
 """Tensors of at least this many bytes are copied only when the receivers have room."""
+_LOSSES = ("loss_terms", "loss")
 PROBED = ("layer_inputs", "activations", "network_output")
 """The kinds published of a probe's pass. A probe's input is always the same, and the user has it."""
 
@@ -181,6 +182,8 @@ class Publisher:
         if captures is HELD:
             self._hold(stream, data, call, owned=owned)
             return
+        if kind in _LOSSES and tag == DEFAULT_TAG:
+            self.pulses.publish()  # what a loss was computed from comes before it
         if scale is None and tag == DEFAULT_TAG and self.collecting is None and self.keeps_rows(kind, captures):
             reading = self.pulses.read(data)
             if reading is not None:
