@@ -109,6 +109,10 @@ class Parameters(Part):
         for paths in (self._final, self._released, self._settled, self._late):
             paths.clear()
 
+    def forget_asked(self) -> None:
+        """Drop what is remembered of the parameters that somebody wants, and with it their modules."""
+        self._steady, self._listed = None, {}
+
     @property
     def holding(self) -> bool:
         """Whether there is data to `forget`. Everything that is kept has an entry in `_places`."""
