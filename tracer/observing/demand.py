@@ -325,7 +325,11 @@ class Demand:
     def ask_anew(self) -> None:
         """Forget who wanted what: receivers, modules or what other ranks record have changed."""
         self._streams, self._either, self._heard_tags, self._of_parameters = {}, {}, {}, None
-        self.dues = Dues(one for one in self._all_captures if one.takes_tag(DEFAULT_TAG))
+        self.dues = Dues(
+            one
+            for one in self._all_captures
+            if one.takes_tag(DEFAULT_TAG) and not _BY_EPOCH.issuperset(one.kinds or ())
+        )
         self._inside = tuple(
             one for one in self.dues.captures if any(not KINDS[kind].network for kind in one.kinds or ())
         )

@@ -68,7 +68,7 @@ _PROFILES: Mapping[str, _Profile] = {
             "max_overhead": 0.05,
             "keyframe_bytes": 64 << 20,
             "update_bytes": 64 << 20,
-            "overhead_credit": 5.0,  # so that a short training is recorded at every step
+            "overhead_credit": 30.0,  # so that a short training is recorded at every step
         },
     ),
     "full": _Profile(
@@ -121,7 +121,8 @@ def profile(name: str) -> tuple[Capture, ...]:
     ``standard``
         The default. At every step losses, inputs, labels, sample ids, hyperparameters and the states of the random
         generators; at every 50th step a keyframe, and a hash of every tensor of its step; statistics and a hash of
-        every tensor of other steps, after 5 seconds of recording only as often as 5 % of the training's CPU time allow.
+        every tensor of other steps. After 30 seconds of recording, all of this only as often as 5 % of the training's CPU
+        time allow.
         ``trace reenact`` recomputes everything else. Of evaluations outputs, labels and losses. Inputs, labels and
         outputs of a batch above 8 MiB are kept only as a hash. If all parameters together exceed 64 MiB, they take
         turns in having updates recorded. Of a probe, if one is requested, sketches of activations.

@@ -26,8 +26,11 @@ class Wish(NamedTuple):
 class Bound(Protocol):
     """Measures what steps take of a bounded resource."""
 
-    def step_over(self, step: int, due: Sequence[str]) -> None:
-        """Measure a training step that has ended, in which the groups `due` were due."""
+    def step_over(self, step: int, due: Sequence[str], steps: int) -> None:
+        """Measure the steps since the last call: `steps`, the last of which is `step`, in which `due` was due.
+
+        Nothing was due in the steps before it.
+        """
 
     def wish(self) -> Wish | None:
         """The factors that the bound asks for; None as long as it asks for nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from tracer.recording.pacing.schedule import GROUPS, Schedule
@@ -11,23 +11,21 @@ WIDEST: Final = 1 << 20
 """The largest factor."""
 SHARES: Final[Mapping[str, float]] = {"losses": 0.5, "inputs": 0.7, "keyframes": 0.5, "tensors": 1.0}
 """By group, the share of what the groups before it leave that it may take before it is widened."""
-LEAST: Final = 0.1
-"""Groups that are not kept may take at least this share of the allowed amount, or of the kept groups' if larger."""
 _LEARNS = 0.1
 """Weight of the newest step in an estimate, after the first steps."""
 
 
-def next_factor(least: float, *, fine: bool = False) -> int:
-    """The smallest factor that is at least `least`: a power of two or, if `fine`, also three halves of such a power.
+def next_factor(least: float) -> int:
+    """The smallest factor that is at least `least`: a power of two, or three halves of such a power.
 
     Examples
     --------
-    >>> [next_factor(least) for least in (0.3, 1, 1.1, 2.5, 5)], next_factor(5, fine=True)
-    ([1, 1, 2, 4, 8], 6)
+    >>> [next_factor(least) for least in (0.3, 1, 1.1, 2.5, 5)]
+    [1, 1, 2, 3, 6]
     """
     factor = 1
     while factor < least and factor < WIDEST:
-        if fine and factor > 1 and factor * 3 // 2 >= least:
+        if factor > 1 and factor * 3 // 2 >= least:
             return factor * 3 // 2
         factor *= 2
     return factor
@@ -66,11 +64,7 @@ class Costs:
         """The mean cost of a step if the groups come as often as given."""
         return sum(self._rate(schedule, group) for group in GROUPS)
 
-    def fixed(self, schedule: Schedule, kept: Collection[str]) -> float:
-        """The part of `mean` that the groups `kept` take."""
-        return sum(self._rate(schedule, group) for group in kept)
-
-    def factors(self, schedule: Schedule, allowed: float, *, kept: Collection[str] = ()) -> dict[str, int]:
+    def factors(self, schedule: Schedule, allowed: float) -> dict[str, int]:
         """The smallest factors with which the mean step costs no more than `allowed`.
 
         Parameters
@@ -78,19 +72,13 @@ class Costs:
         schedule : Schedule
         allowed : float
             In the unit of `learn`.
-        kept : collection of str
-            Groups that come as often as given, even if they cost more than `allowed`. The others then take `LEAST`.
         """
         left, found = max(allowed, 0.0), dict[str, int]()
         for group in GROUPS:
             rate = self._rate(schedule, group)
-            if group in kept:
-                found[group] = 1
-                left = max(left - rate, LEAST * max(allowed, rate))
-                continue
             share = SHARES[group] * left
             needed = rate / share if share > 0 else float(WIDEST if rate else 1)
-            found[group] = next_factor(needed, fine=group == "tensors")
+            found[group] = next_factor(needed)
             left -= min(left, rate / found[group])
         # a keyframe is useless without its step's generators and hyperparameters, which are in the group "inputs"
         found["inputs"] = max(found["inputs"], found["losses"])

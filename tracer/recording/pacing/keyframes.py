@@ -33,7 +33,7 @@ class KeyframeSpread:
         self._before = recorder.seen_bytes
         self._taken = 0
 
-    def step_over(self, step: int, due: Sequence[str]) -> None:
+    def step_over(self, step: int, due: Sequence[str], steps: int) -> None:
         """Count the bytes of the step, if it has a keyframe."""
         now, before = self._recorder.seen_bytes, self._before
         self._before = now

@@ -10,12 +10,12 @@ from typing import NamedTuple, final
 from tracer.observing.probes import Probes
 from tracer.observing.pytorch.gate import Meter
 from tracer.recording.pacing.bound import Wish
-from tracer.recording.pacing.costs import LEAST, Costs
-from tracer.recording.pacing.schedule import Schedule
+from tracer.recording.pacing.costs import Costs, next_factor
+from tracer.recording.pacing.schedule import GROUPS, Schedule
 from tracer.recording.recorder import Recorder
 
 _COLD_STEPS = 2
-"""The first steps, which import libraries and create files, are not measured."""
+"""The first steps, which import libraries and create files, tell nothing of what later steps cost."""
 _EAGER_STEPS = 8
 """The writer is woken after each of the first steps, so that its clock tells early what writing costs."""
 _HORIZON = 64
@@ -24,11 +24,8 @@ _LONGEST = 3.0
 """The longest time that counts for a step, as a multiple of the mean step."""
 _AIM = 0.9
 """The share of the bound to aim at, because the gate does not measure all of the cost."""
-_PATIENCE = 60.0
-"""Seconds beyond the bound after which inputs become rarer, too.
-
-Until then any step can be run again, and a short run may take a little longer.
-"""
+_LEAST = 0.2
+"""The share of the bound that recorded steps may take, even if the other steps' hooks alone take as much as is allowed."""
 _SLACK = 0.8
 """A schedule becomes narrower only if it then takes less than this share of what is allowed."""
 _A_MESSAGE, _A_BYTE = 25e-6, 1e-9
@@ -135,74 +132,63 @@ class OverheadBound:
         self._steps = 0
         self._last: _Clocks | None = None
         self._bare = 0.0  # seconds of a step without a recorder
+        self._idle = 0.0  # seconds that the recording takes in a step in which nothing is due
         self._spread = 1.0  # the training thread's share of the process's time without a recorder
-        self._given = self._credit = credit
+        self._credit = credit
+        self._credit_is_used = credit == 0.0
         self._debt = 0.0  # seconds beyond the bound that are still to be paid back
-        self._excess = 0.0  # seconds beyond the bound so far
-        self._kept: tuple[str, ...] = ("losses", "inputs")
         # the writer's measured and estimated seconds; older steps count less
         self._writer = (_DOUBT, _DOUBT)
 
     def spent(self) -> dict[str, float]:
         """What the recording has taken so far, beside its bound; for the trace."""
-        return self._meters.spent() | {"max_overhead": self._bound, "overhead_credit": self._given}
+        return self._meters.spent() | {"max_overhead": self._bound, "overhead_credit": self._credit}
 
-    def step_over(self, step: int, due: Sequence[str]) -> None:
+    def step_over(self, step: int, due: Sequence[str], steps: int) -> None:
         """Read the clocks, and update the costs and the debt."""
         if self._steps < _COLD_STEPS + _EAGER_STEPS:
             self._meters.wake_writer()
-        self._steps += 1
+        self._steps += steps
         now, last = self._meters.read(), self._last
         self._last = now
         if last is None or self._steps <= _COLD_STEPS or last.thread != now.thread:
             return
         own = now.own - last.own
-        bare = max(now.training - last.training - own, 0.0)
+        bare = max(now.training - last.training - own, 0.0) / steps
         if self._steps > _COLD_STEPS + _EAGER_STEPS:  # a longer step may include an evaluation before it
             bare = min(bare, _LONGEST * self._bare)
         writer = now.writer - last.writer
         guess = _A_MESSAGE * (now.messages - last.messages) + _A_BYTE * (now.nbytes - last.nbytes)
         seconds, guessed = self._writer
         self._writer = seconds, guessed = _FORGETS * seconds + writer, _FORGETS * guessed + guess
-        others = max(now.process - last.process - own - writer, bare)
+        others = max((now.process - last.process - own - writer) / steps, bare)
         measured = self._steps - _COLD_STEPS
-        newest = max(0.05, 1 / measured)
+        newest = min(1.0, steps * max(0.05, 1 / measured))
         self._bare += newest * (bare - self._bare)
         self._spread += newest * (bare / others - self._spread if others else 0.0)
         taken = own + self._spread * guess * seconds / guessed
         probed = now.probes - last.probes
-        self._costs.learn(taken - probed, due)
-        self._credit -= taken
-        if self._credit > 0:
+        if due:
+            self._costs.learn(taken - probed - self._idle * (steps - 1), due)
+        else:
+            self._idle += newest * (taken / steps - self._idle)
+        if not self._credit_is_used:
+            self._credit_is_used = self._meters.spent()["recording_seconds"] >= self._credit
             return
-        self._excess += taken - self._bound * bare
-        if self._excess > _PATIENCE:
-            self._kept = ("losses",)
-        # the kept groups make no debt, because they are not made rarer
-        fixed = self._costs.fixed(self._schedule, self._kept)
-        may = max(self._bound * bare, fixed + LEAST * max(self._bound * bare, fixed))
         most = self._bound * self._bare * _HORIZON
-        self._debt = min(max(self._debt + taken - may, -most / 2), most)
+        self._debt = min(max(self._debt + taken - self._bound * bare * steps, -most / 2), most)
 
     def wish(self) -> Wish | None:
-        """The factors with which the bound holds and the debt is paid back."""
-        if self._steps <= _COLD_STEPS or self._credit > 0:
+        """The factor of all groups with which the bound holds and the debt is paid back.
+
+        It is the same for all, because the steps that are recorded share most of their cost, and answer more together.
+        """
+        if self._steps <= _COLD_STEPS or not self._credit_is_used:
             return None
         bound = self._bound * self._bare
-        allowed = _AIM * bound - max(self._debt, 0.0) / (2 * _HORIZON)
-        least = self._costs.factors(self._schedule, allowed, kept=self._kept)
-        most = self._costs.factors(self._schedule, _SLACK * allowed, kept=self._kept)
-        share = 100 * self._costs.mean(self._schedule) / self._bare if self._bare else 0.0
+        allowed = max(_AIM * bound - self._idle - max(self._debt, 0.0) / (2 * _HORIZON), _LEAST * bound)
+        asked = self._costs.mean(self._schedule)
+        least, most = (next_factor(asked / share if share else 1) for share in (allowed, _SLACK * allowed))
+        share = 100 * asked / self._bare if self._bare else 0.0
         why = f"max_overhead {100 * self._bound:.3g}%: all that was asked for takes {share:.3g}% of a step"
-        return Wish(least, most, why)
-
-    def shortfall(self) -> str | None:
-        """A sentence if the kept groups alone take more than the bound allows, else None."""
-        fixed = self._costs.fixed(self._schedule, self._kept)
-        if self._steps < _COLD_STEPS + _HORIZON or not self._bare or fixed <= self._bound * self._bare:
-            return None
-        return (
-            f"losses, inputs and what steps are run again with take {100 * fixed / self._bare:.3g}% of a step, so "
-            f"max_overhead ({100 * self._bound:.3g}%) cannot be kept to; inputs become rarer when that has taken "
-            f"{_PATIENCE:.0f} seconds"
-        )
+        return Wish(dict.fromkeys(GROUPS, least), dict.fromkeys(GROUPS, most), why)

@@ -18,6 +18,8 @@ _SHORTEST = 16
 """The fewest steps between two changes of a schedule, unless a change is urgent."""
 _SHARE = 4
 """The steps between two changes are also at least ``1 / _SHARE`` of all steps, so that long runs change rarely."""
+_LOOK = 16
+"""After this many steps in which nothing was due, the bounds measure them together."""
 _URGENT = 2
 """A change is urgent if a factor must grow at least this many times."""
 
@@ -35,7 +37,7 @@ class Pacer:
     recorder : Recorder
     bounds : sequence of Bound
     overhead : OverheadBound, optional
-        The one among `bounds`, if any; it may find that its bound cannot be kept.
+        The one among `bounds`, if any.
     """
 
     def __init__(
@@ -51,8 +53,8 @@ class Pacer:
         self._recorder = recorder
         self._bounds = bounds
         self._overhead = overhead
-        self._told = False
         self._steps = 0
+        self._measured = 0  # the number of steps when the bounds last measured
         self._changed = 0  # the number of steps at the last change
         exporter.set_schedule(schedule.captures)
 
@@ -60,7 +62,7 @@ class Pacer:
     def of(cls, options: Options, exporter: Exporter, recorder: Recorder) -> Pacer | None:
         """The pacer of a recording; None if the options have no bound that needs pacing."""
         budget = recorder.budget if recorder.budget is not None and recorder.budget.thins else None
-        schedule = Schedule(exporter.captures, bursts=budget is None)
+        schedule = Schedule(exporter.captures, evaluations=budget is not None)
         bounds: list[Bound] = []
         overhead = None
         if options.max_overhead is not None:
@@ -80,13 +82,14 @@ class Pacer:
         if last is None or self._recorder.closed:
             return
         self._steps += 1
+        passed = self._steps - self._measured
+        if passed < _LOOK and not self._exporter.parts.demand.dues.at(last.global_step):
+            return
+        self._measured = self._steps
         due = self._schedule.due(last.global_step)
         for one in self._bounds:
-            one.step_over(last.global_step, due)
+            one.step_over(last.global_step, due, passed)
         self._follow()
-        if self._overhead is not None and not self._told and (why := self._overhead.shortfall()) is not None:
-            self._told = True
-            self._exporter.parts.problems.note("max_overhead", why, warn=False)
 
     def end(self) -> None:
         """Note in the trace what the recording has taken, if a bound of it was measured."""

@@ -83,16 +83,12 @@ def _pieces(captures: Iterable[Capture]) -> Iterator[_Piece]:
 class Schedule:
     """The captures in force: each as often as given, or rarer by a factor.
 
-    With keyframes, inputs can become rarer in bursts: some keyframes are followed by steps that all have inputs, so
-    that these steps can be run again from the keyframe. Evaluations then come as often as given.
-
     Parameters
     ----------
     captures : iterable of Capture
         As given. The first capture that takes a stream decides on it.
-    bursts : bool
-        Whether inputs become rarer in bursts. A bound of bytes needs them evenly spread, because its phases may be
-        shorter than the distance between two keyframes.
+    evaluations : bool
+        Whether evaluations become rarer, too.
 
     Attributes
     ----------
@@ -110,8 +106,8 @@ class Schedule:
     (('losses',), ('losses', 'tensors'))
     """
 
-    def __init__(self, captures: Iterable[Capture], *, bursts: bool = True) -> None:
-        self._bursts = bursts
+    def __init__(self, captures: Iterable[Capture], *, evaluations: bool = True) -> None:
+        self._evaluations = evaluations
         self._pieces = tuple(_pieces(captures))
         self.factors = dict.fromkeys(GROUPS, 1)
         self.captures = tuple(one.capture for one in self._pieces)
@@ -137,7 +133,7 @@ class Schedule:
         """Put factors in force, and return the changes as JSON.
 
         Each change has ``capture``, the index of the given capture; ``kinds``, unless all kinds of that capture change;
-        and ``every`` and ``burst``, as lists of the values before and after.
+        and ``every``, a list of the values before and after.
         """
         before, self.factors = self.captures, {**self.factors, **factors}
         self.captures = tuple(map(self._in_force, self._pieces))
@@ -146,19 +142,13 @@ class Schedule:
                 "capture": piece.number,
                 **({} if piece.whole else {"kinds": list(piece.capture.kinds or ())}),
                 "every": [old.every, new.every],
-                **({} if old.burst == new.burst else {"burst": [old.burst, new.burst]}),
             }
             for piece, old, new in zip(self._pieces, before, self.captures, strict=True)
-            if (old.every, old.burst) != (new.every, new.burst)
+            if old.every != new.every
         ]
 
     def _in_force(self, piece: _Piece) -> Capture:
         factor, capture = self.factors.get(piece.group or "", 1), piece.capture
-        in_bursts = self._bursts and piece.group == "inputs"
-        if factor == 1 or (in_bursts and not piece.of_steps):
+        if factor == 1 or not (piece.of_steps or self._evaluations):
             return capture
-        keyframes = self.spacing("keyframes")
-        if keyframes is None or not in_bursts or capture.every != 1:
-            return replace(capture, every=capture.every * factor)
-        apart = keyframes * self.factors["keyframes"]
-        return replace(capture, every=apart, burst=max(1, apart // factor))
+        return replace(capture, every=capture.every * factor)

@@ -36,10 +36,10 @@ class BytesBound:
         self._end: int | None = None  # number of steps at which the phase ends; None: only when its bytes are spent
         self._factors = dict.fromkeys(GROUPS, 1)
 
-    def step_over(self, step: int, due: Sequence[str]) -> None:
+    def step_over(self, step: int, due: Sequence[str], steps: int) -> None:
         """Count the bytes of the step, and begin the next phase if the current phase is over."""
         budget = self._budget
-        self._steps += 1
+        self._steps += steps
         if self._limit is None:
             self._limit = (budget.spent + budget.max_bytes) // 2
         if budget.total > budget.max_bytes:  # the step will be left out
