@@ -29,7 +29,7 @@ def keyframes(free: int, size: int, steps: int, every: int = 50) -> list[int]:
         if "keyframes" in due:
             recorder.seen_bytes += size
             found.append(step)
-        spread.step_over(step, due)
+        spread.step_over(step, due, 1)
         wish = spread.wish()
         if wish is not None:
             assert wish.least == wish.most
@@ -60,7 +60,7 @@ def test_nothing_is_spread_without_keyframes() -> None:
     recorder: Any = SimpleNamespace(seen_bytes=0)
     spread = KeyframeSpread(0, schedule, recorder)
     recorder.seen_bytes = 100
-    spread.step_over(0, ("losses",))
+    spread.step_over(0, ("losses",), 1)
     assert spread.wish() is None
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from tracer import KEYFRAME, Capture, Exporter, profile
+from tracer import Capture, Exporter, profile
 from tracer.messaging.messages import DATA_KINDS
 from tracer.recording.pacing.costs import Costs, next_factor
 from tracer.recording.pacing.schedule import GROUPS, Schedule, group_of
@@ -45,7 +45,7 @@ def test_as_long_as_nothing_is_widened_the_same_streams_are_observed_in_the_same
 
 def test_what_is_widened() -> None:
     """Each group by itself, evaluations with inputs and losses, and no probe and no epoch."""
-    schedule = Schedule(profile("standard"), bursts=False)
+    schedule = Schedule(profile("standard"))
     assert schedule.due(0) == ("losses", "inputs", "tensors", "keyframes")
     assert schedule.due(1) == ("losses", "inputs", "tensors")
     changes = schedule.widen({"tensors": 6})
@@ -61,27 +61,11 @@ def test_what_is_widened() -> None:
     assert group_of(Capture(), "epoch_started") is None
 
 
-@pytest.mark.parametrize(("inputs", "keyframes"), [(2, 2), (4, 16), (8, 8), (64, 512)])
-def test_inputs_come_in_bursts_that_begin_with_a_keyframe(inputs: int, keyframes: int) -> None:
-    """Of as many steps as their share is; without keyframes, and where not all steps were asked for, they do not."""
-    schedule = Schedule(profile("standard"))
-    schedule.widen({"inputs": inputs, "keyframes": keyframes, "tensors": 1 << 12})
-    due = [schedule.due(step) for step in range(3 * 50 * keyframes)]
-    began = [step for step, groups in enumerate(due) if "keyframes" in groups]
-    assert began == [0, 50 * keyframes, 100 * keyframes]
-    length = 50 * keyframes // inputs
-    changes = schedule.widen({"inputs": 1, "keyframes": 1})
-    assert [one["capture"] for one in changes] == [0, 1, 2]  # evaluations were not changed
-    assert (changes[0]["every"], changes[0]["burst"]) == ([50 * keyframes, 1], [length, 1])
-    assert [step for step, groups in enumerate(due) if "inputs" in groups] == [
-        step for begin in began for step in range(begin, begin + length)
-    ]
-    plain = Schedule([Capture(kinds=["input_data"])])
-    plain.widen({"inputs": 4})
-    assert [step for step in range(9) if plain.due(step)] == [0, 4, 8]
-    half = Schedule([Capture(kinds=["input_data"], every=2), replace(KEYFRAME, every=50)])
-    half.widen({"inputs": 4, "keyframes": 4})
-    assert [step for step in range(20) if "inputs" in half.due(step)] == [0, 8, 16]
+def test_evaluations_may_stay() -> None:
+    """A bound of time leaves them as they are."""
+    schedule = Schedule(profile("standard"), evaluations=False)
+    changes = schedule.widen({"losses": 4, "inputs": 4, "keyframes": 4, "tensors": 4})
+    assert {one["capture"] for one in changes} == {0, 1, 2, 3, 4}
 
 
 def test_start_and_stop_stay() -> None:
@@ -102,12 +86,11 @@ def test_factors_keep_to_what_is_allowed(allowed: float) -> None:
         due = schedule.due(step)
         costs.learn(sum(true[group] for group in due), due)
     # what all steps have is told apart from nothing, and counts for the last group that they all have
-    factors = costs.factors(schedule, allowed, kept=("losses", "inputs"))
+    factors = costs.factors(schedule, allowed)
     schedule.widen(factors)
     steps = range(1 << 16)
     mean = sum(sum(true[group] for group in schedule.due(step)) for step in steps) / len(steps)
-    assert factors["losses"] == factors["inputs"] == 1
-    assert mean <= 1.02 * allowed + 0.1 * min(allowed, 0.25) if allowed > 0.25 else True
+    assert mean <= 1.02 * allowed + 0.01
     if allowed == 40.0:
         assert set(factors.values()) == {1}
     elif allowed == 2.0:  # and not much less than what is allowed is used
@@ -127,7 +110,7 @@ def test_keyframes_come_where_generators_do() -> None:
 
 
 def test_factors_are_powers_of_two_or_three_halves_of_them() -> None:
-    """So that steps which were recorded at a wide schedule are recorded at a narrower one, too."""
+    """So that most steps which were recorded at a wide schedule are recorded at a narrower one, too."""
     for least in (1.0, 1.01, 2.0, 2.5, 3.0, 3.1, 100.0):
         coarse, fine = next_factor(least), next_factor(least, fine=True)
         assert least <= fine <= coarse < 2 * max(least, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from tracer.recording.pacing.schedule import GROUPS, Schedule
+from tracer.recording.pacing.schedule import GROUPS, Schedule, with_generators
 
 WIDEST: Final = 1 << 20
 """The largest factor."""
@@ -15,17 +15,17 @@ _LEARNS = 0.1
 """Weight of the newest step in an estimate, after the first steps."""
 
 
-def next_factor(least: float) -> int:
-    """The smallest factor that is at least `least`: a power of two, or three halves of such a power.
+def next_factor(least: float, *, fine: bool = False) -> int:
+    """The smallest factor that is at least `least`: a power of two or, if `fine`, also three halves of such a power.
 
     Examples
     --------
-    >>> [next_factor(least) for least in (0.3, 1, 1.1, 2.5, 5)]
-    [1, 1, 2, 3, 6]
+    >>> [next_factor(least) for least in (0.3, 1, 1.1, 2.5, 5)], next_factor(5, fine=True)
+    ([1, 1, 2, 4, 8], 6)
     """
     factor = 1
     while factor < least and factor < WIDEST:
-        if factor > 1 and factor * 3 // 2 >= least:
+        if fine and factor > 1 and factor * 3 // 2 >= least:
             return factor * 3 // 2
         factor *= 2
     return factor
@@ -78,12 +78,10 @@ class Costs:
             rate = self._rate(schedule, group)
             share = SHARES[group] * left
             needed = rate / share if share > 0 else float(WIDEST if rate else 1)
-            found[group] = next_factor(needed)
+            found[group] = next_factor(needed, fine=group == "tensors")
             left -= min(left, rate / found[group])
-        # a keyframe is useless without its step's generators and hyperparameters, which are in the group "inputs"
         found["inputs"] = max(found["inputs"], found["losses"])
-        found["keyframes"] = max(found["keyframes"], found["inputs"])
-        return found
+        return with_generators(found)
 
     def _rate(self, schedule: Schedule, group: str) -> float:
         spacing = schedule.spacing(group)

@@ -24,8 +24,8 @@ _LONGEST = 3.0
 """The longest time that counts for a step, as a multiple of the mean step."""
 _AIM = 0.9
 """The share of the bound to aim at, because the gate does not measure all of the cost."""
-_LEAST = 0.2
-"""The share of the bound that recorded steps may take, even if the other steps' hooks alone take as much as is allowed."""
+_LEAST = 0.1
+"""The share of the bound that recorded steps may take, even if the hooks alone take as much as is allowed."""
 _SLACK = 0.8
 """A schedule becomes narrower only if it then takes less than this share of what is allowed."""
 _A_MESSAGE, _A_BYTE = 25e-6, 1e-9
@@ -156,7 +156,7 @@ class OverheadBound:
         own = now.own - last.own
         bare = max(now.training - last.training - own, 0.0) / steps
         if self._steps > _COLD_STEPS + _EAGER_STEPS:  # a longer step may include an evaluation before it
-            bare = min(bare, _LONGEST * self._bare)
+            bare = min(bare, (steps - 1 + _LONGEST) / steps * self._bare)
         writer = now.writer - last.writer
         guess = _A_MESSAGE * (now.messages - last.messages) + _A_BYTE * (now.nbytes - last.nbytes)
         seconds, guessed = self._writer
@@ -188,7 +188,7 @@ class OverheadBound:
         bound = self._bound * self._bare
         allowed = max(_AIM * bound - self._idle - max(self._debt, 0.0) / (2 * _HORIZON), _LEAST * bound)
         asked = self._costs.mean(self._schedule)
-        least, most = (next_factor(asked / share if share else 1) for share in (allowed, _SLACK * allowed))
+        least, most = (next_factor(asked / share if share else 1, fine=True) for share in (allowed, _SLACK * allowed))
         share = 100 * asked / self._bare if self._bare else 0.0
         why = f"max_overhead {100 * self._bound:.3g}%: all that was asked for takes {share:.3g}% of a step"
         return Wish(dict.fromkeys(GROUPS, least), dict.fromkeys(GROUPS, most), why)

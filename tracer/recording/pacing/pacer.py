@@ -10,7 +10,7 @@ from tracer.recording.options import Options
 from tracer.recording.pacing.bound import Bound
 from tracer.recording.pacing.keyframes import KeyframeSpread
 from tracer.recording.pacing.overhead import OverheadBound
-from tracer.recording.pacing.schedule import GROUPS, Schedule
+from tracer.recording.pacing.schedule import GROUPS, Schedule, with_generators
 from tracer.recording.pacing.thinning import BytesBound
 from tracer.recording.recorder import Recorder
 
@@ -55,6 +55,8 @@ class Pacer:
         self._overhead = overhead
         self._steps = 0
         self._measured = 0  # the number of steps when the bounds last measured
+        # a bound of bytes also measures the evaluations before a step
+        self._look = 1 if any(isinstance(one, BytesBound) for one in bounds) else _LOOK
         self._changed = 0  # the number of steps at the last change
         exporter.set_schedule(schedule.captures)
 
@@ -83,7 +85,7 @@ class Pacer:
             return
         self._steps += 1
         passed = self._steps - self._measured
-        if passed < _LOOK and not self._exporter.parts.demand.dues.at(last.global_step):
+        if passed < self._look and not self._exporter.parts.demand.dues.at(last.global_step):
             return
         self._measured = self._steps
         due = self._schedule.due(last.global_step)
@@ -108,6 +110,7 @@ class Pacer:
                 after[group] = max(least, min(now, most if is_time and wishes else now))
             else:
                 after[group] = now
+        after = with_generators(after)
         if after == before:
             return
         why = [

@@ -45,6 +45,17 @@ def group_of(capture: Capture, kind: str) -> str | None:
     return "inputs" if kind in _INPUTS and capture.beside(kind) is None else "tensors"
 
 
+def with_generators(factors: dict[str, int]) -> dict[str, int]:
+    """The factors with keyframes in steps that have inputs: without generators and hyperparameters, they are useless.
+
+    Examples
+    --------
+    >>> with_generators({"inputs": 3, "keyframes": 4})
+    {'inputs': 3, 'keyframes': 6}
+    """
+    return factors | {"keyframes": -(-factors["keyframes"] // factors["inputs"]) * factors["inputs"]}
+
+
 class _Piece(NamedTuple):
     """The kinds of a given capture that belong to a group.
 
