@@ -141,7 +141,7 @@ class Leaves(Trigger):
         self._of_step = of_step
         self._by_leaf = by_leaf
         self._heard: dict[str, list[Tensor]] = {}
-        self._usual: dict[str, _Usual] = {}
+        self._usual: dict[str, Usual] = {}
 
     def hear(self, message: Message) -> None:
         """Compute the number of a message."""
@@ -156,14 +156,14 @@ class Leaves(Trigger):
         said = None
         for leaf, numbers in heard.items():
             value = self._of_step([float(one) for one in numbers])
-            usual = self._usual.setdefault(leaf, _Usual())
+            usual = self._usual.setdefault(leaf, Usual())
             if usual.is_left_by(value):
                 named = f"{self._what} {leaf!r}" if leaf else self._what
                 said = said or f"{named} was {value:.4g}, where {usual.centre:.4g} was usual"
         return said
 
 
-class _Usual:
+class Usual:
     """The past of a number, and whether a value is the first to leave it.
 
     Attributes

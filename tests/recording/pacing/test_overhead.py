@@ -13,7 +13,10 @@ import torch
 
 import tracer
 from tests.recording.pacing.trainings import PROGRAMS, recorded, scheduled, train
-from tracer import profile
+from tracer import NetworkMessage, profile
+from tracer.messaging.bus import MessageBus
+from tracer.messaging.pulses import PULSE, Row, sampling_of
+from tracer.numbers.statistics import ENTRIES, statistics_of
 from tracer.observing.pytorch.gate import Meter
 from tracer.recording.pacing import overhead
 from tracer.recording.pacing.overhead import OverheadBound
@@ -44,6 +47,8 @@ class MadeUp:
         self.closed = False
         self.notes: list[Any] = []
         self.clock = SimpleNamespace(last=None, step=0)
+        self.message_bus = MessageBus()
+        self.message_bus.register_topic(PULSE, "network")
         problems = SimpleNamespace(note=lambda *about, warn: self.notes.append(about))
         self.dues = SimpleNamespace(at=lambda step: 1)
         self.parts = SimpleNamespace(clock=self.clock, problems=problems, demand=SimpleNamespace(dues=self.dues))
@@ -233,3 +238,48 @@ def test_a_credit_is_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
         pacer.step_over()
     assert 20 <= taken.index(False) <= 24
     assert not any(taken[30:60])
+
+
+GRADIENTS = sampling_of(
+    [Row(f"{kind}_statistics", "0", "", 0, None) for kind in ("weights", "weight_gradients")], ENTRIES
+)
+
+
+@pytest.mark.parametrize("sign", ["loss", "gradients", "nan", "infinite gradient"])
+def test_the_steps_after_a_sign_of_trouble_are_recorded(sign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the schedule is; once, and the share is kept to in the long run."""
+    run: Any = MadeUp(0.02, {"losses": 0.0002, "tensors": 0.01}, 0.0, 0.0)
+    schedule, pacer = paced(run, monkeypatch)
+    trouble, recorded = None, []
+    for step in range(4000):
+        due = schedule.due(step)
+        run.step(due)
+        if due:
+            recorded.append(step)
+            bad = trouble is None and step >= 2000
+            trouble = step if bad else trouble
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            loss = {"loss": 50.0, "nan": torch.nan}.get(sign, 1.0) if bad else 1.0 + 0.01 * (step % 7)
+            run.message_bus.publish(NetworkMessage(kind="loss", data=torch.tensor(loss), **where))
+            factor = {"gradients": 1000.0, "infinite gradient": torch.inf}.get(sign, 1.0) if bad else 1.0
+            rows = [statistics_of(torch.ones(3)), statistics_of(torch.tensor([3.0, 4.0]) * factor)]
+            data = torch.stack(rows)
+            run.message_bus.publish(
+                NetworkMessage(kind=PULSE, leaf="statistics", data=data, sampling=GRADIENTS, **where)
+            )
+        pacer.step_over()
+    assert trouble is not None
+    after = [step for step in recorded if step > trouble]
+    assert after[:16] == list(range(trouble + 1, trouble + 17))
+    assert after[17] - after[16] > 4
+    told = [note["schedule"]["why"] for note in run.notes if "schedule" in note]
+    expected = {
+        "loss": "the loss was 50, where 1.0",
+        "gradients": "the norm of all gradients was 5000, where 5 was usual",
+        "nan": "the loss was nan",
+        "infinite gradient": "the norm of all gradients was nan",
+    }
+    assert sum(one.startswith(expected[sign]) for one in told) == 1
+    assert run.own / (run.thread - run.own) < 0.06
+    pacer.end()
+    assert not run.message_bus.receivers

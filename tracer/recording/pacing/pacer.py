@@ -7,6 +7,7 @@ from typing import final
 
 from tracer.observing.exporter import Exporter
 from tracer.recording.options import Options
+from tracer.recording.pacing.alarm import Alarm
 from tracer.recording.pacing.bound import Bound
 from tracer.recording.pacing.keyframes import KeyframeSpread
 from tracer.recording.pacing.overhead import OverheadBound
@@ -20,6 +21,10 @@ _SHARE = 4
 """The steps between two changes are also at least ``1 / _SHARE`` of all steps, so that long runs change rarely."""
 _LOOK = 16
 """After this many steps in which nothing was due, the bounds measure them together."""
+_AWAKE = 16
+"""The steps after a sign of trouble that are all recorded."""
+_ASLEEP = 16
+"""Times as many steps after these in which no other sign is heeded, so that a restless training keeps to its bounds."""
 _URGENT = 2
 """A change is urgent if a factor must grow at least this many times."""
 
@@ -58,6 +63,11 @@ class Pacer:
         # a bound of bytes also measures the evaluations before a step
         self._look = 1 if any(isinstance(one, BytesBound) for one in bounds) else _LOOK
         self._changed = 0  # the number of steps at the last change
+        self._awake_until = 0
+        # steps after a sign of trouble are left to a bound of bytes, which cannot get back what it has spent
+        self._alarm = Alarm() if overhead is not None and self._look > 1 else None
+        if self._alarm is not None:
+            exporter.message_bus.register(self._alarm)
         exporter.set_schedule(schedule.captures)
 
     @classmethod
@@ -91,10 +101,28 @@ class Pacer:
         due = self._schedule.due(last.global_step)
         for one in self._bounds:
             one.step_over(last.global_step, due, passed)
-        self._follow()
+        why = self._heard()
+        if why:
+            self._put_in_force({**dict.fromkeys(GROUPS, 1), "keyframes": self._schedule.factors["keyframes"]}, [why])
+        elif self._steps >= self._awake_until:
+            self._follow()
+
+    def _heard(self) -> str:
+        """The sign of trouble in this step, after which the next steps are recorded; empty if there is none."""
+        if self._alarm is None or not self._alarm.why:
+            return ""
+        why = self._alarm.why
+        self._alarm.silence()
+        widened = self._schedule.factors["tensors"] > 1
+        if not widened or (self._awake_until and self._steps < self._awake_until + _ASLEEP * _AWAKE):
+            return ""
+        self._awake_until = self._steps + _AWAKE
+        return why
 
     def end(self) -> None:
-        """Note in the trace what the recording has taken, if a bound of it was measured."""
+        """Listen no more, and note in the trace what the recording has taken, if a bound of it was measured."""
+        if self._alarm is not None and self._alarm in self._exporter.message_bus.receivers:
+            self._exporter.message_bus.unregister(self._alarm)
         if self._overhead is not None:
             self._recorder.note({"overhead": self._overhead.spent()})
 
@@ -119,7 +147,10 @@ class Pacer:
             if any(wish.least[group] == after[group] or wish.most[group] == after[group] > 1 for group in GROUPS
                    if after[group] != before[group])
         ]  # fmt: skip
-        changes = self._schedule.widen(after)
+        self._put_in_force(after, why)
+
+    def _put_in_force(self, factors: dict[str, int], why: list[str]) -> None:
+        changes = self._schedule.widen(factors)
         if not changes:
             return
         self._changed = self._steps
