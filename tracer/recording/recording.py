@@ -103,13 +103,11 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         ``"none"``, ``"lz4"``, ``"lz4hc"`` or ``"zstd"``, or a codec for each kind, such as ``{"activations": "zstd"}``.
     max_overhead : float or str, optional
         The share of the training's CPU time that recording may take, such as ``0.03`` or ``"3%"``; by default 5 % with
-        the profile ``standard``, else no bound. Recording measures its share at each step and records expensive
-        messages (tensors, their statistics and hashes) more seldom or more often; if that is not enough, keyframes,
-        too. Losses keep their frequency. Inputs, labels, sample ids, generators and hyperparameters keep theirs until
-        they have taken a minute more than the bound allows; then they come in bursts after keyframes. A note
-        ``schedule`` in the trace tells each change.
+        the profile ``standard``, else no bound. Recording measures its share, and records training steps more seldom
+        or more often, each with all that was asked for. When a recorded loss or the norm of all gradients leaves its
+        past, the next 16 steps are recorded, too. A note ``schedule`` in the trace tells each change.
     overhead_credit : float or str, optional
-        CPU time that recording may take before `max_overhead` holds, in seconds or such as ``"30s"``; by default 5
+        CPU time that recording may take before `max_overhead` holds, in seconds or such as ``"30s"``; by default 30
         seconds with the profile ``standard``, unless `max_overhead` is given.
     max_bytes : int or str, optional
         The most bytes that the trace may take, such as ``"2GiB"``, counted before compression and including earlier
