@@ -324,6 +324,21 @@ def test_each_receiver_gets_rows_or_pulses() -> None:
     assert list(map(key, messages_of(whole.messages[0], rows_of(TOLD)))) == list(map(key, rows))
 
 
+def test_a_number_of_the_users_own_may_have_that_name(tmp_path: Path) -> None:
+    """It is an ordinary message, for all receivers."""
+    model, heard = nn.Linear(3, 2), Collect("pulse")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=KEPT, receivers=[heard]) as run:
+        for step in range(3):
+            model(torch.randn(4, 3)).sum().backward()
+            run.log("pulse", 60.0 + step)
+            optimizer.step()
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.array("pulse")[1].tolist() == [60, 61, 62]  # type: ignore[union-attr]
+        assert len([one for one in trace if one.kind == "weights_hash"]) == 3
+    assert [float(one.data) for one in heard if one.data is not None] == [60, 61, 62]
+
+
 # -- the numbers --------------------------------------------------------------------------------------------------
 
 

@@ -190,7 +190,7 @@ class MessageBus:
                 return
             self._publishing = True
             try:
-                if message.kind == PULSE:
+                if message.kind == PULSE and message.sampling is not None:  # not a number of the user's own
                     self._deliver_pulse(message)
                 else:
                     self._deliver(message, key)
@@ -329,8 +329,9 @@ class MessageBus:
     def _deliver_pulse(self, pulse: Message) -> None:
         """Deliver a pulse to the receivers that take pulses, and the messages of its rows to all others."""
         self._deliver(pulse, None, tuple(one for one in self._receivers if one.takes_pulses))
-        if pulse.sampling is None or all(one.takes_pulses for one in self._receivers):
+        if all(one.takes_pulses for one in self._receivers):
             return
+        assert pulse.sampling is not None
         if self._pulse is None or self._pulse[0] is not pulse.sampling:
             self._pulse = pulse.sampling, rows_of(pulse.sampling)
         rows = self._pulse[1]
