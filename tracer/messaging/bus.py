@@ -68,6 +68,9 @@ class MessageBus:
         for kind in MODULE_KINDS:
             self._topics[kind] = "module"
         self._queue: deque[Message] = deque()
+        # the receivers, and of each stream those of them that may want it
+        self._heard: tuple[tuple[Receiver, ...], dict[tuple[str, str | None, str], tuple[tuple[Receiver, bool], ...]]]
+        self._heard = (), {}
         # the sampling and the rows of the last pulse
         self._pulse: tuple[Mapping[str, Any], tuple[Row, ...]] | None = None
         self._publishing = False
@@ -328,7 +331,7 @@ class MessageBus:
 
     def _deliver_pulse(self, pulse: Message) -> None:
         """Deliver a pulse to the receivers that take pulses, and the messages of its rows to all others."""
-        self._deliver(pulse, None, tuple(one for one in self._receivers if one.takes_pulses))
+        self._deliver(pulse, None, of_pulses=True)
         if all(one.takes_pulses for one in self._receivers):
             return
         assert pulse.sampling is not None
@@ -338,17 +341,32 @@ class MessageBus:
         others = [one for one in self._receivers if not one.takes_pulses]
         if any(one.wants(row.kind, row.module, pulse.tag, None) for one in others for row in rows):
             for message in messages_of(pulse, rows):
-                self._deliver(message, message.key, tuple(one for one in self._receivers if not one.takes_pulses))
+                self._deliver(message, message.key, of_pulses=False)
                 self._deliver_queued()  # answers to a row come before the next row, as they do in a replay
 
-    def _deliver(self, message: Message, key: str | None, receivers: Sequence[Receiver] | None = None) -> None:
-        """Deliver a message to some receivers, by default to all."""
+    def _hearing(self, kind: str, key: str | None, tag: str) -> tuple[tuple[Receiver, bool], ...]:
+        """The receivers that may want messages of a stream, in order, and whether they want those of every step."""
+        if self._heard[0] is not self._receivers:
+            self._heard = self._receivers, {}
+        known = self._heard[1].get((kind, key, tag))
+        if known is None:
+            known = self._heard[1][kind, key, tag] = tuple(
+                (one, bool(one.subscriptions) and 1 in (one.strides(kind, key, tag) or ()))
+                for one in self._receivers
+                if not one.subscriptions or one.wants(kind, key, tag, None)
+            )
+        return known
+
+    def _deliver(self, message: Message, key: str | None, *, of_pulses: bool | None = None) -> None:
+        """Deliver a message to all receivers, or to those that take pulses or do not."""
         kind, tag, step, data = message.kind, message.tag, message.step, message.data
         if data is not None and data.is_inference():
             data = None  # inference tensors have no version counter
         version = 0 if data is None else data._version
-        for receiver in self._receivers if receivers is None else receivers:
-            if not receiver.wants(kind, key, tag, step):
+        for receiver, always in self._hearing(kind, key, tag):
+            if of_pulses is not None and receiver.takes_pulses is not of_pulses:
+                continue
+            if not always and not receiver.wants(kind, key, tag, step):
                 continue
             try:
                 given = receiver.receive(message)

@@ -60,6 +60,8 @@ squares, of their moduli and of squared deviations, each of the numbers divided 
 ``centre + rest / count``.
 """
 
+_LISTED: Final = list(ENTRIES)
+
 
 def statistics_of(tensor: Tensor) -> Tensor:
     """The statistics of all elements of a tensor, float64 (16,); for a complex tensor, NaN except for the counts.
@@ -132,7 +134,7 @@ def _of_few(flat: NDArray[Any]) -> NDArray[np.float64]:
 
 def are_statistics(sampling: Mapping[str, Any] | None) -> bool:
     """Whether the sampling of messages says that their data is the vector of `statistics_of`."""
-    return sampling is not None and sampling.get("reduce") == "statistics" and sampling.get("entries") == list(ENTRIES)
+    return sampling is not None and sampling.get("reduce") == "statistics" and sampling.get("entries") == _LISTED
 
 
 def moments_from(entries_tn: NDArray[np.float64]) -> Moments:

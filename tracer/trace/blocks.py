@@ -46,6 +46,8 @@ of one message). A single slow block may be due to other processes.
 """
 SMALL_BYTES: Final = 16384
 """Messages of at most this mean size in bytes are stacked, because their overhead is comparatively large."""
+_VECTOR: Final = 64
+"""Vectors of at most this many numbers are given out as rows of one tensor."""
 FEW: Final = 8
 """Messages are stacked only if stacks have this many messages on average; smaller stacks save nothing."""
 _KEPT: Final = 64
@@ -336,7 +338,9 @@ def _tensors(group: Group) -> Iterator[Tensor]:
         part = data[begin : begin + _KEPT] if few else data[begin : begin + _KEPT].copy()
         # the ellipsis gives arrays without axes; a plain index would give numpy scalars
         rows = part if part.ndim > 1 else [part[number, ...] for number in range(len(part))]
-        if encoding.bits is None:
+        if part.ndim == 2 and part.shape[1] <= _VECTOR and encoding.bits is None:
+            yield from from_numpy(part).unbind()  # views of one table, which who reads vectors can read as a whole
+        elif encoding.bits is None:
             yield from map(from_numpy, rows)
         else:
             for row in rows:

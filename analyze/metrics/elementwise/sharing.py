@@ -20,7 +20,7 @@ from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack
 from tracer.numbers.arrays import as_array
 from tracer.numbers.moments import Moments, has, moments, moments_of_tensors
-from tracer.numbers.statistics import are_statistics, moments_from
+from tracer.numbers.statistics import ENTRIES, are_statistics, moments_from
 
 
 class _Shared(threading.local):
@@ -36,6 +36,37 @@ class _Shared(threading.local):
 
 
 _shared = _Shared()
+_WIDTH = len(ENTRIES)
+
+
+class _OfStatistics(threading.local):
+    """What the last vectors of statistics tell. Vectors in one table, such as those of a pulse, are read together."""
+
+    def __init__(self) -> None:
+        self.table: weakref.ref[Tensor] | None = None
+        self.version = -1
+        self.moments: Moments | None = None
+        self.numbers: dict[tuple[str, int], list[float]] = {}
+
+    def number(self, data: Tensor, name: str, ddof: int) -> float:
+        """A statistic of the tensor that a vector describes."""
+        table, row = data._base, 0
+        if table is None or table.shape[1:] != data.shape or not table.is_contiguous():
+            table = data
+        else:
+            row = (data.storage_offset() - table.storage_offset()) // _WIDTH
+        version = -1 if table.is_inference() else table._version
+        same = self.table is not None and self.table() is table and self.version == version >= 0
+        if not same or self.moments is None:
+            self.table, self.version, self.numbers = weakref.ref(table), version, {}
+            self.moments = moments_from(as_array(table).reshape(-1, _WIDTH))
+        found = self.numbers.get((name, ddof))
+        if found is None:
+            found = self.numbers[name, ddof] = derive(self.moments, (name,), ddof)[name].tolist()
+        return found[row]
+
+
+_of_statistics = _OfStatistics()
 
 
 def shared(message: Message, name: str, ddof: int = 1) -> float:
@@ -45,7 +76,7 @@ def shared(message: Message, name: str, ddof: int = 1) -> float:
     """
     data = message.data
     if data is not None and are_statistics(message.sampling):
-        return derived_number(moments_from(as_array(data).reshape(1, -1)), name, ddof)
+        return _of_statistics.number(data, name, ddof)
     if data is not None and data.is_complex():
         return math.nan
     if data is None or data.layout != torch.strided:
