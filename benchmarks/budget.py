@@ -11,6 +11,7 @@ bare one more than it allows. Where losses and inputs alone take more than the b
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -71,7 +72,15 @@ def transformer() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return Encoder(), torch.randn(32, 64, 128), torch.randint(10, (32,))
 
 
+def small() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A first network, whose step takes a millisecond."""
+    sizes = (20, 32, 32, 32)
+    layers = [part for pair in itertools.pairwise(sizes) for part in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(32, 10)), torch.randn(64, 20), torch.randint(10, (64,))
+
+
 PROGRAMS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor]]] = {
+    "small MLP": small,
     "CNN of the comparison": cnn,
     "MLP, 1024 wide": mlp,
     "transformer, 4 layers": transformer,
@@ -105,7 +114,7 @@ def train(program: str, profile: str, bound: float) -> None:
         with tracer.record(path, model, optimizer, loss=loss, capture=profile, max_overhead=bound) as run:
             segments(run.recorder.wait_until_written)
         with tracer.open(path) as trace:
-            print(json.dumps([note for note in trace.notes if "schedule" in note or "problem" in note]))
+            print(json.dumps([note for note in trace.notes if "schedule" in note]))
 
 
 def measure(program: str, profile: str, bound: float, steps: int) -> dict[str, Any]:
@@ -160,8 +169,7 @@ def main() -> int:
         if options.only not in program:
             continue
         found = measure(program, options.profile, options.bound, options.steps)
-        impossible = any(note.get("problem", {}).get("what") == "max_overhead" for note in found["notes"])
-        held = held and (impossible or found["overhead"] <= options.bound + 0.01)
+        held = held and found["overhead"] <= options.bound + 0.01
         if options.json:
             print(json.dumps(found))
             continue
@@ -172,10 +180,7 @@ def main() -> int:
             f"{100 * found['bare_once_more']:+.1f} %"
         )
         for note in found["notes"]:
-            about = note.get("schedule")
-            if about is None:
-                print(f"  {note['problem']['what']}: {note['problem']['why']}")
-                continue
+            about = note["schedule"]
             changes = ", ".join(f"capture {one['capture']} every {one['every'][1]}" for one in about["captures"])
             print(f"  from step {about['global_step']}: {changes} ({about['why']})")
     return 0 if held else 1

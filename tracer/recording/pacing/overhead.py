@@ -24,7 +24,7 @@ _LONGEST = 3.0
 """The longest time that counts for a step, as a multiple of the mean step."""
 _AIM = 0.9
 """The share of the bound to aim at, because the gate does not measure all of the cost."""
-_LEAST = 0.1
+_LEAST = 0.25
 """The share of the bound that recorded steps may take, even if the hooks alone take as much as is allowed."""
 _SLACK = 0.8
 """A schedule becomes narrower only if it then takes less than this share of what is allowed."""
