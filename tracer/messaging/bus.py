@@ -68,9 +68,8 @@ class MessageBus:
         for kind in MODULE_KINDS:
             self._topics[kind] = "module"
         self._queue: deque[Message] = deque()
-        # the receivers, and of each stream those of them that may want it
-        self._heard: tuple[tuple[Receiver, ...], dict[tuple[str, str | None, str], tuple[tuple[Receiver, bool], ...]]]
-        self._heard = (), {}
+        # by kind, module and tag, the answer of `_hearing` for the present receivers
+        self._heard: dict[tuple[str, str | None, str], tuple[tuple[Receiver, bool], ...]] = {}
         # the sampling and the rows of the last pulse
         self._pulse: tuple[Mapping[str, Any], tuple[Row, ...]] | None = None
         self._publishing = False
@@ -165,6 +164,7 @@ class MessageBus:
         self._watchers = [known for known in self._watchers if known() not in (None, callback)]
 
     def _changed(self) -> None:
+        self._heard = {}
         for known in tuple(self._watchers):
             callback = known()
             if callback is not None:
@@ -346,11 +346,9 @@ class MessageBus:
 
     def _hearing(self, kind: str, key: str | None, tag: str) -> tuple[tuple[Receiver, bool], ...]:
         """The receivers that may want messages of a stream, in order, and whether they want those of every step."""
-        if self._heard[0] is not self._receivers:
-            self._heard = self._receivers, {}
-        known = self._heard[1].get((kind, key, tag))
+        known = self._heard.get((kind, key, tag))
         if known is None:
-            known = self._heard[1][kind, key, tag] = tuple(
+            known = self._heard[kind, key, tag] = tuple(
                 (one, bool(one.subscriptions) and 1 in (one.strides(kind, key, tag) or ()))
                 for one in self._receivers
                 if not one.subscriptions or one.wants(kind, key, tag, None)
