@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
 import weakref
@@ -20,6 +21,8 @@ from tracer.stores.protocols import ByteFile
 
 _FOLLOWED: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
 """The files that this process has open in SWMR mode, by `key_of`."""
+_OTHER_MODE = "SWMR read access flag not the same"
+"""HDF5's words for a file that this process already has open in the other mode."""
 
 
 def is_followed(file: ByteFile) -> bool:
@@ -68,6 +71,7 @@ def _open_on_disk(file: ByteFile) -> Any:
     # Without SWMR first: a process can open a file twice only in the same mode, and most programs do not use SWMR. Then
     # with SWMR, for a file that is being written or whose writer was killed. Last without locks, for file systems that
     # have none.
+    first: Exception | None = None
     for swmr, locking in ((False, True), (True, True), (True, False)):
         access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
         access.set_libver_bounds(h5py.h5f.LIBVER_LATEST, h5py.h5f.LIBVER_LATEST)
@@ -81,6 +85,10 @@ def _open_on_disk(file: ByteFile) -> Any:
             # UnicodeDecodeError: a garbage collection while h5py builds the error may free the error's text
             if errno_of(error) in PASSING:
                 raise
+            if swmr and _OTHER_MODE in str(error):
+                # the file is open without SWMR, so the first try was right, and failed to read
+                raise OSError(errno.EIO, f"a read failed: {first}") from first
+            first = first or error
             if not swmr:
                 # with SWMR a truncated file would open, and its lost part would look as if it had never been written
                 _check_length(file)
