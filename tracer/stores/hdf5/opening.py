@@ -71,7 +71,7 @@ def _open_on_disk(file: ByteFile) -> Any:
     # Without SWMR first: a process can open a file twice only in the same mode, and most programs do not use SWMR. Then
     # with SWMR, for a file that is being written or whose writer was killed. Last without locks, for file systems that
     # have none.
-    first: Exception | None = None
+    first = ""  # not the error itself, whose traceback would keep the reader
     for swmr, locking in ((False, True), (True, True), (True, False)):
         access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
         access.set_libver_bounds(h5py.h5f.LIBVER_LATEST, h5py.h5f.LIBVER_LATEST)
@@ -87,8 +87,8 @@ def _open_on_disk(file: ByteFile) -> Any:
                 raise
             if swmr and _OTHER_MODE in str(error):
                 # the file is open without SWMR, so the first try was right, and failed to read
-                raise OSError(errno.EIO, f"a read failed: {first}") from first
-            first = first or error
+                raise OSError(errno.EIO, f"a read failed: {first}") from error
+            first = first or str(error)
             if not swmr:
                 # with SWMR a truncated file would open, and its lost part would look as if it had never been written
                 _check_length(file)
