@@ -25,7 +25,10 @@ from tracer.messaging.pulses import PULSE, Row, messages_of, rows_of, sampling_o
 from tracer.messaging.receiver import Collect
 from tracer.numbers.gathered import Gathered, statistics_of_many
 from tracer.numbers.statistics import ENTRIES, statistics_of
+from tracer.observing.clock import At
 from tracer.observing.hashes import hash_of
+from tracer.observing.numbers import StreamKey
+from tracer.observing.pulses import Pulses, RowKind
 
 KEPT = [
     Capture(kinds=("activations", "layer_gradients", "weights", "weight_gradients", "weight_updates"), reduce=name)
@@ -337,6 +340,24 @@ def test_a_number_of_the_users_own_may_have_that_name(tmp_path: Path) -> None:
         assert trace.array("pulse")[1].tolist() == [60, 61, 62]  # type: ignore[union-attr]
         assert len([one for one in trace if one.kind == "weights_hash"]) == 3
     assert [float(one.data) for one in heard if one.data is not None] == [60, 61, 62]
+
+
+def test_rows_on_a_device_stay_there() -> None:
+    """All of them in one message of their own, so that nothing waits for the device; here, one without numbers."""
+    bus, whole = MessageBus(), Whole()
+    bus.register_topic(PULSE, "network")
+    bus.register(whole)
+    pulses, at = Pulses(bus), At(3, 3, 0)
+    for number in range(4):
+        stream, device = StreamKey("weights", str(number), "default", ""), "meta" if number % 2 else "cpu"
+        hashed = torch.zeros((), dtype=torch.int64, device=device)
+        pulses.add(RowKind("hash", "weights_hash", None), stream, hashed, 0, at, 0)
+        pulses.add(RowKind("statistics", "weights_statistics", None), stream, torch.zeros(16, device=device), 0, at, 0)
+    pulses.step_over()
+    found = [(one.leaf, one.call, one.data.device.type, len(one.data)) for one in whole if one.data is not None]
+    assert found == [
+        (leaf, call, device, 2) for call, device in enumerate(("cpu", "meta")) for leaf in ("hash", "statistics")
+    ]
 
 
 # -- the numbers --------------------------------------------------------------------------------------------------

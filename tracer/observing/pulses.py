@@ -70,7 +70,8 @@ class Pulses:
         self._bus = bus
         self._at: At | None = None
         self._rank = 0
-        self._waiting: dict[str, _Rows] = {}
+        # by what the rows are, and the device of those that lie on one: all on a device are copied in one transfer
+        self._waiting: dict[tuple[str, torch.device | None], _Rows] = {}
         self._gathered = Gathered()
         self._texts: dict[tuple[torch.dtype, torch.Size], bytes] = {}
         self._step, self._calls = -1, dict.fromkeys(_NUMBERS, 0)
@@ -116,22 +117,23 @@ class Pulses:
                 self.publish()
             self._at, self._rank = at, rank
         what, kind, sampling = row
-        rows = self._waiting.get(what)
+        where = what, None if isinstance(data, int) or data.is_cpu else data.device
+        rows = self._waiting.get(where)
         if rows is None:
-            rows = self._waiting[what] = _Rows()
+            rows = self._waiting[where] = _Rows()
         rows.key.append((kind, stream[1], stream[3], call, id(sampling)))
         rows.samplings.append(sampling)
         rows.data.append(data)
 
     def publish(self) -> None:
-        """Publish the rows so far."""
+        """Publish the rows so far; waits for no device."""
         at = self._at
         if at is None:
             return
         waiting, self._waiting, self._at = self._waiting, {}, None
         if at[0] != self._step:
             self._step, self._calls = at[0], dict.fromkeys(_NUMBERS, 0)
-        for what, rows in waiting.items():
+        for (what, _), rows in waiting.items():
             call, self._calls[what] = self._calls[what], self._calls[what] + 1
             told = self._sampling(what, rows)
             data = self._statistics(rows.data) if what == "statistics" else _hashes(rows.data)
@@ -153,8 +155,7 @@ class Pulses:
         read = self._gathered.statistics()
         if len(numbers) == len(data):
             return torch.from_numpy(read[numbers])
-        rows = [torch.from_numpy(read[one]) if isinstance(one, int) else one for one in data]
-        return torch.stack([one if one.is_cpu else one.cpu() for one in rows])
+        return torch.stack([torch.from_numpy(read[one]) if isinstance(one, int) else one for one in data])
 
     def _sampling(self, what: str, rows: _Rows) -> dict[str, Any]:
         key = (what, *rows.key)
@@ -171,4 +172,4 @@ class Pulses:
 def _hashes(data: list[Tensor | int]) -> Tensor:
     if all(isinstance(one, int) for one in data):
         return torch.from_numpy(np.array(data, np.int64))
-    return torch.stack([torch.tensor(one) if isinstance(one, int) else one.cpu() for one in data])
+    return torch.stack([torch.tensor(one) if isinstance(one, int) else one for one in data])

@@ -23,6 +23,8 @@ _NORM_OF, _NAN, _INF = (ENTRIES.index(name) for name in ("norm", "nan", "inf"))
 class Alarm(Receiver):
     """Hears losses and statistics that are recorded, and rings when one leaves its past or is not finite.
 
+    Data on a device is not heard, because the training would wait for it.
+
     Attributes
     ----------
     why : str
@@ -54,7 +56,7 @@ class Alarm(Receiver):
     def receive(self, message: Message) -> Iterable[Message]:
         """Compare a loss, or the norm of all gradients in a pulse, with its past."""
         data = message.data
-        if data is None or (message.sampling is None and message.kind == PULSE):
+        if data is None or not data.is_cpu or (message.sampling is None and message.kind == PULSE):
             return ()
         if message.kind == _LOSS:
             if data.numel() == 1 and data.is_floating_point():
@@ -69,7 +71,7 @@ class Alarm(Receiver):
             self._rows = sampling, of_gradients
         chosen = self._rows[1]
         if chosen:
-            numbers = rows.cpu().numpy()[chosen]
+            numbers = rows.numpy()[chosen]
             finite = not (numbers[:, _NAN].any() or numbers[:, _INF].any())
             self._judge(_NORM, math.hypot(*numbers[:, _NORM_OF].tolist()) if finite else math.nan)
 
