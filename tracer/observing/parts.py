@@ -92,6 +92,7 @@ class Parts(Part):
         self.publisher.datapoints.know(candidates)
         self.table.find(self.models.tops)
         self.demand.ask_anew()
+        self.publisher.forget_captures()
         self.wiring.leave_untouched(self.losses.modules)
         self.steps.ranks.surveyed = False
 

@@ -392,7 +392,7 @@ class Publisher:
         return found
 
     def forget_captures(self) -> None:
-        """Drop what was computed for captures that have been replaced."""
+        """Drop what was computed for captures, because these were replaced or who asks by them has changed."""
         self._samplings, self._rows_only, self._rows_of = {}, {}, {}
 
     def forget_places(self) -> None:
