@@ -8,6 +8,7 @@ Pieces can be hashed in parallel.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Final
@@ -51,6 +52,7 @@ def hash_of_piece(text: bytes, piece: memoryview) -> int:
     return int.from_bytes(xxhash.xxh3_64_digest(text + xxhash.xxh3_64_digest(piece)), "big", signed=True)
 
 
+@functools.lru_cache(maxsize=1024)
 def text_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
     r"""The text that a hash begins with.
 

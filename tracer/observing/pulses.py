@@ -73,7 +73,6 @@ class Pulses:
         # by what the rows are, and the device of those that lie on one: all on a device are copied in one transfer
         self._waiting: dict[tuple[str, torch.device | None], _Rows] = {}
         self._gathered = Gathered()
-        self._texts: dict[tuple[torch.dtype, torch.Size], bytes] = {}
         self._step, self._calls = -1, dict.fromkeys(_NUMBERS, 0)
         # by the key of the rows, their declaration; and the samplings whose ids are part of the key, to keep them alive
         self._known: dict[tuple[Any, ...], tuple[dict[str, Any], list[Mapping[str, Any] | None]]] = {}
@@ -86,11 +85,7 @@ class Pulses:
         if not data.is_cpu or data.is_neg() or not ordinary(data):
             return None
         flat = (data.detach() if data.requires_grad else data).contiguous().numpy().reshape(-1)
-        like = data.dtype, data.shape
-        text = self._texts.get(like)
-        if text is None:
-            text = self._texts[like] = text_of(*like)
-        return Reading(self._gathered.add(flat), hash_of_piece(text, flat.data))
+        return Reading(self._gathered.add(flat), hash_of_piece(text_of(data.dtype, data.shape), flat.data))
 
     def add_reading(
         self, rows: tuple[RowKind, ...], stream: StreamKey, reading: Reading, call: int, at: At, rank: int
