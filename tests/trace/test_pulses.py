@@ -324,7 +324,7 @@ def test_each_receiver_gets_rows_or_pulses() -> None:
     assert [one.kind for one in whole] == [PULSE]
     assert not len(others)
     assert [(one.key, one.call, one.sampling) for one in rows] == [("0", 0, None), ("1", 2, {"reduce": "x"})]
-    assert list(map(key, messages_of(whole.messages[0], rows_of(TOLD)))) == list(map(key, rows))
+    assert list(map(key, messages_of(whole.messages[0], enumerate(rows_of(TOLD))))) == list(map(key, rows))
 
 
 def test_a_number_of_the_users_own_may_have_that_name(tmp_path: Path) -> None:

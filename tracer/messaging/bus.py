@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from tracer.errors import MessageError, raised_by_signal, warn_only
 from tracer.messaging.messages import DEFAULT_TAG, MODULE_KINDS, NETWORK_KINDS, Message, ModuleMessage, NetworkMessage
-from tracer.messaging.pulses import PULSE, Row, messages_of, rows_of
+from tracer.messaging.pulses import Row, is_pulse, messages_of, rows_of
 from tracer.messaging.receiver import Receiver, describe, in_order
 from tracer.messaging.stacks import Stack, Stretch, Wants
 from tracer.messaging.subscription import Named
@@ -70,8 +70,10 @@ class MessageBus:
         self._queue: deque[Message] = deque()
         # by kind, module and tag, the answer of `_hearing` for the present receivers
         self._heard: dict[tuple[str, str | None, str], tuple[tuple[Receiver, bool], ...]] = {}
-        # the sampling and the rows of the last pulse
-        self._pulse: tuple[Mapping[str, Any], tuple[Row, ...]] | None = None
+        # the sampling of the last pulse, and the rows that receivers hear which take no pulses, with their indices
+        self._pulse: tuple[Mapping[str, Any], list[tuple[int, Row]]] | None = None
+        self.takes_pulses = False
+        """Whether a receiver gets pulses as they are."""
         self._publishing = False
         self._watchers: list[weakref.WeakMethod[Callable[[], None]]] = []
         # modules may run in several threads (nn.DataParallel), and CUDA's backward pass has its own thread
@@ -164,7 +166,8 @@ class MessageBus:
         self._watchers = [known for known in self._watchers if known() not in (None, callback)]
 
     def _changed(self) -> None:
-        self._heard = {}
+        self._heard, self._pulse = {}, None
+        self.takes_pulses = any(one.takes_pulses for one in self._receivers)
         for known in tuple(self._watchers):
             callback = known()
             if callback is not None:
@@ -193,7 +196,7 @@ class MessageBus:
                 return
             self._publishing = True
             try:
-                if message.kind == PULSE and message.sampling is not None:  # not a number of the user's own
+                if is_pulse(message):
                     self._deliver_pulse(message)
                 else:
                     self._deliver(message, key)
@@ -324,25 +327,26 @@ class MessageBus:
         if topic != "any" and (topic == "network") != (message.key is None):
             raise MessageError(f"{message.kind} is a {topic} topic, but the message is a {type(message).__name__}")
 
-    @property
-    def takes_pulses(self) -> bool:
-        """Whether a receiver gets pulses as they are."""
-        return any(one.takes_pulses for one in self._receivers)
-
     def _deliver_pulse(self, pulse: Message) -> None:
         """Deliver a pulse to the receivers that take pulses, and the messages of its rows to all others."""
         self._deliver(pulse, None, of_pulses=True)
-        if all(one.takes_pulses for one in self._receivers):
-            return
+        heard = self._rows_heard(pulse)
+        for message in messages_of(pulse, heard) if heard else ():
+            self._deliver(message, message.key, of_pulses=False)
+            self._deliver_queued()  # answers to a row come before the next row, as they do in a replay
+
+    def _rows_heard(self, pulse: Message) -> list[tuple[int, Row]]:
+        """The rows of a pulse whose messages a receiver may want that takes no pulses, with their indices."""
         assert pulse.sampling is not None
         if self._pulse is None or self._pulse[0] is not pulse.sampling:
-            self._pulse = pulse.sampling, rows_of(pulse.sampling)
-        rows = self._pulse[1]
-        others = [one for one in self._receivers if not one.takes_pulses]
-        if any(one.wants(row.kind, row.module, pulse.tag, None) for one in others for row in rows):
-            for message in messages_of(pulse, rows):
-                self._deliver(message, message.key, of_pulses=False)
-                self._deliver_queued()  # answers to a row come before the next row, as they do in a replay
+            rows = enumerate(rows_of(pulse.sampling))
+            heard = [
+                (place, row)
+                for place, row in rows
+                if not all(one.takes_pulses for one, _ in self._hearing(row.kind, row.module, pulse.tag))
+            ]
+            self._pulse = pulse.sampling, heard
+        return self._pulse[1]
 
     def _hearing(self, kind: str, key: str | None, tag: str) -> tuple[tuple[Receiver, bool], ...]:
         """The receivers that may want messages of a stream, in order, and whether they want those of every step."""

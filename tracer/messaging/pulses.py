@@ -6,7 +6,7 @@ unless it `takes_pulses`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tracer.messaging.messages import Message, checked
@@ -32,6 +32,11 @@ class Row(NamedTuple):
     leaf: str
     call: int
     sampling: Mapping[str, Any] | None
+
+
+def is_pulse(message: Message) -> bool:
+    """Whether a message is a pulse, and not a number of the user's own with that name."""
+    return message.kind == PULSE and message.sampling is not None
 
 
 def sampling_of(rows: Sequence[Row], numbers: Sequence[str]) -> dict[str, Any]:
@@ -78,9 +83,10 @@ def rows_of(sampling: Mapping[str, Any]) -> tuple[Row, ...]:
     return tuple(found)
 
 
-def messages_of(pulse: Message, rows: Sequence[Row]) -> Iterator[Message]:
-    """The message of each row of a pulse."""
+def messages_of(pulse: Message, rows: Iterable[tuple[int, Row]]) -> Iterator[Message]:
+    """The messages of some rows of a pulse, each given with its index."""
     assert pulse.data is not None
+    table = pulse.data.unbind()
     step, train_step, epoch, tag, rank = pulse.global_step, pulse.train_step, pulse.epoch, pulse.tag, pulse.rank
-    for row, data in zip(rows, pulse.data.unbind(), strict=True):
-        yield checked(row.kind, row.module, step, train_step, epoch, tag, row.call, row.leaf, rank, data, row.sampling)
+    for place, (kind, module, leaf, call, sampling) in rows:
+        yield checked(kind, module, step, train_step, epoch, tag, call, leaf, rank, table[place], sampling)

@@ -12,7 +12,7 @@ import numpy as np
 from tracer.format.journal import COLUMNS, NONE, Column
 from tracer.memory import PAGE
 from tracer.messaging.messages import Message
-from tracer.messaging.pulses import PULSE
+from tracer.messaging.pulses import is_pulse
 from tracer.stores.chunks import ALIGNED_BYTES, RowChunks
 from tracer.stores.locations import Location
 from tracer.trace.merging import Parts
@@ -143,7 +143,7 @@ class Budget:
         self._cost += message_bytes(message)
         dtype = None if data is None else data.dtype
         stream: tuple[Any, ...] = (message.kind, message.key, message.tag, message.leaf, dtype)
-        rows = len(message.sampling["rows"]) if message.kind == PULSE and message.sampling is not None else 0
+        rows = len(message.sampling["rows"]) if is_pulse(message) and message.sampling is not None else 0
         if rows:
             stream = (*stream, id(message.sampling))
         self._pay_once(stream, STREAM_BYTES + rows * PULSE_ROW_BYTES)

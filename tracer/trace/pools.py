@@ -12,7 +12,7 @@ from tracer.format.encodings import STORAGE_DTYPES, Encoding, encoding_of
 from tracer.format.journal import HAS_DATA
 from tracer.format.names import late_pool, own_pool, shared_pool
 from tracer.messaging.messages import Message
-from tracer.messaging.pulses import PULSE
+from tracer.messaging.pulses import is_pulse
 from tracer.trace.commits import Commits
 from tracer.trace.compression import Compression
 
@@ -161,7 +161,7 @@ class Pools:
         """Set the place of a stream for messages of a shape that differs from the last message's."""
         encoding = encoding_of(data)
         few_axes = len(shape) <= _MOST_OWN_AXES
-        owns = data.nbytes >= self._own_bytes or (_is_pulse(message) and self._pulses < MOST_PULSES)
+        owns = data.nbytes >= self._own_bytes or (is_pulse(message) and self._pulses < MOST_PULSES)
         if stream.fresh and few_axes and owns and self._store.can_create:
             with self._commits:
                 stream.own = self._own_pool(stream, message, shape)
@@ -213,7 +213,7 @@ class Pools:
             name = f"{name}%~{stream.id}"
         self._taken.add(name.casefold())
         chunk_bytes = 1  # one row a chunk: rows of own pools are large enough for that
-        if _is_pulse(message):
+        if is_pulse(message):
             self._pulses += 1
             chunk_bytes = self._chunk_bytes
         codec = self._codec(message.kind, stream.encoding.name)
@@ -231,7 +231,3 @@ class Pools:
             codec = self._codec(message.kind, stream.encoding.name)
             return self._declare_pool(name, storage, (), self._chunk_bytes, codec)
         return self._pools[late_pool(self._part, storage)]
-
-
-def _is_pulse(message: Message) -> bool:
-    return message.kind == PULSE and message.sampling is not None

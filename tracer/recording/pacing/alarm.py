@@ -9,7 +9,7 @@ from typing import Any, Final, final
 import torch
 
 from tracer.messaging.messages import DEFAULT_TAG, STATISTICS_SUFFIX, Message
-from tracer.messaging.pulses import PULSE
+from tracer.messaging.pulses import PULSE, is_pulse
 from tracer.messaging.receiver import Receiver
 from tracer.numbers.statistics import ENTRIES
 from tracer.recording.triggers import Usual
@@ -56,12 +56,12 @@ class Alarm(Receiver):
     def receive(self, message: Message) -> Iterable[Message]:
         """Compare a loss, or the norm of all gradients in a pulse, with its past."""
         data = message.data
-        if data is None or not data.is_cpu or (message.sampling is None and message.kind == PULSE):
+        if data is None or not data.is_cpu:
             return ()
         if message.kind == _LOSS:
             if data.numel() == 1 and data.is_floating_point():
                 self._judge(_LOSS, float(data))
-        elif message.leaf == "statistics":
+        elif message.leaf == "statistics" and is_pulse(message):
             self._judge_gradients(data, message.sampling)
         return ()
 
