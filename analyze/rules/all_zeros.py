@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Unpack, final
 
-from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.rules.finding import Finding
-from analyze.rules.rule import Looking, Rule
+from analyze.rules.rule import Looking
+from analyze.rules.table_rule import TableRule
+from analyze.rules.tables import Table
 from tracer.messaging.messages import Message
 
 
 @final
-class AllZeros(Rule):
+class AllZeros(TableRule):
     """Outputs, or gradients of weights, of which every number is zero.
 
     Parameters
@@ -30,20 +31,20 @@ class AllZeros(Rule):
     """
 
     name = "all_zeros"
-    takes_statistics = True
+    statistics = ("zeros", "count")
     judges = "activations or gradients"
     advice = "look at whether the loss depends on this module, and at whether the layers before and after it are dead"
 
     def __init__(self, *, patience: int = 5, **where: Unpack[Looking]) -> None:
         super().__init__([("activations", "layer_gradients", "weight_gradients")], patience=patience, **where)
 
-    def look(self, message: Message) -> Iterator[Message]:
-        """Judge one message."""
-        extent = Extent.of(message)
-        second = "backward." in message.leaf  # a gradient of a gradient may be zero without a fault
-        if second or extent is None or extent.count < 2 or not extent.floating:
-            return
-        yield from self.judge(message, shared(message, "zeros") == extent.count, 1.0, 1.0)
+    def judge_table(self, table: Table) -> Iterator[Message]:
+        """Judge the numbers of zeros."""
+        for of in table:
+            # a gradient of a gradient may be zero without a fault
+            first = of.where(lambda column: column.floating and "backward." not in column.series[2])
+            count = of["count"]
+            yield from self.judge_all(table, of, first & (count >= 2), of["zeros"] == count, 1.0, 1.0)
 
     def evidence(self, found: Finding) -> str:
         return f"all its numbers were zero at {found.steps} recorded steps"

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number, is_whole
+from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
-from analyze.rules.rule import Looking, Place, Rule
+from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import as_array
 

@@ -133,6 +133,46 @@ class Judged:
         block, bit = divmod(step, _BITS)
         blocks[block] = blocks.get(block, 0) | 1 << bit
 
+    def add_many(self, kind: str, each: Sequence[Series], steps: NDArray[np.int64], judged: NDArray[np.bool_]) -> None:
+        """Note that streams were judged at steps.
+
+        Parameters
+        ----------
+        kind : str
+        each : sequence of Series, (columns,)
+        steps : ndarray of int64, (steps,)
+            Ascending.
+        judged : ndarray of bool, (steps, columns)
+        """
+        if len(steps) == 1:
+            for column in np.flatnonzero(judged[0]).tolist():
+                self.add(kind, each[column], int(steps[0]))
+            return
+        other = Judged()
+        whole: NDArray[np.bool_] = np.all(judged, axis=0)
+        all_of_them = _spread(steps) if whole.any() else []
+        for column in np.flatnonzero(judged.any(axis=0)).tolist():
+            of = all_of_them if whole[column] else _spread(steps[judged[:, column]])
+            if (kind, each[column]) in other.streams:  # another call of the same series
+                self.take(other)
+                other = Judged()
+            other.streams[kind, each[column]] = list(of)
+        self.take(other)
+        for tag in {one[1] for one in each}:
+            of_tag = np.array([one[1] == tag for one in each], np.bool_)
+            self._add_steps(tag, steps[judged[:, of_tag].any(axis=1)])
+
+    def _add_steps(self, tag: str, steps: NDArray[np.int64]) -> None:
+        """Note that something was judged at steps, ascending."""
+        if not len(steps):
+            return
+        blocks = self.steps.setdefault(tag, {})
+        numbers = steps // _BITS
+        begins = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1]))
+        bits = np.bitwise_or.reduceat(np.left_shift(np.uint64(1), (steps % _BITS).astype(np.uint64)), begins)
+        for block, more in zip(numbers[begins].tolist(), bits.tolist(), strict=True):
+            blocks[block] = blocks.get(block, 0) | more
+
     def take(self, other: Judged) -> None:
         """Note all that another has noted."""
         for tag, more in other.steps.items():
@@ -221,6 +261,12 @@ def together(each: Sequence[Coverage]) -> Coverage:
         ended={stream: step for one in each for stream, step in one.ended.items()},
         uneven=any(one.uneven or (one.steps, one.of) != (least.steps, least.of) for one in each),
     )
+
+
+def _spread(steps: NDArray[np.int64]) -> list[int]:
+    """The first and the last of ascending steps, the longest way from one to the next, and their number."""
+    ways = np.diff(steps)
+    return [int(steps[0]), int(steps[-1]), int(ways.max(initial=0)), 1 + int(np.count_nonzero(ways))]
 
 
 def _steps_of(blocks: Mapping[int, int]) -> Steps:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.elementwise.sharing import shared
 from analyze.metrics.streams import Series
+from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
 from analyze.rules.header import modules_of
-from analyze.rules.rule import Looking, Place, Rule
+from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import as_array
 

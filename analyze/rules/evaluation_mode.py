@@ -7,18 +7,19 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from analyze.metrics.checks import check, is_whole
-from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.streams import Series, series_of
+from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
 from analyze.rules.header import modules_of
-from analyze.rules.rule import Place, Rule
+from analyze.rules.table_rule import TableRule
+from analyze.rules.tables import Bools, OfKind, Table
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_MODE, EVAL_TAG, Message
 from tracer.messaging.subscription import is_doubled
 from tracer.numbers.arrays import as_array
 from tracer.numbers.statistics import are_statistics
+from tracer.trace.streams import StreamInfo
 
 _PASSES, _DROPOUT, _NORMALISATION, _MODE = 0, 1, 2, 3
 _OFFSET = 0.1
@@ -27,7 +28,7 @@ _Channels: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 @final
-class EvaluationMode(Rule):
+class EvaluationMode(TableRule):
     """A network that is trained in evaluation mode, or with a dropout or a batch normalisation that is.
 
     Parameters
@@ -51,7 +52,8 @@ class EvaluationMode(Rule):
 
     name = "evaluation_mode"
     takes_statistics = "too"
-    memory = ("in_eval_mode", "passes", "updated", "before", "means", "biases", "offsets")
+    statistics = ("zeros", "count", "nan")
+    memory = ("means", "biases", "offsets")
     judges = "updates of weights, and training passes"
     numbers = ("why",)
     advice = "call model.train() before each epoch of the training, after each evaluation"
@@ -62,10 +64,6 @@ class EvaluationMode(Rule):
         super().__init__([("weight_updates",), kinds], patience=patience, tag=None, modules=modules)
         self.dropouts: set[str] = set()
         self.normalisations: set[str] = set()
-        self.in_eval_mode: Message | None = None  # says that the training pass of this step ran in eval mode
-        self.passes: dict[str, Message] = {}  # the first message of a pass in this step, by tag
-        self.updated = False
-        self.before: tuple[int, float] | None = None  # the counts of numbers and of zeros of the previous output
         self.means: dict[Series, tuple[Place, _Channels]] = {}
         self.biases: dict[str, NDArray[np.float64]] = {}
         self.offsets: dict[Series, list[tuple[Place, NDArray[np.float64]]]] = {}
@@ -79,48 +77,69 @@ class EvaluationMode(Rule):
             if one.kind in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"):
                 self.normalisations.add(one.name)
 
-    def look(self, message: Message) -> Iterator[Message]:
-        """Store what a step has, and judge the outputs of dropouts."""
-        if message.kind == EVAL_MODE:
-            self.in_eval_mode = message
-            return
-        data, extent = message.data, Extent.of(message)
-        if data is None or extent is None or not extent.floating or not extent.count:
-            return
-        if message.kind == "weight_updates":
-            self.updated = self.updated or (message.tag == DEFAULT_TAG and shared(message, "zeros") < extent.count)
-        elif message.kind == "biases":
-            if message.key in self.normalisations and not are_statistics(message.sampling):
-                self.biases[message.key or ""] = as_array(data).astype(np.float64)
-        else:
-            self.passes.setdefault(message.tag, message)
-            if message.kind == "activations" and message.tag == DEFAULT_TAG:
-                yield from self._look_at(message, data, extent.count)
+    def reads(self, stream: StreamInfo) -> bool:
+        """Whether a stream has no data: that of batch normalisations comes in messages."""
+        return are_statistics(stream.sampling) or stream.kind == EVAL_MODE
 
-    def _look_at(self, message: Message, data: Tensor, numbers: int) -> Iterator[Message]:
-        """Judge the output of a dropout; store the means of a batch normalisation's output."""
-        if not is_doubled(message.sampling):  # if doubled, the message with its statistics is judged instead
-            zeros = shared(message, "zeros")
-            judged = numbers >= 1000 and zeros < numbers and not shared(message, "nan")
-            if message.key in self.dropouts and judged:
-                of_input = self.before[1] if self.before is not None and self.before[0] == numbers else 0
-                yield from self.judge(message, zeros <= of_input, zeros, of_input, _DROPOUT)
-            self.before = numbers, zeros
-        of_channels = message.key in self.normalisations and not are_statistics(message.sampling)
-        if of_channels and data.ndim >= 2 and data.shape[0] >= 4:
+    def look(self, message: Message) -> Iterator[Message]:
+        """Take a message into the table of its step; store the data of batch normalisations."""
+        data = message.data
+        # of a tensor whose data and statistics are there, the statistics are judged
+        if message.kind != "biases" and not is_doubled(message.sampling):
+            yield from super().look(message)
+        if data is None or not data.is_floating_point() or not data.numel():
+            return
+        if message.key not in self.normalisations or are_statistics(message.sampling):
+            return
+        if message.kind == "biases":
+            self.biases[message.key or ""] = as_array(data).astype(np.float64)
+        elif message.kind == "activations" and message.tag == DEFAULT_TAG and data.ndim >= 2 and len(data) >= 4:
             self.means[series_of(message)] = Place.of(message), _standardised(as_array(data))
 
     def look_back(self) -> Iterator[Message]:
-        """Judge the passes of a step, and the means of its batch normalisations."""
-        training, evaluation = self.passes.get(DEFAULT_TAG), self.passes.get(EVAL_TAG)
-        at = self.in_eval_mode or ((training or evaluation) if self.updated else None)
-        if at is not None:
-            place = Place("network_output", (None, DEFAULT_TAG, "", at.rank), *Place.of(at)[2:])
-            if self.in_eval_mode is not None:
+        """Judge the table of a step, and the means of its batch normalisations."""
+        yield from super().look_back()
+        yield from self._look_at_means()
+
+    def judge_table(self, table: Table) -> Iterator[Message]:
+        """Judge the passes of each step, and the outputs of dropouts."""
+        updates, passes = table.of("weight_updates"), (table.of("network_output"), table.of("activations"))
+        changes = _any(_floating(updates) & (updates["zeros"] < updates["count"]) & updates.of_tag(DEFAULT_TAG))
+        training, evaluation = (
+            _any(np.concatenate([_floating(of) & of.of_tag(tag) for of in passes], axis=1))
+            for tag in (DEFAULT_TAG, EVAL_TAG)
+        )
+        in_eval_mode = _any(table.of(EVAL_MODE).there)
+        ranks = [column.series[3] for of in table for column in of.columns]
+        for row in np.flatnonzero(in_eval_mode | changes & (training | evaluation)).tolist():
+            place = table.place("network_output", (None, DEFAULT_TAG, "", ranks[0]), row)
+            if in_eval_mode[row]:
                 yield from self.judge(place, True, 1.0, 1.0, _MODE, patience=1)
             else:
-                yield from self.judge(place, training is None, 1.0, 1.0, _PASSES)
-        for series, (place, (mean, deviation)) in self.means.items():
+                yield from self.judge(place, not training[row], 1.0, 1.0, _PASSES)
+        yield from self._look_at_dropouts(table, table.of("activations"))
+
+    def _look_at_dropouts(self, table: Table, of: OfKind) -> Iterator[Message]:
+        """Judge whether a dropout sets more to zero than what comes before it."""
+        dropouts = of.where(lambda column: column.series[0] in self.dropouts)
+        if not dropouts.any():
+            return
+        count, zeros = of["count"], of["zeros"]
+        there = _floating(of) & of.of_tag(DEFAULT_TAG)
+        order = np.argsort(np.where(there, of.places, -1), axis=1, kind="stable")
+        before = np.zeros(count.shape, np.int64)  # the column of the message before each
+        np.put_along_axis(before, order[:, 1:], order[:, :-1], axis=1)
+        np.put_along_axis(before, order[:, :1], order[:, :1], axis=1)
+        of_input = np.take_along_axis(zeros, before, axis=1)
+        is_input = np.take_along_axis(there & (count > 0), before, axis=1) & (before != np.arange(count.shape[1]))
+        of_input = np.where(is_input & (np.take_along_axis(count, before, axis=1) == count), of_input, 0.0)
+        judged = there & dropouts & (count >= 1000) & (zeros < count) & (of["nan"] == 0)
+        yield from self.judge_all(table, of, judged, zeros <= of_input, zeros, of_input, _DROPOUT)
+
+    def _look_at_means(self) -> Iterator[Message]:
+        """Judge the means of the outputs of batch normalisations, beside their biases."""
+        means, self.means = self.means, {}
+        for series, (place, (mean, deviation)) in means.items():
             bias = self.biases.get(series[0] or "")
             if bias is None or bias.shape != mean.shape:
                 continue
@@ -140,7 +159,6 @@ class EvaluationMode(Rule):
                 share = float(off.mean())
                 usual = float(np.median(mean_off))
                 yield from self.judge(place, share >= 0.5, usual, _OFFSET, _NORMALISATION, since=offsets[0][0])
-        self.passes, self.means, self.updated, self.before, self.in_eval_mode = {}, {}, False, None, None
 
     def evidence(self, found: Finding) -> str:
         why = int(found.numbers["why"])
@@ -163,3 +181,14 @@ def _standardised(x: NDArray[Any]) -> _Channels:
     with np.errstate(all="ignore"):
         x = x.astype(np.float64)
         return x.mean(axis=axes), np.maximum(x.std(axis=axes), 1e-12)
+
+
+def _floating(of: OfKind) -> Bools:
+    """Where there are messages of floating-point numbers."""
+    return of.there & of.where(lambda column: column.floating) & (of["count"] > 0)
+
+
+def _any(holds: Bools) -> Bools:
+    """At which steps something holds in a column."""
+    found: Bools = np.any(holds, axis=1)
+    return found

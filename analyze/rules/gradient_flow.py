@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Unpack, final
 
+import numpy as np
+
 from analyze.metrics.checks import check, is_number, is_whole
-from analyze.metrics.elementwise.sharing import shared
-from analyze.metrics.streams import Series, series_of
+from analyze.metrics.streams import Series
 from analyze.rules.finding import Finding
-from analyze.rules.rule import Looking, Place, Rule
+from analyze.rules.rule import Looking
+from analyze.rules.table_rule import TableRule
+from analyze.rules.tables import Bools, Floats, OfKind, Table
 from tracer.messaging.messages import Message
 from tracer.numbers.past import Past
 
 _BEYOND_START = 10.0
 """An exploding gradient is at least this many times as large as any gradient of the warm-up."""
+_FIRST = 3
+"""At so many first steps the gradients of the layers are compared with each other."""
 
 
 @final
-class VanishingGradient(Rule):
+class VanishingGradient(TableRule):
     """Gradients that are lost on their way back: next to nothing arrives at the layers near the input.
 
     Parameters
@@ -46,8 +51,7 @@ class VanishingGradient(Rule):
     """
 
     name = "vanishing_gradient"
-    takes_statistics = True
-    memory = ("now", "losses")
+    statistics = ("norm2",)
     judges = "layer_gradients of several layers"
     numbers = ("largest", "smallest")
     advice = (
@@ -60,45 +64,55 @@ class VanishingGradient(Rule):
         check(is_whole(least, 2), "the least number of layers is an integer from 2 on", least)
         super().__init__(["layer_gradients"], also=("loss",), patience=patience, **where)
         self.ratio, self.least = ratio, least
-        self.losses: set[str] = set()  # the leaves of the losses of this step
-        self.now: dict[Series, tuple[Place, float]] = {}
 
-    def look(self, message: Message) -> Iterator[Message]:
-        """Store the norm of a gradient."""
-        if message.kind == "loss":
-            self.losses.add(message.leaf)
+    def judge_table(self, table: Table) -> Iterator[Message]:
+        """Judge the norms of gradients, step by step."""
+        of = table.of("layer_gradients")
+        norm, there = self._of_layers(of)
+        parts = np.array([(column.series[0] or "").partition(".")[0] for column in of.columns])
+        large = {part: there[:, parts == part].sum(axis=1) >= self.least for part in dict.fromkeys(parts.tolist())}
+        apart = _several_losses(table) & (np.sum([*large.values()], axis=0) > 1)
+        networks = [there & (~apart & (there.sum(axis=1) >= self.least))[:, None]]
+        networks += [there & (apart & is_large)[:, None] & (parts == part) for part, is_large in large.items()]
+        self.cover(table, of, np.logical_or.reduce(networks))
+        for network in networks:
+            yield from self._judge_network(table, of, norm, network)
+
+    @staticmethod
+    def _of_layers(of: OfKind) -> tuple[Floats, Bools]:
+        """The norm of each layer's gradient, in the column of its first call the largest of all its calls."""
+        norm = of["norm2"]
+        there = of.there & np.isfinite(norm) & of.where(lambda column: not column.series[2])
+        for first, *more in of.series.values():
+            if more:
+                calls = [first, *more]
+                norm[:, first] = np.where(there[:, calls], norm[:, calls], 0.0).max(axis=1)
+                there[:, first] = there[:, calls].any(axis=1)
+                there[:, more] = False
+        return norm, there
+
+    def _judge_network(self, table: Table, of: OfKind, norm: Floats, there: Bools) -> Iterator[Message]:
+        """Judge the layers of a network, of which the gradients are `there`."""
+        reached = there & (norm > 0)
+        rows = np.flatnonzero(reached.any(axis=1))
+        if not len(rows):
             return
-        norm = shared(message, "norm2")
-        if math.isfinite(norm) and not message.leaf:
-            series = series_of(message)
-            self.now[series] = Place.of(message), max(norm, self.now[series][1] if series in self.now else 0.0)
-        yield from ()
-
-    def look_back(self) -> Iterator[Message]:
-        """Judge the gradients of a step."""
-        now, self.now = self.now, {}
-        for norms in self.networks(now):
-            for place, _ in norms:
-                self.judged(place)
-            reached = [one for one in norms if one[1] > 0]
-            if not reached:
-                continue
-            largest = max(norm for _, norm in reached)
-            near = reached[-_quarter(reached) :]
-            place, smallest = min(near, key=lambda one: one[1])
-            bad = max(norm for _, norm in near) < self.ratio * largest
-            yield from self.judge(place, bad, smallest / largest, self.ratio, largest, smallest, worse=False)
-        self.losses = set()
-
-    def networks(self, now: Mapping[Series, tuple[Place, float]]) -> list[list[tuple[Place, float]]]:
-        """The gradients of each network: of each part below the root that has a loss of its own, else of all."""
-        parts: dict[str, list[tuple[Place, float]]] = {}
-        for (module, *_), told in now.items():
-            parts.setdefault((module or "").partition(".")[0], []).append(told)
-        large = [one for one in parts.values() if len(one) >= self.least]
-        if len(large) > 1 and len(self.losses) > 1:
-            return large
-        return [list(now.values())] if len(now) >= self.least else []
+        reached, norms = reached[rows], norm[rows]
+        order = np.argsort(np.where(reached, of.places[rows], np.iinfo(np.int64).max), axis=1, kind="stable")
+        rank = np.argsort(order, axis=1)  # in the order in which the backward reaches them
+        count = reached.sum(axis=1, keepdims=True)
+        near = reached & (rank >= count - np.maximum(1, count // 4))
+        largest = np.where(reached, norms, 0.0).max(axis=1)
+        smallest = np.where(near, norms, math.inf).min(axis=1)
+        # the first of those with the smallest norm
+        column = np.where(near & (norms == smallest[:, None]), rank, norms.shape[1]).argmin(axis=1)
+        judged, bad = np.zeros((2, *norm.shape), np.bool_)
+        judged[rows, column] = True
+        bad[rows, column] = np.where(near, norms, 0.0).max(axis=1) < self.ratio * largest
+        told = np.zeros((3, *norm.shape))
+        told[:, rows, column] = smallest / largest, largest, smallest
+        value, *numbers = told
+        yield from self.judge_all(table, of, judged, bad, value, self.ratio, *numbers, worse=False, covers=False)
 
     def evidence(self, found: Finding) -> str:
         return (
@@ -108,7 +122,7 @@ class VanishingGradient(Rule):
 
 
 @final
-class ExplodingGradient(Rule):
+class ExplodingGradient(TableRule):
     """Gradients that grow on their way back through the layers, or far beyond what they were before.
 
     Parameters
@@ -136,8 +150,8 @@ class ExplodingGradient(Rule):
     """
 
     name = "exploding_gradient"
-    takes_statistics = True
-    memory = ("past", "start", "layers", "steps")
+    statistics = ("norm2",)
+    memory = ("past", "steps")
     numbers = ("usual", "of_past")
     advice = (
         "clip the norm of the gradients (torch.nn.utils.clip_grad_norm_), lower the learning rate or warm it up, or "
@@ -162,46 +176,56 @@ class ExplodingGradient(Rule):
         self.growth, self.factor, self.deviations = growth, factor, deviations
         self.window, self.warm_up = window, warm_up
         self.judges = f"weight_gradients over more than {warm_up} steps, or layer_gradients of several layers"
-        self.past: dict[Series, Past] = {}
-        self.start: dict[Series, float] = {}  # the largest norm of the warm-up
-        self.layers: dict[Series, tuple[Place, float]] = {}
+        self.past: dict[Series, _Norms] = {}
         self.steps = 0
 
-    def look(self, message: Message) -> Iterator[Message]:
-        """Judge the gradient of a weight, or store the norm of the gradient of a layer."""
-        norm = shared(message, "norm2")
-        if norm == 0:
-            self.judged(message)
-        if not 0 < norm < math.inf:
-            return
-        series = series_of(message)
-        if message.kind == "layer_gradients":
-            self.layers[series] = Place.of(message), norm
-            return
-        past = self.past.setdefault(series, Past(self.window))
-        if len(past) >= self.warm_up:
-            usual = math.exp(past.centre)
-            far = usual * math.exp(max(math.log(self.factor), self.deviations * past.scale))
-            bound = max(far, _BEYOND_START * self.start[series])
-            yield from self.judge(message, norm > bound, norm, bound, usual, 1.0)
-        else:
-            self.start[series] = max(norm, self.start.get(series, 0.0))
-        past.add(math.log(norm))
+    def judge_table(self, table: Table) -> Iterator[Message]:
+        """Judge the gradients of weights beside their past, and those of the layers at the first steps."""
+        of = table.of("weight_gradients")
+        norm = of["norm2"]
+        judged, bad = of.there & (norm == 0), np.zeros(norm.shape, np.bool_)
+        bound, usual = np.zeros((2, *norm.shape))
+        there = of.there & (norm > 0) & (norm < math.inf)
+        for series, columns in of.series.items():
+            rows, within = np.nonzero(there[:, columns])
+            cells = rows, np.array(columns)[within]
+            past = self.past.setdefault(series, _Norms(self.window, self.warm_up))
+            judged[cells] = np.arange(len(rows)) >= self.warm_up - past.count
+            usual[cells], bound[cells] = self._usual(past, norm[cells])
+        bad = judged & (norm > bound) & there
+        yield from self.judge_all(table, of, judged, bad, norm, bound, usual, 1.0)
+        yield from self._look_at_layers(table, table.of("layer_gradients"))
 
-    def look_back(self) -> Iterator[Message]:
+    def _usual(self, past: _Norms, norms: Floats) -> tuple[Floats, Floats]:
+        """The usual norm and the bound for each of the next norms; exact where a norm may be beyond the bound."""
+        past.take(norms)
+        usual, bound = np.full(len(norms), math.nan), np.full(len(norms), _BEYOND_START * past.start)
+        for row in np.flatnonzero(norms > bound).tolist():
+            if len(recent := past.before(row - len(norms))) >= self.warm_up:
+                usual[row] = math.exp(recent.centre)
+                far = usual[row] * math.exp(max(math.log(self.factor), self.deviations * recent.scale))
+                bound[row] = max(far, bound[row])
+        return usual, bound
+
+    def _look_at_layers(self, table: Table, of: OfKind) -> Iterator[Message]:
         """Judge the gradients of the layers at the first steps."""
-        layers, self.layers = self.layers, {}
-        if len(layers) < 4:
-            return
-        self.steps += 1
-        if self.steps > 3:
-            return
-        for place, _ in layers.values():
-            self.judged(place)
-        norms = [norm for _, norm in layers.values()]  # backward reaches the last layers first
-        last = max(norms[: _quarter(norms)])
-        place, norm = max(layers.values(), key=lambda one: one[1])
-        yield from self.judge(place, norm > self.growth * last, norm, self.growth * last, last, 0.0)
+        norm = of["norm2"]
+        self.cover(table, of, of.there & (norm == 0))
+        there = of.there & (norm > 0) & (norm < math.inf)
+        for row in np.flatnonzero(there.sum(axis=1) >= 4).tolist() if self.steps < _FIRST else ():
+            columns = np.flatnonzero(there[row])
+            columns = columns[np.argsort(of.places[row, columns])]
+            layers = {of.columns[column].series: float(norm[row, column]) for column in columns.tolist()}
+            if len(layers) < 4 or self.steps == _FIRST:
+                continue
+            self.steps += 1
+            for series in layers:
+                self.judged(table.place(of.kind, series, row))
+            norms = list(layers.values())  # backward reaches the last layers first
+            last = max(norms[: max(1, len(norms) // 4)])
+            series, most = max(layers.items(), key=lambda layer: layer[1])
+            at, bound = table.place(of.kind, series, row), self.growth * last
+            yield from self.judge(at, most > bound, most, bound, last, 0.0)
 
     def evidence(self, found: Finding) -> str:
         usual = found.numbers["usual"]
@@ -216,6 +240,32 @@ class ExplodingGradient(Rule):
         )
 
 
-def _quarter(layers: Sequence[object]) -> int:
-    """How many layers are near an end of a network: a quarter, and at least one."""
-    return max(1, len(layers) // 4)
+class _Norms:
+    """The norms of the gradients of a weight so far."""
+
+    def __init__(self, window: int, warm_up: int) -> None:
+        self._window, self._warm_up = window, warm_up
+        self.count = 0
+        self.start = 0.0  # the largest norm of the warm-up
+        self._logs: Floats = np.zeros(0)
+
+    def take(self, norms: Floats) -> None:
+        """Take the next norms."""
+        self.start = float(norms[: max(0, self._warm_up - self.count)].max(initial=self.start))
+        self.count += len(norms)
+        self._logs = np.concatenate([self._logs[-self._window :], np.log(norms)])
+
+    def before(self, end: int) -> Past:
+        """The last logarithms before one of those that were taken last, which is counted from the end."""
+        return Past(self._window, self._logs[:end].tolist())
+
+
+def _several_losses(table: Table) -> Bools:
+    """At which steps there are losses with different leaves."""
+    losses = table.of("loss")
+    of_leaf: dict[str, Bools] = {}
+    for number, column in enumerate(losses.columns):
+        leaf, there = column.series[2], losses.there[:, number]
+        of_leaf[leaf] = of_leaf.get(leaf, there) | there
+    several: Bools = np.sum([np.zeros(len(table), np.int64), *of_leaf.values()], axis=0) > 1
+    return several

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import NamedTuple, Unpack, final
 
 from analyze.metrics.checks import check, is_number, is_whole
+from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding, Severity
-from analyze.rules.rule import Looking, Place, Rule
+from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 from tracer.numbers.past import median
 
@@ -134,7 +135,7 @@ class LearningRate(Rule):
         place = _of(now[0].place, "")
         if any(one.rate for one in now):
             self.zeros = []
-            if place[:2] in self._episodes:  # it is no stream of its own, so it covers nothing
+            if place[:2] in self.episodes:  # it is no stream of its own, so it covers nothing
                 yield from self.judge(place, False, 0.0, 0.0, _ZERO, 0.0, 0.0, 0.0)
             return
         if not self.zeros or self.zeros[-1].global_step != place.global_step:
@@ -153,7 +154,7 @@ class LearningRate(Rule):
         bad = others > 0 and greatest.rate > self.factor * others
         place = _of(greatest.place, greatest.optimizer)
         numbers = _BESIDE, others, float(greatest.group.partition(".")[2] or 0), place.global_step
-        if bad or place[:2] in self._episodes:
+        if bad or place[:2] in self.episodes:
             yield from self.judge(place, bad, greatest.rate, self.factor * others, *numbers, severity=Severity.NOTE)
 
     def evidence(self, found: Finding) -> str:

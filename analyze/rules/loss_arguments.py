@@ -10,8 +10,9 @@ from typing import ClassVar, Unpack, final
 
 from analyze.metrics.checks import check, is_number
 from analyze.metrics.elementwise.sharing import Extent, shared
+from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
-from analyze.rules.rule import Looking, Place, Rule
+from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 from tracer.numbers.statistics import are_statistics
 

@@ -12,8 +12,9 @@ from analyze.metrics.inputs import single_number
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.chance import Chance
 from analyze.rules.classification import Classification
+from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding, Severity
-from analyze.rules.rule import Looking, Place, Rule
+from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 
 _NEAR = 0.03

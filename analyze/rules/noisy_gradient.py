@@ -9,8 +9,9 @@ from typing import Unpack, final
 from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.gradients.gradient_noise import GradientNoise
 from analyze.metrics.inputs import single_number
+from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding, Severity
-from analyze.rules.rule import Looking, Place, Rule
+from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 from tracer.numbers.past import median
 

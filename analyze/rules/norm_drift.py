@@ -6,17 +6,20 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Unpack, final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from analyze.metrics.checks import check, is_number
-from analyze.metrics.elementwise.sharing import Extent, shared
-from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.header import entries
-from analyze.rules.rule import Looking, Rule
+from analyze.rules.rule import Looking
+from analyze.rules.table_rule import TableRule, grown
+from analyze.rules.tables import Table
 from tracer.messaging.messages import Message
 
 
 @final
-class NormDrift(Rule):
+class NormDrift(TableRule):
     """Weights of a matrix whose norm has gone far from where it began.
 
     Parameters
@@ -40,7 +43,7 @@ class NormDrift(Rule):
     """
 
     name = "norm_drift"
-    takes_statistics = True
+    statistics = ("norm2",)
     memory = ("start",)
     judges = "weights of two axes or more"
     numbers = ("start", "norm")
@@ -50,7 +53,7 @@ class NormDrift(Rule):
         check(is_number(factor) and factor > 1, "the factor of norm_drift is a number above 1", factor)
         super().__init__(["weights"], patience=patience, **where)
         self.factor = factor
-        self.start: dict[Series, float] = {}
+        self.start: NDArray[np.float64] = np.zeros(0)  # by column of weights: NaN before the first step
         self.units: dict[str, int] = {}
 
     def know_model(self, model: Mapping[str, Any]) -> None:
@@ -60,20 +63,27 @@ class NormDrift(Rule):
             if isinstance(shape, list) and shape and isinstance(shape[0], int):
                 self.units[name] = self.units[name.removesuffix("weight").removesuffix(".")] = shape[0]
 
-    def look(self, message: Message) -> Iterator[Message]:
-        """Judge one weight."""
-        extent = Extent.of(message)
-        if extent is None or extent.axes < 2:
-            return
-        norm = shared(message, "norm2")
-        start = self.start.setdefault(series_of(message), norm)
-        if start > 0 and math.isfinite(start) and math.isfinite(norm):
-            # the standard deviation of PyTorch's initialisation is 1 / sqrt(3 inputs)
-            usual = math.sqrt(self.units.get(message.key or "", 0) / 3)
-            grown, shrunk = norm / max(start, usual), start / norm if norm else math.inf
-            severity = Severity.NOTE if self.factor < shrunk <= self.factor**2 else None
-            far = max(grown, shrunk)
-            yield from self.judge(message, far > self.factor, far, self.factor, start, norm, severity=severity)
+    def judge_table(self, table: Table) -> Iterator[Message]:
+        """Judge the norms of weights."""
+        of = table.of("weights")
+        norm, matrices = of["norm2"], of.where(lambda column: column.axes >= 2)
+        there = of.there & matrices
+        self.start = grown(self.start, len(of.columns), math.nan)
+        begins = np.isnan(self.start) & there.any(axis=0)
+        first = norm[there[:, begins].argmax(axis=0), begins]
+        self.start[begins] = np.where(np.isfinite(first), first, math.inf)
+        start = self.start
+        # the standard deviation of PyTorch's initialisation is 1 / sqrt(3 inputs)
+        usual = np.sqrt(np.array([self.units.get(column.series[0] or "", 0) for column in of.columns]) / 3)
+        with np.errstate(all="ignore"):
+            grew, shrank = norm / np.maximum(start, usual), start / norm
+        judged = there & (start > 0) & np.isfinite(start) & np.isfinite(norm)
+        far = np.maximum(grew, shrank)
+        a_little = (shrank > self.factor) & (shrank <= self.factor**2)
+        severity = np.where(a_little, Severity.NOTE, self.severity)
+        yield from self.judge_all(
+            table, of, judged, far > self.factor, far, self.factor, start, norm, severity=severity
+        )
 
     def evidence(self, found: Finding) -> str:
         start, norm = found.numbers["start"], found.numbers["norm"]

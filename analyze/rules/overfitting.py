@@ -9,8 +9,9 @@ from typing import final
 
 from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.inputs import single_number
+from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
-from analyze.rules.rule import Place, Rule
+from analyze.rules.rule import Rule
 from tracer.messaging.messages import DEFAULT_TAG, Message
 
 

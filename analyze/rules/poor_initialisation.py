@@ -13,9 +13,10 @@ from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.chance import cross_entropies
+from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
 from analyze.rules.header import entries
-from analyze.rules.rule import Looking, Place, Rule
+from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 from tracer.messaging.subscription import is_doubled
 from tracer.numbers.arrays import as_array
@@ -85,6 +86,11 @@ class PoorInitialisation(Rule):
                 self.frozen |= {name, name.removesuffix("weight").removesuffix(".")}
             if isinstance(shape, list) and len(shape) > 1:
                 self.layers.add(name.rpartition(".")[0])
+
+    @property
+    def is_satisfied(self) -> bool:
+        """Whether the first step is over, and no weights are left whose units were alike in it."""
+        return bool(self._step) and not self.equal
 
     def look(self, message: Message) -> Iterator[Message]:
         """Judge a message of the first step, or whether units are still alike."""

@@ -8,8 +8,9 @@ from typing import Unpack, final
 import numpy as np
 
 from analyze.metrics.checks import check, is_number
+from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
-from analyze.rules.rule import Looking, Place, Rule
+from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import as_array
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypedDict
+from typing import Any, ClassVar, TypedDict
 
-import torch
+import numpy as np
 
 from analyze.metrics.checks import check, is_whole
 from analyze.metrics.metric import Metric
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.coverage import Judged
+from analyze.rules.episodes import Episode, Episodes, Measured, Place
 from analyze.rules.finding import Finding, Severity
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, message_of
+from tracer.messaging.messages import DEFAULT_TAG, Message
 from tracer.messaging.subscriber import Subscriber
 from tracer.messaging.subscription import Subscription
 
@@ -24,12 +24,7 @@ FIELDS = ("severity", "kind", "worst", "last", "steps", "value", "threshold")
 """The first numbers in the data of a finding's message; those of `Rule.numbers` follow."""
 
 
-_MEMORY = ("coverage", "_weighed", "_step", "_episodes", "_over")
-_REST = 10
-"""A finding ends when its condition has not held at this many judged steps in a row."""
-_EPISODES = 16
-"""After this many findings in a series, the rest before the next doubles with each, so that a condition that comes and
-goes makes few of them."""
+_MEMORY = ("coverage", "_weighed", "_step", "episodes", "rows")
 
 
 class Looking(TypedDict, total=False):
@@ -37,70 +32,6 @@ class Looking(TypedDict, total=False):
 
     tag: str | None
     modules: str | Iterable[str] | None
-
-
-class Place(NamedTuple):
-    """A series of messages of one kind, at one step: what a finding is about."""
-
-    kind: str
-    series: Series
-    global_step: int
-    train_step: int
-    epoch: int
-
-    @classmethod
-    def of(cls, message: Message) -> Place:
-        """The place of a message."""
-        return cls(message.kind, series_of(message), message.global_step, message.train_step, message.epoch)
-
-    def at(self, message: Message) -> Place:
-        """The same series at the step of a message."""
-        return self._replace(global_step=message.global_step, train_step=message.train_step, epoch=message.epoch)
-
-
-@dataclass(slots=True)
-class _Episode:
-    """The finding in one series so far, since its condition began to hold."""
-
-    place: Place
-    severity: Severity
-    worst: int
-    last: int
-    steps: int
-    value: float
-    threshold: float
-    numbers: tuple[float, ...]
-    said: bool = False
-    changed: bool = True  # since it was last published
-    rested: int = 0  # judged steps in a row at which the condition did not hold
-    good: int = -1  # the last of them
-
-    def rest(self, step: int) -> None:
-        """Count a step at which the condition does not hold."""
-        if step not in (self.last, self.good):
-            self.rested, self.good = self.rested + 1, step
-
-    def is_over(self, step: int, earlier: int) -> bool:
-        """Whether a condition that holds at a step begins to hold anew there; `earlier`: findings before this one."""
-        needed = _REST << max(0, earlier - _EPISODES)
-        return self.said and self.rested - (self.good == step) >= needed
-
-    def message(self, produces: str, kinds: Sequence[str]) -> Message:
-        """The finding as a message at its first step."""
-        self.said, self.changed = True, False
-        module, tag, leaf, rank = self.place.series
-        counters = (self.severity, kinds.index(self.place.kind), self.worst, self.last, self.steps)
-        return message_of(
-            module,
-            kind=produces,
-            global_step=self.place.global_step,
-            train_step=self.place.train_step,
-            epoch=self.place.epoch,
-            tag=tag,
-            leaf=leaf,
-            rank=rank,
-            data=torch.tensor([*counters, self.value, self.threshold, *self.numbers], dtype=torch.float64),
-        )
 
 
 class Rule(Metric):
@@ -143,6 +74,8 @@ class Rule(Metric):
         The names of the attributes of a subclass that change while it receives messages: its state.
     coverage : Judged
         The steps and streams that the rule has judged.
+    episodes : Episodes
+        Its findings so far.
     """
 
     severity: ClassVar[Severity] = Severity.WARNING
@@ -175,8 +108,7 @@ class Rule(Metric):
         self.coverage = Judged()
         self._weighed: dict[tuple[str, Series], Judged] = {}
         self._step: int | None = None
-        self._episodes: dict[tuple[str, Series], _Episode] = {}
-        self._over: dict[tuple[str, Series], int] = {}  # the number of finished findings
+        self.episodes = Episodes()
 
     @abstractmethod
     def look(self, message: Message) -> Iterator[Message]:
@@ -201,9 +133,9 @@ class Rule(Metric):
     def conclude(self) -> Iterator[Message]:
         """Judge the last step; publish again the findings that have changed since they were published."""
         yield from self.look_back()
-        for episode in self._episodes.values():
+        for episode in self.episodes.known.values():
             if episode.said and episode.changed:
-                yield episode.message(self.produces[0], self.kinds)
+                yield self.published(episode)
 
     def judge(
         self,
@@ -237,36 +169,20 @@ class Rule(Metric):
             At how many recorded steps the condition must hold, if not at the rule's `patience`.
         """
         self.judged(at)
-        if not bad and not self._episodes:
+        if not bad and not self.episodes:
             return
         place = at if isinstance(at, Place) else Place.of(at)
-        stream, step = place[:2], place.global_step
-        known = self._episodes.get(stream)
+        steps = np.array([place.global_step])
         if not bad:
-            if known is not None and known.said:
-                known.rest(step)
-            elif known is not None:
-                del self._episodes[stream]
+            self.episodes.rest(place[:2], steps)
             return
-        told = severity or self.severity
-        if known is not None and known.is_over(step, self._over.get(stream, 0)):
-            if known.changed:
-                yield known.message(self.produces[0], self.kinds)
-            self._over[stream] = self._over.get(stream, 0) + 1
-            known = None
-        if known is None:
-            known = self._episodes[stream] = _Episode(since or place, told, step, step, 1, value, threshold, numbers)
-        else:
-            known.rested = 0
-            is_worst = value > known.value if worse else value < known.value
-            known.changed |= is_worst or step != known.last or told > known.severity
-            known.steps += step != known.last
-            known.last = step
-            known.severity = max(known.severity, told)
-            if is_worst:
-                known.worst, known.value, known.threshold, known.numbers = step, value, threshold, numbers
-        if not known.said and known.steps >= (patience or self.patience):
-            yield known.message(self.produces[0], self.kinds)
+        told, of_each = np.array([severity or self.severity]), [np.array([float(one)]) for one in numbers]
+        measured = Measured(place, steps, np.array([float(value)]), np.array([float(threshold)]), of_each, told, worse)
+        yield from map(self.published, self.episodes.hold(measured, since, patience or self.patience))
+
+    def published(self, episode: Episode) -> Message:
+        """The finding of an episode as a message."""
+        return episode.message(self.produces[0], self.kinds)
 
     def judged(self, at: Message | Place) -> None:
         """Note in `coverage` that a series was judged at a step, and at the earlier steps that were weighed."""
@@ -283,7 +199,7 @@ class Rule(Metric):
 
     def amend(self, kind: str, series: Series, *numbers: float) -> None:
         """Replace the further numbers of a finding; its last message will have them."""
-        known = self._episodes[kind, series]
+        known = self.episodes.known[kind, series]
         if known.numbers != numbers:
             known.numbers, known.changed = numbers, True
 
@@ -323,7 +239,7 @@ class Rule(Metric):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the rule, as copies."""
-        return {name: deepcopy(vars(self)[name]) for name in (*_MEMORY, *self.memory)}
+        return {name: deepcopy(vars(self)[name]) for name in (*_MEMORY, *self.memory) if name in vars(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of another rule of the same class and parameters."""

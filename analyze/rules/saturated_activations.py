@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number
 from analyze.metrics.streams import Series, series_of
+from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.header import modules_of
-from analyze.rules.rule import Looking, Place, Rule
+from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import as_array
 

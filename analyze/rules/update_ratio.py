@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Unpack, final
 
+import numpy as np
+
 from analyze.metrics.checks import check, is_number, is_whole
-from analyze.metrics.elementwise.sharing import Extent, shared
-from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding
-from analyze.rules.rule import Looking, Place, Rule
+from analyze.rules.rule import Looking
+from analyze.rules.table_rule import TableRule, columns_of, grown, latest, taken
+from analyze.rules.tables import Bools, Column, Floats, OfKind, Table
 from tracer.messaging.messages import Message
 from tracer.numbers.past import Past, median
 
@@ -23,7 +25,7 @@ _LONG = 5
 
 
 @final
-class UpdateRatio(Rule):
+class UpdateRatio(TableRule):
     r"""Updates of a layer that leave their own past, or that are as large as its weights.
 
     Of each layer and step it takes :math:`r = \|\Delta W\|_1 / \|W\|_1`: a sum of moduli, to which a single unit that
@@ -57,8 +59,8 @@ class UpdateRatio(Rule):
     """
 
     name = "update_ratio"
-    takes_statistics = True
-    memory = ("weights", "past", "large", "now", "graded", "common")
+    statistics = ("norm1", "zeros", "count")
+    memory = ("weights", "past", "large", "graded", "common")
     numbers = ("usual", "alone")
     advice = "look at what changed in this step for this layer: its learning rate, its gradient, its optimizer's state"
 
@@ -80,55 +82,71 @@ class UpdateRatio(Rule):
         self.factor, self.deviations, self.high = factor, deviations, high
         self.window, self.warm_up = window, warm_up
         self.judges = f"updates of weights over more than {warm_up} steps"
-        self.weights: dict[Series, float] = {}
-        self.past: dict[Series, Past] = {}
+        self.least = math.log(factor)
+        self.weights: Floats = np.zeros(0)  # by column of weights: the last norm; NaN before the first
+        self.graded: Bools = np.zeros(0, np.bool_)  # by column of gradients: whether the last was not all zeros
+        self.past: dict[int, Past] = {}  # by column of updates
         self.common = 0.0  # how far the layers have moved from their past together
-        self.large: dict[Series, int] = {}  # the number of steps in a row with a ratio of at least `high`
-        self.now: dict[Series, tuple[Place, float]] = {}
-        self.graded: dict[Series, bool] = {}  # whether the last gradient had a number that is not zero
+        self.large: dict[int, int] = {}  # the number of steps in a row with a ratio of at least `high`
 
-    def look(self, message: Message) -> Iterator[Message]:
-        """Store the norm of a weight, or the ratio of an update."""
-        extent = Extent.of(message)
-        if extent is None or extent.axes < 2:
-            return
-        if message.kind == "weights":
-            self.weights[series_of(message)] = shared(message, "norm1")
-            return
-        if message.kind == "weight_gradients":
-            self.graded[series_of(message)] = shared(message, "zeros") < extent.count
-            return
-        series = series_of(message)
-        weight = self.weights.get(series, 0.0)
-        update = shared(message, "norm1")
-        if update == 0:
-            self.judged(message)
-        if shared(message, "zeros") > _UNTOUCHED * extent.count or not self.graded.get(series, True):
-            self.past.pop(series, None)
-            self.large.pop(series, None)
-        elif weight > 0 and math.isfinite(weight) and 0 < update < math.inf:
-            self.now[series] = Place.of(message), update / weight
-        yield from ()
+    def judge_table(self, table: Table) -> Iterator[Message]:
+        """Judge the ratios of each step beside those before."""
+        of = table.of("weight_updates")
+        update = of["norm1"]
+        there = of.there & of.where(_is_matrix)
+        with np.errstate(all="ignore"):
+            ratio = update / self._weights(table, of)
+        left_out = there & ((of["zeros"] > _UNTOUCHED * of["count"]) | ~self._graded(table, of))
+        usable = there & ~left_out & (ratio > 0) & (ratio < math.inf)
+        logs = np.log(np.where(usable, ratio, 1.0))
+        judged, bad = np.zeros((2, *update.shape), np.bool_)
+        bound, usual, alone = np.zeros((3, *update.shape))
+        for row in range(len(table)):
+            for column in np.flatnonzero(left_out[row]).tolist():
+                self.past.pop(column, None)
+                self.large.pop(column, None)
+            columns = np.flatnonzero(usable[row]).tolist()
+            beside = self._beside(dict(zip(columns, logs[row, columns].tolist(), strict=True)))
+            for column, number in beside.items():
+                past = self.past.setdefault(column, Past(self.window))
+                if len(past) >= self.warm_up:
+                    high = ratio[row, column] >= self.high
+                    self.large[column] = self.large.get(column, 0) + 1 if high else 0
+                    cell = row, column
+                    judged[cell], bound[cell] = True, self.high
+                    bad[cell] = self.large[column] >= _LONG
+                    apart = number - past.centre
+                    if apart > self.least or bad[cell]:
+                        far = max(self.least, self.deviations * past.scale)
+                        usual[cell] = math.exp(past.centre + self.common)
+                        if apart > far:
+                            bad[cell], alone[cell], bound[cell] = True, 1.0, usual[cell] * math.exp(far)
+                past.add(number)
+        self.cover(table, of, judged | (there & (update == 0)))
+        yield from self.judge_all(table, of, judged, bad, ratio, bound, usual, alone, covers=False)
 
-    def look_back(self) -> Iterator[Message]:
-        """Judge the ratios of a step."""
-        logs = {series: math.log(ratio) for series, (_, ratio) in self.now.items()}
-        moved = [number - self.past[series].centre for series, number in logs.items() if series in self.past]
+    def _beside(self, logs: Mapping[int, float]) -> dict[int, float]:
+        """The logarithms of a step's ratios, by column, less how far all layers have moved from their past."""
+        moved = [number - self.past[column].centre for column, number in logs.items() if column in self.past]
         if len(moved) >= _FEW:
             self.common = median(moved)
-        common = self.common
-        for series, (place, ratio) in self.now.items():
-            past = self.past.setdefault(series, Past(self.window))
-            beside = logs[series] - common
-            if len(past) >= self.warm_up:
-                far = max(math.log(self.factor), self.deviations * past.scale)
-                left = beside - past.centre > far
-                usual = math.exp(past.centre + common)
-                self.large[series] = self.large.get(series, 0) + 1 if ratio >= self.high else 0
-                bound = usual * math.exp(far) if left else self.high
-                yield from self.judge(place, left or self.large[series] >= _LONG, ratio, bound, usual, float(left))
-            past.add(beside)
-        self.now = {}
+        return {column: number - self.common for column, number in logs.items()}
+
+    def _weights(self, table: Table, of: OfKind) -> Floats:
+        """The last norm of the weight of each update, (steps, columns); NaN where none was recorded."""
+        weights = table.of("weights")
+        before = grown(self.weights, len(weights.columns), math.nan)
+        known = latest(weights["norm1"], weights.there, before)
+        self.weights = known[-1]
+        return taken(known, columns_of(weights, of), math.nan)
+
+    def _graded(self, table: Table, of: OfKind) -> Bools:
+        """Whether the last gradient of each update had a number that is not zero; also where none was recorded."""
+        gradients = table.of("weight_gradients")
+        before = grown(self.graded, len(gradients.columns), True)
+        known = latest(gradients["zeros"] < gradients["count"], gradients.there, before)
+        self.graded = known[-1]
+        return taken(known, columns_of(gradients, of), True)
 
     def evidence(self, found: Finding) -> str:
         usual = found.numbers["usual"]
@@ -138,3 +156,7 @@ class UpdateRatio(Rule):
                 f"times what is usual for it, while the other layers stayed with their past"
             )
         return f"its update was {found.value:.2g} times its weights in step {found.worst}; about 0.001 is healthy"
+
+
+def _is_matrix(column: Column) -> bool:
+    return column.axes >= 2

@@ -11,15 +11,19 @@ from numpy.typing import NDArray
 
 from analyze.registry import instances
 from analyze.rules import RULES
+from analyze.rules.by_tables import ByTables
 from analyze.rules.coverage import Coverage
 from analyze.rules.coverage import together as coverage_of
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Rule
+from analyze.rules.table_rule import TableRule
 from analyze.seeing.findings import Checked, Findings, in_time
 from tracer.errors import MessageError, TraceCorruptError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
+from tracer.messaging.receiver import Receiver
 from tracer.messaging.subscriber import can_run_again, run_again
+from tracer.messaging.subscription import is_doubled
 from tracer.observing.probes import PROBE
 from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters
@@ -141,12 +145,25 @@ def _check_rank(reader: TraceReader, rules: Sequence[Rule], steps: Steps | None)
     unjudged = {rule.name: lacking(rule, reader) for rule in rules}
     able = [rule for rule in rules if not unjudged[rule.name]]
     findings, damage = Findings(able), ""
-    if able:
+    tabled = [rule for rule in able if isinstance(rule, TableRule) and reads_tables(rule, reader)]
+    others = [rule for rule in able if rule not in tabled]
+    each: list[list[Receiver]] = [[ByTables(tabled, findings.receive)]] if tabled else []
+    each += [[*others, findings]] if others else []
+    for receivers in each:
         try:
-            replay(reader, *able, findings, steps=steps)
+            replay(reader, *receivers, steps=steps)
         except TraceCorruptError as error:
             damage = str(error)
     return concluded(reader, able, unjudged, findings, steps=steps, damage=damage)
+
+
+def reads_tables(rule: TableRule, reader: TraceReader) -> bool:
+    """Whether a trace of one rank has statistics and other small messages of all that a rule hears.
+
+    Data of which there are statistics, too, does not count.
+    """
+    wanted = wanted_of(reader, Audience([rule]), Filters(), min(reader.ranks, default=0))
+    return not wanted.derived and all(is_doubled(one.sampling) or rule.reads(one) for one in wanted.streams)
 
 
 def concluded(

@@ -52,6 +52,8 @@ class Receiver(ABC):
         no answers, it must not raise; it gets all messages in their order.
     takes_pulses : bool
         Whether it gets the message of a pulse (`tracer.messaging.pulses`) instead of the messages of the pulse's rows.
+    is_satisfied : bool
+        Whether no later message can change its answers, so that a replay need not read more for it.
     """
 
     name: ClassVar[str] = ""
@@ -65,6 +67,10 @@ class Receiver(ABC):
     reduction: str = ""
     needs_model: bool = False
     takes_pulses: bool = False
+
+    @property
+    def is_satisfied(self) -> bool:
+        return False
 
     @property
     def needs(self) -> Collection[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
 NORMAL = 1.4826
@@ -26,17 +27,19 @@ class Past:
     (1.0, 0.0741)
     """
 
-    __slots__ = ("values", "window")
+    __slots__ = ("_ordered", "values", "window")
 
     def __init__(self, window: int, values: Iterable[float] = ()) -> None:
         self.window = window
         self.values = list(values)[-window:]
+        self._ordered = sorted(self.values)
 
     def add(self, value: float) -> None:
         """Remember a value; beyond `window` values, forget the oldest."""
         self.values.append(value)
+        insort(self._ordered, value)
         if len(self.values) > self.window:
-            del self.values[0]
+            del self._ordered[bisect_left(self._ordered, self.values.pop(0))]
 
     def __len__(self) -> int:
         return len(self.values)
@@ -44,7 +47,9 @@ class Past:
     @property
     def centre(self) -> float:
         """The median."""
-        return statistics.median(self.values)
+        ordered = self._ordered
+        half, odd = divmod(len(ordered), 2)
+        return ordered[half] if odd else (ordered[half - 1] + ordered[half]) / 2
 
     @property
     def scale(self) -> float:

@@ -17,6 +17,8 @@ from tracer.replaying.wanted import Wanted
 from tracer.trace.described import Position
 from tracer.trace.reader import WINDOW_ROWS, TraceReader
 
+_FIRST = 64
+"""The first window has this part of the rows of others, because some receivers are done with the first steps."""
 _NO_ROWS = np.zeros(0, np.int64)
 
 
@@ -79,12 +81,11 @@ class Walk:
         self._paired = _NO_ROWS
         # the largest step so far
         self._clock = 0
-        # the length of the next window, in units of the usual length
-        self._longer = 1
+        self._rows = max(1, WINDOW_ROWS // _FIRST)  # of the next window
 
     def next(self, reader: TraceReader, wanted: Wanted, filters: Filters, *, last: bool = True) -> Due:
         """What is due in the next window of a reader; `last`: whether no later call will have more messages."""
-        window = reader.window(self._starts, self._longer * WINDOW_ROWS)
+        window = reader.window(self._starts, self._rows)
         journal = window.journal
         rows = window.select(streams=[one.id for one in wanted.streams], steps=filters.steps)
         where = np.zeros(len(journal), np.bool_)
@@ -99,7 +100,7 @@ class Walk:
         self._starts, self._paired = window.after(done), found.paired_later
         self._clock = int(journal[:done, Column.GLOBAL_STEP].max(initial=self._clock))
         # if all messages of a window wait for the next step, the window is too short
-        self._longer = 1 if done or window.is_last else 2 * self._longer
+        self._rows = WINDOW_ROWS if done or window.is_last else 2 * self._rows
         return found
 
     def _pairs(self, window: TraceReader, wanted: Wanted, filters: Filters) -> NDArray[np.int64]:

@@ -122,11 +122,16 @@ def replay(
         # data is copied only if a receiver may keep it, because mapped data depends on the file
         mapped = not audience.may_keep
         asked = filters.part_of(reader)
-        walk = Walk(asked.begin)
+        walk, listening = Walk(asked.begin), audience
         try:
             while True:
                 due = walk.next(reader if following else asked, wanted, filters, last=not following)
                 _publish(bus, due, wanted, mapped, guard)
+                if any(one.is_satisfied for one in listening.receivers):
+                    listening = Audience([one for one in listening.receivers if not one.is_satisfied])
+                    if not listening.active:
+                        break
+                    wanted = wanted_of(reader, listening, filters, chosen, growing=following)
                 if due.window.is_last:
                     if not following:
                         break
@@ -134,7 +139,7 @@ def replay(
                     _register_topics(bus, reader)
                     # the header may be new
                     tell_of_model(audience.receivers, lambda: reader.header.get("model"))
-                    wanted = wanted_of(reader, audience, filters, chosen, growing=following)
+                    wanted = wanted_of(reader, listening, filters, chosen, growing=following)
                     asked = asked if following else filters.part_of(reader)
             if wanted.missing:
                 raise CaptureError("; ".join(wanted.missing))

@@ -1,0 +1,369 @@
+"""The numbers of many messages as arrays (steps x streams), from which a rule judges all of them at once.
+
+A live run makes a `Table` of each step, from its messages; a replay makes a table of thousands of steps. `Rows` makes
+both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.metrics.elementwise.sharing import Extent, shared, shared_by_all
+from analyze.metrics.streams import Series, series_of
+from analyze.rules.episodes import Place
+from tracer.messaging.messages import Message
+from tracer.messaging.stacks import COUNTERS, Heads, Stack
+from tracer.messaging.subscription import Subscription, is_doubled
+from tracer.numbers.statistics import are_statistics
+
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Wholes = NDArray[np.int64]
+
+
+class Column(NamedTuple):
+    """What the numbers of a column of a table are about: the messages of a call in a series.
+
+    `repeat` counts earlier messages of the same call in the same step; `axes` and `floating` are those of the tensors.
+    """
+
+    series: Series
+    call: int
+    repeat: int
+    axes: int
+    floating: bool
+
+
+@final
+class OfKind:
+    """The messages of one kind in a table.
+
+    Parameters
+    ----------
+    kind : str
+    columns : sequence of Column
+        All columns so far, so that the index of a column is the same in each table of a rule.
+    places : ndarray of int64, (steps, columns)
+        The position of each message in the order of arrival; -1 where there is no message.
+    numbers : mapping of str to ndarray of float64, (steps, columns)
+        By the name of a statistic: its values; NaN where there is no message.
+    """
+
+    def __init__(self, kind: str, columns: Sequence[Column], places: Wholes, numbers: Mapping[str, Floats]) -> None:
+        self.kind, self.columns, self.places, self._numbers = kind, columns, places, numbers
+
+    def __getitem__(self, name: str) -> Floats:
+        return self._numbers[name]
+
+    @cached_property
+    def there(self) -> Bools:
+        """Where there is a message, (steps, columns)."""
+        return self.places >= 0
+
+    @cached_property
+    def series(self) -> dict[Series, list[int]]:
+        """The columns of each series."""
+        found: dict[Series, list[int]] = {}
+        for number, column in enumerate(self.columns):
+            found.setdefault(column.series, []).append(number)
+        return found
+
+    def of_tag(self, tag: str) -> Bools:
+        """The columns of a tag, (columns,)."""
+        return self.where(lambda column: column.series[1] == tag)
+
+    def part(self, begin: int, end: int) -> OfKind:
+        """The rows from `begin` up to, not including, `end`."""
+        numbers = {name: of[begin:end] for name, of in self._numbers.items()}
+        return OfKind(self.kind, self.columns, self.places[begin:end], numbers)
+
+    def where(self, holds: Callable[[Column], bool]) -> Bools:
+        """The columns of which something holds, (columns,)."""
+        return np.fromiter(map(holds, self.columns), np.bool_, len(self.columns))
+
+
+@final
+class Table:
+    """The numbers of the messages of some consecutive steps.
+
+    Parameters
+    ----------
+    counters : ndarray of int64, (steps, 3)
+        The global step, train step and epoch of each step, in the order of arrival.
+    kinds : mapping of str to OfKind
+    """
+
+    def __init__(self, counters: Wholes, kinds: Mapping[str, OfKind]) -> None:
+        self.counters, self._kinds = counters, kinds
+        self.steps: Wholes = counters[:, 0]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[OfKind]:
+        return iter(self._kinds.values())
+
+    def part(self, begin: int, end: int) -> Table:
+        """The rows from `begin` up to, not including, `end`."""
+        return Table(self.counters[begin:end], {kind: of.part(begin, end) for kind, of in self._kinds.items()})
+
+    def place(self, kind: str, series: Series, row: int) -> Place:
+        """A series at the step of a row."""
+        return Place(kind, series, *self.counters[row].tolist())
+
+    def of(self, kind: str) -> OfKind:
+        """The messages of a kind, of which there may be none."""
+        none = np.zeros((len(self), 0))
+        return self._kinds.get(kind) or OfKind(kind, (), none.astype(np.int64), _Same(none))
+
+
+class _Same(dict[str, Floats]):
+    """The same array under each name."""
+
+    def __init__(self, array: Floats) -> None:
+        super().__init__()
+        self.array = array
+
+    def __missing__(self, name: str) -> Floats:
+        return self.array
+
+
+class Numbers:
+    """The statistics of the messages of a stack; each is computed once, for all rules that ask for it."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self._known: dict[str, Floats] = {}
+
+    def __getitem__(self, name: str) -> Floats:
+        found = self._known.get(name)
+        if found is None:
+            found = shared_by_all(self.stack, name)
+            self._known[name] = found = np.full(len(self.stack), np.nan) if found is None else found
+        return found
+
+    def column(self, source: int) -> tuple[int, bool]:
+        """The axes of the tensors of a source, and whether their numbers are floating-point."""
+        stack = self.stack
+        sampling = None if stack.samplings is None else stack.samplings[source]
+        if sampling is not None and are_statistics(sampling):
+            return int(sampling.get("axes", 0)), bool(sampling.get("floating", True))
+        if stack.data is None:
+            return 0, False
+        return stack.data.ndim - 1, stack.data.is_floating_point()
+
+
+class _Piece(NamedTuple):
+    """Messages of a kind: their columns, counters, positions, and numbers by name."""
+
+    kind: str
+    columns: Wholes
+    counters: Wholes
+    places: Wholes
+    numbers: Mapping[str, Floats]
+
+    def only(self, chosen: Bools) -> _Piece:
+        return _Piece(
+            self.kind,
+            self.columns[chosen],
+            self.counters[chosen],
+            self.places[chosen],
+            {name: values[chosen] for name, values in self.numbers.items()},
+        )
+
+
+@final
+class Rows:
+    """Collects messages until their steps are complete, and gives them as tables.
+
+    Parameters
+    ----------
+    names : sequence of str
+        The statistics that the tables have.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self.columns: dict[str, list[Column]] = {}
+        self._ids: dict[tuple[str, Series, int, int], int] = {}
+        self._waiting: list[_Piece] = []
+        # messages that were heard one by one, by kind; and the indices of their columns
+        self._heard: dict[str, list[tuple[int, tuple[int, int, int], int, list[float]]]] = {}
+        self._seen: set[tuple[str, int]] = set()
+        self._count = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting or self._heard)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._collect()
+        return vars(self)
+
+    def hear(self, message: Message) -> None:
+        """Take one message of the step of which the next table is."""
+        kind, extent = message.kind, Extent.of(message) or Extent(0, 0, floating=False)
+        values = [np.nan if message.data is None else shared(message, name) for name in self._names]
+        column = Column(series_of(message), message.call, 0, extent.axes, extent.floating)
+        while (kind, number := self._column(kind, column)) in self._seen:
+            column = column._replace(repeat=column.repeat + 1)
+        self._seen.add((kind, number))
+        counters = message.global_step, message.train_step, message.epoch
+        self._heard.setdefault(kind, []).append((number, counters, self._count, values))
+        self._count += 1
+
+    def hear_many(self, kind: str, numbers: Numbers, chosen: Bools) -> None:
+        """Take the chosen messages of a stack as messages of a kind; `advance` must follow the last stack."""
+        heads = numbers.stack.heads if chosen.all() else numbers.stack.heads.only(np.flatnonzero(chosen))
+        if not len(heads):
+            return
+        counters = heads.counters
+        values = {name: numbers[name] for name in self._names}
+        if len(heads) < len(chosen):
+            values = {name: of[chosen] for name, of in values.items()}
+        columns = self._columns_of(kind, numbers, heads)
+        self._waiting.append(_Piece(kind, columns, counters[:, :3], self._count + heads.places, values))
+
+    def advance(self, count: int) -> None:
+        """Note that the next messages come `count` places later."""
+        self._count += count
+
+    def _columns_of(self, kind: str, numbers: Numbers, heads: Heads) -> Wholes:
+        """The column of each message, without regard to repeats."""
+        calls = heads.counters[:, COUNTERS.index("call")]
+        codes = heads.source_ids * (int(calls.max()) + 1) + calls
+        _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
+        ids = []
+        # in the order of arrival, in which columns are numbered
+        for one in np.argsort(first, kind="stable").tolist():
+            number, call = int(heads.source_ids[first[one]]), int(calls[first[one]])
+            module, tag, leaf, rank = heads.sources[number]
+            ids.append((one, self._column(kind, Column((module, tag, leaf, rank), call, 0, *numbers.column(number)))))
+        of_code = np.zeros(len(ids), np.int64)
+        of_code[[one for one, _ in ids]] = [column for _, column in ids]
+        return of_code[inverse]
+
+    def _column(self, kind: str, column: Column) -> int:
+        """The index of a column among those of its kind."""
+        key = kind, column.series, column.call, column.repeat
+        found = self._ids.get(key)
+        if found is None:
+            columns = self.columns.setdefault(kind, [])
+            found = self._ids[key] = len(columns)
+            columns.append(column)
+        return found
+
+    def _collect(self) -> None:
+        """Turn single messages into pieces."""
+        heard, self._heard, self._seen = self._heard, {}, set()
+        for kind, of_kind in heard.items():
+            columns, counters, places, values = zip(*of_kind, strict=True)
+            table = np.array(values, np.float64).reshape(len(columns), len(self._names))
+            numbers = {name: table[:, number] for number, name in enumerate(self._names)}
+            self._waiting.append(_Piece(kind, np.array(columns), np.array(counters), np.array(places), numbers))
+
+    def table(self, *, complete: bool) -> Table | None:
+        """The messages so far as a table; unless they are `complete`, those of the last step are kept for the next."""
+        self._collect()
+        pieces, self._waiting = self._waiting, []
+        if not pieces:
+            return None
+        places = np.concatenate([piece.places for piece in pieces])
+        order = np.argsort(places, kind="stable")
+        steps = np.concatenate([piece.counters[:, 0] for piece in pieces])[order]
+        begins = np.append(True, steps[1:] != steps[:-1])
+        rows = np.empty(len(steps), np.int64)
+        rows[order] = np.cumsum(begins) - 1
+        ends = np.cumsum([len(piece.places) for piece in pieces])[:-1]
+        of_pieces = np.split(rows, ends)
+        count = int(rows.max(initial=-1)) + 1
+        if not complete:
+            count -= 1
+            late = [piece.only(of == count) for piece, of in zip(pieces, of_pieces, strict=True) if (of == count).any()]
+            self._waiting = late
+            if not count:
+                return None
+        counters = np.concatenate([piece.counters for piece in pieces])[order][begins][:count]
+        kinds: dict[str, list[tuple[_Piece, Wholes]]] = {kind: [] for kind in self.columns}
+        for piece, of in zip(pieces, of_pieces, strict=True):
+            kinds[piece.kind].append((piece, of) if complete else (piece.only(of < count), of[of < count]))
+        return Table(counters, {kind: self._of_kind(kind, of, count) for kind, of in kinds.items()})
+
+    def _of_kind(self, kind: str, pieces: Sequence[tuple[_Piece, Wholes]], steps: int) -> OfKind:
+        """The messages of a kind in the rows of a table."""
+        rows = np.concatenate([of for _, of in pieces]) if pieces else np.zeros(0, np.int64)
+        columns, places = (
+            np.concatenate([piece[field] for piece, _ in pieces]) if pieces else np.zeros(0, np.int64)
+            for field in (1, 3)
+        )
+        columns = self._apart(kind, rows, columns, places)
+        shape = steps, len(self.columns[kind])
+        at = rows, columns
+        found = np.full(shape, -1, np.int64)
+        found[at] = places
+        numbers: dict[str, Floats] = {}
+        for name in self._names:
+            numbers[name] = np.full(shape, np.nan)
+            if pieces:
+                numbers[name][at] = np.concatenate([piece.numbers[name] for piece, _ in pieces])
+        return OfKind(kind, tuple(self.columns[kind]), found, numbers)
+
+    def _apart(self, kind: str, rows: Wholes, columns: Wholes, places: Wholes) -> Wholes:
+        """The columns of messages, with further columns for several messages of a call in a step."""
+        cells = rows * (len(self.columns[kind]) + 1) + columns
+        order = np.lexsort((places, cells))
+        same = cells[order][1:] == cells[order][:-1]
+        if not same.any():
+            return columns
+        columns = columns.copy()
+        repeat = 0
+        for one, is_same in zip(order[1:].tolist(), same.tolist(), strict=True):
+            repeat = repeat + 1 if is_same else 0
+            if repeat:
+                columns[one] = self._column(kind, self.columns[kind][columns[one]]._replace(repeat=repeat))
+        return columns
+
+
+class Hearing:
+    """Which messages of stacks a rule hears, and under which kind.
+
+    Parameters
+    ----------
+    subscriptions : iterable of Subscription
+    """
+
+    def __init__(self, subscriptions: Sequence[Subscription]) -> None:
+        self._subscriptions = subscriptions
+        self._sources: object = None
+        self._known: dict[str, tuple[str, Wholes]] = {}
+
+    def of(self, stack: Stack) -> tuple[str, Bools] | None:
+        """The kind under which a stack is heard, and which of its messages are; None if none is."""
+        sources = stack.heads.sources
+        if self._sources is not sources:
+            self._sources, self._known = sources, {}
+        if stack.kind not in self._known:
+            self._known[stack.kind] = self._strides(stack)
+        kind, strides = self._known[stack.kind]
+        of_each = strides[stack.heads.source_ids]
+        chosen = of_each > 0
+        if (of_each > 1).any():
+            chosen &= stack.steps % np.maximum(of_each, 1) == 0
+        return (kind, chosen) if chosen.any() else None
+
+    def _strides(self, stack: Stack) -> tuple[str, Wholes]:
+        """The kind under which a stack is heard; for each source the stride of its steps, 0 for one that is not."""
+        strides = np.zeros(len(stack.heads.sources), np.int64)
+        data_kind = stack.kind
+        for number, (module, tag, _, _) in enumerate(stack.heads.sources):
+            for one in self._subscriptions:
+                if one.wants(stack.kind, module, tag, None):
+                    sampling = None if stack.samplings is None else stack.samplings[number]
+                    if not (stack.kind in one.kinds and is_doubled(sampling)):
+                        data_kind, strides[number] = one.stands_for(stack.kind) or stack.kind, one.subsample
+                    break
+        return data_kind, strides
