@@ -140,6 +140,7 @@ class Judged:
         ----------
         kind : str
         each : sequence of Series, (columns,)
+            Each of them once.
         steps : ndarray of int64, (steps,)
             Ascending.
         judged : ndarray of bool, (steps, columns)
@@ -153,9 +154,6 @@ class Judged:
         all_of_them = _spread(steps) if whole.any() else []
         for column in np.flatnonzero(judged.any(axis=0)).tolist():
             of = all_of_them if whole[column] else _spread(steps[judged[:, column]])
-            if (kind, each[column]) in other.streams:  # another call of the same series
-                self.take(other)
-                other = Judged()
             other.streams[kind, each[column]] = list(of)
         self.take(other)
         for tag in {one[1] for one in each}:
@@ -180,7 +178,10 @@ class Judged:
             for block, bits in more.items():
                 blocks[block] = blocks.get(block, 0) | bits
         for stream, (first, last, way, count) in other.streams.items():
-            known = self.streams.setdefault(stream, [first, first - 1, 0, 0])
+            known = self.streams.get(stream)
+            if known is None:
+                self.streams[stream] = [first, last, way, count]
+                continue
             known[3] += count - (first <= known[1])
             known[2] = max(known[2], way, first - known[1])
             known[0], known[1] = min(known[0], first), max(known[1], last)

@@ -115,7 +115,7 @@ class NotFinite(TableRule):
         self.last = place.global_step
         self.followed |= streams
         told = (*self.first, float(len(self.followed)))
-        yield from self.judge(Place(*self.origin[:2], *place[2:]), True, sum(self.first), 0.0, *told)
+        yield from self.judge(Place(*self.origin[:2], *place[2:]), True, sum(self.first), 0.0, *told, covers=False)
         self.amend(*self.origin[:2], *told)
 
     def evidence(self, found: Finding) -> str:

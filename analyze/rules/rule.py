@@ -148,6 +148,7 @@ class Rule(Metric):
         severity: Severity | None = None,
         worse: bool = True,
         patience: int | None = None,
+        covers: bool = True,
     ) -> Iterator[Message]:
         """Judge a series at a step; yield the finding once the condition has held for `patience` steps.
 
@@ -167,8 +168,11 @@ class Rule(Metric):
             Whether a larger value is worse than a smaller one.
         patience : int, optional
             At how many recorded steps the condition must hold, if not at the rule's `patience`.
+        covers : bool
+            Whether this is noted in `coverage`.
         """
-        self.judged(at)
+        if covers:
+            self.judged(at)
         if not bad and not self.episodes:
             return
         place = at if isinstance(at, Place) else Place.of(at)

@@ -84,7 +84,9 @@ class TableRule(Rule):
 
     def cover(self, table: Table, of: OfKind, judged: Bools) -> None:
         """Note in `coverage` which messages of a kind were judged, (steps, columns)."""
-        self.coverage.add_many(of.kind, [column.series for column in of.columns], table.steps, judged)
+        if len(of.series) < len(of.columns):
+            judged = np.stack([judged[:, columns].any(axis=1) for columns in of.series.values()], axis=1)
+        self.coverage.add_many(of.kind, list(of.series), table.steps, judged)
 
     def judge_all(
         self,

@@ -190,7 +190,7 @@ class Rows:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
         self.columns: dict[str, list[Column]] = {}
-        self._ids: dict[tuple[str, Series, int, int], int] = {}
+        self._ids: dict[tuple[str, Column], int] = {}
         self._waiting: list[_Piece] = []
         # messages that were heard one by one, by kind; and the indices of their columns
         self._heard: dict[str, list[tuple[int, tuple[int, int, int], int, list[float]]]] = {}
@@ -249,11 +249,10 @@ class Rows:
 
     def _column(self, kind: str, column: Column) -> int:
         """The index of a column among those of its kind."""
-        key = kind, column.series, column.call, column.repeat
-        found = self._ids.get(key)
+        found = self._ids.get((kind, column))
         if found is None:
             columns = self.columns.setdefault(kind, [])
-            found = self._ids[key] = len(columns)
+            found = self._ids[kind, column] = len(columns)
             columns.append(column)
         return found
 

@@ -18,13 +18,17 @@ from torch import Tensor
 from analyze import registry, rulebook
 from analyze.registry import parse
 from analyze.rules import RULES
+from analyze.rules.by_tables import ByTables
+from analyze.rules.coverage import Judged
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rank_collapse import RankCollapse
 from analyze.rules.rule import Rule
+from analyze.rules.table_rule import TableRule
 from analyze.seeing.findings import Findings
 from tracer.errors import MessageError, TracerError, UnknownNameError
 from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import KINDS, Message, message_of
+from tracer.messaging.stacks import Heads, Source, Stack, Stretch
 
 
 def at(step: int, kind: str, data: Any, module: str | None = None, **more: Any) -> Message:
@@ -41,10 +45,53 @@ def findings(text: str, messages: Iterable[Message], model: dict[str, Any] | Non
     bus, found = MessageBus(), Findings([rule])
     bus.register(rule)
     bus.register(found)
+    messages = list(messages)
     for message in messages:
         bus.publish(message)
     bus.finish()
+    alone = rule.name == "evaluation_mode" and any(one.kind == "biases" for one in messages)
+    if isinstance(rule, TableRule) and not alone:  # the data of batch normalisations comes one by one
+        assert by_tables(text, messages, model or {}, rule.coverage) == list(found)
     return list(found)
+
+
+def by_tables(text: str, messages: list[Message], model: dict[str, Any], coverage: Judged) -> list[Finding]:
+    """What a rule finds in the same messages in tables of some steps; it judges the same."""
+    rule = parse(text)
+    assert isinstance(rule, TableRule)
+    found = Findings([rule])
+    tables = ByTables([rule], found.receive)
+    tables.know_model(model)
+    for begin in range(0, len(messages), 41):
+        part = messages[begin : begin + 41]
+        if wanted := stretch_of(part).wanted(tables.wants):
+            tables.receive_many(wanted)
+    tables.finish()
+    assert (rule.coverage.steps, rule.coverage.streams) == (coverage.steps, coverage.streams)
+    return list(found)
+
+
+def stretch_of(messages: list[Message]) -> Stretch:
+    """Messages as a stretch: a stack for each kind, dtype and shape."""
+    sources, samplings = [], []
+    stacks: dict[Any, list[tuple[int, int, Message]]] = {}
+    for place, one in enumerate(messages):
+        source = Source(one.key, one.tag, one.leaf, one.rank)
+        if (source, one.sampling) not in zip(sources, samplings, strict=True):
+            sources.append(source)
+            samplings.append(one.sampling)
+        number = list(zip(sources, samplings, strict=True)).index((source, one.sampling))
+        like = None if one.data is None else (one.data.dtype, one.data.shape)
+        stacks.setdefault((one.kind, like), []).append((place, number, one))
+    found = []
+    for (kind, like), of in stacks.items():
+        counters = np.array([(one.global_step, one.train_step, one.epoch, one.call) for _, _, one in of])
+        heads = Heads(
+            sources, np.array([number for _, number, _ in of]), counters, np.array([place for place, _, _ in of])
+        )
+        data = None if like is None else torch.stack([one.data for _, _, one in of if one.data is not None])
+        found.append(Stack(kind, heads, data, samplings))
+    return Stretch(found)
 
 
 def noise(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
