@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 
-from analyze.rules.table_rule import TableRule
 from analyze.rules.tables import Numbers
 from tracer.messaging.messages import Message
 from tracer.messaging.receiver import Receiver
 from tracer.messaging.stacks import Stack, Stretch
+from tracer.messaging.subscription import Subscription
+
+
+class Reader(Protocol):
+    """A rule that judges tables, or another subscriber that takes messages by the thousand."""
+
+    @property
+    def subscriptions(self) -> Sequence[Subscription]: ...
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool: ...
+    def strides(self, kind: str, module: str | None, tag: str | None) -> Collection[int] | None: ...
+    def know_model(self, model: Mapping[str, Any]) -> None: ...
+    def receive(self, message: Message) -> Iterable[Message]: ...
+    def take(self, stacks: Sequence[Numbers]) -> Iterable[Message]: ...
+    def finish(self) -> Iterable[Message]: ...
 
 
 @final
@@ -21,7 +34,7 @@ class ByTables(Receiver):
 
     Parameters
     ----------
-    rules : sequence of TableRule
+    rules : sequence of Reader
     keep : callable
         Gets each message of a finding.
     """
@@ -30,7 +43,7 @@ class ByTables(Receiver):
     scope = "step"
     takes_many = True
 
-    def __init__(self, rules: Sequence[TableRule], keep: Callable[[Message], object]) -> None:
+    def __init__(self, rules: Sequence[Reader], keep: Callable[[Message], object]) -> None:
         self.rules = rules
         self.subscriptions = [one for rule in rules for one in rule.subscriptions]
         self._keep = keep

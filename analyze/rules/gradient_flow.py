@@ -187,10 +187,9 @@ class ExplodingGradient(TableRule):
         bound, usual = np.zeros((2, *norm.shape))
         there = of.there & (norm > 0) & (norm < math.inf)
         for series, columns in of.series.items():
-            rows, within = np.nonzero(there[:, columns])
-            cells = rows, np.array(columns)[within]
+            cells = of.cells(columns, there)
             past = self.past.setdefault(series, _Norms(self.window, self.warm_up))
-            judged[cells] = np.arange(len(rows)) >= self.warm_up - past.count
+            judged[cells] = np.arange(len(cells[0])) >= self.warm_up - past.count
             usual[cells], bound[cells] = self._usual(past, norm[cells])
         bad = judged & (norm > bound) & there
         yield from self.judge_all(table, of, judged, bad, norm, bound, usual, 1.0)

@@ -24,7 +24,7 @@ FIELDS = ("severity", "kind", "worst", "last", "steps", "value", "threshold")
 """The first numbers in the data of a finding's message; those of `Rule.numbers` follow."""
 
 
-_MEMORY = ("coverage", "_weighed", "_step", "episodes", "rows")
+_MEMORY = ("coverage", "_weighed", "_step", "episodes", "tables")
 
 
 class Looking(TypedDict, total=False):

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from analyze.metrics.streams import Series
 from analyze.rules.episodes import Measured
 from analyze.rules.rule import Rule
-from analyze.rules.tables import Bools, Hearing, Numbers, OfKind, Rows, Table
+from analyze.rules.tables import Bools, Numbers, OfKind, Table, Tables
 from tracer.messaging.messages import KINDS, Message
 from tracer.numbers.statistics import are_statistics
 from tracer.trace.streams import StreamInfo
@@ -33,8 +33,8 @@ class TableRule(Rule):
     ----------
     statistics : tuple of str
         The statistics of a tensor that the tables have, as `analyze.metrics.elementwise.sharing.shared` names them.
-    rows : Rows
-        The messages that no table has had yet.
+    tables : Tables
+        What the rule has heard since the last table.
     """
 
     takes_statistics: bool | Literal["too"] = True
@@ -42,8 +42,7 @@ class TableRule(Rule):
 
     def __init__(self, *needs: Any, **where: Any) -> None:
         super().__init__(*needs, **where)
-        self.rows = Rows(self.statistics)
-        self._hearing = Hearing(self.subscriptions)
+        self.tables = Tables(self.subscriptions, self.statistics)
 
     @abstractmethod
     def judge_table(self, table: Table) -> Iterator[Message]:
@@ -58,27 +57,18 @@ class TableRule(Rule):
 
     def look(self, message: Message) -> Iterator[Message]:
         """Take a message into the table of its step."""
-        self.rows.hear(message)
+        self.tables.hear(message)
         yield from ()
 
     def look_back(self) -> Iterator[Message]:
         """Judge the table of a finished step."""
-        yield from self.look_at_tables(complete=True)
+        yield from self._judged(self.tables.rest())
 
     def take(self, stacks: Sequence[Numbers]) -> Iterator[Message]:
-        """Take many messages, and judge the steps that are over; the stacks are those of a stretch of a trace."""
-        length = 0
-        for numbers in stacks:
-            heard = self._hearing.of(numbers.stack)
-            if heard is not None:
-                self.rows.hear_many(heard[0], numbers, heard[1])
-            length = max(length, 1 + int(numbers.stack.heads.places[-1]))
-        self.rows.advance(length)
-        yield from self.look_at_tables(complete=False)
+        """Take the messages of a stretch of a trace, and judge the steps that are over."""
+        yield from self._judged(self.tables.hear_many(stacks))
 
-    def look_at_tables(self, *, complete: bool) -> Iterator[Message]:
-        """Judge all steps so far; unless the messages are `complete`, all but the last step."""
-        table = self.rows.table(complete=complete) if self.rows else None
+    def _judged(self, table: Table | None) -> Iterator[Message]:
         if table is not None:
             yield from self.judge_table(table)
 
@@ -129,11 +119,7 @@ class TableRule(Rule):
         arrays = [np.broadcast_to(np.asarray(one, np.float64), shape) for one in (value, threshold, *numbers)]
         for series, columns in of.series.items():
             if odd[columns].any() or (of.kind, series) in self.episodes:
-                rows, within = np.nonzero(judged[:, columns])
-                at = rows, np.array(columns)[within]
-                if len(columns) > 1:
-                    order = np.argsort(of.places[at], kind="stable")
-                    at = at[0][order], at[1][order]
+                at = of.cells(columns, judged)
                 of_series = [one[at] for one in arrays]
                 yield from self._judge_series(table, (of.kind, series), at[0], bad[at], of_series, told[at], worse)
 

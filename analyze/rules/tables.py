@@ -13,12 +13,14 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.elementwise.sharing import Extent, shared, shared_by_all
+from analyze.metrics.elementwise.formulas import FORMULAS, derive
+from analyze.metrics.elementwise.sharing import Extent, moments_of_all, shared
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.episodes import Place
 from tracer.messaging.messages import Message
-from tracer.messaging.stacks import COUNTERS, Heads, Stack
+from tracer.messaging.stacks import COUNTERS, Heads, Source, Stack
 from tracer.messaging.subscription import Subscription, is_doubled
+from tracer.numbers.moments import Moments, has
 from tracer.numbers.statistics import are_statistics
 
 Bools = NDArray[np.bool_]
@@ -82,6 +84,15 @@ class OfKind:
         numbers = {name: of[begin:end] for name, of in self._numbers.items()}
         return OfKind(self.kind, self.columns, self.places[begin:end], numbers)
 
+    def cells(self, columns: Sequence[int], chosen: Bools) -> tuple[Wholes, Wholes]:
+        """The rows and columns of chosen messages, (steps, columns), among some columns; in the order of arrival."""
+        rows, within = np.nonzero(chosen[:, columns])
+        found = rows, np.array(columns, np.int64)[within]
+        if len(columns) == 1:
+            return found
+        order = np.argsort(self.places[found], kind="stable")
+        return found[0][order], found[1][order]
+
     def where(self, holds: Callable[[Column], bool]) -> Bools:
         """The columns of which something holds, (columns,)."""
         return np.fromiter(map(holds, self.columns), np.bool_, len(self.columns))
@@ -139,13 +150,24 @@ class Numbers:
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
         self._known: dict[str, Floats] = {}
+        self._moments: Moments | None = None
 
     def __getitem__(self, name: str) -> Floats:
         found = self._known.get(name)
         if found is None:
-            found = shared_by_all(self.stack, name)
-            self._known[name] = found = np.full(len(self.stack), np.nan) if found is None else found
+            need = FORMULAS[name].need
+            if self._moments is None or not has(self._moments.need, need):
+                self._moments = moments_of_all(self.stack, need)
+            none = np.full(len(self.stack), np.nan)
+            found = none if self._moments is None else derive(self._moments, (name,))[name]
+            self._known[name] = found
         return found
+
+    @property
+    def like(self) -> tuple[int, bool] | None:
+        """The axes and the sort of number of the data."""
+        data = self.stack.data
+        return None if data is None else (data.ndim - 1, data.is_floating_point())
 
     def column(self, source: int) -> tuple[int, bool]:
         """The axes of the tensors of a source, and whether their numbers are floating-point."""
@@ -153,9 +175,7 @@ class Numbers:
         sampling = None if stack.samplings is None else stack.samplings[source]
         if sampling is not None and are_statistics(sampling):
             return int(sampling.get("axes", 0)), bool(sampling.get("floating", True))
-        if stack.data is None:
-            return 0, False
-        return stack.data.ndim - 1, stack.data.is_floating_point()
+        return self.like or (0, False)
 
 
 class _Piece(NamedTuple):
@@ -191,6 +211,7 @@ class Rows:
         self._names = tuple(names)
         self.columns: dict[str, list[Column]] = {}
         self._ids: dict[tuple[str, Column], int] = {}
+        self._known: dict[tuple[object, ...], int] = {}  # the column of a kind, source, call and sort of data
         self._waiting: list[_Piece] = []
         # messages that were heard one by one, by kind; and the indices of their columns
         self._heard: dict[str, list[tuple[int, tuple[int, int, int], int, list[float]]]] = {}
@@ -235,17 +256,22 @@ class Rows:
     def _columns_of(self, kind: str, numbers: Numbers, heads: Heads) -> Wholes:
         """The column of each message, without regard to repeats."""
         calls = heads.counters[:, COUNTERS.index("call")]
-        codes = heads.source_ids * (int(calls.max()) + 1) + calls
-        _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
-        ids = []
+        width = int(calls.max()) + 1
+        codes = heads.source_ids * width + calls
+        present, first = np.unique(codes, return_index=True) if width > 1 else _first_of_each(codes)
+        of_code: Wholes = np.zeros(int(present[-1]) + 1, np.int64)
         # in the order of arrival, in which columns are numbered
-        for one in np.argsort(first, kind="stable").tolist():
-            number, call = int(heads.source_ids[first[one]]), int(calls[first[one]])
-            module, tag, leaf, rank = heads.sources[number]
-            ids.append((one, self._column(kind, Column((module, tag, leaf, rank), call, 0, *numbers.column(number)))))
-        of_code = np.zeros(len(ids), np.int64)
-        of_code[[one for one, _ in ids]] = [column for _, column in ids]
-        return of_code[inverse]
+        for code in present[np.argsort(first)].tolist():
+            source = heads.sources[code // width]
+            key = kind, source, code % width, numbers.like
+            found = self._known.get(key)
+            if found is None:
+                module, tag, leaf, rank = source
+                column = Column((module, tag, leaf, rank), code % width, 0, *numbers.column(code // width))
+                found = self._known[key] = self._column(kind, column)
+            of_code[code] = found
+        columns: Wholes = of_code[codes]
+        return columns
 
     def _column(self, kind: str, column: Column) -> int:
         """The index of a column among those of its kind."""
@@ -338,31 +364,77 @@ class Hearing:
     def __init__(self, subscriptions: Sequence[Subscription]) -> None:
         self._subscriptions = subscriptions
         self._sources: object = None
-        self._known: dict[str, tuple[str, Wholes]] = {}
+        self._strides: dict[str, Wholes] = {}  # by kind: of each source; -1 before it is known
+        self._wanted: dict[tuple[str, Source, bool], int] = {}
 
     def of(self, stack: Stack) -> tuple[str, Bools] | None:
         """The kind under which a stack is heard, and which of its messages are; None if none is."""
-        sources = stack.heads.sources
-        if self._sources is not sources:
-            self._sources, self._known = sources, {}
-        if stack.kind not in self._known:
-            self._known[stack.kind] = self._strides(stack)
-        kind, strides = self._known[stack.kind]
-        of_each = strides[stack.heads.source_ids]
-        chosen = of_each > 0
+        heads = stack.heads
+        if self._sources is not heads.sources:
+            self._sources, self._strides = heads.sources, {}
+        strides = self._strides.setdefault(stack.kind, np.full(len(heads.sources), -1, np.int64))
+        for number in heads.present:
+            if strides[number] < 0:
+                strides[number] = self._stride(stack, number)
+        of_each = strides[heads.source_ids]
+        chosen: Bools = of_each > 0
         if (of_each > 1).any():
             chosen &= stack.steps % np.maximum(of_each, 1) == 0
+        kind = next((kind for one in self._subscriptions if (kind := one.stands_for(stack.kind))), stack.kind)
         return (kind, chosen) if chosen.any() else None
 
-    def _strides(self, stack: Stack) -> tuple[str, Wholes]:
-        """The kind under which a stack is heard; for each source the stride of its steps, 0 for one that is not."""
-        strides = np.zeros(len(stack.heads.sources), np.int64)
-        data_kind = stack.kind
-        for number, (module, tag, _, _) in enumerate(stack.heads.sources):
-            for one in self._subscriptions:
-                if one.wants(stack.kind, module, tag, None):
-                    sampling = None if stack.samplings is None else stack.samplings[number]
-                    if not (stack.kind in one.kinds and is_doubled(sampling)):
-                        data_kind, strides[number] = one.stands_for(stack.kind) or stack.kind, one.subsample
-                    break
-        return data_kind, strides
+    def _stride(self, stack: Stack, number: int) -> int:
+        """The stride of the steps of a source that are heard; 0 if none is."""
+        source = stack.heads.sources[number]
+        doubled = stack.samplings is not None and is_doubled(stack.samplings[number])
+        key = stack.kind, source, doubled
+        stride = self._wanted.get(key)
+        if stride is None:
+            asked = stack.kind, source.module, source.tag, None
+            wanting = [one for one in self._subscriptions if one.wants(*asked)]
+            stride = wanting[0].subsample if wanting and not (doubled and stack.kind in wanting[0].kinds) else 0
+            self._wanted[key] = stride
+        return stride
+
+
+def _first_of_each(codes: Wholes) -> tuple[Wholes, Wholes]:
+    """The codes that occur, ascending, and where each occurs first."""
+    first = np.full(int(codes.max()) + 1, len(codes), np.int64)
+    np.minimum.at(first, codes, np.arange(len(codes)))
+    present = np.flatnonzero(first < len(codes))
+    return present, first[present]
+
+
+@final
+class Tables:
+    """Makes tables of what a subscriber hears: of single messages, or of thousands in a stretch of a trace.
+
+    Parameters
+    ----------
+    subscriptions : sequence of Subscription
+        What it hears of a stretch; the caller chooses single messages.
+    names : sequence of str
+        The statistics that the tables have.
+    """
+
+    def __init__(self, subscriptions: Sequence[Subscription], names: Sequence[str]) -> None:
+        self._rows, self._hearing = Rows(names), Hearing(subscriptions)
+
+    def hear(self, message: Message) -> None:
+        """Take a message of the step of which the next table is."""
+        self._rows.hear(message)
+
+    def hear_many(self, stacks: Sequence[Numbers]) -> Table | None:
+        """Take the messages of a stretch; the table of all steps that are over, None if none is."""
+        length = 0
+        for numbers in stacks:
+            heard = self._hearing.of(numbers.stack)
+            if heard is not None:
+                self._rows.hear_many(heard[0], numbers, heard[1])
+            length = max(length, 1 + int(numbers.stack.heads.places[-1]))
+        self._rows.advance(length)
+        return self._rows.table(complete=False)
+
+    def rest(self) -> Table | None:
+        """The table of all messages that no table has had, because their steps are over; None if there are none."""
+        return self._rows.table(complete=True)

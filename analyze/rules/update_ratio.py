@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Unpack, final
 
 import numpy as np
@@ -12,9 +12,9 @@ from analyze.metrics.checks import check, is_number, is_whole
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Looking
 from analyze.rules.table_rule import TableRule, columns_of, grown, latest, taken
-from analyze.rules.tables import Bools, Column, Floats, OfKind, Table
+from analyze.rules.tables import Bools, Column, Floats, OfKind, Table, Wholes
 from tracer.messaging.messages import Message
-from tracer.numbers.past import Past, median
+from tracer.numbers.past import Pasts
 
 _FEW = 3
 """The least number of layers from which their common change is subtracted."""
@@ -79,15 +79,14 @@ class UpdateRatio(TableRule):
         check(is_whole(warm_up, 2), "a warm-up is an integer from 2 on", warm_up)
         check(is_whole(window, warm_up), "a window is an integer, and no shorter than the warm-up", window)
         super().__init__(["weights", "weight_updates"], also=("weight_gradients",), **where)
-        self.factor, self.deviations, self.high = factor, deviations, high
-        self.window, self.warm_up = window, warm_up
+        self.deviations, self.high, self.warm_up = deviations, high, warm_up
         self.judges = f"updates of weights over more than {warm_up} steps"
         self.least = math.log(factor)
         self.weights: Floats = np.zeros(0)  # by column of weights: the last norm; NaN before the first
         self.graded: Bools = np.zeros(0, np.bool_)  # by column of gradients: whether the last was not all zeros
-        self.past: dict[int, Past] = {}  # by column of updates
+        self.past = Pasts(window)  # by column of updates: the logarithms of ratios
         self.common = 0.0  # how far the layers have moved from their past together
-        self.large: dict[int, int] = {}  # the number of steps in a row with a ratio of at least `high`
+        self.large: Wholes = np.zeros(0, np.int64)  # by column: steps in a row with a ratio of at least `high`
 
     def judge_table(self, table: Table) -> Iterator[Message]:
         """Judge the ratios of each step beside those before."""
@@ -99,38 +98,38 @@ class UpdateRatio(TableRule):
         left_out = there & ((of["zeros"] > _UNTOUCHED * of["count"]) | ~self._graded(table, of))
         usable = there & ~left_out & (ratio > 0) & (ratio < math.inf)
         logs = np.log(np.where(usable, ratio, 1.0))
+        self.past.grow(len(of.columns))
+        self.large = grown(self.large, len(of.columns), 0)
         judged, bad = np.zeros((2, *update.shape), np.bool_)
         bound, usual, alone = np.zeros((3, *update.shape))
         for row in range(len(table)):
-            for column in np.flatnonzero(left_out[row]).tolist():
-                self.past.pop(column, None)
-                self.large.pop(column, None)
-            columns = np.flatnonzero(usable[row]).tolist()
-            beside = self._beside(dict(zip(columns, logs[row, columns].tolist(), strict=True)))
-            for column, number in beside.items():
-                past = self.past.setdefault(column, Past(self.window))
-                if len(past) >= self.warm_up:
-                    high = ratio[row, column] >= self.high
-                    self.large[column] = self.large.get(column, 0) + 1 if high else 0
-                    cell = row, column
-                    judged[cell], bound[cell] = True, self.high
-                    bad[cell] = self.large[column] >= _LONG
-                    apart = number - past.centre
-                    if apart > self.least or bad[cell]:
-                        far = max(self.least, self.deviations * past.scale)
-                        usual[cell] = math.exp(past.centre + self.common)
-                        if apart > far:
-                            bad[cell], alone[cell], bound[cell] = True, 1.0, usual[cell] * math.exp(far)
-                past.add(number)
+            if left_out[row].any():
+                self.past.forget(left_out[row])
+                self.large[left_out[row]] = 0
+            columns = np.flatnonzero(usable[row])
+            centres = self.past.centres(columns)
+            self._move(logs[row, columns] - centres)
+            beside = logs[row, columns] - self.common
+            warm = self.past.counts[columns] >= self.warm_up
+            late, apart = columns[warm], (beside - centres)[warm]
+            self.large[late] = np.where(ratio[row, late] >= self.high, self.large[late] + 1, 0)
+            cells = row, late
+            judged[cells], bad[cells], bound[cells] = True, self.large[late] >= _LONG, self.high
+            usual[cells] = np.exp(centres[warm] + self.common)
+            if (apart > self.least).any():
+                far = np.maximum(self.least, self.deviations * self.past.scales(late))
+                beyond = apart > far
+                cells = row, late[beyond]
+                bad[cells], alone[cells], bound[cells] = True, 1.0, usual[cells] * np.exp(far[beyond])
+            self.past.add(columns, beside)
         self.cover(table, of, judged | (there & (update == 0)))
         yield from self.judge_all(table, of, judged, bad, ratio, bound, usual, alone, covers=False)
 
-    def _beside(self, logs: Mapping[int, float]) -> dict[int, float]:
-        """The logarithms of a step's ratios, by column, less how far all layers have moved from their past."""
-        moved = [number - self.past[column].centre for column, number in logs.items() if column in self.past]
+    def _move(self, moved: Floats) -> None:
+        """Update how far all layers have moved from their past together; NaN: a layer without one."""
+        moved = moved[~np.isnan(moved)]
         if len(moved) >= _FEW:
-            self.common = median(moved)
-        return {column: number - self.common for column, number in logs.items()}
+            self.common = float(np.median(moved))
 
     def _weights(self, table: Table, of: OfKind) -> Floats:
         """The last norm of the weight of each update, (steps, columns); NaN where none was recorded."""

@@ -145,8 +145,7 @@ def _check_rank(reader: TraceReader, rules: Sequence[Rule], steps: Steps | None)
     unjudged = {rule.name: lacking(rule, reader) for rule in rules}
     able = [rule for rule in rules if not unjudged[rule.name]]
     findings, damage = Findings(able), ""
-    tabled = [rule for rule in able if isinstance(rule, TableRule) and reads_tables(rule, reader)]
-    others = [rule for rule in able if rule not in tabled]
+    tabled, others = by_tables(able, reader)
     each: list[list[Receiver]] = [[ByTables(tabled, findings.receive)]] if tabled else []
     each += [[*others, findings]] if others else []
     for receivers in each:
@@ -157,13 +156,19 @@ def _check_rank(reader: TraceReader, rules: Sequence[Rule], steps: Steps | None)
     return concluded(reader, able, unjudged, findings, steps=steps, damage=damage)
 
 
-def reads_tables(rule: TableRule, reader: TraceReader) -> bool:
-    """Whether a trace of one rank has statistics and other small messages of all that a rule hears.
+def by_tables(rules: Sequence[Rule], reader: TraceReader) -> tuple[list[TableRule], list[Rule]]:
+    """The rules that judge a trace of one rank by tables, and the others.
 
-    Data of which there are statistics, too, does not count.
+    A trace is read as tables where it has statistics, or other small messages, of all that a rule hears. Data of which
+    there are statistics, too, does not count.
     """
-    wanted = wanted_of(reader, Audience([rule]), Filters(), min(reader.ranks, default=0))
-    return not wanted.derived and all(is_doubled(one.sampling) or rule.reads(one) for one in wanted.streams)
+    tabled = []
+    for rule in rules:
+        if isinstance(rule, TableRule):
+            wanted = wanted_of(reader, Audience([rule]), Filters(), min(reader.ranks, default=0))
+            if not wanted.derived and all(is_doubled(one.sampling) or rule.reads(one) for one in wanted.streams):
+                tabled.append(rule)
+    return tabled, [rule for rule in rules if rule not in tabled]
 
 
 def concluded(

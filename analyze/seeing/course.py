@@ -103,6 +103,19 @@ class Course:
         if len(self._steps) >= self._ahead:
             self._settle()
 
+    def add_many(self, steps: Steps, values: Values) -> None:
+        """Append values, with the effect of `add` for each."""
+        self.count += len(steps)
+        self.bad += int(np.count_nonzero(~np.isfinite(values)))
+        begin = 0
+        while begin < len(steps):
+            end = begin + max(1, self._ahead - len(self._steps))
+            self._steps.frombytes(np.ascontiguousarray(steps[begin:end], np.int64).tobytes())
+            self._values.frombytes(np.ascontiguousarray(values[begin:end], np.float64).tobytes())
+            if len(self._steps) >= self._ahead:
+                self._settle()
+            begin = end
+
     def points(self) -> tuple[Steps, Values, Values]:
         """Steps, values, and each value's distance from its past; see `against_past`."""
         self._settle()

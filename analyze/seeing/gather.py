@@ -8,16 +8,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from analyze.registry import instances
+from analyze.rules.by_tables import ByTables
 from analyze.rules.rule import Rule
-from analyze.seeing.check import Wanted, concluded, lacking, rules_of
+from analyze.rules.table_rule import TableRule
+from analyze.seeing.check import Wanted, by_tables, concluded, lacking, rules_of
 from analyze.seeing.course import COLUMNS, Grid
 from analyze.seeing.findings import Checked
 from analyze.seeing.gathered import LONGEST, Gathered, layer_of
 from analyze.seeing.listeners import LOSSES, Answers, Measures, Reached, Windows
 from tracer.errors import CaptureError, TraceCorruptError
-from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS
+from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS, STATISTICS_SUFFIX
 from tracer.messaging.receiver import Receiver, describe
 from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.subscription import is_doubled
 from tracer.replaying.plan import plan
 from tracer.replaying.replay import replay
 from tracer.stores.locations import Anywhere
@@ -25,6 +28,7 @@ from tracer.trace.reader import TraceReader
 
 POINTS = 8_000_000
 """How many values are kept over all series together, at most; 24 bytes each."""
+_COMPARED = frozenset({"weights", "weight_updates"})
 _MEASURED = (*(name for name in DATA_KINDS if not KINDS[name].event and name != "sample_ids"), "hyperparameters")
 
 
@@ -207,13 +211,24 @@ class Gathering:
         TracerError
             What `tracer.replay` raises, except for damage.
         """
-        active: list[Receiver] = [*self.able, *self.metrics, *self.measures]
         found, rank = self.found, self.found.rank
-        if active:
-            answers = Answers(found, self.metrics)
-            receivers = [*active, self.findings, answers, Reached(found), *heard]
+        tabled: list[TableRule | Measures] = []
+        others, measures = self.able, self.measures
+        if isinstance(trace, TraceReader) and not follow:
+            of_rank = trace.of_rank(rank)
+            rules, others = by_tables(self.able, of_rank)
+            each = [[Measures(found, kinds)] if kinds else [] for kinds in of_statistics(self.kinds, of_rank)]
+            told, measures = ([one for one in some if not self.missing(one, trace)] for some in each)
+            tabled = [*rules, *told]
+        active: list[Receiver] = [*others, *self.metrics, *measures]
+        passive = [self.findings, Answers(found, self.metrics), Reached(found), *heard]
+        for receivers in (
+            [ByTables(tabled, self.findings.receive)] if tabled else [],
+            [*active, *passive] if active else [],
+        ):
             try:
-                replay(trace, *receivers, kinds=self.only, steps=self.steps, rank=rank, follow=follow, guard=guard)
+                if receivers:
+                    replay(trace, *receivers, kinds=self.only, steps=self.steps, rank=rank, follow=follow, guard=guard)
             except TraceCorruptError as error:
                 found.damage = str(error)
         self.ended = True
@@ -229,6 +244,15 @@ class Gathering:
             heard = {key.what for key in (*found.courses, *found.frames)}
             silent = [describe(one) for one in self.metrics if not heard.intersection(one.produces)]
             found.remarks += [f"{one} answered nothing" for one in silent]
+
+
+def of_statistics(kinds: Sequence[str], reader: TraceReader) -> tuple[list[str], list[str]]:
+    """The kinds of which a trace has only statistics, besides data that is doubled by them; and the other kinds."""
+    data = {one.kind for one in reader.streams if not is_doubled(one.sampling)}
+    told = {kind for kind in kinds if f"{kind}{STATISTICS_SUFFIX}" in data and kind not in data}
+    if len(told & _COMPARED) == 1:
+        told -= _COMPARED
+    return [kind for kind in kinds if kind in told], [kind for kind in kinds if kind not in told]
 
 
 def without_damage(once: Gathering, reader: TraceReader) -> Gathering:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.seeing.course import Course, Grid
+from analyze.seeing.decimate import Steps, Values
 from analyze.seeing.findings import Checked
 from analyze.seeing.matrices import Matrices
 from tracer.messaging.messages import DEFAULT_TAG, Message
@@ -159,6 +160,12 @@ class Gathered:
         if key not in self.courses:
             self.courses[key] = self.course()
         self.courses[key].add(step, value)
+
+    def add_many(self, key: Key, steps: Steps, values: Values) -> None:
+        """Append values to a series, as `add` does one."""
+        if key not in self.courses:
+            self.courses[key] = self.course()
+        self.courses[key].add_many(steps, values)
 
     def bound(self, limit: int) -> None:
         """Keep at most `limit` values of each series from now on."""

@@ -11,6 +11,8 @@ from analyze.metrics.elementwise.activation_rate import activation_rate
 from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.similarity.similarity import Similarity
 from analyze.rules.rule import Rule
+from analyze.rules.table_rule import columns_of, grown, latest, taken
+from analyze.rules.tables import Bools, Floats, Numbers, OfKind, Table, Tables
 from analyze.seeing.findings import Findings
 from analyze.seeing.gathered import (
     BAD,
@@ -42,6 +44,10 @@ WIDEST = 512
 LOSSES = ("loss", "loss_terms")
 
 
+_NORMS = {"weights": WEIGHT, "weight_gradients": GRADIENT, "layer_gradients": SIGNAL}
+"""The measures that are norms, by kind."""
+
+
 class Measures(Subscriber):
     """Measures each layer in the same pass over its numbers that the rules make; produces no messages."""
 
@@ -50,10 +56,15 @@ class Measures(Subscriber):
     def __init__(self, into: Gathered, kinds: Sequence[str]) -> None:
         super().__init__([Subscription(kinds, None, statistics="too")], ())
         self.into = into
-        self.weights: dict[tuple[str | None, int], float] = {}
+        self._tables = Tables(self.subscriptions, ("norm2", "nan", "inf"))
+        self._step: int | None = None
+        self._weights = np.zeros(0)  # by column of weights: the last norm; 0 before the first
 
     def compute(self, message: Message) -> Iterator[Message]:
-        """Measure one message."""
+        """Measure one message; its norm comes when its step is over."""
+        if message.global_step != self._step:
+            self._measure(self._tables.rest())
+            self._step = message.global_step
         data, extent = message.data, Extent.of(message)
         if data is None or extent is None or data.is_complex() or not extent.count:
             return
@@ -65,34 +76,55 @@ class Measures(Subscriber):
         if not extent.floating:
             return
         if not is_doubled(message.sampling):  # otherwise the message of its statistics has given these numbers
-            self._numbers(message)
+            self._tables.hear(message)
         alive = message.kind != "activations" or message.tag != DEFAULT_TAG or are_statistics(message.sampling)
         if not alive and data.ndim > 1 and shared(message, "min") == 0:
             self._add(DEAD, message, activation_rate(as_array(data), threshold=0.0).death_rate)
         yield from ()
 
+    def take(self, stacks: Sequence[Numbers]) -> Iterator[Message]:
+        """Measure the messages of a stretch that has statistics only."""
+        self._measure(self._tables.hear_many(stacks))
+        yield from ()
+
+    def conclude(self) -> Iterator[Message]:
+        """Measure the last step."""
+        self._measure(self._tables.rest())
+        yield from ()
+
     def _add(self, what: str, message: Message, value: float) -> None:
         self.into.add(Key.of(what, message), message.global_step, value)
 
-    def _numbers(self, message: Message) -> None:
-        """Add the measures that follow from the moments of a message."""
-        kind, layer = message.kind, (layer_of(message.key, message.leaf), message.rank)
-        bad = shared(message, "nan") + shared(message, "inf") if message.key is not None else 0.0
-        if bad:
-            self._add(BAD, message, bad)
-        if message.tag != DEFAULT_TAG:
+    def _measure(self, table: Table | None) -> None:
+        """Add the measures that follow from the moments of messages."""
+        if table is None:
             return
-        if kind == "weights":
-            self.weights[layer] = shared(message, "norm2")
-            self._add(WEIGHT, message, self.weights[layer])
-        elif kind == "weight_updates":
-            weight = self.weights.get(layer, 0.0)
-            if weight != 0:
-                self._add(RATIO, message, shared(message, "norm2") / weight)
-        elif kind == "weight_gradients":
-            self._add(GRADIENT, message, shared(message, "norm2"))
-        elif kind == "layer_gradients":
-            self._add(SIGNAL, message, shared(message, "norm2"))
+        for of in table:
+            numbers = of.there & of.where(lambda column: column.floating)
+            bad = np.where(numbers, of["nan"] + of["inf"], 0.0)
+            self._keep(BAD, table, of, bad, (bad > 0) & of.where(lambda column: column.series[0] is not None))
+            of_training = numbers & of.of_tag(DEFAULT_TAG)
+            if of.kind in _NORMS:
+                self._keep(_NORMS[of.kind], table, of, of["norm2"], of_training)
+            if of.kind == "weight_updates":
+                weight = self._last_weights(table, of)
+                with np.errstate(all="ignore"):
+                    self._keep(RATIO, table, of, of["norm2"] / weight, of_training & (weight != 0))
+
+    def _keep(self, what: str, table: Table, of: OfKind, values: Floats, chosen: Bools) -> None:
+        """Add the chosen values of a measure, (steps, columns)."""
+        for (module, tag, leaf, rank), columns in of.series.items():
+            cells = of.cells(columns, chosen)
+            if len(cells[0]):
+                self.into.add_many(Key(what, layer_of(module, leaf), tag, rank), table.steps[cells[0]], values[cells])
+
+    def _last_weights(self, table: Table, of: OfKind) -> Floats:
+        """The last norm of the weight of each update, (steps, columns); 0 before the first."""
+        weights = table.of("weights")
+        known = latest(weights["norm2"], weights.there, grown(self._weights, len(weights.columns), 0.0))
+        if len(known):
+            self._weights = known[-1]
+        return taken(known, columns_of(weights, of), 0.0)
 
     def _rate(self, message: Message) -> None:
         """Add the learning rate of a parameter group."""

@@ -109,14 +109,20 @@ def shared_by_all(stack: Stack, name: str, ddof: int = 1) -> NDArray[np.float64]
 
     None if the data is absent or complex, or if only some of the messages are statistics.
     """
+    found = moments_of_all(stack, FORMULAS[name].need)
+    return None if found is None else derive(found, (name,), ddof)[name]
+
+
+def moments_of_all(stack: Stack, need: int) -> Moments | None:
+    """The moments of each of many messages; None as for `shared_by_all`."""
     data = stack.data
     if data is None or data.is_complex():
         return None
-    if stack.samplings is not None and any(are_statistics(one) for one in stack.samplings):
+    if stack.samplings is not None and any(are_statistics(stack.samplings[one]) for one in stack.heads.present):
         if not all(are_statistics(stack.samplings[one]) for one in stack.heads.present):
             return None
-        return derive(moments_from(as_array(data)), (name,), ddof)[name]
-    return derive(shared_moments(data, stack.kind, FORMULAS[name].need, each=True), (name,), ddof)[name]
+        return moments_from(as_array(data))
+    return shared_moments(data, stack.kind, need, each=True)
 
 
 def shared_moments(data: Tensor, kind: str, need: int, *, each: bool = False) -> Moments:
