@@ -12,7 +12,7 @@ from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.similarity.similarity import Similarity
 from analyze.rules.rule import Rule
 from analyze.rules.table_rule import columns_of, grown, latest, taken
-from analyze.rules.tables import Bools, Floats, Numbers, OfKind, Table, Tables
+from analyze.rules.tables import Bools, Floats, Numbers, OfKind, Table, Tables, Wholes
 from analyze.seeing.findings import Findings
 from analyze.seeing.gathered import (
     BAD,
@@ -99,10 +99,14 @@ class Measures(Subscriber):
         """Add the measures that follow from the moments of messages."""
         if table is None:
             return
+        # of a layer, the numbers of all kinds that are not finite are a series
+        bad: dict[Key, list[tuple[Wholes, Wholes, Floats]]] = {}
         for of in table:
             numbers = of.there & of.where(lambda column: column.floating)
-            bad = np.where(numbers, of["nan"] + of["inf"], 0.0)
-            self._keep(BAD, table, of, bad, (bad > 0) & of.where(lambda column: column.series[0] is not None))
+            count = np.where(numbers, of["nan"] + of["inf"], 0.0)
+            of_layers = of.where(lambda column: column.series[0] is not None)
+            for key, cells in self._cells(BAD, of, (count > 0) & of_layers):
+                bad.setdefault(key, []).append((of.places[cells], table.steps[cells[0]], count[cells]))
             of_training = numbers & of.of_tag(DEFAULT_TAG)
             if of.kind in _NORMS:
                 self._keep(_NORMS[of.kind], table, of, of["norm2"], of_training)
@@ -110,13 +114,23 @@ class Measures(Subscriber):
                 weight = self._last_weights(table, of)
                 with np.errstate(all="ignore"):
                     self._keep(RATIO, table, of, of["norm2"] / weight, of_training & (weight != 0))
+        for key, parts in bad.items():
+            places, steps, values = map(np.concatenate, zip(*parts, strict=True))
+            order = np.argsort(places)
+            self.into.add_many(key, steps[order], values[order])
 
     def _keep(self, what: str, table: Table, of: OfKind, values: Floats, chosen: Bools) -> None:
         """Add the chosen values of a measure, (steps, columns)."""
+        for key, cells in self._cells(what, of, chosen):
+            self.into.add_many(key, table.steps[cells[0]], values[cells])
+
+    @staticmethod
+    def _cells(what: str, of: OfKind, chosen: Bools) -> Iterator[tuple[Key, tuple[Wholes, Wholes]]]:
+        """The chosen messages of each series, as rows and columns, with the key of a measure."""
+        some: Bools = np.any(chosen, axis=0)
         for (module, tag, leaf, rank), columns in of.series.items():
-            cells = of.cells(columns, chosen)
-            if len(cells[0]):
-                self.into.add_many(Key(what, layer_of(module, leaf), tag, rank), table.steps[cells[0]], values[cells])
+            if some[columns].any():
+                yield Key(what, layer_of(module, leaf), tag, rank), of.cells(columns, chosen)
 
     def _last_weights(self, table: Table, of: OfKind) -> Floats:
         """The last norm of the weight of each update, (steps, columns); 0 before the first."""

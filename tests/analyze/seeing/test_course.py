@@ -28,6 +28,20 @@ def test_a_short_series_is_whole() -> None:
     np.testing.assert_array_equal(found[2], against_past(values, np.empty(0))[0])
 
 
+@pytest.mark.parametrize("size", [1, 7, 512, 700, 5000])
+def test_values_that_come_together_are_kept_as_those_that_come_one_by_one(size: int) -> None:
+    """Thinning begins at the same value, so that the same values stay."""
+    draw = np.random.default_rng(size)
+    steps, values = np.arange(5000), np.exp(draw.normal(size=5000))
+    values[[33, 4000]] = np.nan, np.inf
+    single, many = course_of(steps, values, 512, []), Course(512, [], Grid.over(0, 4999))
+    for begin in range(0, 5000, size):
+        many.add_many(steps[begin : begin + size], values[begin : begin + size])
+    assert (many.count, many.bad, many.thinned) == (single.count, single.bad, True)
+    for found, expected in zip((*many.points(), many.cells), (*single.points(), single.cells), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_long_series_keeps_what_stands_out(seed: int) -> None:
     """The extremes, the spikes, what is not finite, and all in a window that is known before; in bounded memory."""
