@@ -55,7 +55,7 @@ _STANDARD: Sequence[Mapping[str, Any]] = (
     },
     {"kinds": ["weights", "biases", *STATE_KINDS], "every": KEYFRAME_EVERY, "tags": _TRAINING},
     {"kinds": [*_COMPUTED, "keyframe"], "reduce": "hash", "every": KEYFRAME_EVERY, "tags": _TRAINING},
-    {"kinds": _STEPS, "reduce": "statistics", "tags": _TRAINING},
+    {"kinds": [*_STEPS, "gradient_norms"], "reduce": "statistics", "tags": _TRAINING},
     {"kinds": [kind for kind in _STEPS if kind not in _INPUTS], "reduce": "hash", "tags": _TRAINING},
     {"kinds": [*_OUTCOMES], "tags": [f"!{DEFAULT_TAG}"], "hash_above": _LARGE},
     {"kinds": ["activations"], "tags": [f"*{PROBE}*"], "positions": 16, "reduce": _WIDE},
@@ -73,7 +73,7 @@ _PROFILES: Mapping[str, _Profile] = {
     ),
     "full": _Profile(
         [
-            {"kinds": [*DEFAULT_KINDS, "sample_ids", *_EACH_STEP]},
+            {"kinds": [*DEFAULT_KINDS, "gradient_norms", "sample_ids", *_EACH_STEP]},
             {
                 "kinds": ["weights", "biases", *STATE_KINDS],
                 "every": KEYFRAME_EVERY,
