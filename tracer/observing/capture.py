@@ -35,8 +35,7 @@ DEFAULT_KINDS: tuple[str, ...] = tuple(
     for kind in KINDS
     if kind not in ("sample_ids", "layer_inputs", "input_gradients", "gradient_norms", *STATE_KINDS)
 )
-"""The default kinds: all but sample ids, state, norms of all gradients, and two that mostly repeat a neighbouring layer.
-"""
+"""The default kinds: all but sample ids, state, norms of all gradients, and two that mostly repeat other data."""
 
 SKETCHED: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.batched and not kind.network)
 """The kinds that can be sketched: those with datapoints and neurons."""
@@ -62,8 +61,9 @@ class Capture:
     ----------
     kinds : iterable of str, optional
         Names of `tracer.KINDS`; by default `DEFAULT_KINDS`: all but ``sample_ids``, ``layer_inputs``,
-        ``input_gradients``, ``gradient_norms``, and the state besides the parameters (``buffers``, ``optimizer_state``, ``generators``,
-        ``hyperparameters``, ``keyframe``), which `rows`, `positions`, `elements` and `dtype` leave whole.
+        ``input_gradients``, ``gradient_norms``, and the state besides the parameters (``buffers``,
+        ``optimizer_state``, ``generators``, ``hyperparameters``, ``keyframe``), which `rows`, `positions`,
+        `elements` and `dtype` leave whole.
     modules : iterable of str, optional
         Globs over dotted module paths, such as ``"features.*"``. By default every leaf, and every module that has
         parameters of its own.

@@ -56,7 +56,8 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
         norms += torch._foreach_norm(group, 2.0, dtype=_wide(dtype))
     device = norms[0].device
     double = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
-    return torch.linalg.vector_norm(torch.stack([one.to(device, double) for one in norms]))
+    together: Tensor = torch.linalg.vector_norm(torch.stack([one.to(device, double) for one in norms]))
+    return together
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype | None:
@@ -80,9 +81,8 @@ class GradientNorms(Part):
     def __init__(self, ground: Ground) -> None:
         super().__init__(ground)
         self.scale: Tensor | None = None
-        # by optimizer id: the norm when the last backward was over; by model and optimizer id: (norms,) of its last step
-        self._before: dict[int, Tensor] = {}
-        self._norms: dict[str, dict[int, Tensor]] = {}
+        self._before: dict[int, Tensor] = {}  # by optimizer id: the norm when the last backward was over
+        self._norms: dict[str, dict[int, Tensor]] = {}  # by model and optimizer id: the numbers of the last step
 
     def backward_over(self) -> None:
         """Compute the norms of the gradients that a backward has left."""
@@ -124,7 +124,9 @@ class GradientNorms(Part):
             least = min(map(len, each))
             together = each[0]
             if len(each) > 1:
-                together = torch.linalg.vector_norm(torch.stack([one[-least:].to(together.device) for one in each]), dim=0)
+                together = torch.linalg.vector_norm(
+                    torch.stack([one[-least:].to(together.device) for one in each]), dim=0
+                )
             self.publisher.publish_numbers(GRADIENT_NORMS, together, [*NAMES[-least:]], model, call=0)
 
     def forget(self) -> None:

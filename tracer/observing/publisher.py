@@ -124,9 +124,7 @@ class Publisher:
             stream = StreamKey(kind, None, DEFAULT_TAG, "")
             self._send(captures[-1], self._message(kind, stream, None, 0, at))
 
-    def publish_numbers(
-        self, kind: str, vector: Tensor, names: list[str], leaf: str, call: int | None = None
-    ) -> None:
+    def publish_numbers(self, kind: str, vector: Tensor, names: list[str], leaf: str, call: int | None = None) -> None:
         """Publish numbers of the network, which nobody else owns, with their names, if they are wanted now."""
         at = self.clock.now()
         captures = self.demand.wanted(kind, None, DEFAULT_TAG, at)

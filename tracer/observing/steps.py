@@ -164,9 +164,9 @@ class Steps(Part):
                         self.parameters.compare(self.table.all, self.optimizers.by_hand, ends=True)
                     self._complete_state()
                     self.parameters.publish(self.clock.began)
-                self.norms.publish()
                 self.state.end()
                 self.publisher.pulses.step_over()
+                self.norms.publish()
                 self.publisher.event("batch_finished", self.clock.began)
         except BaseException as error:
             if not isinstance(error, Exception):
