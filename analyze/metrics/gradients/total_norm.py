@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Unpack, final
 
 from analyze.metrics.elementwise.norm import norm, norm_of
-from analyze.metrics.inputs import answer
+from analyze.metrics.inputs import answer, real_numbers
 from analyze.metrics.metric import Where
 from analyze.metrics.steps import OfSteps
 from analyze.metrics.streams import At
@@ -81,9 +81,9 @@ class TotalNorm(OfSteps[_Step]):
     *Edge values*: NaN where a gradient has NaN, else infinity where one has infinity. No answer of a step that a
     ``GradScaler`` skipped, and none before clipping where no ``backward`` was seen (``torch.autograd.grad``). Never
     raises during a replay.
+    *Memory*: the norms of the step that is going on; part of `state_dict`.
     *Numerics*: recorded norms have a relative error of about 1e-6 for float32 and narrower gradients, and are infinite
     where squares leave float32; norms from gradients are float64 throughout.
-    *Memory*: the norms of the step that is going on; part of `state_dict`.
     *Found by*: exploding gradients, vanishing gradients.
     *Source*: R. Pascanu et al., "On the difficulty of training recurrent neural networks", arXiv:1211.5063,
     algorithm 1.
@@ -125,9 +125,9 @@ class TotalNorm(OfSteps[_Step]):
         """Keep the recorded norms, or the norm of a gradient."""
         if message.kind != self.kind:
             now.norms.append(norm_of(message, 2))
-        elif message.data is not None:
+        else:
             names = (message.sampling or {}).get("entries", _WHEN)
-            now.recorded[message.leaf] = dict(zip(names, message.data.tolist(), strict=False))
+            now.recorded[message.leaf] = dict(zip(names, real_numbers(message.data).ravel().tolist(), strict=False))
 
     def numbers(self, over: _Step) -> tuple[float]:
         """The norm after clipping, from the gradients."""

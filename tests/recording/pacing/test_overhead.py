@@ -266,7 +266,7 @@ def test_the_steps_after_a_sign_of_trouble_are_recorded(sign: str, monkeypatch: 
         "loss": "the loss was 50, where 1.0",
         "gradients": "the norm of all gradients was 5000, where 5 was usual",
         "nan": "the loss was nan",
-        "infinite gradient": "the norm of all gradients was nan",
+        "infinite gradient": "the norm of all gradients was inf",
     }
     assert sum(one.startswith(expected[sign]) for one in told) == 1
     assert run.own / (run.thread - run.own) < 0.06
