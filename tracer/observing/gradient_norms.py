@@ -17,8 +17,8 @@ GRADIENT_NORMS: Final = "gradient_norms"
 """The kind of the messages."""
 NAMES: Final = ("before", "after")
 """The names of the numbers of a message; one without the first number has the second alone."""
-_ROWS: Final = 1 << 16
-"""Above this many numbers, torch's float32 norm on a CPU has an error of more than 1e-6 (6e-4 for 2^24 numbers)."""
+_ROW: Final = 1 << 12
+"""Of so many numbers torch's float32 norm on a CPU is precise; its error is 1e-5 for 2^20 numbers, 6e-4 for 2^24."""
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
@@ -47,11 +47,11 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
             one = (one.coalesce() if one.layout is torch.sparse_coo else one).values()
         if one.is_complex():
             one = torch.view_as_real(one.resolve_conj())
-        if one.is_cpu and one.ndim > 1 and one.numel() > _ROWS and one.is_contiguous():
-            rows = torch.linalg.vector_norm(one.flatten(1), dim=1, dtype=_wide(one.dtype))
-            norms.append(torch.linalg.vector_norm(rows, dtype=torch.float64))
-        else:
-            groups.setdefault((one.device, one.dtype), []).append(one)
+        if one.is_cpu and one.numel() > 16 * _ROW and one.is_contiguous():
+            rows, one = one.view(-1).tensor_split([one.numel() // _ROW * _ROW])
+            of_rows = torch.linalg.vector_norm(rows.view(-1, _ROW), dim=1, dtype=_wide(one.dtype))
+            norms.append(torch.linalg.vector_norm(of_rows, dtype=torch.float64))
+        groups.setdefault((one.device, one.dtype), []).append(one)
     for (_, dtype), group in groups.items():
         norms += torch._foreach_norm(group, 2.0, dtype=_wide(dtype))
     device = norms[0].device

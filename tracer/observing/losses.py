@@ -263,7 +263,7 @@ class Differentiation(Part):
     @property
     def waits(self) -> bool:
         """Whether to call `over` when the backward that has just begun is over."""
-        return self.of_norms and self.clock.open and not self.clock.idle
+        return self.of_norms and not self.clock.idle
 
     def over(self) -> None:
         """Called when a ``backward`` is over."""
