@@ -374,6 +374,29 @@ def test_without_a_backward() -> None:
     )
 
 
+def test_norms_of_optimizers_in_the_backward() -> None:
+    """One for each parameter, which steps and drops the gradient before the backward is over."""
+    model = mlp()
+    optimizers = {one: torch.optim.SGD([one], lr=0.1) for one in model.parameters()}
+    exporter, heard = watch(model, list(optimizers.values()), **NORMS)
+
+    def step(one: Tensor) -> None:
+        optimizers[one].step()
+        optimizers[one].zero_grad()
+
+    handles = [one.register_post_accumulate_grad_hook(step) for one in model.parameters()]
+    expected = []
+    for x in batches(3):
+        loss = model(x).square().sum()
+        expected.append({"after": norm_of(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))})
+        loss.backward()
+    for handle in handles:
+        handle.remove()
+    exporter.finish()
+    exporter.detach()
+    check(heard, expected)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_gradients_that_are_not_finite(bad: float) -> None:
     """The norm says so."""
