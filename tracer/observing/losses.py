@@ -267,8 +267,7 @@ class Differentiation(Part):
 
     def over(self) -> None:
         """Called when a ``backward`` is over."""
-        outside = self.passes.user_tag is not None or self.steps.over
-        if not (outside or recomputing()) and self.gate.open:
+        if self.passes.user_tag is None and not recomputing() and self.gate.open:
             self.steps.norms.backward_over()
 
     def _scaled(self, loss: Tensor) -> tuple[Tensor, Tensor] | None:
