@@ -31,6 +31,7 @@ from analyze.metrics.gradients.gradient_geometry import GradientGeometry, gradie
 from analyze.metrics.gradients.gradient_noise import GradientNoise, gradient_noise
 from analyze.metrics.gradients.path_length import PathLength, path_length
 from analyze.metrics.gradients.ratio import Ratio, ratio
+from analyze.metrics.gradients.total_norm import TotalNorm, total_norm
 from analyze.metrics.predictions.accuracy import accuracy
 from analyze.metrics.predictions.churn import Churn, churn
 from analyze.metrics.predictions.classification_report import ClassificationReport, classification_report
@@ -127,6 +128,7 @@ __all__ = [
     "TICDiag",
     "TICTrace",
     "TestAccuracy",
+    "TotalNorm",
     "TrainAccuracy",
     "TrainingStopped",
     "Variance",
@@ -195,6 +197,7 @@ __all__ = [
     "test_accuracy",
     "ticdiag",
     "tictrace",
+    "total_norm",
     "train_accuracy",
     "variance",
     "view",

@@ -58,6 +58,7 @@ BUILT_IN: Mapping[str, str] = {
     "test_accuracy": "analyze.metrics.predictions.pooled_accuracy:TestAccuracy",
     "ticdiag": "analyze.metrics.curvature.ticdiag:TICDiag",
     "tictrace": "analyze.metrics.curvature.tictrace:TICTrace",
+    "total_norm": "analyze.metrics.gradients.total_norm:TotalNorm",
     "train_accuracy": "analyze.metrics.predictions.train_accuracy:TrainAccuracy",
     "variance": "analyze.metrics.elementwise.variance:Variance",
     "weightwatcher": "analyze.metrics.spectra.power_law:WeightWatcher",

@@ -55,6 +55,8 @@ class Metric(Subscriber):
         As in `tracer.Subscriber`. A metric without memory has ``scope = "message"``; `version` begins at 1.
     bundled : bool
         Whether the metric takes messages of several kinds in complete bundles; otherwise one by one.
+    either : bool
+        Whether one of several kinds is enough, if the metric takes messages one by one.
     takes_statistics : bool or "too"
         Whether the metric can answer from the statistics of tensors (``weights_statistics``) in place of the tensors,
         as a metric that uses `shared` can. With ``"too"`` it takes the tensors as well if both were recorded.
@@ -67,6 +69,7 @@ class Metric(Subscriber):
 
     name: ClassVar[str]
     bundled: ClassVar[bool] = True
+    either: ClassVar[bool] = False
     takes_statistics: bool | Literal["too"] = False
     __signature__: ClassVar[inspect.Signature]
 
@@ -92,7 +95,8 @@ class Metric(Subscriber):
         kinds = (kinds,) if isinstance(kinds, str) else kinds
         for kind in kinds:
             carries_data(kind)
-        each = (Subscription(kind, tag, subsample, modules, statistics=self.takes_statistics) for kind in kinds)
+        wanted = (kinds,) if self.either else kinds
+        each = (Subscription(one, tag, subsample, modules, statistics=self.takes_statistics) for one in wanted)
         super().__init__(each, produces)
 
 

@@ -25,6 +25,8 @@ RATIO, GRADIENT, WEIGHT, SIGNAL, DEAD, BAD = (
     *("dead share", "numbers not finite"),
 )
 """What is measured of each layer in every report."""
+TOTAL = "norm of all gradients"
+"""What is measured of each model begins so."""
 NETWORK = "the network"
 """The label of a series that belongs to no layer."""
 LEARNING_RATE = "learning rate"

@@ -21,6 +21,7 @@ from analyze.seeing.gathered import (
     LEARNING_RATE,
     RATIO,
     SIGNAL,
+    TOTAL,
     WEIGHT,
     Frames,
     Gathered,
@@ -68,8 +69,8 @@ class Measures(Subscriber):
         data, extent = message.data, Extent.of(message)
         if data is None or extent is None or data.is_complex() or not extent.count:
             return
-        if message.kind == "hyperparameters":
-            self._rate(message)
+        if message.kind in ("hyperparameters", "gradient_norms"):
+            self._named(message)
             return
         if message.kind in LOSSES:
             self._loss(message)
@@ -140,13 +141,19 @@ class Measures(Subscriber):
             self._weights = known[-1]
         return taken(known, columns_of(weights, of), 0.0)
 
-    def _rate(self, message: Message) -> None:
-        """Add the learning rate of a parameter group."""
+    def _named(self, message: Message) -> None:
+        """Add the learning rate of a parameter group, or the norms of all gradients of a model."""
         names = (message.sampling or {}).get("entries")
-        if message.data is None or not isinstance(names, list) or "lr" not in names:
+        if message.data is None or not isinstance(names, list):
             return
-        key = Key(LEARNING_RATE, f"group {message.leaf}", message.tag, message.rank)
-        self.into.add(key, message.global_step, float(message.data[names.index("lr")]))
+        for name, value in zip(names, message.data.tolist(), strict=False):
+            if message.kind == "gradient_norms":
+                what, layer = f"{TOTAL} {name} clipping" + (f" of {message.leaf}" if message.leaf else ""), None
+            elif name == "lr":
+                what, layer = LEARNING_RATE, f"group {message.leaf}"
+            else:
+                continue
+            self.into.add(Key(what, layer, message.tag, message.rank), message.global_step, value)
 
     def _loss(self, message: Message) -> None:
         if message.key is not None or message.data is None or message.data.numel() != 1:

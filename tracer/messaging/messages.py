@@ -100,6 +100,7 @@ KINDS: Mapping[str, Kind] = {
         Kind("bias_gradients", network=False),
         Kind("weight_updates", network=False),
         Kind("bias_updates", network=False),
+        Kind("gradient_norms", network=True),
         Kind("buffers", network=False, state=True),
         Kind("optimizer_state", network=False, state=True),
         Kind("generators", network=True, per_call=True, state=True),

@@ -25,15 +25,17 @@ from tracer.observing.sketches import Sketch
 from tracer.shown import table
 
 _LOSSES = ("loss", "loss_terms")
-_AS_THEY_ARE = (*_LOSSES, "sample_ids", "generators", "hyperparameters")
+_AS_THEY_ARE = (*_LOSSES, "gradient_norms", "sample_ids", "generators", "hyperparameters")
 _TARGETS = ("sample_ids", "input_labels", "network_output", *_LOSSES)
 """Kinds that are cut only along the datapoints, because other cuts would make no sense."""
 _HASHED_WHERE_LARGE = ("input_data", "input_labels", "network_output")
 """The kinds that `Capture.hash_above` applies to."""
 DEFAULT_KINDS: tuple[str, ...] = tuple(
-    kind for kind in KINDS if kind not in ("sample_ids", "layer_inputs", "input_gradients", *STATE_KINDS)
+    kind
+    for kind in KINDS
+    if kind not in ("sample_ids", "layer_inputs", "input_gradients", "gradient_norms", *STATE_KINDS)
 )
-"""The default kinds: all but sample ids, state, and two whose data mostly repeats a neighbouring layer's."""
+"""The default kinds: all but sample ids, state, norms of all gradients, and two that mostly repeat other data."""
 
 SKETCHED: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.batched and not kind.network)
 """The kinds that can be sketched: those with datapoints and neurons."""
@@ -59,8 +61,9 @@ class Capture:
     ----------
     kinds : iterable of str, optional
         Names of `tracer.KINDS`; by default `DEFAULT_KINDS`: all but ``sample_ids``, ``layer_inputs``,
-        ``input_gradients``, and the state besides the parameters (``buffers``, ``optimizer_state``, ``generators``,
-        ``hyperparameters``, ``keyframe``), which `rows`, `positions`, `elements` and `dtype` leave whole.
+        ``input_gradients``, ``gradient_norms``, and the state besides the parameters (``buffers``,
+        ``optimizer_state``, ``generators``, ``hyperparameters``, ``keyframe``), which `rows`, `positions`,
+        `elements` and `dtype` leave whole.
     modules : iterable of str, optional
         Globs over dotted module paths, such as ``"features.*"``. By default every leaf, and every module that has
         parameters of its own.
@@ -111,7 +114,8 @@ class Capture:
         of their own, such as ``weights_hash`` and ``weights_statistics``. A hash, 8 bytes, tells whether two tensors
         are identical bit by bit (`tracer.observing.hashes`). Statistics are mean, standard deviation, norm, minimum and
         maximum, the counts of NaN, infinities and zeros, and sums (`tracer.numbers.statistics`), which metrics use
-        instead of the data. Losses, sample ids, generators and hyperparameters are kept unchanged.
+        instead of the data. Losses, sample ids, generators, hyperparameters and norms of all gradients are kept
+        unchanged.
     seed : int
         Seed of the fixed random choices and sketches, which use generators of their own.
 

@@ -205,6 +205,8 @@ class Differentiation(Part):
         Whether ``backward`` is watched even if no loss is set.
     of_losses : bool
         Whether somebody asks for losses. If not, ``backward`` only tells training passes from evaluations.
+    of_norms : bool
+        Whether somebody asks for the norms of all gradients.
     """
 
     def __init__(self, ground: Ground, passes: Passes, differentiable: Differentiable) -> None:
@@ -216,6 +218,7 @@ class Differentiation(Part):
         self.objectives = passes.steps.objectives
         self.is_watched = False
         self.of_losses = False
+        self.of_norms = False
         # the last loss that a GradScaler has scaled: the scaled loss, the loss before scaling, and the factor
         self._last_scaled: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None
 
@@ -257,6 +260,16 @@ class Differentiation(Part):
         with self.differentiable.told(tensors, [None if one is None else one[1] for one in scaled]):
             self.objectives.differentiated(tensors, whole, hold=len(self.optimizers.all) > 1)
 
+    @property
+    def waits(self) -> bool:
+        """Whether to call `over` when the backward that has just begun is over."""
+        return self.of_norms and not self.clock.idle
+
+    def over(self) -> None:
+        """Called when a ``backward`` is over."""
+        if self.passes.user_tag is None and not recomputing() and self.gate.open:
+            self.steps.norms.backward_over()
+
     def _scaled(self, loss: Tensor) -> tuple[Tensor, Tensor] | None:
         """A loss before a GradScaler scaled it, and the factor; None if it was not scaled."""
         last = self._last_scaled
@@ -279,6 +292,7 @@ class Differentiation(Part):
     def scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
         """Note that a GradScaler scaled a loss, so that gradients can be published without the factor."""
         self._last_scaled = weakref.ref(scaled), loss.detach(), scale
+        self.steps.norms.scale = scale
         listens = self.wiring.listens(Role.AFTER_FORWARD, Role.AFTER_ACCUMULATION)
         if self.clock.open and not self.clock.idle and listens:
             self.gradients.watch_scale(scaled, scale)

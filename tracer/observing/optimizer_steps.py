@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from tracer.observing.gradient_norms import GRADIENT_NORMS
 from tracer.observing.losses import Differentiation
 from tracer.observing.optimizers import skipped_inside, steps_within
 from tracer.observing.part import Ground, Part
@@ -63,21 +64,20 @@ class OptimizerSteps(Part):
             if not recomputing():
                 self.wiring.look()
             parameters = self.table.of(optimizer, self.optimizers.in_order)
-            gradients = self._ends_surely(optimizer) and self._are_final(optimizer, args, kwargs)
+            final = self._are_final(optimizer, args, kwargs)
+            if final:
+                self.gate.guard(GRADIENT_NORMS, functools.partial(self.steps.norms.optimizer_steps, optimizer))
+            gradients = final and self._ends_surely(optimizer)
             self.steps.snapshot(parameters, releases=not recomputing(), gradients=gradients)
             if self.demand.of_state:
                 self.gate.guard("state", functools.partial(self.state.optimizer_steps, optimizer, parameters))
-            if self.demand.inside_due() and self._may_overwrite_gradients(optimizer, args, kwargs):
+            if self.demand.inside_due() and final and not leaves_gradients(optimizer):
                 self.parameters.keep_gradients(parameters)
 
     def _ends_surely(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer step surely ends the training's step."""
         alone = len(self.optimizers.all) == 1 and not self.optimizers.nest
         return alone and getattr(optimizer, "found_inf", None) is None  # with found_inf, the step may skip itself
-
-    def _may_overwrite_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
-        """Whether the optimizer may overwrite its gradients in the step, and they are final before it."""
-        return not leaves_gradients(optimizer) and self._are_final(optimizer, args, kwargs)
 
     def _are_final(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
         """Whether the gradients before a step are those that the optimizer will use.
@@ -117,7 +117,10 @@ class OptimizerSteps(Part):
         last = self.optimizers.ends_step(optimizer)
         in_backward = recomputing()
         try:
-            if not self.demand.nothing_due() and self.demand.inside_due():
+            due = not self.demand.nothing_due()
+            if due and not self._are_final(optimizer, args, kwargs):
+                self.gate.guard(GRADIENT_NORMS, functools.partial(self.steps.norms.optimizer_steps, optimizer))
+            if due and self.demand.inside_due():
                 ends = last and not in_backward
                 self.parameters.compare(self.table.of(optimizer, self.optimizers.in_order), True, ends=ends)
         finally:  # under strict an exception passes through, but the optimizer has stepped

@@ -13,6 +13,7 @@ from tracer.observing.calls import Calls
 from tracer.observing.computed_weights import ComputedWeights
 from tracer.observing.derivatives import Differentiable
 from tracer.observing.encoder_layers import EncoderLayers
+from tracer.observing.gradient_norms import GRADIENT_NORMS
 from tracer.observing.losses import Differentiation, Losses
 from tracer.observing.optimizer_steps import OptimizerSteps
 from tracer.observing.part import Ground, Part
@@ -66,7 +67,9 @@ class Parts(Part):
         tell_of_model(self.bus.receivers, self.models.structure)
         of_losses = bool(self.losses.all) or self.differentiation.is_watched
         self.differentiation.of_losses = of_losses and self.demand.asked("loss", None)
-        if self.differentiation.of_losses or not self.optimizers.forwards_end_steps:
+        self.differentiation.of_norms = self.demand.asked(GRADIENT_NORMS, None)
+        watched = self.differentiation.of_losses or self.differentiation.of_norms
+        if watched or not self.optimizers.forwards_end_steps:
             BACKWARD.watch(self.differentiation)
         if self.demand.asked("sample_ids", None):
             LOADERS.watch(self.passes.samples)

@@ -55,7 +55,7 @@ _STANDARD: Sequence[Mapping[str, Any]] = (
     },
     {"kinds": ["weights", "biases", *STATE_KINDS], "every": KEYFRAME_EVERY, "tags": _TRAINING},
     {"kinds": [*_COMPUTED, "keyframe"], "reduce": "hash", "every": KEYFRAME_EVERY, "tags": _TRAINING},
-    {"kinds": _STEPS, "reduce": "statistics", "tags": _TRAINING},
+    {"kinds": [*_STEPS, "gradient_norms"], "reduce": "statistics", "tags": _TRAINING},
     {"kinds": [kind for kind in _STEPS if kind not in _INPUTS], "reduce": "hash", "tags": _TRAINING},
     {"kinds": [*_OUTCOMES], "tags": [f"!{DEFAULT_TAG}"], "hash_above": _LARGE},
     {"kinds": ["activations"], "tags": [f"*{PROBE}*"], "positions": 16, "reduce": _WIDE},
@@ -73,7 +73,7 @@ _PROFILES: Mapping[str, _Profile] = {
     ),
     "full": _Profile(
         [
-            {"kinds": [*DEFAULT_KINDS, "sample_ids", *_EACH_STEP]},
+            {"kinds": [*DEFAULT_KINDS, "gradient_norms", "sample_ids", *_EACH_STEP]},
             {
                 "kinds": ["weights", "biases", *STATE_KINDS],
                 "every": KEYFRAME_EVERY,
@@ -121,13 +121,15 @@ def profile(name: str) -> tuple[Capture, ...]:
     ``standard``
         The default. At every step losses, inputs, labels, sample ids, hyperparameters and the states of the random
         generators; at every 50th step a keyframe, and a hash of every tensor of its step; statistics and a hash of
-        every tensor of other steps. After 30 seconds of recording, all of this only as often as 5 % of the training's
-        CPU time allow. ``trace reenact`` recomputes everything else. Of evaluations outputs, labels and losses. Inputs,
-        labels and outputs of a batch above 8 MiB are kept only as a hash. If all parameters together exceed 64 MiB,
-        they take turns in having updates recorded. Of a probe, if one is requested, sketches of activations.
+        every tensor of other steps; the norm of all gradients before clipping and after it. After 30 seconds of
+        recording, all of this only as often as 5 % of the training's CPU time allow. ``trace reenact`` recomputes
+        everything else. Of evaluations outputs, labels and losses. Inputs, labels and outputs of a batch above 8 MiB
+        are kept only as a hash. If all parameters together exceed 64 MiB, they take turns in having updates recorded.
+        Of a probe, if one is requested, sketches of activations.
     ``full``
-        Every kind of `DEFAULT_KINDS` in full, sample ids, hyperparameters and the states of the random generators, at
-        every step and of every evaluation; at every 50th step a keyframe. Hashes and statistics follow from the data.
+        Every kind of `DEFAULT_KINDS` in full, norms of all gradients, sample ids, hyperparameters and the states of the
+        random generators, at every step and of every evaluation; at every 50th step a keyframe. Hashes and statistics
+        follow from the data.
 
     Raises
     ------

@@ -124,6 +124,15 @@ class Publisher:
             stream = StreamKey(kind, None, DEFAULT_TAG, "")
             self._send(captures[-1], self._message(kind, stream, None, 0, at))
 
+    def publish_numbers(self, kind: str, vector: Tensor, names: list[str], leaf: str, call: int | None = None) -> None:
+        """Publish numbers of the network, which nobody else owns, with their names, if they are wanted now."""
+        at = self.clock.now()
+        captures = self.demand.wanted(kind, None, DEFAULT_TAG, at)
+        if captures:
+            stream = StreamKey(kind, None, DEFAULT_TAG, leaf)
+            number = self.numbers.message(stream, call)
+            self._send(captures[-1], self._message(kind, stream, vector, number, at, {"entries": names}))
+
     def publish(
         self,
         kind: str,

@@ -11,9 +11,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from tracer import walking
-from tracer.messaging.messages import DEFAULT_TAG, checked
+from tracer.messaging.messages import DEFAULT_TAG
 from tracer.observing.clock import At
-from tracer.observing.numbers import StreamKey
 from tracer.observing.parameter_table import Parameter
 from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch import generators
@@ -120,7 +119,7 @@ class State(Part):
             for number, group in enumerate(optimizer.param_groups):
                 found = hyperparameters(group)
                 vector = torch.tensor(list(found.values()), dtype=torch.float64, device="cpu")
-                self._publish_numbers(vector, list(found), f"{place}.{number}")
+                self.publisher.publish_numbers("hyperparameters", vector, list(found), f"{place}.{number}")
         if not ("optimizer_state" in self.demand.of_state or "keyframe" in self.demand.of_state or self.whole_at):
             return
         trained = set(map(id, walking.trained(optimizer))) - self._stepped
@@ -135,22 +134,13 @@ class State(Part):
                         "optimizer_state", parameter.path, value, DEFAULT_TAG, leaf=name, call=0, owned=False
                     )
 
-    def _publish_numbers(self, vector: Tensor, names: list[str], leaf: str, call: int | None = None) -> None:
-        """Publish hyperparameters with their names, if they are wanted."""
-        at = self.clock.now()
-        if self.demand.wanted("hyperparameters", None, DEFAULT_TAG, at):
-            number = self.numbers.message(StreamKey("hyperparameters", None, DEFAULT_TAG, leaf), call)
-            step, train_step, epoch, _ = at
-            about = step, train_step, epoch, DEFAULT_TAG, number, leaf, self.publisher.rank
-            self.bus.publish(checked("hyperparameters", None, *about, vector, {"entries": names}))
-
     def scaled(self, scaler: GradScaler) -> None:
         """Publish the state of a GradScaler that multiplies the first loss of the step."""
         if "hyperparameters" in self.demand.of_state and not self._scaled:
             vector = scale_of(scaler)
             if vector is not None:
                 self._scaled = True
-                self._publish_numbers(vector, [*SCALE], SCALER, call=0)
+                self.publisher.publish_numbers("hyperparameters", vector, [*SCALE], SCALER, call=0)
 
     def left_out(self) -> list[Optimizer]:
         """The optimizers that have not stepped in the open step, if the whole state is wanted."""

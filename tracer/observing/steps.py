@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tracer.errors import StopTraining
 from tracer.messaging.messages import EVAL_MODE
+from tracer.observing.gradient_norms import GradientNorms
 from tracer.observing.gradients import Gradients
 from tracer.observing.objectives import Objectives
 from tracer.observing.parameter_table import Parameter
@@ -59,6 +60,7 @@ class Steps(Part):
         self.gradients = Gradients(ground)
         self.ranks = Ranks(ground)
         self.parameters = Parameters(ground, self.ranks)
+        self.norms = GradientNorms(ground)
         self.objectives = Objectives(ground)
         self.state = State(ground, self.ranks)
         self.undecided = UndecidedPasses(ground, self.state, self.objectives.terms)
@@ -164,6 +166,7 @@ class Steps(Part):
                     self.parameters.publish(self.clock.began)
                 self.state.end()
                 self.publisher.pulses.step_over()
+                self.norms.publish()
                 self.publisher.event("batch_finished", self.clock.began)
         except BaseException as error:
             if not isinstance(error, Exception):
@@ -209,6 +212,7 @@ class Steps(Part):
         self.gradients.forget()
         if self.parameters.holding:
             self.parameters.forget()
+        self.norms.forget()
         self.state.forget()
         self.numbers.end_step()
         self.clock.end()
@@ -236,6 +240,7 @@ class Steps(Part):
         self.publisher.pulses.step_over()
         self.gradients.forget()
         self.parameters.forget()
+        self.norms.forget()
         self.state.forget()
         self.undecided.forget()
         self.numbers.end_step()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from analyze.seeing.course import Course
-from analyze.seeing.gathered import DEAD, GRADIENT, NETWORK, RATIO, SIGNAL, WEIGHT, Gathered
+from analyze.seeing.gathered import DEAD, GRADIENT, NETWORK, RATIO, SIGNAL, TOTAL, WEIGHT, Gathered
 from analyze.seeing.layers import Layer
 from analyze.seeing.maps import drawn
 from analyze.seeing.panels.panel import (
@@ -40,13 +40,13 @@ ALWAYS = (RATIO, GRADIENT, WEIGHT, SIGNAL, DEAD)
 
 
 def _measures(found: Gathered) -> dict[tuple[str, str], dict[str, Course]]:
-    """The courses of each measure and tag, by layer: the ratio first, then answers of metrics, then other measures."""
+    """The courses of each measure and tag, by layer: the ratio, answers of metrics, norms of all gradients, others."""
     measures: dict[tuple[str, str], dict[str, Course]] = {}
     for key, course in found.courses.items():
-        if key.what in ALWAYS or key.what in found.subscribers:
+        if key.what in ALWAYS or key.what in found.subscribers or key.what.startswith(TOTAL):
             measures.setdefault((key.what, key.tag), {})[key.layer if key.layer is not None else NETWORK] = course
     place = {what: number for number, what in enumerate(ALWAYS)}
-    # answers of metrics precede the built-in measures, since the user requested them; only the ratio stays first
+    # answers of metrics precede measures of layers, since the user requested them; only the ratio stays first
     return dict(sorted(measures.items(), key=lambda one: place.get(one[0][0], 0.5))[:MEASURES])
 
 

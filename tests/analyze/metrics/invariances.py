@@ -65,6 +65,7 @@ FAMILY = (
     "ratio",
     "sample_norm",
     "test_accuracy",
+    "total_norm",
     "train_accuracy",
 )
 """Metrics that `test_dynamics.py` holds to their invariances."""

@@ -8,6 +8,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,6 +192,26 @@ def test_metrics_that_were_asked_are_there(run: Path) -> None:
     assert titles["weights_spectral_norm"]["lines"][0]["layer"] == "fc1"
     assert {one["layer"] for one in data["arrays"]["packs"]} == set(LAYERS)
     assert "cka needs activations" in parsed.text
+
+
+def test_norms_of_all_gradients_are_curves(tmp_path: Path) -> None:
+    """Before clipping and after it, of each model; hostile names are text there, too."""
+    made = messages(steps=21)
+    told = {"entries": ["before", "after"]}
+    for step in range(21):
+        where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "sampling": told}
+        for leaf in ("", HOSTILE[0]):
+            norms = torch.tensor([40.0 + step, 1.0], dtype=torch.float64)
+            made.append(NetworkMessage(kind="gradient_norms", leaf=leaf, data=norms, **where))
+    document = page_of(write(tmp_path / "run.zarr", sorted(made, key=lambda one: one.global_step)))
+    parsed = Parsed(document)
+    assert {tag for tag, _ in parsed.tags} <= TAGS
+    data = json.loads(next(text for one, text in parsed.scripts if one.get("type") == "application/json"))
+    titles = {one["title"]: one for one in data["curves"]["measures"]}
+    before = titles["norm of all gradients before clipping"]["lines"]
+    assert [one["layer"] for one in before] == ["the network"]
+    assert "norm of all gradients after clipping" in titles
+    assert sum(one.startswith("norm of all gradients") and one.endswith(HOSTILE[0]) for one in titles) == 2
 
 
 def test_similarities_have_a_part_of_their_own(tmp_path: Path) -> None:

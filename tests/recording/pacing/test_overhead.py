@@ -15,8 +15,6 @@ import tracer
 from tests.recording.pacing.trainings import PROGRAMS, recorded, scheduled, train
 from tracer import NetworkMessage, profile
 from tracer.messaging.bus import MessageBus
-from tracer.messaging.pulses import PULSE, Row, sampling_of
-from tracer.numbers.statistics import ENTRIES, statistics_of
 from tracer.observing.pytorch.gate import Meter
 from tracer.recording.pacing import overhead
 from tracer.recording.pacing.overhead import OverheadBound
@@ -48,7 +46,6 @@ class MadeUp:
         self.notes: list[Any] = []
         self.clock = SimpleNamespace(last=None, step=0)
         self.message_bus = MessageBus()
-        self.message_bus.register_topic(PULSE, "network")
         problems = SimpleNamespace(note=lambda *about, warn: self.notes.append(about))
         self.dues = SimpleNamespace(at=lambda step: 1)
         self.parts = SimpleNamespace(clock=self.clock, problems=problems, demand=SimpleNamespace(dues=self.dues))
@@ -240,11 +237,6 @@ def test_a_credit_is_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(taken[30:60])
 
 
-GRADIENTS = sampling_of(
-    [Row(f"{kind}_statistics", "0", "", 0, None) for kind in ("weights", "weight_gradients")], ENTRIES
-)
-
-
 @pytest.mark.parametrize("sign", ["loss", "gradients", "nan", "infinite gradient"])
 def test_the_steps_after_a_sign_of_trouble_are_recorded(sign: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the schedule is; once, and the share is kept to in the long run."""
@@ -262,11 +254,8 @@ def test_the_steps_after_a_sign_of_trouble_are_recorded(sign: str, monkeypatch: 
             loss = {"loss": 50.0, "nan": torch.nan}.get(sign, 1.0) if bad else 1.0 + 0.01 * (step % 7)
             run.message_bus.publish(NetworkMessage(kind="loss", data=torch.tensor(loss), **where))
             factor = {"gradients": 1000.0, "infinite gradient": torch.inf}.get(sign, 1.0) if bad else 1.0
-            rows = [statistics_of(torch.ones(3)), statistics_of(torch.tensor([3.0, 4.0]) * factor)]
-            data = torch.stack(rows)
-            run.message_bus.publish(
-                NetworkMessage(kind=PULSE, leaf="statistics", data=data, sampling=GRADIENTS, **where)
-            )
+            norms = torch.tensor([5.0 * factor, 1.0], dtype=torch.float64)  # before clipping and after it
+            run.message_bus.publish(NetworkMessage(kind="gradient_norms", data=norms, **where))
         pacer.step_over()
     assert trouble is not None
     after = [step for step in recorded if step > trouble]
@@ -277,7 +266,7 @@ def test_the_steps_after_a_sign_of_trouble_are_recorded(sign: str, monkeypatch: 
         "loss": "the loss was 50, where 1.0",
         "gradients": "the norm of all gradients was 5000, where 5 was usual",
         "nan": "the loss was nan",
-        "infinite gradient": "the norm of all gradients was nan",
+        "infinite gradient": "the norm of all gradients was inf",
     }
     assert sum(one.startswith(expected[sign]) for one in told) == 1
     assert run.own / (run.thread - run.own) < 0.06

@@ -32,6 +32,13 @@ class Differentiation(Protocol):
 
     gate: Gate
 
+    @property
+    def waits(self) -> bool:
+        """Whether to call `over` when the backward that was just told of is over."""
+
+    def over(self) -> None:
+        """Note that a backward is over, and has brought the parameters their gradients."""
+
     def backward(self, *tensors: Tensor) -> None:
         """Take the tensors that ``backward`` is called on."""
 
@@ -273,21 +280,29 @@ def _observed(original: Callable[..., Any], tell: Callable[..., None]) -> Callab
         # iterators such as `model.parameters()` can be consumed only once
         args = tuple(tuple(one) if isinstance(one, Iterator) else one for one in args)
         kwargs = {name: tuple(one) if isinstance(one, Iterator) else one for name, one in kwargs.items()}
-        _tell(tell, args, kwargs)
+        waiting = _tell(tell, args, kwargs)
         _differentiating.now = True
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
         finally:
             _differentiating.now = False
+        for one in waiting:
+            one.gate.guard("gradient_norms", one.over)
+        return result
 
     run_uncompiled(differentiate, with_callees=False)
     return differentiate
 
 
-def _tell(tell: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _tell(tell: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Differentiation]:
+    """Tell all watchers of a backward; returns those that wait for its end."""
+    waiting = []
     for one in list(BACKWARD.watchers):
         if not one.gate.held:  # what a receiver or a user's condition differentiates is no loss of the training
             one.gate.guard("loss", functools.partial(tell, one, *args, **kwargs))
+            if one.waits and tell is _tell_of_backward:
+                waiting.append(one)
+    return waiting
 
 
 run_uncompiled(_tell)

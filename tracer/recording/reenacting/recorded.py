@@ -18,7 +18,9 @@ from tracer.stores.locations import Anywhere, location
 from tracer.trace.claiming import this_process
 from tracer.trace.reader import TraceReader
 
-COMPARABLE: tuple[str, ...] = tuple(kind for kind in DATA_KINDS if not KINDS[kind].event and kind != "sample_ids")
+COMPARABLE: tuple[str, ...] = tuple(
+    kind for kind in DATA_KINDS if not KINDS[kind].event and kind not in ("sample_ids", "gradient_norms")
+)
 """The kinds of data that a re-enactment computes, so that they can be compared."""
 OF_STATE = ("buffers", "optimizer_state")
 """Kinds of state that a keyframe holds and a step computes from the keyframe before."""
