@@ -23,7 +23,7 @@ from tracer.observing.demand import EVERYTHING, HELD, Captures, Demand, is_besid
 from tracer.observing.numbers import Numbers, StreamKey
 from tracer.observing.overflows import Overflows
 from tracer.observing.problems import Problems
-from tracer.observing.pulses import Pulses, RowKind
+from tracer.observing.pulses import Pulses, RowKind, Rows
 from tracer.observing.pytorch.tensors import copied, leaves, ordinary, same_storage, space_for, unobservable, unscaled
 from tracer.observing.tags import Held, UndecidedTag
 
@@ -82,7 +82,7 @@ class Publisher:
         self._samplings: dict[tuple[Any, ...], dict[str, Any] | None] = {}
         # by the id of captures, which are kept here so that no others get it
         self._rows_only: dict[int, tuple[Captures, bool]] = {}
-        self._rows_of: dict[tuple[Any, ...], tuple[Captures, tuple[RowKind, ...]]] = {}
+        self._rows_of: dict[tuple[Any, ...], tuple[Captures, Rows]] = {}
         # by torch's specification of a distributed tensor
         self._placements: dict[Any, dict[str, Any]] = {}
 
@@ -185,11 +185,9 @@ class Publisher:
         if kind in _LOSSES and tag == DEFAULT_TAG:
             self.pulses.publish()  # what a loss was computed from comes before it
         if scale is None and tag == DEFAULT_TAG and self.collecting is None and self.keeps_rows(kind, captures):
-            reading = self.pulses.read(data)
-            if reading is not None:
-                number = self.numbers.message(stream, call)
-                rows = self.rows(captures, stream, data, None)
-                self.pulses.add_reading(rows, stream, reading, number, at, self.rank)
+            number = self.numbers.next_message(stream) if call is None else call
+            if self.pulses.take(self.rows(captures, stream, data), data, number, at, self.rank):
+                self.numbers.message(stream, number)
                 return
         first = captures[0]
         axis = self.datapoints.axis(stream, data, self.demand.module_at) if asks(kind, data) else None
@@ -247,20 +245,16 @@ class Publisher:
         return known[1]
 
     def rows(
-        self, captures: Captures, stream: StreamKey, data: Tensor, placement: dict[str, Any] | None
-    ) -> tuple[RowKind, ...]:
+        self, captures: Captures, stream: StreamKey, data: Tensor, placement: dict[str, Any] | None = None
+    ) -> Rows:
         """The rows of a tensor for captures for which `keeps_rows` holds; computed once per number of axes."""
-        kind = stream.kind
         key = id(captures), stream, data.ndim, data.is_floating_point(), id(placement)
         known = self._rows_of.get(key)
         if known is None or known[0] is not captures:
-            made = tuple(
-                RowKind(
-                    str(one.beside(kind)), one.published(kind), self.sampling(one, stream, data, placement, twice=False)
-                )
-                for one in captures
-            )
-            known = self._rows_of[key] = captures, made
+            kind = stream.kind
+            told = ((one, self.sampling(one, stream, data, placement, twice=False)) for one in captures)
+            kinds = tuple(RowKind(str(one.beside(kind)), one.published(kind), sampling) for one, sampling in told)
+            known = self._rows_of[key] = captures, Rows(stream, kinds)
         return known[1]
 
     def _hold(self, stream: StreamKey, data: Tensor, call: int | None, *, owned: bool) -> None:
