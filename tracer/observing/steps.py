@@ -67,6 +67,7 @@ class Steps(Part):
         self.trained_in_eval_mode = 0
         self.first_in_eval_mode: int | None = None
         self.epochs = Epochs()
+        self._entries = -1  # how many times the gate's lock was taken when the last step began that nobody records
         self._between: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def call_between(self, between: Callable[[], None]) -> None:
@@ -113,10 +114,16 @@ class Steps(Part):
         clock = self.clock
         if clock.step >= self.demand.quiet_until or clock.open or clock.starting is not None:
             return False
-        if self.epochs.over or not self.epochs.open or self.numbers.counted or not self.wiring.on_optimizers:
+        if (
+            self.epochs.over
+            or not self.epochs.open
+            or self.numbers.counted
+            or not self.wiring.check_steps.is_complete()
+        ):
             return False
         clock.begin()
         clock.idle = True
+        self._entries = self.gate.lock.entries
         return True
 
     def snapshot(self, parameters: Sequence[Parameter], *, releases: bool = False, gradients: bool = False) -> None:
@@ -184,7 +191,8 @@ class Steps(Part):
     def end_idle(self) -> None:
         """End a step that nobody records."""
         with self.gate.lock:
-            self._settle_undecided()
+            if self.undecided.waiting:
+                self._settle_undecided()
             self._advance()
             self._look_back()
 
@@ -198,7 +206,12 @@ class Steps(Part):
         """Drop the open step's data, and count the step."""
         if not self.over:  # a step that ended in a backward has already noted this
             self.forwards.ended_at = next_of_thread()
+        untouched = self.clock.idle and self.gate.lock.entries == self._entries + 1
         self.over = self.clock.idle = False
+        if untouched:  # nothing but its end went through the gate, so nothing was kept
+            self.clock.end()
+            self.forwards.end_step()
+            return
         if self.in_eval_mode:
             self.in_eval_mode = False
             self.trained_in_eval_mode += 1

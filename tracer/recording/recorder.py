@@ -126,6 +126,8 @@ class Recorder(Receiver):
         # a forked child has this object, but not the thread: only the parent writes the trace
         if self.closed or os.getpid() != self._pid:
             return ()
+        if self._elsewhere and (message.kind, message.key) in self._elsewhere:  # since somebody asked `wants`
+            return ()
         queue, thread = self._queue, self._thread
         if thread.writer is None and self._make is not None:
             thread.writer = self._make()
@@ -154,7 +156,7 @@ class Recorder(Receiver):
             return ()
         if queue.is_full(size) and not self._make_room(message.kind, size):
             return ()
-        version: int | Copy = version_of(message)
+        version: int | Copy = 0 if data is None or data.is_inference() else data._version
         if data is not None and not data.is_cpu:
             version = self._transfers.start(data)
             message = with_data(message, ELSEWHERE)  # so that the device memory is free as soon as it is copied

@@ -156,7 +156,8 @@ def on_gradient(tensor: Tensor, hook: Callable[..., Any]) -> Hanging:
 
 def on_gradient_once(tensor: Tensor, hook: Callable[..., Any]) -> None:
     """Have a hook called with the gradient of a tensor in this step's graph; it is dropped with the tensor."""
-    _with_gradient_hooks(tensor)[next(_NUMBERS)] = hook
+    hooks: Any = tensor._backward_hooks
+    (_with_gradient_hooks(tensor) if hooks is None else hooks)[next(_NUMBERS)] = hook
 
 
 class Told:

@@ -32,6 +32,10 @@ class Differentiation(Protocol):
 
     gate: Gate
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing that is differentiated now is of interest."""
+
     def backward(self, *tensors: Tensor) -> None:
         """Take the tensors that ``backward`` is called on."""
 
@@ -286,7 +290,9 @@ def _observed(original: Callable[..., Any], tell: Callable[..., None]) -> Callab
 
 def _tell(tell: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for one in list(BACKWARD.watchers):
-        if not one.gate.held:  # what a receiver or a user's condition differentiates is no loss of the training
+        if (
+            not one.is_quiet and not one.gate.held
+        ):  # what a receiver or a user's condition differentiates is no loss of the training
             one.gate.guard("loss", functools.partial(tell, one, *args, **kwargs))
 
 
