@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from tracer.errors import MessageError, raised_by_signal, warn_only
 from tracer.messaging.messages import DEFAULT_TAG, MODULE_KINDS, NETWORK_KINDS, Message, ModuleMessage, NetworkMessage
-from tracer.messaging.pulses import Row, is_pulse, messages_of, rows_of
+from tracer.messaging.pulses import PULSE, Row, is_pulse, messages_of, rows_of
 from tracer.messaging.receiver import Receiver, describe, in_order
 from tracer.messaging.stacks import Stack, Stretch, Wants
 from tracer.messaging.subscription import Named
@@ -25,6 +25,8 @@ Topic = Literal["network", "module", "any"]
 
 FEW_BETWEEN: Final = 8
 """Publishing in stretches pays from this many stackable messages for each message that must be published alone."""
+_MOST_PULSES: Final = 256
+"""Declarations of pulses of which is known who hears their rows; a program whose steps all differ has many."""
 
 
 class MessageBus:
@@ -70,8 +72,8 @@ class MessageBus:
         self._queue: deque[Message] = deque()
         # by kind, module and tag, the answer of `_hearing` for the present receivers
         self._heard: dict[tuple[str, str | None, str], tuple[tuple[Receiver, bool], ...]] = {}
-        # the sampling of the last pulse, and the rows that receivers hear which take no pulses, with their indices
-        self._pulse: tuple[Mapping[str, Any], list[tuple[int, Row]]] | None = None
+        # by the id of the sampling of a pulse: the sampling, and the rows that receivers hear which take no pulses
+        self._pulses: dict[int, tuple[Mapping[str, Any], list[tuple[int, Row]]]] = {}
         self.takes_pulses = False
         """Whether a receiver gets pulses as they are."""
         self._publishing = False
@@ -166,7 +168,7 @@ class MessageBus:
         self._watchers = [known for known in self._watchers if known() not in (None, callback)]
 
     def _changed(self) -> None:
-        self._heard, self._pulse = {}, None
+        self._heard, self._pulses = {}, {}
         self.takes_pulses = any(one.takes_pulses for one in self._receivers)
         for known in tuple(self._watchers):
             callback = known()
@@ -196,11 +198,12 @@ class MessageBus:
                 return
             self._publishing = True
             try:
-                if is_pulse(message):
+                if message.kind == PULSE and is_pulse(message):
                     self._deliver_pulse(message)
                 else:
                     self._deliver(message, key)
-                self._deliver_queued()
+                if self._queue:
+                    self._deliver_queued()
             finally:
                 self._publishing = False  # before the call of clear(), which may be interrupted
                 self._queue.clear()
@@ -338,37 +341,42 @@ class MessageBus:
     def _rows_heard(self, pulse: Message) -> list[tuple[int, Row]]:
         """The rows of a pulse whose messages a receiver may want that takes no pulses, with their indices."""
         assert pulse.sampling is not None
-        if self._pulse is None or self._pulse[0] is not pulse.sampling:
+        known = self._pulses.get(id(pulse.sampling))
+        if known is None or known[0] is not pulse.sampling:
+            if len(self._pulses) >= _MOST_PULSES:
+                self._pulses.clear()
             rows = enumerate(rows_of(pulse.sampling))
             heard = [
                 (place, row)
                 for place, row in rows
                 if not all(one.takes_pulses for one, _ in self._hearing(row.kind, row.module, pulse.tag))
             ]
-            self._pulse = pulse.sampling, heard
-        return self._pulse[1]
+            known = self._pulses[id(pulse.sampling)] = pulse.sampling, heard
+        return known[1]
 
     def _hearing(self, kind: str, key: str | None, tag: str) -> tuple[tuple[Receiver, bool], ...]:
         """The receivers that may want messages of a stream, in order, and whether they want those of every step."""
         known = self._heard.get((kind, key, tag))
         if known is None:
             known = self._heard[kind, key, tag] = tuple(
-                (one, bool(one.subscriptions) and 1 in (one.strides(kind, key, tag) or ()))
-                for one in self._receivers
-                if not one.subscriptions or one.wants(kind, key, tag, None)
+                (one, wants and strides is not None and 1 in strides)
+                for one, wants, strides in (
+                    (one, one.wants(kind, key, tag, None), one.strides(kind, key, tag)) for one in self._receivers
+                )
+                if wants or not (one.subscriptions or strides == ())
             )
         return known
 
     def _deliver(self, message: Message, key: str | None, *, of_pulses: bool | None = None) -> None:
         """Deliver a message to all receivers, or to those that take pulses or do not."""
-        kind, tag, step, data = message.kind, message.tag, message.step, message.data
+        kind, tag, data = message.kind, message.tag, message.data
         if data is not None and data.is_inference():
             data = None  # inference tensors have no version counter
         version = 0 if data is None else data._version
-        for receiver, always in self._hearing(kind, key, tag):
+        for receiver, always in self._heard.get((kind, key, tag)) or self._hearing(kind, key, tag):
             if of_pulses is not None and receiver.takes_pulses is not of_pulses:
                 continue
-            if not always and not receiver.wants(kind, key, tag, step):
+            if not always and not receiver.wants(kind, key, tag, message.step):
                 continue
             try:
                 given = receiver.receive(message)

@@ -1,7 +1,7 @@
 """The statistics of many small arrays at once.
 
-A call of NumPy takes as long as the arithmetic of a thousand numbers. So the numbers of small arrays are gathered in
-one buffer, and each sum is computed for all of them by one call. A sum does not depend on the other arrays.
+A call of NumPy takes as long as the arithmetic of a thousand numbers. So the numbers of small arrays are put into one
+buffer, and each sum is computed for all of them by one call. A sum does not depend on the other arrays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ SMALL: Final = 1 << 13
 """The most numbers of a small array."""
 ENTRIES_OF_SMALL: Final = 16
 _ROOM: Final = 1 << 17
-"""Numbers that are gathered before their statistics are computed: a megabyte, which fits into a core's cache."""
+"""Numbers whose statistics are computed together: a megabyte, which fits into a core's cache."""
+
+_MANY: Final = 1024
+"""Arrays that wait for more; at most 32 MB."""
 
 
 @final
@@ -38,7 +41,7 @@ class Gathered:
     [[-0.5, 4.949747468305833, 5.0, -4.0, 3.0], [0.0, nan, 0.0, 0.0, 0.0]]
     """
 
-    __slots__ = ("_begins", "_done", "_numbers", "_used", "count")
+    __slots__ = ("_arrays", "_done", "_numbers", "count")
 
     def __init__(self) -> None:
         self._numbers = np.empty(_ROOM)
@@ -46,32 +49,40 @@ class Gathered:
 
     def clear(self) -> None:
         """Forget all arrays."""
-        self._begins: list[int] = []
-        self._used = self.count = 0
+        self.count = 0
+        self._arrays: list[NDArray[Any]] = []
         self._done: list[NDArray[np.float64]] = []
 
-    def add(self, flat: NDArray[Any]) -> int:
-        """Take an array (n,) of 1 to `SMALL` real numbers, not of float64; returns its number."""
-        used = self._used
-        end = used + flat.size
-        if end > _ROOM:
+    def add(self, *flat: NDArray[Any]) -> int:
+        """Take arrays (n,), each of 1 to `SMALL` real numbers, not of float64; returns the number of the first.
+
+        They must not change before their `statistics` are computed.
+        """
+        first, self.count = self.count, self.count + len(flat)
+        self._arrays += flat
+        if len(self._arrays) >= _MANY:
             self._compute()
-            used, end = 0, flat.size
-        self._numbers[used:end] = flat
-        self._begins.append(used)
-        self._used = end
-        self.count += 1
-        return self.count - 1
+        return first
 
     def statistics(self) -> NDArray[np.float64]:
         """The statistics of all arrays since `clear`, (arrays, 16), as `tracer.numbers.statistics.ENTRIES`."""
-        if self._begins:
+        if self._arrays:
             self._compute()
-        return self._done[0] if len(self._done) == 1 else np.concatenate([np.empty((0, ENTRIES_OF_SMALL)), *self._done])
+        if len(self._done) != 1:
+            self._done = [np.concatenate([np.empty((0, ENTRIES_OF_SMALL)), *self._done])]
+        return self._done[0]
 
     def _compute(self) -> None:
-        self._done.append(statistics_of_many(self._numbers[: self._used], np.array(self._begins)))
-        self._begins, self._used = [], 0
+        ends = np.cumsum([one.size for one in self._arrays])
+        arrays, self._arrays = self._arrays, []
+        first = begin = 0
+        while first < len(arrays):
+            stop = int(np.searchsorted(ends, begin + _ROOM, "right"))
+            numbers = self._numbers[: ends[stop - 1] - begin]
+            np.concatenate(arrays[first:stop], out=numbers, casting="unsafe")
+            begins = np.concatenate(([0], ends[first : stop - 1] - begin))
+            self._done.append(statistics_of_many(numbers, begins))
+            first, begin = stop, ends[stop - 1]
 
 
 def statistics_of_many(x: NDArray[np.float64], begins: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -8,12 +8,15 @@ from torch import Tensor, is_grad_enabled, nn
 
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.observing.clock import At
+from tracer.observing.gradients import GradientHook, Plan
 from tracer.observing.numbers import StreamKey
 from tracer.observing.part import Ground, Part
 from tracer.observing.passes import Passes
-from tracer.observing.pytorch.autograd import recomputing
+from tracer.observing.pulses import Rows
+from tracer.observing.pytorch.autograd import NO_BACKWARD, backward_running, recomputing
 from tracer.observing.pytorch.compiled import Ticket, tag_number, tag_of
 from tracer.observing.pytorch.gate import OpenCall
+from tracer.observing.pytorch.hanging import gradient_hooks, next_number
 from tracer.observing.pytorch.leaves import arguments_of
 from tracer.observing.pytorch.tensors import leaves, opaque
 from tracer.observing.tags import UndecidedTag
@@ -73,17 +76,27 @@ class Calls(Part):
 
     def after(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """See a call end."""
-        if recomputing():
+        if backward_running() != NO_BACKWARD:
             self._after_recomputed(path, output)
             return
-        running = self.passes.enter_at(path, module)
+        running = self.gate.passes.now
+        if not running.depth:
+            running = self.passes.enter_at(path, module)
         if not running.listening:
             running.count(path)
             return
-        tag, now = running.tag, self.demand.at(running.tag)
+        tag, clock = running.tag, self.clock
+        now = clock.began if clock.open and tag == DEFAULT_TAG else self.demand.at(tag)
         call = self.numbers.count_call(path, tag)
         if running.inputs:
             self._publish_inputs(path, tag, call, now)
+        key = None
+        if type(output) is Tensor and tag == DEFAULT_TAG and now is clock.began:
+            dues, step = self.demand.dues, now.global_step
+            key = path, dues.mask if step == dues.step else dues.at(step), output.dim(), output.dtype
+            plan = dues.plans.get(key)
+            if plan is not None and self._take(path, plan, output, call, now):
+                return
         observed = leaves(output)
         captures = self.demand.wanted("activations", path, tag, now)
         if captures:
@@ -97,8 +110,35 @@ class Calls(Part):
             except Exception as error:  # noqa: BLE001 - the output's gradients are another stream
                 self.demand.give_up("activations", path, error)
         self._watch_output(path, observed, call, tag, now)
+        if key is not None and key not in self.demand.dues.plans:
+            self.demand.dues.plans[key] = self._plan(path, output, now)
         if running.depth == 0 and type(tag) is UndecidedTag:
             self.passes.undecided.call_ended(tag, [one for _, one in observed])
+
+    def _plan(self, path: str, output: Tensor, now: At) -> Plan | None:
+        """What to do with a training's outputs like this one in steps with these dues; None: as with any others."""
+        found: list[Rows | None] = []
+        for kind in ("activations", "layer_gradients"):
+            captures = self.demand.wanted(kind, path, DEFAULT_TAG, now)
+            if not self.demand.is_steady(kind, path) or not self.publisher.keeps_rows(kind, captures):
+                return None
+            stream = StreamKey(kind, path, DEFAULT_TAG, "")
+            found.append(self.publisher.rows(captures, stream, output) if captures else None)
+        return Plan(self.demand.dues.plans, *found)
+
+    def _take(self, path: str, plan: Plan, output: Tensor, call: int, now: At) -> bool:
+        """Take the rows of a small output, and watch for those of its gradient; False: nothing was done."""
+        publisher = self.publisher
+        if publisher.collecting is not None or (output.requires_grad and output.grad_fn is None):
+            return False
+        if plan.outputs is not None and not publisher.pulses.take(plan.outputs, output, call, now, publisher.rank):
+            return False
+        if not is_grad_enabled():
+            self.gradients.note_ungraded(path, call)
+        elif plan.gradients is not None and output.requires_grad:
+            hook = GradientHook(self.gradients, plan.gradients.stream, call, now, None, plan)
+            gradient_hooks(output)[next_number()] = hook
+        return True
 
     def _after_recomputed(self, path: str, output: Any) -> None:
         """See the end of a call that runs inside a backward."""

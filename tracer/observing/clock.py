@@ -69,7 +69,7 @@ class Clock:
 
     def begin(self) -> None:
         """Begin a step."""
-        self.began = self.now()
+        self.began = self.now() if self.starting is not None else At(self.step, self.train_step, self.epoch)
         self.open = True
 
     def end(self) -> None:

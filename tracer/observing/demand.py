@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -59,14 +59,28 @@ class Dues:
         The last step that was asked about.
     mask : int
         The bits of the captures that are due in it.
+    plans : dict
+        What hooks remember of what follows from who wants what; another dictionary, as soon as that has changed.
     """
 
-    __slots__ = ("_bits", "captures", "mask", "step")
+    __slots__ = ("_bits", "_kinds", "_times", "captures", "mask", "plans", "step")
 
     def __init__(self, captures: Iterable[Capture]) -> None:
         self.captures = tuple(captures)
         self._bits = [(capture, 1 << place) for place, capture in enumerate(self.captures)]
+        self._times = [(one.start, one.stop or sys.maxsize, one.every, one.burst, bit) for one, bit in self._bits]
+        self._kinds: dict[int, frozenset[str]] = {}
+        self.plans: dict[tuple[Any, ...], Any] = {}
         self.step, self.mask = -1, 0
+
+    def kinds(self, step: int) -> frozenset[str]:
+        """The kinds of which a capture is due in a step."""
+        mask = self.at(step)
+        known = self._kinds.get(mask)
+        if known is None:
+            due = (capture for capture, bit in self._bits if bit & mask)
+            known = self._kinds[mask] = frozenset(kind for one in due for kind in one.kinds or ())
+        return known
 
     def bit(self, capture: Capture) -> int:
         """The bit of a capture; 0 of one that is not among them."""
@@ -75,8 +89,11 @@ class Dues:
     def at(self, step: int) -> int:
         """The bits of the captures that are due in a step."""
         if step != self.step:
-            self.mask = sum(bit for capture, bit in self._bits if capture.due_step(step))
-            self.step = step
+            mask = 0
+            for start, stop, every, burst, bit in self._times:  # as `Capture.due_step`, without a call for each
+                if start <= step < stop and step % every < burst:
+                    mask |= bit
+            self.mask, self.step = mask, step
         return self.mask
 
 
@@ -106,11 +123,15 @@ class Stream:
         Whether in training steps only `dues` decides by which captures it is observed.
     by_epoch : bool
         Whether its clock is that of epochs.
+    mask : int
+        The bits in `dues` of its captures.
+    by_mask : dict
+        The answers of `wanted` so far, by the bits of those of its captures that are due, if it is `steady`.
     """
 
     __slots__ = (
-        *("_answer", "_answers", "_apart", "_asking", "_at", "_by_mask", "_dues", "_joined", "_kind", "_mask"),
-        *("_own_times", "_tag", "asked", "by_epoch", "steady"),
+        *("_answer", "_answers", "_apart", "_asking", "_at", "_dues", "_joined", "_kind"),
+        *("_own_times", "_tag", "asked", "by_epoch", "by_mask", "mask", "steady"),
     )
 
     def __init__(
@@ -142,7 +163,7 @@ class Stream:
         self.asked = bool(self._asking or apart)
         self.by_epoch = kind in _BY_EPOCH
         bits = [dues.bit(capture) for capture, _, _ in self._asking]
-        self._dues, self._mask, self._by_mask = dues, sum(bits), dict[int, Captures]()
+        self._dues, self.mask, self.by_mask = dues, sum(bits), dict[int, Captures]()
         always = all(any(1 in (one.strides(*name) or ()) for one in asking) for _, name, asking in self._asking)
         in_training = tag == DEFAULT_TAG and not (self._own_times or self.by_epoch or apart)
         self.steady = in_training and always and all(bits)
@@ -154,10 +175,10 @@ class Stream:
         """
         if self.steady:
             dues = self._dues
-            mask = (dues.mask if clock == dues.step else dues.at(clock)) & self._mask
-            known = self._by_mask.get(mask)
+            mask = (dues.mask if clock == dues.step else dues.at(clock)) & self.mask
+            known = self.by_mask.get(mask)
             if known is None:
-                known = self._by_mask[mask] = tuple(self._taken(clock, batch))
+                known = self.by_mask[mask] = tuple(self._taken(clock, batch))
             return known
         if (clock, batch) != self._at:  # asked several times in each step
             answer = tuple(self._taken(clock, batch))
@@ -196,7 +217,7 @@ class _Either:
 
     __slots__ = ("_evaluation", "_training", "asked")
 
-    by_epoch = False
+    by_epoch = steady = False
 
     def __init__(self, training: Stream, evaluation: Stream) -> None:
         self._training, self._evaluation = training, evaluation
@@ -271,7 +292,7 @@ class Demand:
         self.apart: Apart | None = None
         self.quiet_until = 0
         self._asked_at = -1  # the last step for which `nothing_due` asked
-        self._inside: Captures = ()  # those of them that take what modules and parameters have
+        self._inside = 0  # the bits of `dues` of the captures that take what modules and parameters have
         self._streams: dict[tuple[str, str | None, str], Stream] = {}
         self._either: dict[tuple[str, str | None], _Either] = {}
         self._of_parameters: OfParameters | None = None
@@ -330,9 +351,8 @@ class Demand:
             for one in self._all_captures
             if one.takes_tag(DEFAULT_TAG) and not _BY_EPOCH.issuperset(one.kinds or ())
         )
-        self._inside = tuple(
-            one for one in self.dues.captures if any(not KINDS[kind].network for kind in one.kinds or ())
-        )
+        inside = (one for one in self.dues.captures if any(not KINDS[kind].network for kind in one.kinds or ()))
+        self._inside = sum(map(self.dues.bit, inside))
         receivers = self.bus.receivers
         self.asking = tuple(one for one in receivers if not one.passive) or receivers
         self.of_state = tuple(kind for kind in STATE_KINDS if self._asked_somewhere(kind))
@@ -462,7 +482,7 @@ class Demand:
         self._given_up.add((kind, path))
         self._either.pop((kind, path), None)
         self._streams = {key: stream for key, stream in self._streams.items() if key[:2] != (kind, path)}
-        self._of_parameters = None
+        self._of_parameters, self.dues.plans = None, {}
 
     def check(
         self, receivers: Iterable[Receiver], logged: Iterable[str], candidates: Sequence[tuple[str, nn.Module]]
@@ -510,7 +530,7 @@ class Demand:
 
     def at(self, tag: str) -> At:
         """The counters of what is observed now, in a pass of this tag."""
-        now, running = self.clock.now(), self.passes.now
+        now, running = self.clock.began if self.clock.open else self.clock.now(), self.passes.now
         return At(*now[:3], running.batch) if running.batch and running.tag == tag else now
 
     def wanted(self, kind: str, path: str | None, tag: str, at: At | None = None) -> Captures:
@@ -519,7 +539,15 @@ class Demand:
         if not stream.asked:
             return ()
         step, _, epoch, batch = at if at is not None else self.at(tag)
+        if isinstance(stream, Stream) and stream.steady and step == self.dues.step:
+            known = stream.by_mask.get(self.dues.mask & stream.mask)
+            if known is not None:
+                return known
         return stream.wanted(epoch if stream.by_epoch else step, batch)
+
+    def is_steady(self, kind: str, path: str | None) -> bool:
+        """Whether in training steps only the captures that are due decide on a stream (`Stream.steady`)."""
+        return self._stream(kind, path, DEFAULT_TAG).steady
 
     def hears(self, tag: str, batch: int = 0) -> bool:
         """Whether anybody may want anything of the pass of this tag and number, at the step that is now."""
@@ -548,6 +576,7 @@ class Demand:
         """Thin out no passes of this tag, because they come when they are to be recorded."""
         self._own_times.add(tag)
         self._streams = {key: stream for key, stream in self._streams.items() if key[2] != tag}
+        self.dues.plans = {}
 
     def look_ahead_anew(self) -> None:
         """Find out once more when somebody wants something."""
@@ -557,16 +586,18 @@ class Demand:
         """Whether nobody wants anything of the training passes of this global step."""
         step = self.clock.step
         if self.quiet_until <= step != self._asked_at:  # asked several times in each step
-            due = [one.next_step(step) for one in self.dues.captures]
-            first = min((one for one in due if one is not None), default=sys.maxsize)
+            first = step
+            if not self.dues.at(step):
+                due = [one.next_step(step) for one in self.dues.captures]
+                first = min((one for one in due if one is not None), default=sys.maxsize)
             self.quiet_until = first if first > step or any(one.awake(step) for one in self.asking) else step + 1
             self._asked_at = step
         return step < self.quiet_until
 
     def inside_due(self) -> bool:
         """Whether a capture takes anything of modules or parameters in the training passes of this global step."""
-        step = self.clock.step
-        return any(one.due_step(step) for one in self._inside)
+        dues, step = self.dues, self.clock.step
+        return bool((dues.mask if step == dues.step else dues.at(step)) & self._inside)
 
 
 def stream_name(kind: str, path: str | None) -> str:

@@ -352,7 +352,7 @@ class Exporter:
 
     def take_turns(self, nbytes: int) -> None:
         """Keep at most this many bytes of weights per step for computing updates; the parameters take turns."""
-        self.parts.steps.parameters.turns = Turns(nbytes, self.parts.problems)
+        self.parts.steps.parameters.asked.turns = Turns(nbytes, self.parts.problems)
 
     # -- callbacks for hand-written loops -------------------------------------------------------------------
 

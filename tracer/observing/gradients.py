@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch._C import _current_graph_task_id
@@ -15,13 +16,28 @@ from torch._C import _current_graph_task_id
 from tracer.observing.clock import At
 from tracer.observing.numbers import StreamKey
 from tracer.observing.part import Ground, Part
+from tracer.observing.pulses import Rows
 from tracer.observing.pytorch.autograd import backward_node, next_node
 from tracer.observing.pytorch.hanging import Told, on_gradient, on_gradient_once
-from tracer.observing.pytorch.modes import without_modes
 from tracer.observing.tags import UndecidedTag
 
 _RECOMPUTED = "recomputed"
 """Replaces the tag for calls that a compiled graph recomputes in a checkpoint of its own."""
+
+
+class Plan(NamedTuple):
+    """What is kept of a module's small outputs and of their gradients, if that is only hashes and statistics.
+
+    Attributes
+    ----------
+    plans : dict
+        `Dues.plans`, while the plan holds.
+    outputs, gradients : Rows or None
+    """
+
+    plans: dict[tuple[Any, ...], Any]
+    outputs: Rows | None
+    gradients: Rows | None
 
 
 class Gradients(Part):
@@ -75,6 +91,8 @@ class Gradients(Part):
     def came(self, hook: GradientHook, gradient: Tensor) -> None:
         """Publish a gradient that a backward has brought to a tensor."""
         stream, call = hook.stream, hook.call
+        if hook.plan is not None and self._take(hook, hook.plan, gradient):
+            return
         if type(stream.tag) is UndecidedTag and stream.tag.decided:
             call += stream.tag.shift.get(stream.module or "", 0)
             stream = stream._replace(tag=stream.tag.decided)
@@ -94,6 +112,24 @@ class Gradients(Part):
         if before:
             stream = StreamKey(kind, path, tag, f"{leaf}.backward.{before}".lstrip("."))
         self.publisher.deliver(captures, stream, gradient, call, hook.at, owned=False, scale=self.scale)
+
+    def _take(self, hook: GradientHook, plan: Plan, gradient: Tensor) -> bool:
+        """Take the rows of a small gradient in the step of its forward; False: nothing was done."""
+        at, clock, publisher = hook.at, self.clock, self.publisher
+        if (
+            plan.gradients is None
+            or plan.plans is not self.demand.dues.plans
+            or at is not clock.began
+            or not clock.open
+        ):
+            return False
+        key = hook.stream, hook.call
+        if self._scales or key in self._backwards or publisher.collecting is not None:
+            return False
+        if not publisher.pulses.take(plan.gradients, gradient, hook.call, at, publisher.rank):
+            return False
+        self._backwards[key] = 0
+        return True
 
     # -- calls that a reentrant checkpoint recomputes -------------------------------------------------------
 
@@ -148,8 +184,7 @@ class Gradients(Part):
         """Note the factor in the loss of the backward that runs in this thread."""
         if not self.gate.open:  # in an unobserved backward, this thread must not wait for the lock
             return
-        with self.gate.lock:
-            self._scales[_current_graph_task_id()] = scale
+        self.gate.lock.run(self._scales.__setitem__, _current_graph_task_id(), scale)
 
     def forget(self) -> None:
         """Drop the step's data."""
@@ -167,15 +202,24 @@ class Gradients(Part):
 class GradientHook:
     """A hook on a tensor of one forward."""
 
-    __slots__ = ("_owner", "at", "call", "scale", "stream")
+    __slots__ = ("_owner", "at", "call", "plan", "scale", "stream")
 
     __torch_unserializable__ = True  # otherwise torch warns when a tensor with the hook is pickled
 
-    def __init__(self, owner: Gradients, stream: StreamKey, call: int, at: At, scale: Tensor | None) -> None:
+    def __init__(
+        self,
+        owner: Gradients,
+        stream: StreamKey,
+        call: int,
+        at: At,
+        scale: Tensor | None,
+        plan: Plan | None = None,
+    ) -> None:
         self._owner = weakref.ref(owner)
         self.stream = stream
         self.call = call
         self.at = at
+        self.plan = plan
         self.scale = scale  # in a forward within a backward (a checkpoint), the factor of that backward's loss
 
     def __call__(self, gradient: Tensor | None) -> None:
@@ -185,8 +229,7 @@ class GradientHook:
         if owner is None or not owner.gate.open:
             return
         try:
-            with owner.gate.lock, without_modes():
-                owner.came(self, gradient)
+            owner.gate.lock.run(owner.came, self, gradient)
         except Exception as error:  # noqa: BLE001 - under strict it is raised again
             owner.demand.give_up(self.stream.kind, self.stream.module, error)
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tracer.observing.pytorch.tensors import bytes_of
@@ -47,9 +48,11 @@ def hash_of(tensor: Tensor) -> int:
     return int.from_bytes(whole.digest(), "big", signed=True)
 
 
-def hash_of_piece(text: bytes, piece: memoryview) -> int:
-    """The hash of a tensor with this `text_of`, whose numbers in C order, little-endian, are at most one piece."""
-    return int.from_bytes(xxhash.xxh3_64_digest(text + xxhash.xxh3_64_digest(piece)), "big", signed=True)
+def hashes_of_pieces(texts: Iterable[bytes], pieces: Iterable[NDArray[Any]]) -> list[int]:
+    """The hashes of tensors with these `text_of`; the numbers of each, in C order, are at most one piece."""
+    whole, numbers = xxhash.xxh3_64_digest, int.from_bytes
+    pairs = zip(texts, pieces, strict=True)
+    return [numbers(whole(text + whole(piece.data)), "big", signed=True) for text, piece in pairs]
 
 
 @functools.lru_cache(maxsize=1024)

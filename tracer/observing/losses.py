@@ -100,7 +100,7 @@ class Losses(Part):
 
     def quiet_after(self, args: tuple[Any, ...]) -> bool:
         """Whether this loss belongs to a step that nobody records. If so, it is counted here, as `called` would."""
-        if not self.clock.idle or self.passes.user_tag is not None or not self.wiring.on_optimizers:
+        if not self.clock.idle or self.passes.user_tag is not None or not self.wiring.check_steps.is_complete():
             return False  # probes have a tag
         output, root = args[-1], self.models.root
         if not (type(output) is Tensor and output.requires_grad and root is not None and root.training):
@@ -221,6 +221,12 @@ class Differentiation(Part):
         self.of_norms = False
         # the last loss that a GradScaler has scaled: the scaled loss, the loss before scaling, and the factor
         self._last_scaled: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing that is differentiated now is of interest: the step is one that nobody records."""
+        clock = self.clock
+        return clock.idle and clock.open and self.passes.user_tag is None and not self.passes.undecided.waiting
 
     def backward(self, *tensors: Tensor) -> None:
         """Publish the tensors that ``backward`` is called on."""

@@ -27,7 +27,7 @@ class Numbers:
     @property
     def counted(self) -> bool:
         """Whether anything was counted."""
-        return bool(self._calls or self._messages)
+        return bool(self._calls or self._messages or self._passes)
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -84,7 +84,9 @@ class Numbers:
 
     def count_call(self, path: str, tag: str) -> int:
         """Count a call that has ended; returns its number."""
-        calls = self.calls_of(tag)
+        calls = self._calls.get(tag)
+        if calls is None:
+            calls = self._calls[tag] = {}
         call = calls.get(path, 0)
         calls[path] = call + 1
         return call

@@ -14,7 +14,7 @@ from tracer.observing.gradient_norms import GRADIENT_NORMS
 from tracer.observing.losses import Differentiation
 from tracer.observing.optimizers import skipped_inside, steps_within
 from tracer.observing.part import Ground, Part
-from tracer.observing.pytorch.autograd import recomputing
+from tracer.observing.pytorch.autograd import NO_BACKWARD, backward_running, recomputing
 from tracer.observing.pytorch.hanging import after_step, before_step
 from tracer.observing.pytorch.hooks import Role, Site, is_heard_last, leaves_gradients
 from tracer.observing.steps import Steps
@@ -96,7 +96,7 @@ class OptimizerSteps(Part):
             return False
         if known.found and (not known.is_settled or known.is_beside(optimizer)):
             return False
-        if getattr(optimizer, "found_inf", None) is not None or recomputing():
+        if getattr(optimizer, "found_inf", None) is not None or backward_running() != NO_BACKWARD:
             return False
         self.calls += 1
         self.steps.end_idle()

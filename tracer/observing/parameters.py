@@ -9,9 +9,7 @@ can change them any more. If updates are wanted, one copy of the weights is kept
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,10 +24,11 @@ from tracer.observing.demand import Captures, OfParameters, is_beside_statistics
 from tracer.observing.numbers import StreamKey
 from tracer.observing.parameter_table import Parameter
 from tracer.observing.part import Ground, Part
-from tracer.observing.pulses import Reading
+from tracer.observing.pulses import Rows
 from tracer.observing.pytorch.tensors import same_storage, unscaled
 from tracer.observing.ranks import Ranks
-from tracer.observing.turns import Candidate, Turns
+from tracer.observing.small_parameters import SmallParameters
+from tracer.observing.wanted_parameters import Small, WantedParameters
 
 T = TypeVar("T")
 
@@ -41,22 +40,25 @@ class Kept(NamedTuple):
     ----------
     small : list of (Capture, Tensor)
         Hash and statistics, which are computed at once so that the tensor need not be copied for them.
-    reading : Reading or None
-        What was read of a small tensor of which only hash and statistics are wanted.
     data : torch.Tensor or None
-        A copy of the part that the data's capture selects; with a reading, the tensor itself. If the tensor is not
-        final and its hash or statistics are wanted, a copy of all of it.
+        A copy of the part that the data's capture selects. If the tensor is not final and its hash or statistics are
+        wanted, a copy of all of it.
     whole : bool
         Whether the data is the whole tensor, from which captures select when the step ends.
     alone : bool
         Whether no message shares the data's memory, so that the update may be computed in place.
+    like : torch.Tensor or None
+        A tensor without memory with the dtype and shape of a computed weight, which is gone when the step ends.
     """
 
     small: list[tuple[Capture, Tensor]]
     data: Tensor | None
     whole: bool = False
     alone: bool = False
-    reading: Reading | None = None
+    like: Tensor | None = None
+
+
+_UNREAD: tuple[None, Sequence[int | None]] = None, ()
 
 
 EARLY = 4 << 20
@@ -74,14 +76,14 @@ class Parameters(Part):
     ----------
     replicas : dict
         By path, the placement of a parameter that other ranks hold too.
-    turns : Turns or None
-        Chooses the parameters that have updates in a step; None: all of them.
+    asked : WantedParameters
+        Which parameters are wanted in a step.
     """
 
     def __init__(self, ground: Ground, ranks: Ranks) -> None:
         super().__init__(ground)
         self.replicas = ranks.replicas
-        self.turns: Turns | None = None
+        self.asked = WantedParameters(ground, ranks)
         self._before: dict[str, tuple[Kept | None, Kept | None]] = {}
         self._gradients: dict[str, Kept] = {}
         # for computed weights: the gradients since an optimizer stepped, the last backward that brought one, the paths
@@ -97,9 +99,7 @@ class Parameters(Part):
         self._after: dict[str, Kept] = {}
         self._moved: dict[str, Captures] = {}  # captures of the updates that are computed when they are published
         self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and kind
-        # the answer of `_is_steady`, and for each mask of due captures that of `_with_captures`
-        self._steady: tuple[weakref.ref[OfParameters], bool] | None = None
-        self._listed: dict[int, tuple[Iterable[Parameter], list[tuple[Parameter, Captures, Captures, Captures]]]] = {}
+        self._small = SmallParameters(self.publisher)
 
     def forget(self) -> None:
         """Drop all data of the step."""
@@ -108,23 +108,22 @@ class Parameters(Part):
             kept.clear()
         for paths in (self._final, self._released, self._settled, self._late):
             paths.clear()
-
-    def forget_asked(self) -> None:
-        """Drop what is remembered of the parameters that somebody wants, and with it their modules."""
-        self._steady, self._listed = None, {}
+        self._small.forget()
 
     @property
     def holding(self) -> bool:
-        """Whether there is data to `forget`. Everything that is kept has an entry in `_places`."""
-        return bool(self._places)
+        """Whether there is data to `forget`. Everything that is kept alone has an entry in `_places`."""
+        return bool(self._places or self._small.read)
 
-    def snapshot(self, parameters: Iterable[Parameter], *, settle: bool) -> None:
+    def snapshot(self, parameters: Sequence[Parameter], *, settle: bool) -> None:
         """Copy the wanted weights before they change, at most once per step.
 
         Weights that were computed for a forward are already kept. `settle`: an optimizer steps now, so weights that
         later forwards compute do not belong to this step.
         """
-        for parameter, value_captures, _, update_captures in self._with_captures(parameters):
+        listed = self.asked.of(parameters)
+        left = self._small.read_weights(listed.together, self.demand.of_parameters()) if listed.together else []
+        for parameter, value_captures, _, update_captures in (*left, *listed.alone):
             if settle and parameter.computed:
                 (self._settled if parameter.path in self._before else self._late).add(parameter.path)
             if parameter.path in self._before or not (value_captures or update_captures):
@@ -140,7 +139,7 @@ class Parameters(Part):
                     continue
                 value = self._keep(value_captures, kind, tensor)
                 base = value
-                if update_captures != value_captures or (value is not None and (value.small or value.reading)):
+                if update_captures != value_captures or (value is not None and value.small):
                     base = self._keep(update_captures, update_kind, tensor, final=False)
             except Exception as error:  # noqa: BLE001 - under strict it is raised again
                 self.demand.give_up(kind, parameter.stream, error)
@@ -150,10 +149,10 @@ class Parameters(Part):
             self._places[parameter.path, kind] = self._places[parameter.path, update_kind] = place
             self._before[parameter.path] = (value, base)
 
-    def release(self, parameters: Iterable[Parameter], *, gradients: bool) -> None:
+    def release(self, parameters: Sequence[Parameter], *, gradients: bool) -> None:
         """Publish the final data of large parameters before an optimizer steps; `gradients`: gradients are final."""
         at = self.clock.began
-        for one, value, gradient, update in self._with_captures(parameters):
+        for one, value, gradient, update in self.asked.of(parameters).alone:
             tensor = one.tensor
             if tensor is None or one.computed or one.path in self._before or not _is_large(tensor):
                 continue
@@ -200,66 +199,6 @@ class Parameters(Part):
             self.demand.give_up(kind, parameter.stream, error)
             return None
 
-    def _with_captures(
-        self, parameters: Iterable[Parameter]
-    ) -> Iterator[tuple[Parameter, Captures, Captures, Captures]]:
-        """Wanted parameters in this step, with the captures of their values, gradients and updates.
-
-        Asked several times in each step. In most trainings the answer depends on the due captures alone.
-        """
-        asked, step = self.demand.of_parameters(), self.clock.now().global_step
-        if not self._is_steady(asked):
-            return self._asked_now(parameters, asked, step)
-        mask = self.demand.dues.at(step)
-        known = self._listed.get(mask)
-        if known is None or known[0] is not parameters:
-            known = self._listed[mask] = parameters, list(self._asked_now(parameters, asked, step))
-        return iter(known[1])
-
-    def _is_steady(self, asked: OfParameters) -> bool:
-        """Whether the captures of all parameters depend on the due captures alone, and no parameter waits its turn."""
-        if self._steady is None or self._steady[0]() is not asked:
-            streams = [one for of_one in asked.values() for one in of_one if one is not None]
-            tensors = [one.tensor for one in self.table.all]
-            fit = self.turns is None or (
-                not any(one is not None and is_lazy(one) for one in tensors)
-                and self.turns.all_fit(sum(_nbytes(one) for one in tensors if one is not None))
-            )
-            self._steady = weakref.ref(asked), fit and self.demand.apart is None and all(one.steady for one in streams)
-            self._listed = {}
-        return self._steady[1]
-
-    def _asked_now(
-        self, parameters: Iterable[Parameter], asked: OfParameters, step: int
-    ) -> Iterator[tuple[Parameter, Captures, Captures, Captures]]:
-        for parameter in parameters:
-            value, gradient, update = asked[parameter.path]
-            values = () if value is None else value.wanted(step)
-            gradients = () if gradient is None else gradient.wanted(step)
-            updates = () if update is None else update.wanted(step)
-            if updates and not self._has_turn(parameter.path, step):
-                updates = ()
-            if values or gradients or updates:
-                yield parameter, values, gradients, updates
-
-    def _has_turn(self, path: str, step: int) -> bool:
-        """Whether a parameter's weights are kept in this step, to compute its update."""
-        if self.turns is None or self.demand.apart is not None:  # the receiver of `Apart` limits memory itself
-            return True
-        if self._steady is not None and self._steady[1]:
-            return True
-        return path in self.turns.of(step, functools.partial(self._candidates, step))
-
-    def _candidates(self, step: int) -> Iterator[Candidate]:
-        asked = self.demand.of_parameters()
-        for parameter in self.table.all:
-            values, _, updates = asked[parameter.path]
-            tensor = parameter.tensor
-            if tensor is not None and not is_lazy(tensor) and updates is not None and updates.wanted(step):
-                kept = () if values is None else values.wanted(step)
-                copied = any(one.beside(parameter.values) is None for one in kept)
-                yield Candidate(parameter.path, _nbytes(tensor), copied)
-
     def wanted(self, parameter: Parameter, kind: str) -> Captures:
         """The captures that want messages of a kind about a parameter in this step."""
         return self.demand.wanted(kind, parameter.stream, DEFAULT_TAG)
@@ -274,7 +213,9 @@ class Parameters(Part):
         captures = self.wanted(parameter, kind)
         if captures and self.publisher.can_record(kind, parameter.stream, value):
             self._places[path, kind] = self.publisher.place(value)
-            self._before[path] = (self._keep(captures, kind, value), None)
+            kept = self._keep(captures, kind, value)
+            like = torch.empty_like(local(value), device="meta")
+            self._before[path] = (None if kept is None else kept._replace(like=like), None)
 
     def accumulated(self, parameter: Parameter, gradient: Tensor, scale: Tensor | None) -> None:
         """Keep a running sum of gradients, divided by a GradScaler's factor."""
@@ -310,20 +251,29 @@ class Parameters(Part):
                 kept.data.add_(before.data)
             self._pending[path] = kept
 
-    def keep_gradients(self, parameters: Iterable[Parameter]) -> None:
+    def keep_gradients(self, parameters: Sequence[Parameter]) -> None:
         """Copy the wanted gradients before an optimizer step that may overwrite them."""
-        for one, _, captures, _ in self._with_captures(parameters):
+        listed = self.asked.of(parameters)
+        left = self._small.read_gradients(listed.together, ())
+        self._final.update(one.path for one in listed.together if one.path in self._small.read)
+        for one, _, captures, _ in (*left, *listed.alone):
             gradient = None if one.tensor is None else one.tensor.grad
             if captures and gradient is not None and one.path not in self._released:
                 self._attempt(one.gradients, one, self._keep_gradient, captures, gradient)
                 self._final.add(one.path)
 
-    def compare(self, parameters: Iterable[Parameter], final: bool, *, ends: bool) -> None:
+    def compare(self, parameters: Sequence[Parameter], final: bool, *, ends: bool) -> None:
         """Compute the wanted updates after the weights have changed, and copy gradients if they are `final`.
 
         `ends`: the training step ends now. Updates are then computed one by one as they are published.
         """
-        for parameter, _, gradients, updates in self._with_captures(parameters):
+        listed = self.asked.of(parameters)
+        left = [one.wanted for one in listed.together if one.path not in self._small.read]
+        if len(left) < len(listed.together):
+            odd = self._small.read_gradients(listed.together, self._final) if final else []
+            self._small.read_updates(listed.together)
+            left += [one._replace(updates=()) for one in odd]
+        for parameter, _, gradients, updates in (*left, *listed.alone):
             path, tensor = parameter.path, parameter.tensor
             pending = self._pending.pop(path, None) if self._pending else None
             if pending is not None:
@@ -346,22 +296,52 @@ class Parameters(Part):
 
     def publish(self, at: At) -> None:
         """Publish the kept values, gradients and updates of each parameter that are still wanted."""
-        step = self.clock.now().global_step
+        step, asked = self.clock.now().global_step, self.demand.of_parameters()
+        read: list[tuple[Rows, int]] = []
+        pulses, rank = self.publisher.pulses, self.publisher.rank
         for parameter in self.table.all:
-            value, base = self._before.pop(parameter.path, (None, None))
-            update = self._after.pop(parameter.path, None)
-            if parameter.path in self._moved:  # before the message that its base belongs to is published
-                updates = self._moved[parameter.path]
-                update = self._attempt(parameter.updates, parameter, self._update, updates, base, True)
-            kept = [value, self._gradients.pop(parameter.path, None), update]
+            path = parameter.path
+            small, numbers = self._small.read.get(path, _UNREAD)
+            rows: Sequence[Rows | None] = () if small is None else small.rows
+            if small is not None and asked is not self._small.asked:
+                rows = self._rows_still_wanted(small, asked, step)
+            if small is not None and path not in self._gradients:  # nothing of it is kept alone
+                both = zip(rows, numbers, strict=True)
+                read += [(one, number) for one, number in both if one is not None and number is not None]
+                continue
+            value, base = self._before.pop(path, (None, None))
+            update = self._after.pop(path, None)
+            if path in self._moved:  # before the message that its base belongs to is published
+                update = self._attempt(parameter.updates, parameter, self._update, self._moved[path], base, True)
+            kept = [value, self._gradients.pop(path, None), update]
             del value, base, update
             for place, kind in enumerate(parameter.kinds):
-                stream = self.demand.of_parameters()[parameter.path][place]  # a receiver may just have failed
+                if small is not None and (one := rows[place]) is not None and (number := numbers[place]) is not None:
+                    read.append((one, number))
+                asked = self.demand.of_parameters()  # a receiver may just have failed
+                stream = asked[path][place]
                 data, kept[place] = kept[place], None
                 captures = () if data is None or stream is None else stream.wanted(step)
                 if captures and data is not None:
+                    if read:
+                        pulses.take_read(read, at, rank)
+                        read = []
                     self._attempt(kind, parameter, self._publish, kind, data, captures, at)
                 del data
+        if read:
+            pulses.take_read(read, at, rank)
+
+    def _rows_still_wanted(self, small: Small, asked: OfParameters, step: int) -> list[Rows | None]:
+        """The rows of a parameter that was read before somebody who wants it came or went."""
+        parameter, tensor, found = small.wanted.parameter, small.wanted.parameter.tensor, list[Rows | None]()
+        for kind, stream in zip(parameter.kinds, asked.get(small.path, (None, None, None)), strict=True):
+            captures = () if stream is None else stream.wanted(step)
+            if captures and tensor is not None and self.publisher.keeps_rows(kind, captures):
+                key = StreamKey(kind, parameter.stream, DEFAULT_TAG, "")
+                found.append(self.publisher.rows(captures, key, tensor))
+            else:
+                found.append(None)
+        return found
 
     def _publish(self, parameter: Parameter, kind: str, kept: Kept, captures: Captures, at: At) -> None:
         """Publish the kept tensor of a kind of a parameter, for the captures that still want it."""
@@ -370,18 +350,12 @@ class Parameters(Part):
         if place is None and not (parameter.computed and kind != parameter.values):
             place = self.replicas.get(parameter.path)
         tensor = parameter.tensor
-        if kept.reading is not None:
-            if self.publisher.keeps_rows(kind, captures):
-                assert kept.data is not None
-                rows = self.publisher.rows(captures, stream, kept.data, place)
-                self.publisher.pulses.add_reading(rows, stream, kept.reading, 0, at, self.publisher.rank)
-            return
         small = {id(capture): made for capture, made in kept.small}
         for capture in captures:
             data = small.get(id(capture), kept.data)
             if data is None:
                 continue
-            source = data if tensor is None else local(tensor)
+            source = (data if kept.like is None else kept.like) if tensor is None else local(tensor)
             twice = is_beside_statistics(capture, captures, kind)
             sampling = self.publisher.sampling(capture, stream, source, place, twice)
             if id(capture) in small:
@@ -401,10 +375,6 @@ class Parameters(Part):
         beside = [one for one in captures if one.beside(kind) is not None]
         if beside and not final:
             return Kept([], self.publisher.copy(source) if apart else source, whole=True)
-        if len(beside) == len(captures) and self.publisher.keeps_rows(kind, captures):
-            reading = self.publisher.pulses.read(source)
-            if reading is not None:
-                return Kept([], source, reading=reading)
         made = [(one, one.reduced(kind, source)) for one in beside]
         if len(made) == len(captures):
             return Kept(made, None)
@@ -422,10 +392,6 @@ class Parameters(Part):
         if now.shape != base.data.shape:
             return None
         update = difference(now, base.data, base.data if ends and base.alone else self.publisher.space(now))
-        if self.publisher.keeps_rows(kind, captures):
-            reading = self.publisher.pulses.read(update)
-            if reading is not None:
-                return Kept([], update, base.whole, reading=reading)
         made = [(one, one.reduced(kind, update)) for one in captures if one.beside(kind) is not None]
         return Kept(made, update if len(made) < len(captures) else None, base.whole)
 
@@ -460,12 +426,6 @@ def _is_large(tensor: Tensor) -> bool:
     """Whether this process's share of a tensor is large enough to be published as soon as it is final."""
     own = local(tensor)
     return own.layout is torch.strided and own.is_cpu and own.nbytes >= EARLY
-
-
-def _nbytes(tensor: Tensor) -> int:
-    """The bytes of this process's share of a tensor."""
-    own = local(tensor)
-    return own.numel() * own.element_size()
 
 
 def _values(tensor: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ class Parts(Part):
         if self.passes.now.depth:
             return
         self.differentiable.forget()
-        self.steps.parameters.forget_asked()
+        self.steps.parameters.asked.forget()
         take_hooks_back = self.wiring.let_go()
         take_models_back = self.models.let_go()
         take_optimizers_back = self.optimizers.let_go()

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tracer.errors import CaptureError
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
 from tracer.observing.part import Ground, Part
-from tracer.observing.pytorch.autograd import calls_running, checkpointing, recomputing
+from tracer.observing.pytorch.autograd import NO_BACKWARD, backward_running, calls_running, checkpointing, recomputing
 from tracer.observing.pytorch.gate import Pass
 from tracer.observing.pytorch.leaves import arguments_of
 from tracer.observing.pytorch.modes import inspected, traced
@@ -219,9 +219,10 @@ class Passes(Part):
             return False
         if self.fed is not None:
             return False
-        if not (args[0].training and is_grad_enabled()) or recomputing() or traced():
+        if not (args[0].training and is_grad_enabled()) or backward_running() != NO_BACKWARD or traced():
             return False
-        if self.optimizers.of_unknown_order or DistributedDataParallel._active_ddp_module is not None:
+        known = self.optimizers
+        if (known.found and len(known.all) > 1) or DistributedDataParallel._active_ddp_module is not None:
             return False
         if not self.steps.begin_idle():
             return False
@@ -285,7 +286,7 @@ class Passes(Part):
     def quiet_after_root(self, args: tuple[Any, ...]) -> bool:
         """Whether nobody records this pass. If so, its end is noted here, and `after_root` is not needed."""
         running = self.gate.passes.now
-        if running.depth != 1 or running.listening or running.counts is not None or recomputing():
+        if running.depth != 1 or running.listening or running.counts is not None or backward_running() != NO_BACKWARD:
             return False
         running.depth = 0
         return True

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
+from tracer.format.journal import MAX_AXES
 from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import DEFAULT_TAG, checked
 from tracer.messaging.pulses import PULSE, Row, sampling_of
 from tracer.numbers.gathered import SMALL, Gathered
 from tracer.numbers.statistics import ENTRIES
 from tracer.observing.clock import At
-from tracer.observing.hashes import hash_of_piece, text_of
+from tracer.observing.hashes import hashes_of_pieces, text_of
 from tracer.observing.numbers import StreamKey
-from tracer.observing.pytorch.tensors import ordinary
 
 _NUMBERS: Final = {"statistics": ENTRIES, "hash": ()}
 """The names of the elements of a row, by what the rows are."""
 _MOST_KNOWN: Final = 256
 """Sets of rows whose declarations are kept; a program whose steps all differ would fill the memory."""
+_MOST_SINGLE: Final = 1 << 16
+"""Rows made one by one that are kept for the same reason."""
+_MANY: Final = 256
+"""Copies of small tensors from which on their numbers are computed before others are read: at most 8 MB."""
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
 _GATHERED: Final = frozenset(
     (torch.float32, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 )
 """The dtypes of tensors that are read together: those of NumPy whose squares do not leave float64."""
-
-
-class Reading(NamedTuple):
-    """What was read of a small tensor: its number in `Gathered`, and its hash."""
-
-    number: int
-    hash: int
 
 
 class RowKind(NamedTuple):
@@ -46,15 +46,42 @@ class RowKind(NamedTuple):
 
 
 @final
-class _Rows:
-    """The rows of one pulse, while its step runs. A statistic that is not computed yet is a number in `Gathered`."""
+class Rows:
+    """The rows of a stream's tensors; the same object for all tensors whose rows are declared alike.
 
-    __slots__ = ("data", "key", "samplings")
+    Parameters
+    ----------
+    stream : StreamKey
+    kinds : tuple of RowKind
+    """
 
-    def __init__(self) -> None:
-        self.key: list[tuple[str, str | None, str, int, int]] = []
-        self.samplings: list[Mapping[str, Any] | None] = []
-        self.data: list[Tensor | int] = []
+    __slots__ = ("kinds", "stream")
+
+    def __init__(self, stream: StreamKey, kinds: tuple[RowKind, ...]) -> None:
+        self.stream, self.kinds = stream, kinds
+
+
+class Read(NamedTuple):
+    """What was read of a tensor: its number in this step, and a copy (n,) of its numbers in C order."""
+
+    number: int
+    copy: NDArray[Any]
+
+
+class _Taken(NamedTuple):
+    """A tensor of which the running step has rows: its call, and its number among those read, or its finished row."""
+
+    rows: Rows
+    call: int
+    data: Tensor | int
+
+
+class _Pulse(NamedTuple):
+    """A pulse of a step: what its rows are, their declaration, and the places of their tensors among those taken."""
+
+    what: str
+    told: dict[str, Any]
+    places: list[int]
 
 
 @final
@@ -70,101 +97,162 @@ class Pulses:
         self._bus = bus
         self._at: At | None = None
         self._rank = 0
-        # by what the rows are, and the device of those that lie on one: all on a device are copied in one transfer
-        self._waiting: dict[tuple[str, torch.device | None], _Rows] = {}
+        self._taken: list[_Taken] = []
+        # copies of the small tensors that were read since the last publication, with the texts of their hashes
+        self._texts: list[bytes] = []
+        self._copies: list[NDArray[Any]] = []
         self._gathered = Gathered()
+        self._hashes: list[int] = []  # of all tensors that were read in this step
         self._step, self._calls = -1, dict.fromkeys(_NUMBERS, 0)
-        # by the key of the rows, their declaration; and the samplings whose ids are part of the key, to keep them alive
-        self._known: dict[tuple[Any, ...], tuple[dict[str, Any], list[Mapping[str, Any] | None]]] = {}
+        # by the rows of a publication, which are kept as long, so that their ids are theirs
+        self._known: dict[tuple[Any, ...], tuple[list[_Pulse], list[Rows]]] = {}
+        self._single: dict[tuple[str, int, StreamKey], Rows] = {}  # of rows that are made one by one
 
-    def read(self, data: Tensor) -> Reading | None:
-        """Read a tensor, if it is small; it may change afterwards."""
-        count = data.numel()
-        if not 0 < count <= SMALL or data.dtype not in _GATHERED or sys.byteorder != "little":
-            return None
-        if not data.is_cpu or data.is_neg() or not ordinary(data):
-            return None
-        flat = (data.detach() if data.requires_grad else data).contiguous().numpy().reshape(-1)
-        return Reading(self._gathered.add(flat), hash_of_piece(text_of(data.dtype, data.shape), flat.data))
+    def read(self, tensors: Sequence[Tensor]) -> list[Read | None]:
+        """Read tensors, which may change afterwards; None of one that is not small and ordinary."""
+        if len(self._copies) >= _MANY:
+            self._compute()
+        if sys.byteorder != "little" or peek_interpreter_stack() is not None:
+            return [None] * len(tensors)
+        found: list[Read | None] = []
+        texts, copies, done = self._texts, self._copies, len(self._hashes)
+        for data in tensors:
+            small = data.dtype in _GATHERED and 0 < data.numel() <= SMALL and data.is_cpu and type(data) in _PLAIN
+            if (
+                not small
+                or data.layout is not torch.strided
+                or data.is_neg()
+                or data.is_nested
+                or data.dim() > MAX_AXES
+            ):
+                found.append(None)
+                continue
+            copy = data.detach().numpy().flatten()
+            found.append(Read(done + len(copies), copy))
+            copies.append(copy)
+            texts.append(text_of(data.dtype, data.shape))
+        return found
 
-    def add_reading(
-        self, rows: tuple[RowKind, ...], stream: StreamKey, reading: Reading, call: int, at: At, rank: int
-    ) -> None:
-        """Take the rows of a tensor that `read` has read in this step; the parameters are those of `add`."""
-        for row in rows:
-            self.add(row, stream, reading.number if row.what == "statistics" else reading.hash, call, at, rank)
+    def take(self, rows: Rows, data: Tensor, call: int, at: At, rank: int) -> bool:
+        """Take the rows of a tensor, which may change afterwards; False if they must be taken one by one."""
+        (read,) = self.read((data,))
+        if read is None:
+            return False
+        if at is not self._at:
+            self._turn_to(at, rank)
+        self._taken.append(_Taken(rows, call, read.number))
+        return True
 
-    def add(self, row: RowKind, stream: StreamKey, data: Tensor | int, call: int, at: At, rank: int) -> None:
-        """Take a row of a tensor of a training pass.
+    def take_read(self, read: Iterable[tuple[Rows, int]], at: At, rank: int) -> None:
+        """Take the rows of tensors that were read in this step and have no call, given with their numbers."""
+        if at is not self._at:
+            self._turn_to(at, rank)
+        self._taken += [_Taken(rows, 0, number) for rows, number in read]
+
+    def add(self, row: RowKind, stream: StreamKey, data: Tensor, call: int, at: At, rank: int) -> None:
+        """Take one row.
 
         Parameters
         ----------
         row : RowKind
         stream : StreamKey
             Of the tensor.
-        data : torch.Tensor or int
-            The hash or the statistics, or the statistics' number in `Gathered`.
+        data : torch.Tensor
+            The hash or the statistics.
         call, at, rank
             Of the row's message.
         """
         if at is not self._at:
-            if self._at is not None and at[:3] != self._at[:3]:
-                self.publish()
-            self._at, self._rank = at, rank
-        what, kind, sampling = row
-        where = what, None if isinstance(data, int) or data.is_cpu else data.device
-        rows = self._waiting.get(where)
+            self._turn_to(at, rank)
+        key = row.kind, id(row.sampling), stream
+        rows = self._single.get(key)
         if rows is None:
-            rows = self._waiting[where] = _Rows()
-        rows.key.append((kind, stream[1], stream[3], call, id(sampling)))
-        rows.samplings.append(sampling)
-        rows.data.append(data)
+            if len(self._single) >= _MOST_SINGLE:
+                self._single.clear()
+            rows = self._single[key] = Rows(stream, (row,))
+        self._taken.append(_Taken(rows, call, data))
+
+    def _turn_to(self, at: At, rank: int) -> None:
+        """Publish the rows of other counters, before rows of these are taken."""
+        if self._at is not None and at[:3] != self._at[:3]:
+            self.publish()
+        self._at, self._rank = at, rank
 
     def publish(self) -> None:
         """Publish the rows so far; waits for no device."""
         at = self._at
         if at is None:
             return
-        waiting, self._waiting, self._at = self._waiting, {}, None
+        taken, self._taken, self._at = self._taken, [], None
         if at[0] != self._step:
             self._step, self._calls = at[0], dict.fromkeys(_NUMBERS, 0)
-        for (what, _), rows in waiting.items():
+        step, train_step, epoch, _ = at
+        for what, told, places in self._pulses(taken):
             call, self._calls[what] = self._calls[what], self._calls[what] + 1
-            told = self._sampling(what, rows)
-            data = self._statistics(rows.data) if what == "statistics" else _hashes(rows.data)
-            step, train_step, epoch, _ = at
+            data = self._rows_of([taken[place].data for place in places], what)
             self._bus.publish(
                 checked(PULSE, None, step, train_step, epoch, DEFAULT_TAG, call, what, self._rank, data, told)
             )
 
     def step_over(self) -> None:
-        """Publish the rows of the step, and forget its readings."""
-        self.publish()
-        if self._gathered.count:
+        """Publish the rows of the step, and forget what was read in it."""
+        if self._at is not None:
+            self.publish()
+        if self._hashes or self._copies:
+            self._hashes, self._texts, self._copies = [], [], []
             self._gathered.clear()
 
-    def _statistics(self, data: list[Tensor | int]) -> Tensor:
-        numbers = [one for one in data if isinstance(one, int)]
-        if not numbers:
-            return torch.stack([one for one in data if isinstance(one, Tensor)])
-        read = self._gathered.statistics()
-        if len(numbers) == len(data):
-            return torch.from_numpy(read[numbers])
-        return torch.stack([torch.from_numpy(read[one]) if isinstance(one, int) else one for one in data])
-
-    def _sampling(self, what: str, rows: _Rows) -> dict[str, Any]:
-        key = (what, *rows.key)
+    def _pulses(self, taken: list[_Taken]) -> list[_Pulse]:
+        """The pulses of some rows, by what they are and the device on which they lie."""
+        key = tuple(
+            [
+                (id(rows), call, None if isinstance(data, int) or data.is_cpu else data.device)
+                for rows, call, data in taken
+            ]
+        )
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            fields = zip(rows.key, rows.samplings, strict=True)
-            told = sampling_of([Row(*names[:4], sampling) for names, sampling in fields], _NUMBERS[what])
-            known = self._known[key] = told, rows.samplings
+            told = [one for pulses, _ in self._known.values() for one in pulses]
+            found = [one._replace(told=_same(one, told)) for one in _declared(taken)]
+            known = self._known[key] = found, [one.rows for one in taken]
         return known[0]
 
+    def _rows_of(self, data: list[Tensor | int], what: str) -> Tensor:
+        """The rows (rows, numbers) of tensors, each given by its number or as its finished row."""
+        if self._copies:
+            self._compute()
+        numbers = [one for one in data if isinstance(one, int)]
+        if what == "statistics":
+            read = torch.from_numpy(self._gathered.statistics()[numbers]) if numbers else torch.empty(0)
+        else:
+            read = torch.from_numpy(np.array([self._hashes[one] for one in numbers], np.int64))
+        if len(numbers) == len(data):
+            return read
+        rows = iter(read)
+        return torch.stack([next(rows) if isinstance(one, int) else one for one in data])
 
-def _hashes(data: list[Tensor | int]) -> Tensor:
-    if all(isinstance(one, int) for one in data):
-        return torch.from_numpy(np.array(data, np.int64))
-    return torch.stack([torch.tensor(one) if isinstance(one, int) else one for one in data])
+    def _compute(self) -> None:
+        """Compute the hashes of what was read, and have its statistics computed."""
+        self._hashes += hashes_of_pieces(self._texts, self._copies)
+        self._gathered.add(*self._copies)
+        self._texts, self._copies = [], []
+
+
+def _declared(taken: Iterable[_Taken]) -> Iterator[_Pulse]:
+    """The pulses of some rows, with their declarations."""
+    found: dict[tuple[str, torch.device | None], tuple[list[Row], list[int]]] = {}
+    for place, (rows, call, data) in enumerate(taken):
+        device = None if isinstance(data, int) or data.is_cpu else data.device
+        for what, kind, sampling in rows.kinds:
+            told, places = found.setdefault((what, device), ([], []))
+            told.append(Row(kind, rows.stream.module, rows.stream.leaf, call, sampling))
+            places.append(place)
+    for (what, _), (told, places) in found.items():
+        yield _Pulse(what, sampling_of(told, _NUMBERS[what]), places)
+
+
+def _same(pulse: _Pulse, known: Iterable[_Pulse]) -> dict[str, Any]:
+    """The declaration of a pulse: the same object as that of an earlier one that says the same."""
+    return next((one.told for one in known if one.what == pulse.what and one.told == pulse.told), pulse.told)

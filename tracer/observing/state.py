@@ -76,7 +76,7 @@ class State(Part):
         of_generators = "generators" in self.demand.of_state and wanted("generators", None, DEFAULT_TAG)
         buffers = self.table.buffers() if "buffers" in self.demand.of_state and not self._forwards else ()
         return Beginning(
-            [*generators.states()] if of_generators else [],
+            generators.states() if of_generators else [],
             [(path, one.detach().clone()) for path, one in buffers if wanted("buffers", path, DEFAULT_TAG)],
         )
 
@@ -121,6 +121,9 @@ class State(Part):
                 vector = torch.tensor(list(found.values()), dtype=torch.float64, device="cpu")
                 self.publisher.publish_numbers("hyperparameters", vector, list(found), f"{place}.{number}")
         if not ("optimizer_state" in self.demand.of_state or "keyframe" in self.demand.of_state or self.whole_at):
+            return
+        step = self.clock.step
+        if step not in self.whole_at and self.demand.dues.kinds(step).isdisjoint(("optimizer_state", "keyframe")):
             return
         trained = set(map(id, walking.trained(optimizer))) - self._stepped
         for parameter in parameters:
@@ -198,7 +201,8 @@ class State(Part):
 
     def look_ahead(self) -> None:
         """Read the generators at the end of a step, if the next step has a keyframe."""
-        if "generators" in self.demand.of_state and self._is_keyframe(self.clock.now()):
+        quiet = self.clock.step < self.demand.quiet_until
+        if not quiet and "generators" in self.demand.of_state and self._is_keyframe(self.clock.now()):
             self._left = self.clock.step, dict(generators.states())
 
     def _is_keyframe(self, at: At) -> bool:

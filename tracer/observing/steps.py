@@ -69,6 +69,7 @@ class Steps(Part):
         self.trained_in_eval_mode = 0
         self.first_in_eval_mode: int | None = None
         self.epochs = Epochs()
+        self._entries = -1  # how many times the gate's lock was taken when the last step began that nobody records
         self._between: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def call_between(self, between: Callable[[], None]) -> None:
@@ -93,7 +94,8 @@ class Steps(Part):
         if self.over:
             self.settle()
         if self.clock.open:
-            self.wiring.check_optimizers()
+            if not self.wiring.check_steps.is_complete():
+                self.wiring.check_optimizers()
             return
         if self.epochs.over:
             self.finish_epoch()
@@ -115,10 +117,16 @@ class Steps(Part):
         clock = self.clock
         if clock.step >= self.demand.quiet_until or clock.open or clock.starting is not None:
             return False
-        if self.epochs.over or not self.epochs.open or self.numbers.counted or not self.wiring.on_optimizers:
+        if (
+            self.epochs.over
+            or not self.epochs.open
+            or self.numbers.counted
+            or not self.wiring.check_steps.is_complete()
+        ):
             return False
         clock.begin()
         clock.idle = True
+        self._entries = self.gate.lock.entries
         return True
 
     def snapshot(self, parameters: Sequence[Parameter], *, releases: bool = False, gradients: bool = False) -> None:
@@ -186,10 +194,13 @@ class Steps(Part):
 
     def end_idle(self) -> None:
         """End a step that nobody records."""
-        with self.gate.lock:
+        self.gate.lock.run(self._end_idle)
+
+    def _end_idle(self) -> None:
+        if self.undecided.waiting:
             self._settle_undecided()
-            self._advance()
-            self._look_back()
+        self._advance()
+        self._look_back()
 
     def end_later(self) -> None:
         """End the step when the running backward is over. Everything until then belongs to the step."""
@@ -201,7 +212,12 @@ class Steps(Part):
         """Drop the open step's data, and count the step."""
         if not self.over:  # a step that ended in a backward has already noted this
             self.forwards.ended_at = next_of_thread()
+        untouched = self.clock.idle and self.gate.lock.entries == self._entries + 1
         self.over = self.clock.idle = False
+        if untouched:  # nothing but its end went through the gate, so nothing was kept
+            self.clock.end()
+            self.forwards.end_step()
+            return
         if self.in_eval_mode:
             self.in_eval_mode = False
             self.trained_in_eval_mode += 1

@@ -45,6 +45,8 @@ class Wiring:
     ----------
     asides : Asides
         The layers with a fast path, for which hooks step aside.
+    check_steps : Checklist
+        The hooks on optimizers.
     compiled_before : bool or None
         Whether torch had compiled code when the model's hook was hung; None before that.
     """
@@ -63,7 +65,7 @@ class Wiring:
         self._former: dict[tuple[int, Role, str], tuple[Any, Hook, Hanging]] = {}
         self._known: dict[tuple[str, Role], tuple[bool, bool]] = {}  # per hook: has it fired, and is it off
         self._check = Checklist()  # all hooks
-        self._check_steps = Checklist()  # the hooks on optimizers
+        self.check_steps = Checklist()
         self._untouched: set[int] = set()  # ids of modules that torch would compile if they had a hook
         self._silent: list[str] = []
 
@@ -151,11 +153,6 @@ class Wiring:
         if self.table.changed(self.optimizers.forwards_end_steps):
             self.rewire()
 
-    @property
-    def on_optimizers(self) -> bool:
-        """Whether no hook on an optimizer was removed."""
-        return self._check_steps.is_complete()
-
     def check(self) -> None:
         """Restore hooks that the program removed, unless hooks have stepped aside for a fast path."""
         if not self._check.is_complete() and self.asides.over:
@@ -163,13 +160,13 @@ class Wiring:
 
     def check_optimizers(self) -> None:
         """Restore hooks that the program removed from optimizers."""
-        if not self._check_steps.is_complete():
+        if not self.check_steps.is_complete():
             self._hang_again()
 
     def _list_hooks(self) -> None:
         """List the hooks that should hang."""
         self._check = Checklist((on, hanging) for on, _, hanging in self._hung.values())
-        self._check_steps = Checklist((on, hanging) for on, hook, hanging in self._hung.values() if hook.of_optimizer)
+        self.check_steps = Checklist((on, hanging) for on, hook, hanging in self._hung.values() if hook.of_optimizer)
 
     def _hang_again(self) -> None:
         """Restore the hooks that the program removed, and note what was missed."""
@@ -211,7 +208,7 @@ class Wiring:
         """Drop all references to modules and optimizers; the returned function restores those that are still alive."""
         hung = {key: (weakref.ref(on), hook, handle) for key, (on, hook, handle) in self._hung.items()}
         self._hung = {}
-        self._check = self._check_steps = Checklist()
+        self._check = self.check_steps = Checklist()
 
         def back() -> None:
             there = ((key, ref(), hook, handle) for key, (ref, hook, handle) in hung.items())
@@ -226,7 +223,7 @@ class Wiring:
         for _, _, handle in (*self._former.values(), *self._hung.values()):
             handle.remove()
         self._former, self._hung = {}, {}
-        self._check = self._check_steps = Checklist()
+        self._check = self.check_steps = Checklist()
 
     # -- what was called ------------------------------------------------------------------------------------
 

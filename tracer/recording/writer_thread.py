@@ -107,13 +107,21 @@ class MessageQueue:
             finally:
                 self._stalled = False
 
-    def put(self, message: Message, size: int, version: int | Copy) -> None:
-        """Add a message that fits."""
+    def put(self, message: Message, size: int, version: int | Copy, *, fits: bool = False) -> bool:
+        """Add a message, if it fits; `fits`: whether it is known to fit. Returns whether it was added."""
+        waiting = self.received - self.written
+        if waiting > 0 and waiting + size > self._bound and not fits:
+            return False
         self.received += size
         self.entries.append((message, size, version))
         # waking the thread for each message would make both threads contend for the GIL
-        if self._idle and (self.received - self.written >= _WAKE_BYTES or self._due(message)):
-            self.wake()
+        if self._idle:
+            if self.due_since is None:
+                self.due_since = message.global_step
+            due = self.commit_steps is not None and abs(message.global_step - self.due_since) >= self.commit_steps
+            if due or self.received - self.written >= _WAKE_BYTES:
+                self.wake()
+        return True
 
     def put_note(self, note: Mapping[str, Any]) -> None:
         """Add a note, which needs no room."""
@@ -131,14 +139,6 @@ class MessageQueue:
         """Let the thread finish the trace once everything is written."""
         self.closing = True
         self.wake()
-
-    def _due(self, message: Message) -> bool:
-        """Whether a message's step is `commit_steps` after the first step that is not committed."""
-        if self.commit_steps is None:
-            return False
-        if self.due_since is None:
-            self.due_since = message.global_step
-        return abs(message.global_step - self.due_since) >= self.commit_steps
 
     # -- for the thread that takes ------------------------------------------------------------------------------
 

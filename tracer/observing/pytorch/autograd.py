@@ -51,9 +51,14 @@ def recomputing_reentrant() -> bool:
     return _running(CheckpointFunction.backward) is not None
 
 
+backward_running: Callable[[], int] = _current_graph_task_id
+"""The number of the backward that runs in this thread; `NO_BACKWARD` if there is none."""
+NO_BACKWARD = -1
+
+
 def recomputing() -> bool:
     """Whether this forward runs inside a backward: a checkpoint's second forward."""
-    return _current_graph_task_id() != -1
+    return backward_running() != NO_BACKWARD
 
 
 next_node: Callable[[], int] = _get_sequence_nr

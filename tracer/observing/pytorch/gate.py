@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from time import thread_time
@@ -10,6 +9,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass, _len_torch_dispatch_stack, _len_torch_function_stack
 
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.observing.pytorch.modes import without_modes
@@ -69,48 +69,85 @@ class Notes(Protocol):
         """Note that an exception ended an observation, or raise it."""
 
 
-class Meter:
-    """Wraps a gate's lock, and measures the CPU time of the threads that hold it.
+class Lock:
+    """A gate's lock, which a thread may take again while it holds it.
 
-    Parameters
+    `run` frees it whatever happens. A ``with`` does not if an interrupt comes as it ends: it is for what users call.
+
+    Attributes
     ----------
-    lock : RLock
-        The wrapped lock.
+    entries : int
+        How many times a thread took it that did not hold it already.
+    acquire, release : callable
+        As those of a `threading.RLock`.
     """
 
-    __slots__ = ("_began", "_depth", "_lock", "_seconds")
+    measures = False
+    """Whether it measures the CPU time of the threads that hold it."""
 
-    def __init__(self, lock: Any) -> None:
+    __slots__ = ("_began", "_depth", "_lock", "_seconds", "acquire", "entries", "release")
+
+    def __init__(self, lock: Any, entries: int = 0) -> None:
         self._lock = lock
+        self.acquire, self.release = lock.acquire, lock.release
+        self.entries = entries
         self._depth = 0
-        self._seconds = 0.0
-        self._began = 0.0
+        self._seconds = self._began = 0.0
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        self.acquire()
         try:
             if not self._depth:
-                self._began = thread_time()
+                self.entries += 1
+                self._began = thread_time() if self.measures else 0.0
             self._depth += 1
         except BaseException:  # an interrupt
-            self._lock.release()
+            self.release()
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._depth -= 1
-        if not self._depth:
+        if not self._depth and self.measures:
             self._seconds += thread_time() - self._began
-        self._lock.release()
+        self.release()
+
+    def run(self, work: Callable[..., object], *about: Any) -> None:
+        """Do work while holding it, out of reach of what intercepts operations; one call, as each hook comes here."""
+        with self._lock:
+            if not self._depth:
+                self.entries += 1
+                self._began = thread_time() if self.measures else 0.0
+            self._depth += 1
+            try:
+                if _len_torch_dispatch_stack() or _len_torch_function_stack():
+                    with without_modes():
+                        work(*about)
+                else:
+                    with DisableTorchFunctionSubclass():
+                        work(*about)
+            finally:
+                self._depth -= 1
+                if not self._depth and self.measures:
+                    self._seconds += thread_time() - self._began
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this thread holds it."""
+        return bool(self._lock._is_owned())  # which threading itself uses
+
+
+class Meter(Lock):
+    """A lock that measures the CPU time of the threads that hold it."""
+
+    measures = True
+
+    __slots__ = ()
 
     def seconds(self) -> float:
         """CPU seconds so far; called by the holder of the lock."""
         return self._seconds + (thread_time() - self._began if self._depth else 0.0)
-
-    def _is_owned(self) -> bool:
-        """Whether this thread holds the lock, as `RLock` has it."""
-        return bool(self._lock._is_owned())
 
 
 class Gate:
@@ -128,17 +165,18 @@ class Gate:
         Whether hooks may hang.
     open : bool
         Whether anything is currently observed.
-    lock : RLock or Meter
+    lock : Lock
         Held by running observations, because hooks may fire in several threads.
     passes : PassOfThread
     """
 
-    __slots__ = ("attached", "lock", "number", "open", "passes", "problems")
+    __slots__ = ("_plain", "attached", "lock", "number", "open", "passes", "problems")
 
     def __init__(self, problems: Notes, number: int) -> None:
         self.attached = True
         self.open = True
-        self.lock: Meter | contextlib.AbstractContextManager[Any] = threading.RLock()
+        self._plain = threading.RLock()
+        self.lock = Lock(self._plain)
         self.passes = PassOfThread()
         self.problems = problems
         self.number = number
@@ -146,18 +184,17 @@ class Gate:
     def measured(self) -> Meter:
         """Measure the CPU time of everything that goes through the gate from now on."""
         if not isinstance(self.lock, Meter):
-            self.lock = Meter(self.lock)
+            self.lock = Meter(self._plain, self.lock.entries)
         return self.lock
 
     @property
     def held(self) -> bool:
         """Whether this thread runs code of the exporter, or code called by it, such as a receiver's."""
-        return bool(self.lock._is_owned())  # type: ignore[union-attr]  # which threading itself uses
+        return self.lock.is_held
 
     def guard(self, what: str, work: Callable[[], object]) -> None:
         """Do work that must not end the training."""
         try:
-            with self.lock, without_modes():
-                work()
+            self.lock.run(work)
         except Exception as error:  # noqa: BLE001 - under strict it is raised again
             self.problems.failed(what, error)

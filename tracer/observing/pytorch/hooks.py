@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from tracer.observing.pytorch.compiled import NOBODY, Ticket, name_hook, observe_in_graph, run_uncompiled
 from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import Hanging
-from tracer.observing.pytorch.modes import traced, without_modes
+from tracer.observing.pytorch.modes import traced
 
 
 class Role(enum.Enum):
@@ -157,8 +157,7 @@ class Hook:
             if traced():
                 return None
             self.fired = True
-            with gate.lock, without_modes():
-                self._call(owner, self.name, *args)
+            gate.lock.run(self._call, owner, self.name, *args)
         except Exception as error:  # noqa: BLE001 - under strict it is raised again
             gate.problems.failed(f"module {self.name!r}" if self.name else self.role.value, error)
             self.off = not (self.of_optimizer or self.of_root)

@@ -39,6 +39,10 @@ class Differentiation(Protocol):
     def over(self) -> None:
         """Note that a backward is over, and has brought the parameters their gradients."""
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing that is differentiated now is of interest."""
+
     def backward(self, *tensors: Tensor) -> None:
         """Take the tensors that ``backward`` is called on."""
 
@@ -298,7 +302,8 @@ def _tell(tell: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, An
     """Tell all watchers of a backward; returns those that wait for its end."""
     waiting = []
     for one in list(BACKWARD.watchers):
-        if not one.gate.held:  # what a receiver or a user's condition differentiates is no loss of the training
+        # what a receiver or a user's condition differentiates is no loss of the training
+        if not one.is_quiet and not one.gate.held:
             one.gate.guard("loss", functools.partial(tell, one, *args, **kwargs))
             if one.waits and tell is _tell_of_backward:
                 waiting.append(one)
