@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import inspect
 import operator
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+
+from tracer.observing import device, pulses, small_parameters
+from tracer.observing.device import reading
 
 
 class constexpr(int):  # noqa: N801 - Triton's name
@@ -60,6 +65,9 @@ def _of_scalar(number: float, like: np.dtype[Any]) -> np.dtype[Any]:
 @functools.cache
 def _check(shape: tuple[int, ...]) -> None:
     assert all(size & (size - 1) == 0 for size in shape), shape
+
+
+_NUMBERS = ("float64", "float32", "float16", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 
 
 class Block:
@@ -173,6 +181,7 @@ def _elements(pointer: Block, at: Any) -> tuple[Any, Any]:
 
 
 def load(pointer: Block, mask: Block | None = None, other: Any = None) -> Block:
+    """The elements at some addresses."""
     assert pointer.element is not None
     if mask is None:
         memory, at = _elements(pointer, pointer.data)
@@ -188,6 +197,7 @@ def load(pointer: Block, mask: Block | None = None, other: Any = None) -> Block:
 
 
 def store(pointer: Block, value: Any, mask: Block | None = None) -> None:
+    """Store elements at some addresses."""
     value = _block(value)
     assert value.data.ndim == 0 or value.data.shape == pointer.data.shape
     there = np.ones(pointer.data.shape, bool) if mask is None else np.broadcast_to(mask.data, pointer.data.shape)
@@ -197,6 +207,7 @@ def store(pointer: Block, value: Any, mask: Block | None = None) -> None:
 
 
 def where(condition: Block, one: Any, other: Any) -> Block:
+    """The numbers of one block or the other."""
     if not isinstance(one, Block):
         one = Block(np.asarray(one, _of_scalar(one, _block(other).data.dtype)))
     a, b = one.both(other)
@@ -208,6 +219,7 @@ def _extreme(do: Any) -> Callable[[Any, Any], Block]:
 
 
 def total(x: Block, axis: int) -> Block:
+    """The sum along an axis."""
     small = x.data.dtype.kind in "biu" and x.data.dtype.itemsize < 4
     return Block(x.data.sum(axis, dtype=np.int32 if small else x.data.dtype))
 
@@ -221,9 +233,9 @@ def umulhi(a: Block, b: Block) -> Block:
 
 
 class Kernel:
-    """A function of the language; a launch runs its programs one after the other."""
+    """A function of the language; a launch runs its programs one after the other, if it `computes`."""
 
-    programs, program, launches = 1, 0, 0
+    programs, program, launches, computes = 1, 0, 0, True
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -237,8 +249,8 @@ class Kernel:
             kinds = inspect.signature(self._function).parameters.values()
             arguments = [_argument(one, kind.annotation) for one, kind in zip(given, kinds, strict=True)]
             with np.errstate(all="ignore"):
-                for Kernel.program in range(grid[0]):
-                    Kernel.programs = grid[0]
+                for program in range(grid[0] if Kernel.computes else 0):
+                    Kernel.program, Kernel.programs = program, grid[0]
                     self._function(*arguments)
             return self
 
@@ -255,6 +267,7 @@ def _argument(given: Any, annotation: str) -> Any:
 
 
 def jit(function: Any = None, **_: Any) -> Any:
+    """The decorator of kernels and their functions."""
     return jit if function is None else Kernel(function)
 
 
@@ -262,7 +275,12 @@ def modules() -> dict[str, types.ModuleType]:
     """`triton` and `triton.language`, to stand in `sys.modules`."""
     triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")
     triton.jit, triton.language = jit, language  # type: ignore[attr-defined]
-    for name in ("float64", "float32", "float16", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))):
+    for name in (
+        "float64",
+        "float32",
+        "float16",
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    ):
         setattr(language, name, np.dtype(name))
     vars(language).update(
         constexpr=constexpr,
@@ -297,3 +315,28 @@ def modules() -> dict[str, types.ModuleType]:
 def _aligned(pointer: Block, by: int) -> Block:
     assert np.all(pointer.data % by == 0)
     return pointer
+
+
+@pytest.fixture
+def kernels_on_numpy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels run on NumPy, for tensors of the CPU."""
+    monkeypatch.delitem(sys.modules, f"{device.__name__}.kernels", raising=False)
+    monkeypatch.delattr(device, "kernels", raising=False)
+    with monkeypatch.context() as patch:  # no longer, because torch looks whether Triton is there
+        for name, module in modules().items():
+            patch.setitem(sys.modules, name, module)
+        importlib.import_module(f"{device.__name__}.kernels")
+    monkeypatch.setattr(reading, "_launchers", {})
+    monkeypatch.setattr(reading, "memory_of", lambda _: 8 << 30)
+    monkeypatch.setattr(Kernel, "computes", True)
+    yield
+    sys.modules.pop(f"{device.__name__}.kernels", None)
+    vars(device).pop("kernels", None)
+
+
+@pytest.fixture
+def cpu_as_device(kernels_on_numpy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded of the CPU is recorded as of a device whose kernels run on NumPy."""
+    monkeypatch.setattr(reading, "TYPES", {"cpu"})
+    for module in (pulses, small_parameters):
+        monkeypatch.setattr(module, "SMALL", 0)

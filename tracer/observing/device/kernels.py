@@ -424,7 +424,7 @@ def _scan(data, size, stripes, sums, row, secret, LIKE: tl.constexpr, PARTS: tl.
         zeros = tl.zeros((BLOCKS, 8), tl.int32)
         low = tl.full((BLOCKS, 8), float("inf"), COMPARED)
         high = tl.full((BLOCKS, 8), float("-inf"), COMPARED)
-    for first in range(0, 16, UNROLLED):
+    for first in range(0, tl.minimum((size + 63) // 64, 16), UNROLLED):
         for more in tl.static_range(UNROLLED):
             stripe = first + more
             here = at + stripe * 8

@@ -14,7 +14,8 @@ from torch import Tensor
 from tracer.numbers.statistics import ENTRIES
 
 LIKE: Final = {
-    **{torch.bool: "uint8", torch.uint8: "uint8"},
+    torch.bool: "uint8",
+    torch.uint8: "uint8",
     **{getattr(torch, name): name for name in ("int8", "int16", "int32", "int64")},
     **{getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")},
 }
@@ -29,24 +30,10 @@ _MOST_SENT: Final = 16 << 20
 
 
 class Rows(NamedTuple):
-    """The rows that `Launcher.read` stores of the pieces of a tensor: the address of the first, and their number."""
+    """The rows that `Launcher.read` stores of the pieces of a tensor: the address of the first, and how many pieces."""
 
     address: int
-    count: int
-
-
-class Source(NamedTuple):
-    """A tensor to read.
-
-    Attributes
-    ----------
-    flat : Tensor
-        Its elements lie in C order, from an address on that is a multiple of 16.
-    rows : Rows
-    """
-
-    flat: Tensor
-    rows: Rows
+    pieces: int
 
 
 class Launcher:
@@ -89,7 +76,7 @@ class Launcher:
         """Compile the kernels that all need, so that what fails does it here."""
         one, row = torch.zeros(1, device=self._device), self.space(1)
         rows = Rows(row.data_ptr(), 1)
-        self.read("float32", [Source(one, rows)])
+        self.read("float32", 4, [(one.data_ptr(), 4, *rows)])
         self.statistics([rows])
         self.hashes([(b"", rows)])
 
@@ -97,15 +84,25 @@ class Launcher:
         """Memory for a number of rows."""
         return torch.empty((count, self.row_bytes // 8), dtype=torch.float64, device=self._device)
 
-    def read(self, like: str, sources: Sequence[Source]) -> None:
-        """Store the rows of tensors of a dtype, in one launch."""
-        columns = [(flat.data_ptr(), flat.nbytes, rows.address, rows.count) for flat, rows in sources]
-        pieces = sum(rows.count for _, rows in sources)
+    def read(self, like: str, itemsize: int, columns: list[tuple[int, int, int, int]]) -> None:
+        """Store the rows of tensors of a dtype, in one launch.
+
+        Parameters
+        ----------
+        like : str
+            A value of `LIKE`, or `BYTES`.
+        itemsize : int
+            The bytes of an element.
+        columns : list of (int, int, int, int)
+            Of each tensor, whose elements lie in C order: the address, which is a multiple of 16, the number of bytes,
+            and its `Rows`.
+        """
+        pieces = sum(count for _, _, _, count in columns)
         table = self._table((like, *columns), lambda: _of_tensors(columns))
         programs = min(pieces, self._programs)
         work = self._words(programs * int(self._kernels.SUMS.value))
-        parts = 8 // sources[0].flat.itemsize if like != BYTES else 8
-        self._run(self._kernels.read, programs, (table, len(sources), pieces, work, self._secret), (like, parts))
+        parts = 8 if like == BYTES else 8 // itemsize
+        self._run(self._kernels.read, programs, (table, len(columns), pieces, work, self._secret), (like, parts))
 
     def statistics(self, all_rows: Sequence[Rows]) -> Tensor:
         """The entries of `tracer.numbers.statistics` of tensors whose rows are stored; float64 (tensors, 16)."""
@@ -116,12 +113,12 @@ class Launcher:
 
     def hashes(self, tensors: Sequence[tuple[bytes, Rows]]) -> Tensor:
         """The hashes of tensors whose rows are stored, given with the texts they begin with; int64 (tensors,)."""
-        sizes = [len(text) + 8 * rows.count for text, rows in tensors]
+        sizes = [len(text) + 8 * rows.pieces for text, rows in tensors]
         # a message is followed by the sums of its blocks, of which a whole piece is stored at a time
         words = [-(-size // 16) * 2 + (-(-size // self.piece_bytes) * 512 if size > 240 else 512) for size in sizes]
         ends = np.cumsum(words)
         hashed = torch.empty(len(tensors), dtype=torch.int64, device=self._device)
-        table = self._table(("hashes", *tensors), lambda: _of_texts(tensors, ends - words))
+        table = self._table(("hashes", *tensors), lambda: _of_texts(tensors, ends - np.array(words)))
         work = self._words(int(ends[-1]))
         self._run(self._kernels.unite_hashes, len(tensors), (table, len(tensors), work, self._secret, hashed))
         return hashed

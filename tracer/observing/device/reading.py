@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tracer.errors import raised_by_signal, warn_only
-from tracer.observing.device.launching import BYTES, LIKE, Launcher, Rows, Source
+from tracer.observing.device.launching import BYTES, LIKE, Launcher, Rows
 from tracer.observing.device.operations import statistics_by_operations
 from tracer.observing.hashes import hash_of, text_of
 
@@ -29,11 +29,12 @@ _CHUNK: Final = 1024
 """Rows whose memory is allocated together."""
 _CONVERTED: Final = {
     **{getattr(torch, name): torch.float32 for name in dir(torch) if name.startswith("float8_")},
-    **{torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.float64},
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.float64,
 }
 """The other dtypes whose statistics the kernels compute, and what they are converted to."""
 
-_NOWHERE: Final = Rows(0, 0)
 _launchers: dict[torch.device, Launcher | None] = {}
 
 
@@ -49,7 +50,7 @@ def stays(tensor: Tensor) -> bool:
 
 def hash_on_device(tensor: Tensor) -> Tensor:
     """The hash of a tensor that `stays` on its device, as `tracer.observing.hashes.hash_of` defines it; int64 ()."""
-    found = _asked(tensor, Table.hashes)
+    found = _asked(tensor, "hash")
     return torch.tensor(hash_of(tensor)) if found is None else found
 
 
@@ -58,7 +59,7 @@ def statistics_on_device(tensor: Tensor) -> Tensor:
 
     Accurate to about 1e-13; float64 (16,).
     """
-    found = None if tensor.is_complex() else _asked(tensor, Table.statistics)
+    found = None if tensor.is_complex() else _asked(tensor, "statistics")
     return statistics_by_operations(tensor) if found is None else found
 
 
@@ -73,18 +74,24 @@ class _Asked(NamedTuple):
 _last: list[_Asked] = []
 
 
-def _asked(tensor: Tensor, question: Callable[[Table, Sequence[int]], Tensor]) -> Tensor | None:
-    """Ask for one tensor, with one reading for its hash and its statistics; None if there are no kernels."""
+def _asked(tensor: Tensor, what: str) -> Tensor | None:
+    """The hash or the statistics, one after the other with one reading; None if there are no kernels."""
     version = _version(tensor)
     last = _last.pop() if _last else None  # used again only once: memory may change without a new version
     if last is not None and last.tensor() is tensor and last.version == version:
-        return question(last.table, [0])[0]
+        return last.table.made(what, [0])[0]
     table = Table(tensor.device, most_bytes=0)
     if table.read(tensor) is None:
         return None
-    found = question(table, [0])[0]
     _last.append(_Asked(weakref.ref(tensor), version, table))
-    return found
+    return table.made(what, [0])[0]
+
+
+class Noted(NamedTuple):
+    """A tensor that is read later: the number of its reading in a table."""
+
+    table: Table
+    number: int
 
 
 class _Reading(NamedTuple):
@@ -140,9 +147,7 @@ class Table:
 
     def __init__(self, device: torch.device, most_bytes: int | None = None) -> None:
         self.device = device
-        if most_bytes is None:
-            most_bytes = torch.cuda.get_device_properties(device).total_memory >> _SHARE
-        self._most = most_bytes
+        self._most = most_bytes if most_bytes is not None else memory_of(device) >> _SHARE
         self._readings: list[_Reading] = []
         self._answers: dict[int, tuple[Tensor, Tensor]] = {}  # hash and statistics of what the kernels failed at
         self._lost: set[int] = set()
@@ -155,10 +160,11 @@ class Table:
         self._observed: deque[_Watched] = deque()
         self._observed_bytes = 0
         self._calm: dict[Hashable, bool] = {}
-        # the memory for rows, how many of the last part are used, and the streams that write to it
+        # the memory for rows, the address of the next, how many are left, and the streams that write to them
         self._chunks: list[Tensor] = []
-        self._used = 0
+        self._next = self._left = 0
         self._streams: list[Any] = []
+        self._stream: tuple[int, ...] = ()
 
     # -- noting ---------------------------------------------------------------------------------------------
 
@@ -177,19 +183,21 @@ class Table:
         if launcher is None:
             return None
         self._follow_stream()
-        plain = tensor.detach().resolve_conj().resolve_neg()
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        if plain.is_conj() or plain.is_neg():
+            plain = plain.resolve_conj().resolve_neg()
         flat = plain if plain.is_contiguous() else plain.contiguous()
-        if flat.data_ptr() % 16:
+        address = flat.data_ptr()
+        if address % 16:
             flat = flat.clone()
-        number = len(self._readings)
-        hashed = counted = self._note(launcher, _Waiting(number, plain, flat, _NOWHERE), LIKE.get(plain.dtype, BYTES))
-        if plain.dtype not in LIKE:
-            wide = _CONVERTED.get(plain.dtype)
-            if wide is not None:
-                counted = self._note(launcher, _Waiting(number, plain, flat.to(wide), _NOWHERE), LIKE[wide])
-        self._readings.append(_Reading(text_of(plain.dtype, plain.shape), hashed, counted))
+        number, dtype = len(self._readings), plain.dtype
+        hashed = counted = self._note(launcher, number, plain, flat, LIKE.get(dtype, BYTES))
+        if dtype in _CONVERTED:
+            wide = _CONVERTED[dtype]
+            counted = self._note(launcher, number, plain, flat.to(wide), LIKE[wide])
+        self._readings.append(_Reading(text_of(dtype, plain.shape), hashed, counted))
         if key is not None and flat is plain:
-            self._watch(_Watched(plain, _version(plain), plain.data_ptr(), key, number))
+            self._watch(plain, address, key, number)
         if self._bytes > self._most:
             self.flush()
         return number
@@ -205,7 +213,7 @@ class Table:
             return None
         self._follow_stream()
         number = len(self._readings)
-        rows = self._note(launcher, _Waiting(number, now.detach(), before, _NOWHERE, before), like)
+        rows = self._note(launcher, number, now.detach(), before, like, before)
         self._readings.append(_Reading(text_of(now.dtype, now.shape), rows, rows))
         if self._bytes > self._most:
             self.flush()
@@ -218,28 +226,33 @@ class Table:
         self._copies.setdefault(tensor.dtype, []).append((copied, tensor.detach()))
         return copied
 
-    def _note(self, launcher: Launcher, one: _Waiting, like: str) -> Rows:
+    def _note(
+        self, launcher: Launcher, number: int, plain: Tensor, flat: Tensor, like: str, earlier: Tensor | None = None
+    ) -> Rows:
         """Let a tensor wait; returns the rows that are made for it."""
-        count = -(-one.flat.nbytes // launcher.piece_bytes)
-        if not self._chunks or self._used + count > len(self._chunks[-1]):
-            self._chunks.append(launcher.space(max(count, _CHUNK)))
-            self._used = 0
-        rows = Rows(self._chunks[-1].data_ptr() + self._used * launcher.row_bytes, count)
-        self._used += count
-        self._waiting.setdefault(like, []).append(one._replace(rows=rows))
-        self._bytes += one.flat.nbytes
+        nbytes = flat.nbytes
+        count = -(-nbytes // launcher.piece_bytes)
+        if count > self._left:
+            self._left = max(count, _CHUNK)
+            self._chunks.append(launcher.space(self._left))
+            self._next = self._chunks[-1].data_ptr()
+        rows = Rows(self._next, count)
+        self._next += count * launcher.row_bytes
+        self._left -= count
+        self._waiting.setdefault(like, []).append(_Waiting(number, plain, flat, rows, earlier))
+        self._bytes += nbytes
         return rows
 
-    def _watch(self, one: _Watched) -> None:
+    def _watch(self, tensor: Tensor, address: int, key: Hashable, number: int) -> None:
         """Let a tensor wait, or read it at once."""
-        calm = self._calm.get(one.key)
-        if calm and not one.tensor.is_inference():  # which has no version
-            self._deferred.append(one)
+        calm = self._calm.get(key)
+        if calm and not tensor.is_inference():  # which has no version
+            self._deferred.append(_Watched(tensor, tensor._version, address, key, number))
             return
         self.flush()
         if calm is None:
-            self._observed.append(one)
-            self._observed_bytes += one.tensor.nbytes
+            self._observed.append(_Watched(tensor, _version(tensor), address, key, number))
+            self._observed_bytes += tensor.nbytes
             while self._observed_bytes - self._observed[0].tensor.nbytes > self._most:
                 self._judge()
 
@@ -255,11 +268,14 @@ class Table:
         """Launch the reading of the tensors that wait, and the copies."""
         if not (self._waiting or self._copies):
             return
-        for one in self._deferred:
-            if one.moved:
-                self._lost.add(one.number)
-                self._calm[one.key] = False
         copies, waiting = self._copies, self._waiting
+        moved = [one for one in self._deferred if one.moved]
+        if moved:  # their memory may be gone
+            lost = {one.number for one in moved}
+            self._lost |= lost
+            self._calm.update((one.key, False) for one in moved)
+            kept = {like: [one for one in noted if one.number not in lost] for like, noted in waiting.items()}
+            waiting = {like: noted for like, noted in kept.items() if noted}
         self._copies, self._waiting, self._deferred, self._bytes = {}, {}, [], 0
         try:
             with self._on_stream():
@@ -275,36 +291,43 @@ class Table:
         launcher = launcher_of(self.device)
         try:
             if launcher is not None:
-                launcher.read(like, [Source(one.flat, one.rows) for one in noted])
+                columns = [(flat.data_ptr(), flat.nbytes, *rows) for _, _, flat, rows, _ in noted]
+                launcher.read(like, noted[0].flat.itemsize, columns)
                 if self._streams:
                     for one in noted:  # the memory of a tensor of another stream must not be reused before
                         one.flat.record_stream(self._streams[-1])
                 return
         except Exception as error:  # from Triton, a compiler or a driver
-            _fail(self.device, error)
+            if not _is_theirs(error):
+                raise
+            _do_without(self.device, error)
             self._lost.update(set(range(len(self._readings))).difference(self._answers))
         for one in noted:
             self._answers[one.number] = torch.tensor(hash_of(one.plain)), statistics_by_operations(one.plain)
             self._lost.discard(one.number)
 
-    def lost(self, numbers: Sequence[int]) -> set[int]:
-        """Those of some readings whose tensors were changed in place before they were read."""
+    def lost(self) -> set[int]:
+        """The readings of tensors that were changed in place before they were read."""
         self.flush()
-        return self._lost.intersection(numbers)
+        return self._lost
 
-    def statistics(self, numbers: Sequence[int]) -> Tensor:
-        """The entries of `tracer.numbers.statistics.statistics_of` of readings; float64 (readings, 16)."""
+    def made(self, what: str, numbers: Sequence[int]) -> Tensor:
+        """The hashes or the statistics of readings that are not lost.
+
+        Parameters
+        ----------
+        what : str
+            ``"hash"``: as `tracer.observing.hashes.hash_of` defines it, int64 (readings,).
+            ``"statistics"``: the entries of `tracer.numbers.statistics.statistics_of`, float64 (readings, 16).
+        numbers : sequence of int
+        """
         launcher = self._ready()
         if launcher is None:
-            return torch.stack([self._answers[one][1] for one in numbers])
-        return launcher.statistics([self._readings[one].counted for one in numbers])
-
-    def hashes(self, numbers: Sequence[int]) -> Tensor:
-        """The hashes of readings, as `tracer.observing.hashes.hash_of` defines them; int64 (readings,)."""
-        launcher = self._ready()
-        if launcher is None:
-            return torch.stack([self._answers[one][0] for one in numbers])
-        return launcher.hashes([(one.text, one.hashed) for one in (self._readings[number] for number in numbers)])
+            return torch.stack([self._answers[one][what == "statistics"] for one in numbers])
+        readings = [self._readings[one] for one in numbers]
+        if what == "statistics":
+            return launcher.statistics([one.counted for one in readings])
+        return launcher.hashes([(one.text, one.hashed) for one in readings])
 
     def clear(self) -> None:
         """Forget all readings; their numbers are used again."""
@@ -312,18 +335,19 @@ class Table:
         while self._observed:
             self._judge()
         self._readings, self._answers, self._lost = [], {}, set()
-        self._chunks, self._streams = [], []
+        self._chunks, self._streams, self._left = [], [], 0
 
     # -- streams --------------------------------------------------------------------------------------------
 
     def _follow_stream(self) -> None:
         """What waits is read on the CUDA stream that was the current one when it was noted."""
         if self.device.type == "cuda":
-            current = torch.cuda.current_stream(self.device)
-            if not self._streams or self._streams[-1] != current:
+            current = torch._C._cuda_getCurrentStream(self.device.index)  # faster than `torch.cuda.current_stream`
+            if current != self._stream or not self._streams:
                 self.flush()
-                self._streams.append(current)
-                self._used = len(self._chunks[-1]) if self._chunks else 0
+                self._stream = current
+                self._streams.append(torch.cuda.current_stream(self.device))
+                self._left = 0
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
         last = self._streams[-1] if self._streams else None
@@ -344,20 +368,30 @@ class Table:
         return None if self._answers else launcher_of(self.device)
 
 
+def memory_of(device: torch.device) -> int:
+    """The bytes of a device's memory."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def launcher_of(device: torch.device) -> Launcher | None:
     """The launcher of a device; None if there are no kernels, which a warning has said."""
     if device not in _launchers:
         try:
             _launchers[device] = Launcher(device)
         except Exception as error:  # from Triton, a compiler or a driver
-            _fail(device, error)
+            if not _is_theirs(error):
+                raise
+            _do_without(device, error)
     return _launchers[device]
 
 
-def _fail(device: torch.device, error: Exception) -> None:
-    """Do without the kernels on a device; raise an error that the kernels are not the cause of."""
-    if isinstance(error, torch.OutOfMemoryError) or raised_by_signal(error):
-        raise error
+def _is_theirs(error: Exception) -> bool:
+    """Whether the kernels are the cause of an error."""
+    return not isinstance(error, torch.OutOfMemoryError) and not raised_by_signal(error)
+
+
+def _do_without(device: torch.device, error: Exception) -> None:
+    """Do without the kernels on a device."""
     _launchers[device] = None
     warn_only(
         f"hashes of tensors on {device} are made on the host, for which the training waits, because Triton fails "
