@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tracer.errors import raised_by_signal, warn_only
+from tracer.observing.device.changes import Changes, Watched, version_of
 from tracer.observing.device.launching import BYTES, LIKE, Launcher, Rows
 from tracer.observing.device.operations import statistics_by_operations
 from tracer.observing.hashes import hash_of, text_of
@@ -76,7 +76,7 @@ _last: list[_Asked] = []
 
 def _asked(tensor: Tensor, what: str) -> Tensor | None:
     """The hash or the statistics, one after the other with one reading; None if there are no kernels."""
-    version = _version(tensor)
+    version = version_of(tensor)
     last = _last.pop() if _last else None  # used again only once: memory may change without a new version
     if last is not None and last.tensor() is tensor and last.version == version:
         return last.table.made(what, [0])[0]
@@ -115,21 +115,6 @@ class _Waiting(NamedTuple):
     earlier: Tensor | None = None
 
 
-class _Watched(NamedTuple):
-    """A tensor that may be changed in place, and what it is known by."""
-
-    tensor: Tensor
-    version: int
-    address: int
-    key: Hashable
-    number: int
-
-    @property
-    def moved(self) -> bool:
-        """Whether the tensor has changed."""
-        return _version(self.tensor) != self.version or self.tensor.data_ptr() != self.address
-
-
 class Table:
     """Notes the tensors of a device and reads them together.
 
@@ -154,12 +139,9 @@ class Table:
         # what waits, by dtype, and how many bytes; what has a key; the copies to make
         self._waiting: dict[str, list[_Waiting]] = {}
         self._bytes = 0
-        self._deferred: list[_Watched] = []
+        self._deferred: list[Watched] = []
         self._copies: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-        # the tensors that are observed, and their bytes; by key, whether its tensors can wait
-        self._observed: deque[_Watched] = deque()
-        self._observed_bytes = 0
-        self._calm: dict[Hashable, bool] = {}
+        self._changes = Changes(self._most)
         # the memory for rows, the address of the next, how many are left, and the streams that write to them
         self._chunks: list[Tensor] = []
         self._next = self._left = 0
@@ -245,22 +227,13 @@ class Table:
 
     def _watch(self, tensor: Tensor, address: int, key: Hashable, number: int) -> None:
         """Let a tensor wait, or read it at once."""
-        calm = self._calm.get(key)
+        calm = self._changes.calm(key)
         if calm and not tensor.is_inference():  # which has no version
-            self._deferred.append(_Watched(tensor, tensor._version, address, key, number))
+            self._deferred.append(Watched(tensor, tensor._version, address, key, number))
             return
         self.flush()
         if calm is None:
-            self._observed.append(_Watched(tensor, _version(tensor), address, key, number))
-            self._observed_bytes += tensor.nbytes
-            while self._observed_bytes - self._observed[0].tensor.nbytes > self._most:
-                self._judge()
-
-    def _judge(self) -> None:
-        """Decide whether the tensors of the key that was observed first can wait."""
-        one = self._observed.popleft()
-        self._observed_bytes -= one.tensor.nbytes
-        self._calm[one.key] = self._calm.get(one.key, True) and not one.moved
+            self._changes.observe(Watched(tensor, version_of(tensor), address, key, number))
 
     # -- reading --------------------------------------------------------------------------------------------
 
@@ -269,12 +242,13 @@ class Table:
         if not (self._waiting or self._copies):
             return
         copies, waiting = self._copies, self._waiting
-        moved = [one for one in self._deferred if one.moved]
-        if moved:  # their memory may be gone
-            lost = {one.number for one in moved}
+        changed = [one for one in self._deferred if one.changed]
+        if changed:  # their memory may be gone
+            lost = {one.number for one in changed}
             self._lost |= lost
-            self._calm.update((one.key, False) for one in moved)
-            kept = {like: [one for one in noted if one.number not in lost] for like, noted in waiting.items()}
+            for one in changed:
+                self._changes.found(one)
+            kept = {like: [each for each in noted if each.number not in lost] for like, noted in waiting.items()}
             waiting = {like: noted for like, noted in kept.items() if noted}
         self._copies, self._waiting, self._deferred, self._bytes = {}, {}, [], 0
         try:
@@ -332,8 +306,7 @@ class Table:
     def clear(self) -> None:
         """Forget all readings; their numbers are used again."""
         self.flush()
-        while self._observed:
-            self._judge()
+        self._changes.finish()
         self._readings, self._answers, self._lost = [], {}, set()
         self._chunks, self._streams, self._left = [], [], 0
 
@@ -413,7 +386,3 @@ def _with_differences(noted: list[_Waiting]) -> list[_Waiting]:
         else:
             found.append(one)
     return found
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
