@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from tracer.observing import device, pulses, small_parameters
+from tracer.observing import device, pulses, wanted_parameters
 from tracer.observing.device import reading
 
 
@@ -338,5 +338,5 @@ def kernels_on_numpy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def cpu_as_device(kernels_on_numpy: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is recorded of the CPU is recorded as of a device whose kernels run on NumPy."""
     monkeypatch.setattr(reading, "TYPES", {"cpu"})
-    for module in (pulses, small_parameters):
+    for module in (pulses, wanted_parameters):
         monkeypatch.setattr(module, "SMALL", 0)
