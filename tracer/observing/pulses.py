@@ -251,21 +251,17 @@ class Pulses:
             table.clear()
 
     def _in_time(self, taken: list[_Taken]) -> list[_Taken]:
-        """The rows without those of tensors that the training changed before a device had read them."""
-        lost = {(table, number) for table in self._tables.values() for number in table.lost()}
-        if not lost:
+        """The rows without those of tensors that a device could not read in time."""
+        if not any(table.lost() for table in self._tables.values()):
             return taken
         found = []
         for one in taken:
-            if one.data in lost:
-                stream = one.rows.stream
-                what = f"{stream.kind} of {stream.module}" if stream.module else stream.kind
-                why = (
-                    "it was changed in place before the device had read it, for the first time; it is read at once now"
-                )
-                self._problems.note(what, why)
-            else:
+            data, stream = one.data, one.rows.stream
+            why = data.table.lost().get(data.number) if isinstance(data, Noted) else None
+            if why is None:
                 found.append(one)
+            else:
+                self._problems.note(f"{stream.kind} of {stream.module}" if stream.module else stream.kind, why)
         return found
 
     def _pulses(self, taken: list[_Taken]) -> list[_Pulse]:

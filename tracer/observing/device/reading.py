@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -135,7 +135,7 @@ class Table:
         self._most = most_bytes if most_bytes is not None else memory_of(device) >> _SHARE
         self._readings: list[_Reading] = []
         self._answers: dict[int, tuple[Tensor, Tensor]] = {}  # hash and statistics of what the kernels failed at
-        self._lost: set[int] = set()
+        self._lost: dict[int, str] = {}
         # what waits, by dtype, and how many bytes; what has a key; the copies to make
         self._waiting: dict[str, list[_Waiting]] = {}
         self._bytes = 0
@@ -238,14 +238,14 @@ class Table:
     # -- reading --------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Launch the reading of the tensors that wait, and the copies."""
-        if not (self._waiting or self._copies):
+        """Launch the reading of the tensors that wait, and the copies; not while a CUDA graph is captured."""
+        if not (self._waiting or self._copies) or (self._streams and torch.cuda.is_current_stream_capturing()):
             return
         copies, waiting = self._copies, self._waiting
         changed = [one for one in self._deferred if one.changed]
         if changed:  # their memory may be gone
             lost = {one.number for one in changed}
-            self._lost |= lost
+            self._lose(lost, "it was changed in place before the device read it, for the first time")
             for one in changed:
                 self._changes.found(one)
             kept = {like: [each for each in noted if each.number not in lost] for like, noted in waiting.items()}
@@ -257,9 +257,9 @@ class Table:
                     torch._foreach_copy_([copied for copied, _ in pairs], [source for _, source in pairs])
                 for like, noted in waiting.items():
                     self._launch(like, _with_differences(noted))
-        except BaseException:  # such as of a device without memory
-            self._lost.update(one.number for noted in waiting.values() for one in noted)
-            raise
+        except torch.OutOfMemoryError:  # the training may need no more
+            numbers = {one.number for noted in waiting.values() for one in noted}
+            self._lose(numbers, "the device had no memory left to read it")
 
     def _launch(self, like: str, noted: list[_Waiting]) -> None:
         launcher = launcher_of(self.device)
@@ -275,13 +275,16 @@ class Table:
             if not _is_theirs(error):
                 raise
             _do_without(self.device, error)
-            self._lost.update(set(range(len(self._readings))).difference(self._answers))
+            self._lose(set(range(len(self._readings))).difference(self._answers), "Triton failed after reading it")
         for one in noted:
             self._answers[one.number] = torch.tensor(hash_of(one.plain)), statistics_by_operations(one.plain)
-            self._lost.discard(one.number)
+            self._lost.pop(one.number, None)
 
-    def lost(self) -> set[int]:
-        """The readings of tensors that were changed in place before they were read."""
+    def _lose(self, numbers: Iterable[int], why: str) -> None:
+        self._lost.update((number, why) for number in numbers)
+
+    def lost(self) -> Mapping[int, str]:
+        """The readings without rows, and why: above all those of tensors that were changed before they were read."""
         self.flush()
         return self._lost
 
@@ -307,7 +310,7 @@ class Table:
         """Forget all readings; their numbers are used again."""
         self.flush()
         self._changes.finish()
-        self._readings, self._answers, self._lost = [], {}, set()
+        self._readings, self._answers, self._lost = [], {}, {}
         self._chunks, self._streams, self._left = [], [], 0
 
     # -- streams --------------------------------------------------------------------------------------------
