@@ -359,9 +359,11 @@ class MessageBus:
         known = self._heard.get((kind, key, tag))
         if known is None:
             known = self._heard[kind, key, tag] = tuple(
-                (one, wants and 1 in (one.strides(kind, key, tag) or ()))
-                for one, wants in ((one, one.wants(kind, key, tag, None)) for one in self._receivers)
-                if wants or not one.subscriptions
+                (one, wants and strides is not None and 1 in strides)
+                for one, wants, strides in (
+                    (one, one.wants(kind, key, tag, None), one.strides(kind, key, tag)) for one in self._receivers
+                )
+                if wants or not (one.subscriptions or strides == ())
             )
         return known
 

@@ -93,7 +93,7 @@ class Receiver(ABC):
     def strides(self, kind: str, module: str | None, tag: str | None) -> Collection[int] | None:
         """The strides of a stream that it `wants` in any step: it takes the steps that are a multiple of some stride.
 
-        None, the default: call `wants` for each step.
+        None, the default: call `wants` for each step. An empty tuple: it never wants the stream.
         """
         return None
 

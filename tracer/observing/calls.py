@@ -16,7 +16,7 @@ from tracer.observing.pulses import Rows
 from tracer.observing.pytorch.autograd import NO_BACKWARD, backward_running, recomputing
 from tracer.observing.pytorch.compiled import Ticket, tag_number, tag_of
 from tracer.observing.pytorch.gate import OpenCall
-from tracer.observing.pytorch.hanging import on_gradient_once
+from tracer.observing.pytorch.hanging import gradient_hooks, next_number
 from tracer.observing.pytorch.leaves import arguments_of
 from tracer.observing.pytorch.tensors import leaves, opaque
 from tracer.observing.tags import UndecidedTag
@@ -92,8 +92,9 @@ class Calls(Part):
             self._publish_inputs(path, tag, call, now)
         key = None
         if type(output) is Tensor and tag == DEFAULT_TAG and now is clock.began:
-            key = path, self.demand.dues.at(now.global_step), output.dim(), output.dtype
-            plan = self.demand.plans.get(key)
+            dues, step = self.demand.dues, now.global_step
+            key = path, dues.mask if step == dues.step else dues.at(step), output.dim(), output.dtype
+            plan = dues.plans.get(key)
             if plan is not None and self._take(path, plan, output, call, now):
                 return
         observed = leaves(output)
@@ -109,8 +110,8 @@ class Calls(Part):
             except Exception as error:  # noqa: BLE001 - the output's gradients are another stream
                 self.demand.give_up("activations", path, error)
         self._watch_output(path, observed, call, tag, now)
-        if key is not None and key not in self.demand.plans:
-            self.demand.plans[key] = self._plan(path, output, now)
+        if key is not None and key not in self.demand.dues.plans:
+            self.demand.dues.plans[key] = self._plan(path, output, now)
         if running.depth == 0 and type(tag) is UndecidedTag:
             self.passes.undecided.call_ended(tag, [one for _, one in observed])
 
@@ -123,7 +124,7 @@ class Calls(Part):
                 return None
             stream = StreamKey(kind, path, DEFAULT_TAG, "")
             found.append(self.publisher.rows(captures, stream, output) if captures else None)
-        return Plan(self.demand.plans, *found)
+        return Plan(self.demand.dues.plans, *found)
 
     def _take(self, path: str, plan: Plan, output: Tensor, call: int, now: At) -> bool:
         """Take the rows of a small output, and watch for those of its gradient; False: nothing was done."""
@@ -136,7 +137,7 @@ class Calls(Part):
             self.gradients.note_ungraded(path, call)
         elif plan.gradients is not None and output.requires_grad:
             hook = GradientHook(self.gradients, plan.gradients.stream, call, now, None, plan)
-            on_gradient_once(output, hook)
+            gradient_hooks(output)[next_number()] = hook
         return True
 
     def _after_recomputed(self, path: str, output: Any) -> None:

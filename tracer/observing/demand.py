@@ -59,15 +59,18 @@ class Dues:
         The last step that was asked about.
     mask : int
         The bits of the captures that are due in it.
+    plans : dict
+        What hooks remember of what follows from who wants what; another dictionary, as soon as that has changed.
     """
 
-    __slots__ = ("_bits", "_kinds", "_times", "captures", "mask", "step")
+    __slots__ = ("_bits", "_kinds", "_times", "captures", "mask", "plans", "step")
 
     def __init__(self, captures: Iterable[Capture]) -> None:
         self.captures = tuple(captures)
         self._bits = [(capture, 1 << place) for place, capture in enumerate(self.captures)]
         self._times = [(one.start, one.stop or sys.maxsize, one.every, one.burst, bit) for one, bit in self._bits]
         self._kinds: dict[int, frozenset[str]] = {}
+        self.plans: dict[tuple[Any, ...], Any] = {}
         self.step, self.mask = -1, 0
 
     def kinds(self, step: int) -> frozenset[str]:
@@ -271,8 +274,6 @@ class Demand:
         The kinds of state that somebody asks for.
     apart : Apart or None
         Who gets what the captures do not take; see `set_apart`.
-    plans : dict
-        What hooks remember of what follows from who wants what; another dictionary, as soon as that has changed.
     quiet_until : int
         A step before which nobody wants anything of the training passes, as far as `nothing_due` found out.
     """
@@ -295,7 +296,6 @@ class Demand:
         self._streams: dict[tuple[str, str | None, str], Stream] = {}
         self._either: dict[tuple[str, str | None], _Either] = {}
         self._of_parameters: OfParameters | None = None
-        self.plans: dict[tuple[Any, ...], Any] = {}
         self.dues = Dues(())  # of the captures that observe training passes
         self._heard_tags: dict[str, Captures] = {}
         self._own_times: set[str] = set()  # tags of probes
@@ -346,7 +346,6 @@ class Demand:
     def ask_anew(self) -> None:
         """Forget who wanted what: receivers, modules or what other ranks record have changed."""
         self._streams, self._either, self._heard_tags, self._of_parameters = {}, {}, {}, None
-        self.plans = {}
         self.dues = Dues(
             one
             for one in self._all_captures
@@ -483,7 +482,7 @@ class Demand:
         self._given_up.add((kind, path))
         self._either.pop((kind, path), None)
         self._streams = {key: stream for key, stream in self._streams.items() if key[:2] != (kind, path)}
-        self._of_parameters, self.plans = None, {}
+        self._of_parameters, self.dues.plans = None, {}
 
     def check(
         self, receivers: Iterable[Receiver], logged: Iterable[str], candidates: Sequence[tuple[str, nn.Module]]
@@ -577,7 +576,7 @@ class Demand:
         """Thin out no passes of this tag, because they come when they are to be recorded."""
         self._own_times.add(tag)
         self._streams = {key: stream for key, stream in self._streams.items() if key[2] != tag}
-        self.plans = {}
+        self.dues.plans = {}
 
     def look_ahead_anew(self) -> None:
         """Find out once more when somebody wants something."""

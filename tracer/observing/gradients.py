@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     Attributes
     ----------
     plans : dict
-        `Demand.plans`, while the plan holds.
+        `Dues.plans`, while the plan holds.
     outputs, gradients : Rows or None
     """
 
@@ -116,7 +116,12 @@ class Gradients(Part):
     def _take(self, hook: GradientHook, plan: Plan, gradient: Tensor) -> bool:
         """Take the rows of a small gradient in the step of its forward; False: nothing was done."""
         at, clock, publisher = hook.at, self.clock, self.publisher
-        if plan.gradients is None or plan.plans is not self.demand.plans or at is not clock.began or not clock.open:
+        if (
+            plan.gradients is None
+            or plan.plans is not self.demand.dues.plans
+            or at is not clock.began
+            or not clock.open
+        ):
             return False
         key = hook.stream, hook.call
         if self._scales or key in self._backwards or publisher.collecting is not None:
@@ -179,8 +184,7 @@ class Gradients(Part):
         """Note the factor in the loss of the backward that runs in this thread."""
         if not self.gate.open:  # in an unobserved backward, this thread must not wait for the lock
             return
-        with self.gate.lock:
-            self._scales[_current_graph_task_id()] = scale
+        self.gate.lock.run(self._scales.__setitem__, _current_graph_task_id(), scale)
 
     def forget(self) -> None:
         """Drop the step's data."""

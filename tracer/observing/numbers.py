@@ -27,7 +27,7 @@ class Numbers:
     @property
     def counted(self) -> bool:
         """Whether anything was counted."""
-        return bool(self._calls or self._messages)
+        return bool(self._calls or self._messages or self._passes)
 
     # -- steps ----------------------------------------------------------------------------------------------
 

@@ -87,21 +87,6 @@ class Parameter:
         return [one for one in self.computed_by._parameters.values() if one is not None]
 
 
-class _Held:
-    """The submodules of a module at some time, compared by identity."""
-
-    __slots__ = ("_ids", "_modules", "names")
-
-    def __init__(self, modules: Mapping[str, Any]) -> None:
-        self.names = list(modules)
-        self._modules = list(modules.values())  # kept alive, so that their ids are not reused
-        self._ids = list(map(id, self._modules))
-
-    def differ_from(self, modules: Mapping[str, Any]) -> bool:
-        """Whether the submodules, their names or their order have changed."""
-        return list(map(id, modules.values())) != self._ids or list(modules) != self.names
-
-
 class ParameterTable:
     """The parameters that an exporter watches.
 
@@ -120,7 +105,7 @@ class ParameterTable:
         self.by_path: dict[str, Parameter] = {}
         self._by_stream: dict[tuple[str, str], Parameter] = {}
         # the modules and parameters at the time of `note`
-        self._built: list[tuple[Mapping[str, Any], _Held, Mapping[str, Any], list[str]]] = []
+        self._built: list[tuple[Mapping[str, Any], dict[str, Any], Mapping[str, Any], list[str]]] = []
         self._placed: list[tuple[Mapping[str, Any], str, Tensor | None, bool]] = []
 
     def find(self, tops: Iterable[tuple[str, nn.Module]]) -> None:
@@ -204,7 +189,7 @@ class ParameterTable:
         ]
         places = collections.Counter(id(tensor) for one in modules for tensor in one._parameters.values())
         for one in modules:
-            self._built.append((one._modules, _Held(one._modules), one._parameters, list(one._parameters)))
+            self._built.append((one._modules, dict(one._modules), one._parameters, list(one._parameters)))
             for name, tensor in one._parameters.items():
                 # a replaced tensor does not matter, because it is looked up when it is needed
                 if tensor is None or hooked or places[id(tensor)] > 1:
@@ -212,8 +197,13 @@ class ParameterTable:
 
     def changed(self, hooked: bool) -> bool:
         """Whether modules or parameters were added, removed or replaced since `note`, so that hooks must change."""
-        for modules, held, parameters, names in self._built:
-            if list(parameters) != names or ((modules or held.names) and held.differ_from(modules)):
+        for modules, before, parameters, names in self._built:
+            if list(parameters) != names or len(modules) != len(before):
+                return True
+            # by identity, as modules may define what is equal
+            if modules and list(map(id, modules.values())) != list(map(id, before.values())):
+                return True
+            if modules and list(modules) != list(before):
                 return True
         for parameters, name, tensor, trained in self._placed:
             now = parameters.get(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,6 +39,24 @@ Collecting: TypeAlias = "Callable[[StreamKey, int | None, Tensor, bool], bool]"
 
 Returns whether to withhold the tensor for now.
 """
+
+
+class _Kept(NamedTuple):
+    """What captures keep of an ordinary tensor.
+
+    Attributes
+    ----------
+    rows : tuple of Capture
+        By which hashes and statistics leave as rows of a pulse.
+    whole : Capture or None
+        By which the tensor is kept whole.
+    told : mapping or None
+        The sampling of the message of the whole.
+    """
+
+    rows: Captures
+    whole: Capture | None
+    told: dict[str, Any] | None
 
 
 @dataclass(eq=False, repr=False)
@@ -83,6 +101,7 @@ class Publisher:
         self._samplings: dict[tuple[Any, ...], dict[str, Any] | None] = {}
         # by the id of captures, which are kept here so that no others get it
         self._rows_only: dict[int, tuple[Captures, bool]] = {}
+        self._kept: dict[tuple[int, str], tuple[Captures, _Kept | None]] = {}
         self._rows_of: dict[tuple[Any, ...], tuple[Captures, Rows]] = {}
         # by torch's specification of a distributed tensor
         self._placements: dict[Any, dict[str, Any]] = {}
@@ -122,8 +141,12 @@ class Publisher:
         """Publish a message without data, if it is wanted."""
         captures = self.demand.wanted(kind, None, DEFAULT_TAG, at)
         if captures:
-            stream = StreamKey(kind, None, DEFAULT_TAG, "")
-            self._send(captures[-1], self._message(kind, stream, None, 0, at))
+            step, train_step, epoch, _ = at
+            message = checked(kind, None, step, train_step, epoch, DEFAULT_TAG, 0, "", self.rank, None)
+            if self.demand.apart is None:
+                self.bus.publish(message)
+            else:
+                self._send(captures[-1], message)
 
     def publish(
         self,
@@ -179,35 +202,25 @@ class Publisher:
 
         This selects what each capture keeps; `release` does the rest.
         """
-        kind, path, tag, leaf = stream
+        kind, path, tag, _ = stream
         if captures is HELD:
             self._hold(stream, data, call, owned=owned)
             return
         if kind in _LOSSES and tag == DEFAULT_TAG:
             self.pulses.publish()  # what a loss was computed from comes before it
-        if tag == DEFAULT_TAG and self.collecting is None and self.keeps_rows(kind, captures):
-            if scale is not None and ordinary(data):
-                data, scale, owned = unscaled(data, scale), None, True
-            number = self.numbers.next_message(stream) if call is None else call
-            if scale is None and self.pulses.take(self.rows(captures, stream, data), data, number, at, self.rank):
-                self.numbers.message(stream, number)
-                return
-        first = captures[0]
-        axis = self.datapoints.axis(stream, data, self.demand.module_at) if asks(kind, data) else None
-        plain = len(captures) == 1 and first.keeps_whole(kind) and first.in_place_of(kind, data) is first
-        if plain and scale is None and self.collecting is None and ordinary(data):
-            # the fast way for nearly all messages: an ordinary tensor, unchanged
-            if data.requires_grad:
-                data = data.detach()
-            if not owned:
-                data = self.copy(data)
-            elif data.is_conj() or data.is_neg():
-                data = data.clone()
-            step, train_step, epoch, _ = at
-            number = self.numbers.message(stream, call)
-            told = None if axis is None else TOLD[axis]
-            self._send(first, checked(kind, path, step, train_step, epoch, tag, number, leaf, self.rank, data, told))
+        kept = self._parted(captures, kind) if self.collecting is None else None
+        if scale is not None and kept is not None and kept.whole is None and tag == DEFAULT_TAG and ordinary(data):
+            data, scale, owned = unscaled(data, scale), None, True
+        kept = kept if scale is None else None
+        if kept is not None and kept.whole is None and self._take_rows(kept, stream, data, call, at):
             return
+        axis = self.datapoints.axis(stream, data, self.demand.module_at) if asks(kind, data) else None
+        if kept is not None and kept.whole is not None and ordinary(data) and not (kept.rows and axis is not None):
+            whole = kept.whole.in_place_of(kind, data) is kept.whole
+            if whole and (not kept.rows or self._take_rows(kept, stream, data, call, at)):
+                # the fast way for nearly all messages: an ordinary tensor, unchanged
+                self._send_whole(kept, stream, data, call, at, axis, owned=owned)
+                return
         if not self.can_record(kind, path, data):
             return
         placement = self.place(data)
@@ -236,6 +249,58 @@ class Publisher:
             twice = is_beside_statistics(capture, captures, kind)
             sampling = self.sampling(keeping, stream, source, placement, twice, axis)
             self.release(keeping, stream, chosen, source, number, at, sampling, owned=owned)
+
+    def _take_rows(self, kept: _Kept, stream: StreamKey, data: Tensor, call: int | None, at: At) -> bool:
+        """Have the rows of a small tensor leave in a pulse; False if nothing was done."""
+        if stream.tag != DEFAULT_TAG:
+            return False
+        number = self.numbers.next_message(stream) if call is None else call
+        if not self.pulses.take(self.rows(kept.rows, stream, data), data, number, at, self.rank):
+            return False
+        if kept.whole is None:
+            self.numbers.message(stream, number)
+        return True
+
+    def _send_whole(
+        self,
+        kept: _Kept,
+        stream: StreamKey,
+        data: Tensor,
+        call: int | None,
+        at: At,
+        axis: int | None,
+        *,
+        owned: bool,
+    ) -> None:
+        """Publish an ordinary tensor, unchanged."""
+        if data.requires_grad:
+            data = data.detach()
+        if not owned:
+            data = self.copy(data)
+        elif data.is_conj() or data.is_neg():
+            data = data.clone()
+        kind, path, tag, leaf = stream
+        step, train_step, epoch, _ = at
+        told = kept.told if axis is None else TOLD[axis]
+        number = self.numbers.message(stream, call)
+        message = checked(kind, path, step, train_step, epoch, tag, number, leaf, self.rank, data, told)
+        if self.demand.apart is None:
+            self.bus.publish(message)
+        elif kept.whole is not None:
+            self._send(kept.whole, message)
+
+    def _parted(self, captures: Captures, kind: str) -> _Kept | None:
+        """What captures keep of a stream's ordinary tensors; None if it is more than rows of a pulse and the whole."""
+        known = self._kept.get((id(captures), kind))
+        if known is None or known[0] is not captures:
+            beside = tuple(one for one in captures if one.beside(kind) is not None)
+            whole = captures[-1] if len(beside) < len(captures) else None
+            beside = captures if whole is None else beside  # the same object, by which rows are remembered
+            fits = (not beside or self.keeps_rows(kind, beside)) and (whole is None or whole.keeps_whole(kind))
+            twice = whole is not None and is_beside_statistics(whole, captures, kind)
+            told = {"beside": ["statistics"]} if twice else None
+            known = self._kept[id(captures), kind] = captures, _Kept(beside, whole, told) if fits else None
+        return known[1]
 
     def keeps_rows(self, kind: str, captures: Captures) -> bool:
         """Whether hashes and statistics of whole tensors are all that is kept, and leave as rows of a pulse."""
@@ -399,7 +464,7 @@ class Publisher:
 
     def forget_captures(self) -> None:
         """Drop what was computed for captures, because these were replaced or who asks by them has changed."""
-        self._samplings, self._rows_only, self._rows_of = {}, {}, {}
+        self._samplings, self._rows_only, self._rows_of, self._kept = {}, {}, {}, {}
 
     def forget_places(self) -> None:
         """Drop the cache of `place`."""

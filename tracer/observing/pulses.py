@@ -271,7 +271,9 @@ class Pulses:
         if known is None:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            known = self._known[key] = list(_declared(taken)), [one.rows for one in taken]
+            told = [one for pulses, _ in self._known.values() for one in pulses]
+            found = [one._replace(told=_same(one, told)) for one in _declared(taken)]
+            known = self._known[key] = found, [one.rows for one in taken]
         return known[0]
 
     def _rows_of(self, data: list[Tensor | int | Noted], what: str) -> Tensor:
@@ -309,3 +311,8 @@ def _declared(taken: Iterable[_Taken]) -> Iterator[_Pulse]:
             places.append(place)
     for (what, _), (told, places) in found.items():
         yield _Pulse(what, sampling_of(told, _NUMBERS[what]), places)
+
+
+def _same(pulse: _Pulse, known: Iterable[_Pulse]) -> dict[str, Any]:
+    """The declaration of a pulse: the same object as that of an earlier one that says the same."""
+    return next((one.told for one in known if one.what == pulse.what and one.told == pulse.told), pulse.told)

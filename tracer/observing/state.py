@@ -77,7 +77,7 @@ class State(Part):
         of_generators = "generators" in self.demand.of_state and wanted("generators", None, DEFAULT_TAG)
         buffers = self.table.buffers() if "buffers" in self.demand.of_state and not self._forwards else ()
         return Beginning(
-            [*generators.states()] if of_generators else [],
+            generators.states() if of_generators else [],
             [(path, one.detach().clone()) for path, one in buffers if wanted("buffers", path, DEFAULT_TAG)],
         )
 

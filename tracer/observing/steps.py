@@ -92,7 +92,8 @@ class Steps(Part):
         if self.over:
             self.settle()
         if self.clock.open:
-            self.wiring.check_optimizers()
+            if not self.wiring.check_steps.is_complete():
+                self.wiring.check_optimizers()
             return
         if self.epochs.over:
             self.finish_epoch()
@@ -190,11 +191,13 @@ class Steps(Part):
 
     def end_idle(self) -> None:
         """End a step that nobody records."""
-        with self.gate.lock:
-            if self.undecided.waiting:
-                self._settle_undecided()
-            self._advance()
-            self._look_back()
+        self.gate.lock.run(self._end_idle)
+
+    def _end_idle(self) -> None:
+        if self.undecided.waiting:
+            self._settle_undecided()
+        self._advance()
+        self._look_back()
 
     def end_later(self) -> None:
         """End the step when the running backward is over. Everything until then belongs to the step."""

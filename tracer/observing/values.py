@@ -39,20 +39,23 @@ class Values(Part):
         data = self._copied(kind, value)
         if data is None:
             return
-        with self.gate.lock:
-            user_tag = self.passes.user_tag
-            last = None if user_tag is not None or self.clock.open else self.clock.last
-            at = self.clock.now() if last is None else last
-            tag = user_tag or DEFAULT_TAG
-            if kind == "loss":
-                self.objectives.terms.logged(tag)
-                if user_tag is None and self.objectives.logs(data, at):
-                    return
-            # logged values are counted apart from observed ones, because they may come before, in and after a step
-            before, count = self._logged.get((kind, tag), (at, 0))
-            call = max(count if before == at else 0, self.numbers.next_message(StreamKey(kind, None, tag, "")))
-            self._logged[kind, tag] = (at, call + 1)
-            self.publisher.publish(kind, None, data, tag, call=call, at=at)
+        self.gate.lock.run(self._log, kind, data)
+
+    def _log(self, kind: str, data: Tensor) -> None:
+        """Publish a value of the open step, or else of the last one."""
+        user_tag = self.passes.user_tag
+        last = None if user_tag is not None or self.clock.open else self.clock.last
+        at = self.clock.now() if last is None else last
+        tag = user_tag or DEFAULT_TAG
+        if kind == "loss":
+            self.objectives.terms.logged(tag)
+            if user_tag is None and self.objectives.logs(data, at):
+                return
+        # logged values are counted apart from observed ones, because they may come before, in and after a step
+        before, count = self._logged.get((kind, tag), (at, 0))
+        call = max(count if before == at else 0, self.numbers.next_message(StreamKey(kind, None, tag, "")))
+        self._logged[kind, tag] = (at, call + 1)
+        self.publisher.publish(kind, None, data, tag, call=call, at=at)
 
     def loss_is_logged(self, *tags: str) -> None:
         """Let the user log the training's loss, and the loss of passes with these tags."""

@@ -154,13 +154,14 @@ class Recorder(Receiver):
         if self.budget is not None:
             self._within(self.budget, message, size)
             return ()
-        if queue.is_full(size) and not self._make_room(message.kind, size):
-            return ()
         version: int | Copy = 0 if data is None or data.is_inference() else data._version
         if data is not None and not data.is_cpu:
+            if queue.is_full(size) and not self._make_room(message.kind, size):
+                return ()
             version = self._transfers.start(data)
             message = with_data(message, ELSEWHERE)  # so that the device memory is free as soon as it is copied
-        queue.put(message, size, version)
+        if not queue.put(message, size, version) and self._make_room(message.kind, size):
+            queue.put(message, size, version, fits=True)
         return ()
 
     def make_room(self, nbytes: int) -> None:
@@ -191,8 +192,8 @@ class Recorder(Receiver):
 
     def _put(self, held: Iterable[Held]) -> None:
         for message, size, version in held:
-            if not self._queue.is_full(size) or self._make_room(message.kind, size):
-                self._queue.put(message, size, version)
+            if not self._queue.put(message, size, version) and self._make_room(message.kind, size):
+                self._queue.put(message, size, version, fits=True)
 
     def stop(self, by: str, bound: int, step: int) -> None:
         """Record nothing more, because of a bound.

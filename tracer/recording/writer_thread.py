@@ -107,8 +107,11 @@ class MessageQueue:
             finally:
                 self._stalled = False
 
-    def put(self, message: Message, size: int, version: int | Copy) -> None:
-        """Add a message that fits."""
+    def put(self, message: Message, size: int, version: int | Copy, *, fits: bool = False) -> bool:
+        """Add a message, if it fits; `fits`: whether it is known to fit. Returns whether it was added."""
+        waiting = self.received - self.written
+        if waiting > 0 and waiting + size > self._bound and not fits:
+            return False
         self.received += size
         self.entries.append((message, size, version))
         # waking the thread for each message would make both threads contend for the GIL
@@ -118,6 +121,7 @@ class MessageQueue:
             due = self.commit_steps is not None and abs(message.global_step - self.due_since) >= self.commit_steps
             if due or self.received - self.written >= _WAKE_BYTES:
                 self.wake()
+        return True
 
     def put_note(self, note: Mapping[str, Any]) -> None:
         """Add a note, which needs no room."""

@@ -72,6 +72,8 @@ class Notes(Protocol):
 class Lock:
     """A gate's lock, which a thread may take again while it holds it.
 
+    `run` frees it whatever happens. A ``with`` does not if an interrupt comes as it ends: it is for what users call.
+
     Attributes
     ----------
     entries : int

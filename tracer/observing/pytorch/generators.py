@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ _WORDS = 624
 """32-bit words in the state of a Mersenne Twister, which both NumPy and Python use."""
 
 
-def states() -> Iterator[tuple[str, Tensor]]:
+def states() -> list[tuple[str, Tensor]]:
     """The state of each generator by name, for `restore`.
 
     ``torch`` and ``cuda.0`` (for each device in use) are bytes from PyTorch. ``numpy`` and ``python`` are 627 int64:
@@ -33,14 +33,16 @@ def states() -> Iterator[tuple[str, Tensor]]:
     >>> random.random() == first
     True
     """
-    yield "torch", torch.get_rng_state()
+    found = [("torch", torch.get_rng_state())]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        for number, state in enumerate(torch.cuda.get_rng_state_all()):
-            yield f"cuda.{number}", state
-    for name, read in (("numpy", _numpy), ("python", _python)):
-        words = read()
-        if words is not None:
-            yield name, torch.from_numpy(words)
+        found += [(f"cuda.{number}", state) for number, state in enumerate(torch.cuda.get_rng_state_all())]
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - what programs draw from
+    if numpy["bit_generator"] == "MT19937":  # else the program has replaced it by one of another kind
+        words, position = numpy["state"]["key"], numpy["state"]["pos"]
+        found.append(("numpy", _packed(words, position, float(numpy["gauss"]) if numpy["has_gauss"] else None)))
+    _, numbers, normal = random.getstate()
+    found.append(("python", _packed(np.array(numbers[:_WORDS], np.int64), numbers[_WORDS], normal)))
+    return found
 
 
 def restore(name: str, state: Tensor) -> None:
@@ -72,23 +74,9 @@ def restore(name: str, state: Tensor) -> None:
         raise CaptureError(f"the random generator {name!r} does not take this state: {error}") from error
 
 
-def _numpy() -> NDArray[np.int64] | None:
-    """The state of NumPy's global generator; None if the program has replaced the generator by one of another kind."""
-    found = np.random.get_state(legacy=False)  # noqa: NPY002 - what programs draw from
-    if found["bit_generator"] != "MT19937":
-        return None
-    twister = found["state"]
-    return _packed(twister["key"], twister["pos"], float(found["gauss"]) if found["has_gauss"] else None)
-
-
 def _set_numpy(state: Tensor) -> None:
     words, position, normal = _unpacked(state)
     np.random.set_state(("MT19937", words.astype(np.uint32), position, int(normal is not None), normal or 0.0))  # noqa: NPY002
-
-
-def _python() -> NDArray[np.int64]:
-    _, words, normal = random.getstate()
-    return _packed(np.array(words[:_WORDS], np.int64), words[_WORDS], normal)
 
 
 def _set_python(state: Tensor) -> None:
@@ -96,14 +84,14 @@ def _set_python(state: Tensor) -> None:
     random.setstate((3, (*words.tolist(), position), normal))
 
 
-def _packed(words: NDArray[Any], position: int, normal: float | None) -> NDArray[np.int64]:
+def _packed(words: NDArray[Any], position: int, normal: float | None) -> Tensor:
     state = np.zeros(_WORDS + 3, np.int64)
     state[:_WORDS] = words
     state[_WORDS] = position
     if normal is not None:
         state[_WORDS + 1] = 1
         state[_WORDS + 2] = np.float64(normal).view(np.int64)
-    return state
+    return torch.from_numpy(state)
 
 
 def _unpacked(state: Tensor) -> tuple[NDArray[np.int64], int, float | None]:

@@ -22,6 +22,7 @@ _Hooks: TypeAlias = "MutableMapping[int, Any]"
 
 _NUMBERS = itertools.count(-(2**62))
 """Negative, as torch's own numbers never are, and far from any other keys."""
+next_number: Callable[[], int] = _NUMBERS.__next__
 
 _hung: set[int] = set()  # the numbers of all hooks that hang somewhere
 _pickled_before: Any = None  # the previous reducer of OrderedDict; None if there was none
@@ -150,14 +151,13 @@ def after_accumulation(tensor: Tensor, hook: Callable[..., Any]) -> Hanging:
 
 def on_gradient(tensor: Tensor, hook: Callable[..., Any]) -> Hanging:
     """Have a hook called with the gradient of a tensor."""
-    _with_gradient_hooks(tensor)
+    gradient_hooks(tensor)
     return Hanging(tensor, "_backward_hooks", hook)
 
 
 def on_gradient_once(tensor: Tensor, hook: Callable[..., Any]) -> None:
     """Have a hook called with the gradient of a tensor in this step's graph; it is dropped with the tensor."""
-    hooks: Any = tensor._backward_hooks
-    (_with_gradient_hooks(tensor) if hooks is None else hooks)[next(_NUMBERS)] = hook
+    gradient_hooks(tensor)[next_number()] = hook
 
 
 class Told:
@@ -184,7 +184,7 @@ class Told:
             method(*self._about, gradient)
 
 
-def _with_gradient_hooks(tensor: Tensor) -> _Hooks:
+def gradient_hooks(tensor: Tensor) -> _Hooks:
     """The hooks of a tensor that requires gradients, created as by `Tensor.register_hook`."""
     hooks: Any = tensor._backward_hooks
     if hooks is None:

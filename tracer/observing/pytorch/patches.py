@@ -290,9 +290,8 @@ def _observed(original: Callable[..., Any], tell: Callable[..., None]) -> Callab
 
 def _tell(tell: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for one in list(BACKWARD.watchers):
-        if (
-            not one.is_quiet and not one.gate.held
-        ):  # what a receiver or a user's condition differentiates is no loss of the training
+        # what a receiver or a user's condition differentiates is no loss of the training
+        if not one.is_quiet and not one.gate.held:
             one.gate.guard("loss", functools.partial(tell, one, *args, **kwargs))
 
 

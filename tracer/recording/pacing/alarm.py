@@ -50,8 +50,8 @@ class Alarm(Receiver):
         return kind in (_LOSS, PULSE) and tag in (None, DEFAULT_TAG)
 
     def strides(self, kind: str, module: str | None, tag: str | None) -> Collection[int]:
-        """Every step."""
-        return (1,)
+        """Every step of what it wants, and none of other streams."""
+        return (1,) if self.wants(kind, module, tag, None) else ()
 
     def receive(self, message: Message) -> Iterable[Message]:
         """Compare a loss, or the norm of all gradients in a pulse, with its past."""

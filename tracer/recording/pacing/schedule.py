@@ -122,6 +122,7 @@ class Schedule:
         self._pieces = tuple(_pieces(captures))
         self.factors = dict.fromkeys(GROUPS, 1)
         self.captures = tuple(one.capture for one in self._pieces)
+        self._ranked = self._by_distance()
 
     def spacing(self, group: str) -> int | None:
         """The given distance in steps between a group's messages; None if no capture takes the group."""
@@ -131,14 +132,15 @@ class Schedule:
     def due(self, step: int) -> tuple[str, ...]:
         """The groups that are due in a training step, from the most frequent to the rarest."""
         found = {
-            str(piece.group)
+            piece.group
             for piece, capture in zip(self._pieces, self.captures, strict=True)
             if piece.of_steps and capture.next_step(step) == step
         }
-        return tuple(sorted((group for group in GROUPS if group in found), key=self._apart))
+        return tuple([group for group in self._ranked if group in found])
 
-    def _apart(self, group: str) -> int:
-        return (self.spacing(group) or 1) * self.factors[group]
+    def _by_distance(self) -> list[str]:
+        """The groups, from the most frequent to the rarest."""
+        return sorted(GROUPS, key=lambda group: (self.spacing(group) or 1) * self.factors[group])
 
     def widen(self, factors: Mapping[str, int]) -> list[dict[str, Any]]:
         """Put factors in force, and return the changes as JSON.
@@ -148,6 +150,7 @@ class Schedule:
         """
         before, self.factors = self.captures, {**self.factors, **factors}
         self.captures = tuple(map(self._in_force, self._pieces))
+        self._ranked = self._by_distance()
         return [
             {
                 "capture": piece.number,
