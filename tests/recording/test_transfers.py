@@ -245,7 +245,7 @@ def test_small_tensors_are_copied_together(training: Stream) -> None:
     small = [torch.randn(number % 5, 3, generator=generator) for number in range(100)]
     small += [torch.tensor(float("nan")), torch.randn(4, 6, generator=generator).mT]
     small += [torch.arange(7), torch.tensor([True, False]), torch.tensor(3)]
-    alone = [torch.randn(20_000, generator=generator), torch.randn(3, dtype=torch.complex64)]
+    alone = [torch.randn(80_000, generator=generator), torch.randn(3, dtype=torch.complex64)]
     alone += [torch.randn(4).to(torch.float8_e4m3fn)]
     values = small + alone
     transfers = Transfers()
@@ -257,6 +257,18 @@ def test_small_tensors_are_copied_together(training: Stream) -> None:
         assert (host.shape, host.dtype) == (expected.shape, expected.dtype)
         assert bits(host) == bits(expected)
     assert device.log == ["copy"] * 11 + ["wait"]  # five shapes; else float32, int64, bool, and three alone
+
+
+def test_the_rows_of_many_steps_are_copied_at_once(training: Stream) -> None:
+    """All that the device has made since the writer was last awake: a copy of statistics, and one of hashes."""
+    rows = [torch.full((600, 16), step, dtype=torch.float64) for step in range(50)]
+    hashes = [torch.full((600,), step) for step in range(50)]
+    transfers = Transfers()
+    copies = [transfers.start(late(one, training)) for both in zip(rows, hashes, strict=True) for one in both]
+    device.main_may_wait = True
+    for copy, both in zip(copies[::2], rows, strict=True):
+        assert bits(transfers.wait(copy)) == bits(both)
+    assert device.log == ["copy"] * 2 + ["wait"]
 
 
 def test_streams_are_all_waited_for(training: Stream) -> None:

@@ -25,9 +25,10 @@ from tracer.messaging.pulses import PULSE, Row, messages_of, rows_of, sampling_o
 from tracer.messaging.receiver import Collect
 from tracer.numbers.gathered import Gathered, statistics_of_many
 from tracer.numbers.statistics import ENTRIES, statistics_of
-from tracer.observing.clock import At
+from tracer.observing.clock import At, Clock
 from tracer.observing.hashes import hash_of
 from tracer.observing.numbers import StreamKey
+from tracer.observing.problems import Problems
 from tracer.observing.pulses import Pulses, RowKind
 
 KEPT = [
@@ -347,7 +348,7 @@ def test_rows_on_a_device_stay_there() -> None:
     bus, whole = MessageBus(), Whole()
     bus.register_topic(PULSE, "network")
     bus.register(whole)
-    pulses, at = Pulses(bus), At(3, 3, 0)
+    pulses, at = Pulses(bus, Problems(Clock(), strict=True)), At(3, 3, 0)
     for number in range(4):
         stream, device = StreamKey("weights", str(number), "default", ""), "meta" if number % 2 else "cpu"
         hashed = torch.zeros((), dtype=torch.int64, device=device)

@@ -21,6 +21,7 @@ from tracer.messaging.messages import DEFAULT_TAG, difference
 from tracer.observing.capture import Capture
 from tracer.observing.clock import At
 from tracer.observing.demand import Captures, OfParameters, is_beside_statistics
+from tracer.observing.device.reading import Noted
 from tracer.observing.numbers import StreamKey
 from tracer.observing.parameter_table import Parameter
 from tracer.observing.part import Ground, Part
@@ -38,8 +39,9 @@ class Kept(NamedTuple):
 
     Attributes
     ----------
-    small : list of (Capture, Tensor)
-        Hash and statistics, which are computed at once so that the tensor need not be copied for them.
+    small : list of (Capture, Tensor or Noted)
+        Hash and statistics, which are computed at once so that the tensor need not be copied for them; or a note of
+        what a device is asked to read.
     data : torch.Tensor or None
         A copy of the part that the data's capture selects. If the tensor is not final and its hash or statistics are
         wanted, a copy of all of it.
@@ -48,10 +50,10 @@ class Kept(NamedTuple):
     alone : bool
         Whether no message shares the data's memory, so that the update may be computed in place.
     like : torch.Tensor or None
-        A tensor without memory with the dtype and shape of a computed weight, which is gone when the step ends.
+        A tensor without memory with the dtype and shape of what may be gone when the step ends.
     """
 
-    small: list[tuple[Capture, Tensor]]
+    small: list[tuple[Capture, Tensor | Noted]]
     data: Tensor | None
     whole: bool = False
     alone: bool = False
@@ -148,6 +150,7 @@ class Parameters(Part):
             place = self.publisher.place(tensor)
             self._places[parameter.path, kind] = self._places[parameter.path, update_kind] = place
             self._before[parameter.path] = (value, base)
+        self.publisher.pulses.flush()
 
     def release(self, parameters: Sequence[Parameter], *, gradients: bool) -> None:
         """Publish the final data of large parameters before an optimizer steps; `gradients`: gradients are final."""
@@ -216,12 +219,14 @@ class Parameters(Part):
             kept = self._keep(captures, kind, value)
             like = torch.empty_like(local(value), device="meta")
             self._before[path] = (None if kept is None else kept._replace(like=like), None)
+            self.publisher.pulses.flush()
 
     def accumulated(self, parameter: Parameter, gradient: Tensor, scale: Tensor | None) -> None:
         """Keep a running sum of gradients, divided by a GradScaler's factor."""
         captures = self.wanted(parameter, parameter.gradients)
         if captures:
             self._keep_gradient(parameter, captures, gradient, scale)
+            self.publisher.pulses.flush()
 
     def add_gradient(self, parameter: Parameter, gradient: Tensor, scale: Tensor | None, task: int) -> None:
         """Add a gradient of a computed weight to its sum in this step, as torch accumulates a parameter's gradient.
@@ -246,6 +251,7 @@ class Parameters(Part):
             if originals and all(one.grad is None for one in originals):
                 before = None
         kept = self._gradient(parameter, captures, gradient, scale, final=False)
+        self.publisher.pulses.flush()
         if kept is not None:
             if before is not None and kept.data is not None and before.data is not None:
                 kept.data.add_(before.data)
@@ -261,6 +267,7 @@ class Parameters(Part):
             if captures and gradient is not None and one.path not in self._released:
                 self._attempt(one.gradients, one, self._keep_gradient, captures, gradient)
                 self._final.add(one.path)
+        self.publisher.pulses.flush()
 
     def compare(self, parameters: Sequence[Parameter], final: bool, *, ends: bool) -> None:
         """Compute the wanted updates after the weights have changed, and copy gradients if they are `final`.
@@ -293,6 +300,8 @@ class Parameters(Part):
             if gradients and final and tensor.grad is not None and not known:
                 self._attempt(parameter.gradients, parameter, self._keep_gradient, gradients, tensor.grad)
         self._final.clear()
+        if not ends:
+            self.publisher.pulses.flush()
 
     def publish(self, at: At) -> None:
         """Publish the kept values, gradients and updates of each parameter that are still wanted."""
@@ -350,18 +359,19 @@ class Parameters(Part):
         if place is None and not (parameter.computed and kind != parameter.values):
             place = self.replicas.get(parameter.path)
         tensor = parameter.tensor
+        like = kept.like if tensor is None else local(tensor)
         small = {id(capture): made for capture, made in kept.small}
         for capture in captures:
-            data = small.get(id(capture), kept.data)
-            if data is None:
+            made = small.get(id(capture))
+            source = like if like is not None else made if isinstance(made, Tensor) else kept.data
+            if source is None:
                 continue
-            source = (data if kept.like is None else kept.like) if tensor is None else local(tensor)
             twice = is_beside_statistics(capture, captures, kind)
             sampling = self.publisher.sampling(capture, stream, source, place, twice)
-            if id(capture) in small:
-                self.publisher.tell(capture, stream, data, 0, at, sampling)
-            else:
-                chosen = capture.select(kind, data) if kept.whole else data
+            if made is not None:
+                self.publisher.tell(capture, stream, made, 0, at, sampling)
+            elif kept.data is not None:
+                chosen = capture.select(kind, kept.data) if kept.whole else kept.data
                 self.publisher.release(capture, stream, chosen, source, 0, at, sampling, owned=True)
 
     def _keep(self, captures: Captures, kind: str, tensor: Tensor, *, final: bool = True) -> Kept | None:
@@ -374,12 +384,21 @@ class Parameters(Part):
         source, apart = _values(tensor), local(tensor).layout is torch.strided
         beside = [one for one in captures if one.beside(kind) is not None]
         if beside and not final:
-            return Kept([], self.publisher.copy(source) if apart else source, whole=True)
-        made = [(one, one.reduced(kind, source)) for one in beside]
+            copied = self.publisher.pulses.copy(source) if apart else source
+            return Kept([], self.publisher.copy(source) if copied is None else copied, whole=True)
+        made = self._made(beside, kind, source, captures)
         if len(made) == len(captures):
-            return Kept(made, None)
+            noted = any(isinstance(one, Noted) for _, one in made)
+            return Kept(made, None, like=torch.empty_like(source, device="meta") if noted else None)
         chosen = captures[-1].select(kind, source)
         return Kept(made, self.publisher.copy(chosen) if apart and same_storage(chosen, source) else chosen)
+
+    def _made(
+        self, beside: list[Capture], kind: str, tensor: Tensor, captures: Captures
+    ) -> list[tuple[Capture, Tensor | Noted]]:
+        """Hash and statistics of a tensor, or a note of it, if it stays as it is until what is noted is flushed."""
+        noted = self.publisher.pulses.note(tensor) if beside and self.publisher.keeps_rows(kind, captures) else None
+        return [(one, one.reduced(kind, tensor) if noted is None else noted) for one in beside]
 
     def _update(self, parameter: Parameter, captures: Captures, base: Kept | None, ends: bool) -> Kept | None:
         """The data to keep of an update; if the step `ends`, the update may overwrite its base."""
@@ -391,8 +410,12 @@ class Parameters(Part):
             now = captures[-1].select(kind, now)
         if now.shape != base.data.shape:
             return None
+        if self.publisher.keeps_rows(kind, captures):
+            noted = self.publisher.pulses.note_difference(now, base.data)
+            if noted is not None:
+                return Kept([(one, noted) for one in captures], None)
         update = difference(now, base.data, base.data if ends and base.alone else self.publisher.space(now))
-        made = [(one, one.reduced(kind, update)) for one in captures if one.beside(kind) is not None]
+        made = self._made([one for one in captures if one.beside(kind) is not None], kind, update, captures)
         return Kept(made, update if len(made) < len(captures) else None, base.whole)
 
     def _keep_gradient(

@@ -20,6 +20,7 @@ from tracer.observing.clock import At, Clock
 from tracer.observing.conditions import meets
 from tracer.observing.datapoints import TOLD, Datapoints, asks
 from tracer.observing.demand import EVERYTHING, HELD, Captures, Demand, is_beside_statistics, stream_name
+from tracer.observing.device.reading import Noted
 from tracer.observing.numbers import Numbers, StreamKey
 from tracer.observing.overflows import Overflows
 from tracer.observing.problems import Problems
@@ -94,7 +95,7 @@ class Publisher:
         self.rank = 0
         self.overflows = Overflows()
         self.datapoints = Datapoints(self.problems)
-        self.pulses = Pulses(self.bus)
+        self.pulses = Pulses(self.bus, self.problems)
         self.collecting: Collecting | None = None
         self._running: dict[StreamKey, Tensor] = {}
         self._samplings: dict[tuple[Any, ...], dict[str, Any] | None] = {}
@@ -216,7 +217,10 @@ class Publisher:
             return
         if kind in _LOSSES and tag == DEFAULT_TAG:
             self.pulses.publish()  # what a loss was computed from comes before it
-        kept = self._parted(captures, kind) if scale is None and self.collecting is None else None
+        kept = self._parted(captures, kind) if self.collecting is None else None
+        if scale is not None and kept is not None and kept.whole is None and tag == DEFAULT_TAG and ordinary(data):
+            data, scale, owned = unscaled(data, scale), None, True
+        kept = kept if scale is None else None
         if kept is not None and kept.whole is None and self._take_rows(kept, stream, data, call, at):
             return
         axis = self.datapoints.axis(stream, data, self.demand.module_at) if asks(kind, data) else None
@@ -377,7 +381,13 @@ class Publisher:
         self.tell(capture, stream, final, call, at, sampling)
 
     def tell(
-        self, capture: Capture, stream: StreamKey, final: Tensor, call: int, at: At, sampling: Mapping[str, Any] | None
+        self,
+        capture: Capture,
+        stream: StreamKey,
+        final: Tensor | Noted,
+        call: int,
+        at: At,
+        sampling: Mapping[str, Any] | None,
     ) -> None:
         """Publish the final tensor of a capture, which nobody else owns."""
         kind = capture.published(stream.kind) if capture.choices else stream.kind
@@ -385,6 +395,9 @@ class Publisher:
         if what is not None and stream.tag == DEFAULT_TAG and self.bus.takes_pulses and not self._is_apart(capture):
             self.pulses.add(RowKind(what, kind, sampling), stream, final, call, at, self.rank)
         else:
+            if isinstance(final, Noted):
+                assert what is not None  # only hashes and statistics are made later
+                final = final.table.made(what, [final.number])[0]
             self._send(capture, self._message(kind, stream, final, call, at, sampling))
 
     def _send(self, capture: Capture, message: Message) -> None:

@@ -19,8 +19,11 @@ from tracer.messaging.pulses import PULSE, Row, sampling_of
 from tracer.numbers.gathered import SMALL, Gathered
 from tracer.numbers.statistics import ENTRIES
 from tracer.observing.clock import At
+from tracer.observing.device.reading import Noted, Table, stays
 from tracer.observing.hashes import hashes_of_pieces, text_of
 from tracer.observing.numbers import StreamKey
+from tracer.observing.problems import Problems
+from tracer.observing.pytorch.tensors import ordinary
 
 _NUMBERS: Final = {"statistics": ENTRIES, "hash": ()}
 """The names of the elements of a row, by what the rows are."""
@@ -73,7 +76,14 @@ class _Taken(NamedTuple):
 
     rows: Rows
     call: int
-    data: Tensor | int
+    data: Tensor | int | Noted
+
+    @property
+    def where(self) -> torch.device | Table | None:
+        """Where its rows lie: on a device, in a table of a device, or on the host."""
+        if isinstance(self.data, Noted):
+            return self.data.table
+        return None if isinstance(self.data, int) or self.data.is_cpu else self.data.device
 
 
 class _Pulse(NamedTuple):
@@ -91,10 +101,14 @@ class Pulses:
     Parameters
     ----------
     bus : MessageBus
+    problems : Problems
+        Gets a note of what a device could not read in time.
     """
 
-    def __init__(self, bus: MessageBus) -> None:
+    def __init__(self, bus: MessageBus, problems: Problems) -> None:
         self._bus = bus
+        self._problems = problems
+        self._tables: dict[torch.device, Table] = {}
         self._at: At | None = None
         self._rank = 0
         self._taken: list[_Taken] = []
@@ -136,12 +150,44 @@ class Pulses:
     def take(self, rows: Rows, data: Tensor, call: int, at: At, rank: int) -> bool:
         """Take the rows of a tensor, which may change afterwards; False if they must be taken one by one."""
         (read,) = self.read((data,))
-        if read is None:
+        found = self.note(data, rows.stream) if read is None else read.number
+        if found is None:
             return False
         if at is not self._at:
             self._turn_to(at, rank)
-        self._taken.append(_Taken(rows, call, read.number))
+        self._taken.append(_Taken(rows, call, found))
         return True
+
+    def note(self, data: Tensor, stream: StreamKey | None = None) -> Noted | None:
+        """Have a tensor read later on its device; None if it must be read now. See `Table.read`."""
+        table = self._table(data)
+        number = None if table is None else table.read(data, stream)
+        return None if table is None or number is None else Noted(table, number)
+
+    def note_difference(self, now: Tensor, before: Tensor) -> Noted | None:
+        """Have ``now - before`` read later on its device. See `Table.read_difference`."""
+        table = self._table(before)
+        number = None if table is None else table.read_difference(now, before)
+        return None if table is None or number is None else Noted(table, number)
+
+    def copy(self, data: Tensor) -> Tensor | None:
+        """Have a tensor copied on its device at the next `flush`; None if it must be copied now."""
+        table = self._table(data)
+        return None if table is None else table.copy(data)
+
+    def flush(self) -> None:
+        """Have read what waits on devices, because it may change."""
+        for table in self._tables.values():
+            table.flush()
+
+    def _table(self, data: Tensor) -> Table | None:
+        """The table of a tensor that devices read, and not the host."""
+        if not stays(data) or data.is_complex() or not ordinary(data):
+            return None
+        table = self._tables.get(data.device)
+        if table is None:
+            table = self._tables[data.device] = Table(data.device)
+        return table
 
     def take_read(self, read: Iterable[tuple[Rows, int]], at: At, rank: int) -> None:
         """Take the rows of tensors that were read in this step and have no call, given with their numbers."""
@@ -149,7 +195,7 @@ class Pulses:
             self._turn_to(at, rank)
         self._taken += [_Taken(rows, 0, number) for rows, number in read]
 
-    def add(self, row: RowKind, stream: StreamKey, data: Tensor, call: int, at: At, rank: int) -> None:
+    def add(self, row: RowKind, stream: StreamKey, data: Tensor | Noted, call: int, at: At, rank: int) -> None:
         """Take one row.
 
         Parameters
@@ -157,8 +203,8 @@ class Pulses:
         row : RowKind
         stream : StreamKey
             Of the tensor.
-        data : torch.Tensor
-            The hash or the statistics.
+        data : torch.Tensor or Noted
+            The hash or the statistics, or of what they are to be made.
         call, at, rank
             Of the row's message.
         """
@@ -183,7 +229,7 @@ class Pulses:
         at = self._at
         if at is None:
             return
-        taken, self._taken, self._at = self._taken, [], None
+        taken, self._taken, self._at = self._in_time(self._taken), [], None
         if at[0] != self._step:
             self._step, self._calls = at[0], dict.fromkeys(_NUMBERS, 0)
         step, train_step, epoch, _ = at
@@ -201,15 +247,26 @@ class Pulses:
         if self._hashes or self._copies:
             self._hashes, self._texts, self._copies = [], [], []
             self._gathered.clear()
+        for table in self._tables.values():
+            table.clear()
+
+    def _in_time(self, taken: list[_Taken]) -> list[_Taken]:
+        """The rows without those of tensors that a device could not read in time."""
+        if not any(table.lost() for table in self._tables.values()):
+            return taken
+        found = []
+        for one in taken:
+            data, stream = one.data, one.rows.stream
+            why = data.table.lost().get(data.number) if isinstance(data, Noted) else None
+            if why is None:
+                found.append(one)
+            else:
+                self._problems.note(f"{stream.kind} of {stream.module}" if stream.module else stream.kind, why)
+        return found
 
     def _pulses(self, taken: list[_Taken]) -> list[_Pulse]:
         """The pulses of some rows, by what they are and the device on which they lie."""
-        key = tuple(
-            [
-                (id(rows), call, None if isinstance(data, int) or data.is_cpu else data.device)
-                for rows, call, data in taken
-            ]
-        )
+        key = tuple([(id(one.rows), one.call, None if type(one.data) is int else one.where) for one in taken])
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MOST_KNOWN:
@@ -219,8 +276,11 @@ class Pulses:
             known = self._known[key] = found, [one.rows for one in taken]
         return known[0]
 
-    def _rows_of(self, data: list[Tensor | int], what: str) -> Tensor:
+    def _rows_of(self, data: list[Tensor | int | Noted], what: str) -> Tensor:
         """The rows (rows, numbers) of tensors, each given by its number or as its finished row."""
+        noted = [one for one in data if isinstance(one, Noted)]
+        if noted:  # in a table, all are
+            return noted[0].table.made(what, [one.number for one in noted])
         if self._copies:
             self._compute()
         numbers = [one for one in data if isinstance(one, int)]
@@ -231,7 +291,7 @@ class Pulses:
         if len(numbers) == len(data):
             return read
         rows = iter(read)
-        return torch.stack([next(rows) if isinstance(one, int) else one for one in data])
+        return torch.stack([one if isinstance(one, Tensor) else next(rows) for one in data])
 
     def _compute(self) -> None:
         """Compute the hashes of what was read, and have its statistics computed."""
@@ -242,12 +302,12 @@ class Pulses:
 
 def _declared(taken: Iterable[_Taken]) -> Iterator[_Pulse]:
     """The pulses of some rows, with their declarations."""
-    found: dict[tuple[str, torch.device | None], tuple[list[Row], list[int]]] = {}
-    for place, (rows, call, data) in enumerate(taken):
-        device = None if isinstance(data, int) or data.is_cpu else data.device
-        for what, kind, sampling in rows.kinds:
-            told, places = found.setdefault((what, device), ([], []))
-            told.append(Row(kind, rows.stream.module, rows.stream.leaf, call, sampling))
+    found: dict[tuple[str, torch.device | Table | None], tuple[list[Row], list[int]]] = {}
+    for place, one in enumerate(taken):
+        stream, where = one.rows.stream, one.where
+        for what, kind, sampling in one.rows.kinds:
+            told, places = found.setdefault((what, where), ([], []))
+            told.append(Row(kind, stream.module, stream.leaf, one.call, sampling))
             places.append(place)
     for (what, _), (told, places) in found.items():
         yield _Pulse(what, sampling_of(told, _NUMBERS[what]), places)

@@ -12,8 +12,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-TOGETHER_BYTES: Final = 64 << 10
-"""Tensors up to this size are joined on the device and copied together, because each copy has a fixed cost."""
+TOGETHER_BYTES: Final = 256 << 10
+"""Tensors up to this size are joined on the device and copied together, because each copy has a fixed cost.
+
+So are the statistics of up to 2,048 streams, of all steps since the writer was last awake.
+"""
 MOST_BYTES: Final = 16 << 20
 """If more bytes wait on the device, the thread that asks for copies begins them itself."""
 ELSEWHERE: Final = torch.empty(0, device="cpu")

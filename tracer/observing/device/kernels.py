@@ -1,12 +1,14 @@
-"""Triton kernels that read a tensor once, for its hash and its statistics.
+"""Triton kernels that read many tensors at once, each number once, for their hashes and their statistics.
 
-`read` runs a program for each piece of 64 KiB, which it reads tile by tile. For each tile it adds moments to those of
-the piece, and stores the sums of blocks of 1024 bytes that make up XXH3's digest. Only the chain of these sums has to
-be computed sequentially. `unite` computes the tensor's hash from its pieces' digests, and its statistics from their
-moments. A tensor of a single piece needs no second kernel.
+`read` gets a table of the addresses of tensors of one dtype. Its programs share the tensors' pieces of 64 KiB, of which
+each stores a row: moments, and XXH3's digest. `unite_statistics` and `unite_hashes` make the statistics and the hashes
+of any number of tensors of the rows of their pieces.
 
-Names and constants of XXH3 are those of its reference (https://xxhash.com). Words are assembled from elements, so that
-tensors need no alignment. All sums of numbers are float64.
+A piece is read as words of eight bytes, 16 bytes at a time. A thread adds up the same two words of all 16 stripes of a
+block, as XXH3 does, and takes the numbers out of the words. So nothing is exchanged between threads before the end of
+the piece. Only the chain of a piece's blocks has to be computed sequentially.
+
+Names and constants of XXH3 are those of its reference (https://xxhash.com). All sums of numbers are float64.
 """
 
 # Triton compiles these functions, and types their arguments.
@@ -39,13 +41,21 @@ TABLE: Final = (
     *(0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1),
 )
 """The word at each byte of XXH3's secret; from `START` on, the initial values of its eight accumulators."""
-ROWS = tl.constexpr(12)
-"""Moments of a piece: counts of numbers, zeros, NaN and infinities; sums of the numbers, of squares and of moduli;
-minimum, maximum; the sum of squared deviations, a number near the mean, the sum of the deviations from that number."""
+COLUMNS = tl.constexpr(4)
+"""Words of a tensor in the table of `read`: its address, its bytes, the address of its first row, its first piece."""
+ROW = tl.constexpr(14)
+"""Words of a row. Moments: counts of numbers, zeros, NaN and infinities; sums of the numbers, of squares and of moduli;
+minimum, maximum; the sum of squared deviations, a number near the mean, the sum of the deviations from that number; the
+exponent e of the power of two by which all of them but the counts, the minimum and the maximum are divided. The
+digest."""
+PIECE = tl.constexpr(65536)
+"""Bytes of a piece."""
+BLOCKS = tl.constexpr(64)
+"""Blocks of 1024 bytes of a piece."""
 SUMS = tl.constexpr(512)
 """Words for the sums of a piece's blocks."""
-TEXT = tl.constexpr(64)
-"""Bytes reserved for the text in front of the digests."""
+TOGETHER = tl.constexpr(128)
+"""Rows that are united at once."""
 
 
 # -- XXH3 ---------------------------------------------------------------------------------------------------
@@ -155,28 +165,10 @@ def _of_240(data, size, table):
 
 
 @triton.jit
-def _keys(table, STRIPES: tl.constexpr):
-    """The words of the secret that are combined with those of the stripes."""
-    return tl.load(table + 8 * ((tl.arange(0, STRIPES) % 16)[:, None] + tl.arange(0, 8)[None, :]))
-
-
-@triton.jit
-def _block_sums(bits, keys, first, size, sums, PARTS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Store what each block of a tile adds to the accumulators; `first` is the number of its first block."""
-    words = bits.to(tl.uint64)
-    if PARTS > 1:
-        shift = (tl.arange(0, PARTS) * (64 // PARTS)).to(tl.uint64)
-        words = tl.sum(tl.reshape(words, (BLOCKS * 128, PARTS)) << shift[None, :], 1)
-    words = tl.reshape(words, (BLOCKS * 16, 8))
-    stripe, lane = tl.arange(0, BLOCKS * 16), tl.arange(0, 8)
+def _of_stripe(words, keys):
+    """What the products of a stripe's words add to the accumulators."""
     keyed = words ^ keys
-    there = (first * 16 + stripe < (size - 1) // 64)[:, None]
-    products = tl.where(there, (keyed & LOW_HALF) * (keyed >> 32), 0)
-    added = tl.sum(tl.reshape(tl.where(there, words, 0), (BLOCKS, 16, 8)), 1)
-    added = _swapped(added, (BLOCKS, 8), (BLOCKS, 4, 2))
-    added += tl.sum(tl.reshape(products, (BLOCKS, 16, 8)), 1)
-    block = first + tl.arange(0, BLOCKS)
-    tl.store(sums + block[:, None] * 8 + lane[None, :], added)
+    return (keyed & LOW_HALF) * (keyed >> 32)
 
 
 @triton.jit
@@ -195,8 +187,8 @@ def _of_blocks(data, size, sums, table):
         state += tl.load(sums + block * 8 + lane)
         state = (state ^ (state >> 47) ^ key) * PRIME32_1
     last = _words(data, size - 64 + 8 * lane)
-    keyed = last ^ tl.load(table + 121 + 8 * lane)
-    state += tl.load(sums + blocks * 8 + lane) + _swapped(last, (8,), (4, 2)) + (keyed & LOW_HALF) * (keyed >> 32)
+    state += tl.load(sums + blocks * 8 + lane) + _swapped(last, (8,), (4, 2))
+    state += _of_stripe(last, tl.load(table + 121 + 8 * lane))
     even, odd = tl.split(tl.reshape(state ^ tl.load(table + 11 + 8 * lane), (4, 2)))
     return _avalanche(size.to(tl.uint64) * PRIME64_1 + tl.sum(_folded(even, odd), 0))
 
@@ -236,34 +228,69 @@ def _raised(value, exponent):
 
 
 @triton.jit
-def _grouped(numbers, COUNT: tl.constexpr, GROUP: tl.constexpr):
-    """The numbers in groups of neighbours, which one thread has loaded."""
-    return tl.reshape(numbers, (COUNT // GROUP, GROUP))
+def _exponent(largest):
+    """The exponent of the power of two to divide by, as in `tracer.numbers.moments`; of the largest modulus."""
+    small = largest < 1e-290  # the bits of subnormal numbers have no exponent
+    bits = tl.where(small, largest * 18014398509481984.0, largest).to(tl.int64, bitcast=True)
+    exponent = ((bits >> 52) & 2047) - tl.where(small, 1076, 1022)
+    outside = (largest > 1e60) | ((largest < 1e-60) & (largest > 0))
+    return tl.where(outside & (largest < float("inf")), exponent, 0).to(tl.int32)
 
 
 @triton.jit
-def _piece(size, pivot, deviations, second, absolute, low, high, counts, exponent):
-    """The moments of a piece, from those of groups of its numbers; deviations are from `pivot`.
+def _number(words, PART: tl.constexpr, LIKE: tl.constexpr):
+    """One of the numbers that lie in each word."""
+    if LIKE == "float64":
+        found = words.to(tl.float64, bitcast=True)
+    elif LIKE == "int64":
+        found = words.to(tl.int64, bitcast=True)
+    elif LIKE == "float32":
+        found = (words >> (32 * PART)).to(tl.uint32).to(tl.float32, bitcast=True)
+    elif LIKE == "int32":
+        found = (words >> (32 * PART)).to(tl.uint32).to(tl.int32, bitcast=True)
+    elif LIKE == "bfloat16":
+        found = ((words >> (16 * PART)).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    elif LIKE == "float16":
+        found = (words >> (16 * PART)).to(tl.uint16).to(tl.float16, bitcast=True)
+    elif LIKE == "int16":
+        found = (words >> (16 * PART)).to(tl.uint16).to(tl.int16, bitcast=True)
+    elif LIKE == "int8":
+        found = (words >> (8 * PART)).to(tl.uint8).to(tl.int8, bitcast=True)
+    else:
+        found = (words >> (8 * PART)).to(tl.uint8)
+    return found
 
-    The extremes have not yet been divided by the power of two.
-    """
-    count = size.to(tl.float64)
-    zeros = tl.sum(counts & 1023, 0).to(tl.float64)
-    nan = tl.sum((counts >> 10) & 1023, 0).to(tl.float64)
-    inf = tl.sum(counts >> 20, 0).to(tl.float64)
-    rest, second = tl.sum(deviations, 0), tl.sum(second, 0)
+
+@triton.jit
+def _wide(number, shift, LIKE: tl.constexpr):
+    """Numbers in float64, divided by 2**shift."""
+    wide = number.to(tl.float64)
+    if LIKE == "float64":
+        wide = _raised(wide, -shift)
+    return wide
+
+
+@triton.jit
+def _store_moments(row, count, zeros, nan, inf, pivot, rest, second, absolute, low, high, shift):
+    """Store the moments of a piece in its row; `rest` and `second` are sums of deviations from `pivot`."""
     mean = rest / count
-    total = count * pivot + rest
     squares = second + pivot * (count * pivot + 2 * rest)
     second -= mean * rest
     squares = tl.where((inf > 0) | (squares != squares), float("inf"), tl.where(squares < 0, 0.0, squares))
-    squares = tl.where(nan > 0, float("nan"), squares)
-    second = tl.where(nan + inf > 0, float("nan"), tl.where(second < 0, 0.0, second))
     centre = pivot + mean
-    least = _raised(tl.min(low, 0).to(tl.float64), -exponent)
-    greatest = _raised(tl.max(high, 0).to(tl.float64), -exponent)
-    rest = count * (mean - (centre - pivot))
-    return count, zeros, nan, inf, total, squares, tl.sum(absolute, 0), least, greatest, second, centre, rest
+    tl.store(row, count)
+    tl.store(row + 1, zeros)
+    tl.store(row + 2, nan)
+    tl.store(row + 3, inf)
+    tl.store(row + 4, count * pivot + rest)
+    tl.store(row + 5, tl.where(nan > 0, float("nan"), squares))
+    tl.store(row + 6, absolute)
+    tl.store(row + 7, low)
+    tl.store(row + 8, high)
+    tl.store(row + 9, tl.where(nan + inf > 0, float("nan"), tl.where(second < 0, 0.0, second)))
+    tl.store(row + 10, centre)
+    tl.store(row + 11, count * (mean - (centre - pivot)))
+    tl.store(row + 12, shift.to(tl.float64))
 
 
 @triton.jit
@@ -299,8 +326,10 @@ def _store_entries(entries, of, exponent):
     tl.store(entries, _raised(of[4] / count, exponent))
     tl.store(entries + 1, _raised(tl.sqrt(spread), exponent))
     tl.store(entries + 2, _raised(tl.sqrt(of[5]), exponent))
-    tl.store(entries + 3, tl.where(nan > 0, undefined, _raised(of[7], exponent) + 0.0))
-    tl.store(entries + 4, tl.where(nan > 0, undefined, _raised(of[8], exponent) + 0.0))
+    # as on the host, where the extremes have been divided by the power of two, too
+    low, high = _raised(_raised(of[7], -exponent), exponent), _raised(_raised(of[8], -exponent), exponent)
+    tl.store(entries + 3, tl.where(nan > 0, undefined, low + 0.0))
+    tl.store(entries + 4, tl.where(nan > 0, undefined, high + 0.0))
     tl.store(entries + 5, nan)
     tl.store(entries + 6, of[3])
     tl.store(entries + 7, of[1])
@@ -314,196 +343,292 @@ def _store_entries(entries, of, exponent):
     tl.store(entries + 15, of[11])
 
 
+# -- pieces -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _loaded(data, at, size, WHOLE: tl.constexpr):
+    """Words of a piece; zero past the 16 bytes that its end lies in, which torch's memory has whole."""
+    if WHOLE:
+        words = tl.load(data + at)
+    else:
+        words = tl.load(data + at, mask=at < (size + 15) // 16 * 2, other=0)
+    return words
+
+
+@triton.jit
+def _there(at, count, PART: tl.constexpr, PARTS: tl.constexpr):
+    """Which numbers in words belong to the piece."""
+    return at * PARTS + PART < count
+
+
+@triton.jit
+def _largest(data, at, size, LIKE: tl.constexpr, WHOLE: tl.constexpr):
+    """The largest modulus of the numbers of a piece of float64; infinite if one of them is not finite."""
+    found = tl.zeros((BLOCKS, 8), tl.float64)
+    for stripe in range(16):
+        here = at + stripe * 8
+        moduli = tl.abs(_number(_loaded(data, here, size, WHOLE), 0, LIKE))
+        moduli = tl.where(moduli < float("inf"), moduli, float("inf"))
+        found = tl.maximum(found, tl.where(_there(here, size // 8, 0, 1), moduli, 0.0))
+    return tl.max(tl.max(found, 1), 0)
+
+
+@triton.jit
+def _counts(data, at, size, LIKE: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr):
+    """How many numbers of a piece are NaN, and how many infinite."""
+    nan = tl.zeros((BLOCKS, 8), tl.int32)
+    inf = tl.zeros((BLOCKS, 8), tl.int32)
+    for stripe in range(16):
+        here = at + stripe * 8
+        words = _loaded(data, here, size, WHOLE)
+        for part in tl.static_range(PARTS):
+            number = _number(words, part, LIKE)
+            there = _there(here, size * PARTS // 8, part, PARTS)
+            nan += (there & (number != number)).to(tl.int32)
+            inf += (there & (tl.abs(number) == float("inf"))).to(tl.int32)
+    return tl.sum(tl.sum(nan, 1), 0).to(tl.float64), tl.sum(tl.sum(inf, 1), 0).to(tl.float64)
+
+
+@triton.jit
+def _scan(data, size, stripes, sums, row, secret, LIKE: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr):
+    """Store the sums of a piece's blocks, over its first `stripes`, and the moments of its numbers.
+
+    If the piece is `WHOLE`, the sums are over all stripes, and the last is taken off them at the end.
+    """
+    UNROLLED: tl.constexpr = 2 if PARTS == 8 else 4
+    NARROW: tl.constexpr = tl.float64 if LIKE == "int32" else tl.float32
+    COMPARED: tl.constexpr = tl.float64 if PARTS == 1 else NARROW
+    block, lane = tl.arange(0, BLOCKS)[:, None], tl.arange(0, 8)[None, :]
+    at = block * 128 + lane
+    count = size * PARTS // 8
+    added = tl.zeros((BLOCKS, 8), tl.uint64)
+    products = tl.zeros((BLOCKS, 8), tl.uint64)
+    if LIKE != "bytes":
+        shift = tl.full((), 0, tl.int32)
+        if LIKE == "float64":
+            shift = _exponent(_largest(data, at, size, LIKE, WHOLE))
+        words = _loaded(data, at, size, WHOLE)
+        pivot = tl.full((), 0.0, tl.float64)
+        sample = tl.full((), 0, tl.int32)
+        for part in tl.static_range(PARTS):
+            there = _there(at, count, part, PARTS)
+            numbers = tl.where(there, _wide(_number(words, part, LIKE), shift, LIKE), 0.0)
+            pivot += tl.sum(tl.sum(numbers, 1), 0)
+            sample += tl.sum(tl.sum(there.to(tl.int32), 1), 0)
+        pivot = pivot / sample
+        pivot = tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)
+        deviations = tl.zeros((BLOCKS, 8), tl.float64)
+        second = tl.zeros((BLOCKS, 8), tl.float64)
+        absolute = tl.zeros((BLOCKS, 8), tl.float64)
+        zeros = tl.zeros((BLOCKS, 8), tl.int32)
+        low = tl.full((BLOCKS, 8), float("inf"), COMPARED)
+        high = tl.full((BLOCKS, 8), float("-inf"), COMPARED)
+    for first in range(0, tl.minimum((size + 63) // 64, 16), UNROLLED):
+        for more in tl.static_range(UNROLLED):
+            stripe = first + more
+            here = at + stripe * 8
+            words = _loaded(data, here, size, WHOLE)
+            product = _of_stripe(words, tl.load(secret + 8 * (stripe + lane)))
+            if WHOLE:
+                added += words
+                products += product
+            else:
+                taken = block * 16 + stripe < stripes
+                added += tl.where(taken, words, 0)
+                products += tl.where(taken, product, 0)
+            if LIKE != "bytes":
+                for part in tl.static_range(PARTS):
+                    number = _number(words, part, LIKE)
+                    wide = _wide(number, shift, LIKE)
+                    compared = number.to(COMPARED)
+                    deviation = wide - pivot
+                    zero = compared == 0
+                    if WHOLE:
+                        low = tl.minimum(low, compared)
+                        high = tl.maximum(high, compared)
+                    else:
+                        there = _there(here, count, part, PARTS)
+                        wide = tl.where(there, wide, 0.0)
+                        deviation = tl.where(there, deviation, 0.0)
+                        zero = zero & there
+                        low = tl.minimum(low, tl.where(there, compared, float("inf")))
+                        high = tl.maximum(high, tl.where(there, compared, float("-inf")))
+                    zeros += zero.to(tl.int32)
+                    deviations += deviation
+                    second += deviation * deviation
+                    absolute += tl.abs(wide)
+    if WHOLE:
+        last = tl.load(data + (PIECE // 8 - 8) + lane)
+        too_much = _of_stripe(last, tl.load(secret + 8 * (15 + lane)))
+        added -= tl.where(block == BLOCKS - 1, last, 0)
+        products -= tl.where(block == BLOCKS - 1, too_much, 0)
+    tl.store(sums + block * 8 + lane, _swapped(added, (BLOCKS, 8), (BLOCKS, 4, 2)) + products)
+    if LIKE != "bytes":
+        moduli = tl.sum(tl.sum(absolute, 1), 0)
+        nan = tl.full((), 0.0, tl.float64)
+        inf = tl.full((), 0.0, tl.float64)
+        if (moduli != moduli) | (moduli == float("inf")):
+            nan, inf = _counts(data, at, size, LIKE, PARTS, WHOLE)
+        _store_moments(
+            row,
+            count.to(tl.float64),
+            tl.sum(tl.sum(zeros, 1), 0).to(tl.float64),
+            nan,
+            inf,
+            pivot,
+            tl.sum(tl.sum(deviations, 1), 0),
+            tl.sum(tl.sum(second, 1), 0),
+            moduli,
+            tl.min(tl.min(low, 1), 0).to(tl.float64),
+            tl.max(tl.max(high, 1), 0).to(tl.float64),
+            shift,
+        )
+
+
 # -- the kernels --------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _bytes_of(words):
-    return words.to(tl.pointer_type(tl.uint8), bitcast=True)
-
-
-@triton.jit
-def _numbers_of(words):
-    return words.to(tl.pointer_type(tl.float64), bitcast=True)
-
-
-@triton.jit
-def _store_text(message, letters, w0, w1, w2, w3, w4, w5, w6, w7):
-    """Store the first `letters` bytes of eight words."""
-    at = tl.arange(0, TEXT)
-    word = tl.where(at < 8, w0, tl.where(at < 16, w1, tl.where(at < 24, w2, w3)))
-    word = tl.where(at < 32, word, tl.where(at < 40, w4, tl.where(at < 48, w5, tl.where(at < 56, w6, w7))))
-    tl.store(message + at, ((word >> (8 * (at % 8))) & 255).to(tl.uint8), mask=at < letters)
-
-
-@triton.jit
-def _store_hash(hashed, digest):
-    tl.store(hashed, digest.to(tl.int64, bitcast=True))
-
-
-@triton.jit(
-    do_not_specialize=["size", "pieces", "letters", "w0", "w1", "w2", "w3", "w4", "w5", "w6", "w7"],
-)
-def read(
-    x, size: tl.int64, pieces: tl.int64, work, table, entries, hashed, exponent, letters: tl.int64,
-    w0: tl.int64, w1: tl.int64, w2: tl.int64, w3: tl.int64, w4: tl.int64, w5: tl.int64, w6: tl.int64, w7: tl.int64,
-    PARTS: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    STATISTICS: tl.constexpr, PRECISE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Read a piece; for a tensor of one piece, also store the statistics and the hash.
+@triton.jit(do_not_specialize=["tensors", "pieces"])
+def read(table, tensors: tl.int64, pieces: tl.int64, work, secret, LIKE: tl.constexpr, PARTS: tl.constexpr):
+    """Read the pieces of tensors of one dtype, and store their rows.
 
     Parameters
     ----------
-    x : pointer
-        The elements in C order, `PARTS` of which make a word.
-    size, pieces : int
-        The numbers of elements and pieces of the tensor.
+    table : pointer to int64
+        `COLUMNS` words of each tensor, and for each piece the number of its tensor. Addresses are multiples of 16; the
+        elements lie in C order.
+    tensors, pieces : int
     work : pointer to uint64
-        `SUMS` words of each piece, `ROWS` of each piece, and the message: `TEXT` bytes and a word of each piece.
-    table : pointer to uint64
+        `SUMS` words of each program.
+    secret : pointer to uint64
         `TABLE`.
-    entries, hashed : pointers to float64 and int64
-        The results.
-    exponent : pointer to float64
-        The numbers are divided by two to this power, if they are `WIDE`.
-    letters, w0, …, w7 : int
-        The text of the hash: its length, and its bytes.
-    BLOCKS, STAGES : int
-        The number of 1024-byte blocks in a tile, and of tiles loaded at a time.
-    EVEN : bool
-        Whether `size` is a multiple of 16, so that a thread loads several elements at once.
-    STATISTICS : bool
-        Whether to compute statistics in addition to the hash.
-    PRECISE : bool
-        Whether float32 cannot represent the elements.
+    LIKE : str
+        The dtype; ``"bytes"`` for hashes alone.
+    PARTS : int
+        How many numbers lie in a word.
     """
-    TILE: tl.constexpr = 128 * PARTS * BLOCKS
-    PIECE: tl.constexpr = 8192 * PARTS
-    GROUP: tl.constexpr = 2 * PARTS
-    COMPARED: tl.constexpr = tl.float64 if PRECISE else tl.float32
-    size, pieces, letters = size.to(tl.int64), pieces.to(tl.int64), letters.to(tl.int64)
-    if EVEN:
-        size = size // 16 * 16
-    piece = tl.program_id(0).to(tl.int64)
-    here = tl.minimum(size - piece * PIECE, PIECE).to(tl.int32)
-    start = x + piece * PIECE
-    sums = work + piece * SUMS
-    shift = tl.full((), 0, tl.int32)
-    if WIDE:
-        shift = tl.load(exponent).to(tl.int32)
-    keys = _keys(table, BLOCKS * 16)
-    if STATISTICS:
-        at = tl.arange(0, TILE)
-        numbers = tl.load(start + at, mask=at < here, other=0).to(tl.float64)
-        if WIDE:
-            numbers = _raised(numbers, -shift)
-        pivot = tl.sum(numbers, 0) / tl.minimum(here, TILE)
-        pivot = tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)
-        deviations = tl.zeros((TILE // GROUP,), tl.float64)
-        second = tl.zeros((TILE // GROUP,), tl.float64)
-        absolute = tl.zeros((TILE // GROUP,), tl.float64)
-        low = tl.full((TILE // GROUP,), float("inf"), COMPARED)
-        high = tl.full((TILE // GROUP,), float("-inf"), COMPARED)
-        counts = tl.zeros((TILE // GROUP,), tl.int32)
-    for first in tl.range(0, here, TILE, num_stages=STAGES):
-        at = first + tl.arange(0, TILE)
-        there = at < here
-        loaded = tl.load(start + at, mask=there, other=0)
-        if PARTS == 1:
-            bits = loaded.to(tl.uint64, bitcast=True)
-        elif PARTS == 2:
-            bits = loaded.to(tl.uint32, bitcast=True)
-        elif PARTS == 4:
-            bits = loaded.to(tl.uint16, bitcast=True)
+    sums = work + tl.program_id(0) * SUMS
+    for number in range(tl.program_id(0), pieces, tl.num_programs(0)):
+        columns = table + COLUMNS * tl.load(table + COLUMNS * tensors + number)
+        piece = number - tl.load(columns + 3)
+        size = tl.minimum(tl.load(columns + 1) - piece * PIECE, PIECE).to(tl.int32)
+        address = tl.load(columns) + piece * PIECE
+        row = (tl.load(columns + 2) + piece * (8 * ROW)).to(tl.pointer_type(tl.float64))
+        data = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16)
+        if size == PIECE:
+            _scan(data, size, PIECE // 64 - 1, sums, row, secret, LIKE, PARTS, True)
         else:
-            bits = loaded.to(tl.uint8, bitcast=True)
-        _block_sums(bits, keys, first // (128 * PARTS), here * (8 // PARTS), sums, PARTS, BLOCKS)
-        if STATISTICS:
-            numbers = loaded.to(tl.float64)
-            if WIDE:
-                numbers = _raised(numbers, -shift)
-            compared = loaded.to(COMPARED)
-            nan = compared != compared
-            zero, infinite = there & (compared == 0), tl.abs(compared) == float("inf")
-            count = zero.to(tl.int32) + (nan.to(tl.int32) << 10) + (infinite.to(tl.int32) << 20)
-            deviation = tl.where(there, numbers - pivot, 0.0)
-            known = there & (compared == compared)
-            counts += tl.sum(_grouped(count, TILE, GROUP), 1)
-            deviations += tl.sum(_grouped(deviation, TILE, GROUP), 1)
-            second += tl.sum(_grouped(deviation * deviation, TILE, GROUP), 1)
-            absolute += tl.sum(_grouped(tl.abs(numbers), TILE, GROUP), 1)
-            low = tl.minimum(low, tl.min(_grouped(tl.where(known, compared, float("inf")), TILE, GROUP), 1))
-            high = tl.maximum(high, tl.max(_grouped(tl.where(known, compared, float("-inf")), TILE, GROUP), 1))
-    tl.debug_barrier()  # other threads of this program read what is stored above
-    digest = _digest(_bytes_of(start), here * (8 // PARTS), sums, table)
-    message = _bytes_of(work + pieces * (SUMS + ROWS))
-    each = tl.arange(0, 8)
-    tl.store(message + letters + piece * 8 + each, ((digest >> (56 - 8 * each).to(tl.uint64)) & 255).to(tl.uint8))
-    if piece == 0:
-        _store_text(message, letters, w0, w1, w2, w3, w4, w5, w6, w7)
-    if pieces == 1:
-        tl.debug_barrier()
-        _store_hash(hashed, _digest(message, letters + 8, sums, table))
-        if STATISTICS:
-            found = _piece(here, pivot, deviations, second, absolute, low, high, counts, shift)
-            _store_entries(entries, found, shift)
-    elif STATISTICS:
-        found = _piece(here, pivot, deviations, second, absolute, low, high, counts, shift)
-        row = _numbers_of(work + pieces * SUMS + piece * ROWS)
-        for one in tl.static_range(ROWS):
-            tl.store(row + one, found[one])
+            _scan(data, size, (size - 1) // 64, sums, row, secret, LIKE, PARTS, False)
+        tl.debug_barrier()  # other threads of this program read what is stored above
+        digest = _digest(address.to(tl.pointer_type(tl.uint8)), size, sums, secret)
+        tl.store(row + (ROW - 1), digest.to(tl.float64, bitcast=True))
+        tl.debug_barrier()  # before the sums are overwritten
 
 
-@triton.jit(do_not_specialize=["pieces", "letters"])
-def unite(
-    pieces: tl.int64, work, table, entries, hashed, exponent, letters: tl.int64,
-    STATISTICS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Compute the statistics and the hash of a tensor of several pieces from what `read` stored in `work`."""
-    TOGETHER: tl.constexpr = 1024
-    BLOCKS: tl.constexpr = 4
-    pieces, letters = pieces.to(tl.int64), letters.to(tl.int64)
-    if STATISTICS:
-        shift = tl.full((), 0, tl.int32)
-        if WIDE:
-            shift = tl.load(exponent).to(tl.int32)
-        found = _nothing()
-        rows = _numbers_of(work + pieces * SUMS)
-        for first in range(0, pieces, TOGETHER):
-            piece = first + tl.arange(0, TOGETHER)
-            there = piece < pieces
-            row = rows + piece * ROWS
-            counts = tl.load(row, mask=there, other=0.0)
-            origin = tl.load(rows + first * ROWS + 10)
-            means = tl.load(row + 10, mask=there, other=0.0) - origin
-            means += tl.load(row + 11, mask=there, other=0.0) / tl.maximum(counts, 1.0)
-            means = tl.where(there, means, 0.0)
-            count = tl.sum(counts, 0)
-            mean = tl.sum(counts * means, 0) / count
-            centre = origin + mean
-            deviation = tl.where(there, means - mean, 0.0)
-            second = tl.sum(tl.load(row + 9, mask=there, other=0.0) + counts * deviation * deviation, 0)
-            chunk = (
-                count,
-                tl.sum(tl.load(row + 1, mask=there, other=0.0), 0),
-                tl.sum(tl.load(row + 2, mask=there, other=0.0), 0),
-                tl.sum(tl.load(row + 3, mask=there, other=0.0), 0),
-                tl.sum(tl.load(row + 4, mask=there, other=0.0), 0),
-                tl.sum(tl.load(row + 5, mask=there, other=0.0), 0),
-                tl.sum(tl.load(row + 6, mask=there, other=0.0), 0),
-                tl.min(tl.load(row + 7, mask=there, other=float("inf")), 0),
-                tl.max(tl.load(row + 8, mask=there, other=float("-inf")), 0),
-                second,
-                centre,
-                count * (mean - (centre - origin)),
-            )
-            found = _merged(found, chunk)
-        _store_entries(entries, found, shift)
-    message = _bytes_of(work + pieces * (SUMS + ROWS))
-    size = letters + pieces * 8
-    keys = _keys(table, BLOCKS * 16)
-    for first in range(0, size, BLOCKS * 1024):
-        at = first + tl.arange(0, BLOCKS * 1024)
-        _block_sums(tl.load(message + at, mask=at < size, other=0), keys, first // 1024, size, work, 8, BLOCKS)
+@triton.jit
+def _column(rows, piece, there, NUMBER: tl.constexpr, missing):
+    return tl.load(rows + piece * ROW + NUMBER, mask=there, other=missing)
+
+
+@triton.jit
+def unite_statistics(table, entries):
+    """Compute the statistics of tensors; a program for each.
+
+    Parameters
+    ----------
+    table : pointer to int64
+        The address of the first row of each tensor, and the number of its rows.
+    entries : pointer to float64
+        The results: 16 of each tensor.
+    """
+    program = tl.program_id(0)
+    rows = tl.load(table + 2 * program).to(tl.pointer_type(tl.float64))
+    pieces = tl.load(table + 2 * program + 1)
+    largest = tl.full((), 0.0, tl.float64)
+    strange = tl.full((), 0.0, tl.float64)
+    for first in range(0, pieces, TOGETHER):
+        piece = first + tl.arange(0, TOGETHER)
+        there = piece < pieces
+        moduli = tl.maximum(tl.abs(_column(rows, piece, there, 7, 0.0)), tl.abs(_column(rows, piece, there, 8, 0.0)))
+        largest = tl.maximum(largest, tl.max(moduli, 0))
+        strange += tl.sum(_column(rows, piece, there, 2, 0.0) + _column(rows, piece, there, 3, 0.0), 0)
+    exponent = tl.where(strange > 0, 0, _exponent(largest))
+    found = _nothing()
+    for first in range(0, pieces, TOGETHER):
+        piece = first + tl.arange(0, TOGETHER)
+        there = piece < pieces
+        shift = _column(rows, piece, there, 12, 0.0).to(tl.int32) - exponent
+        counts = _column(rows, piece, there, 0, 0.0)
+        centres = _raised(_column(rows, piece, there, 10, 0.0), shift)
+        rests = _raised(_column(rows, piece, there, 11, 0.0), shift)
+        origin = tl.sum(tl.where(piece == first, centres, 0.0), 0)
+        means = tl.where(there, centres - origin + rests / tl.maximum(counts, 1.0), 0.0)
+        count = tl.sum(counts, 0)
+        mean = tl.sum(counts * means, 0) / count
+        centre = origin + mean
+        deviation = tl.where(there, means - mean, 0.0)
+        second = _raised(_raised(_column(rows, piece, there, 9, 0.0), shift), shift)
+        chunk = (
+            count,
+            tl.sum(_column(rows, piece, there, 1, 0.0), 0),
+            tl.sum(_column(rows, piece, there, 2, 0.0), 0),
+            tl.sum(_column(rows, piece, there, 3, 0.0), 0),
+            tl.sum(_raised(_column(rows, piece, there, 4, 0.0), shift), 0),
+            tl.sum(_raised(_raised(_column(rows, piece, there, 5, 0.0), shift), shift), 0),
+            tl.sum(_raised(_column(rows, piece, there, 6, 0.0), shift), 0),
+            tl.min(_column(rows, piece, there, 7, float("inf")), 0),
+            tl.max(_column(rows, piece, there, 8, float("-inf")), 0),
+            tl.sum(second + counts * deviation * deviation, 0),
+            centre,
+            count * (mean - (centre - origin)),
+        )
+        found = _merged(found, chunk)
+    _store_entries(entries + 16 * program, found, exponent)
+
+
+@triton.jit(do_not_specialize=["tensors"])
+def unite_hashes(table, tensors: tl.int64, work, secret, hashed):
+    """Compute the hashes of tensors; a program for each.
+
+    Parameters
+    ----------
+    table : pointer to int64
+        For each tensor the address of its first row, the number of its rows, where its text begins and its length in
+        bytes, and the number of its first word in `work`. The texts follow.
+    tensors : int
+    work : pointer to uint64
+        For each tensor, the words of its message (the text and eight bytes of each row, rounded up to 16 bytes), and
+        eight words of each 1024 bytes of it, rounded up to those of a piece.
+    secret : pointer to uint64
+        `TABLE`.
+    hashed : pointer to int64
+        The results.
+    """
+    program = tl.program_id(0)
+    columns = table + 5 * program
+    rows, pieces = tl.load(columns).to(tl.pointer_type(tl.uint64)), tl.load(columns + 1)
+    letters = tl.load(columns + 3)
+    text = (table + 5 * tensors).to(tl.pointer_type(tl.uint8), bitcast=True) + tl.load(columns + 2)
+    words = work + tl.load(columns + 4)
+    message = words.to(tl.pointer_type(tl.uint8), bitcast=True)
+    each = tl.arange(0, 8)[None, :]
+    for first in range(0, letters, 64):
+        letter = first + tl.arange(0, 64)
+        tl.store(message + letter, tl.load(text + letter, mask=letter < letters, other=0), mask=letter < letters)
+    for first in range(0, pieces, TOGETHER):
+        piece = first + tl.arange(0, TOGETHER)
+        there = (piece < pieces)[:, None]
+        digests = tl.load(rows + piece[:, None] * ROW + (ROW - 1), mask=there, other=0)
+        digests = (digests >> (56 - 8 * each).to(tl.uint64)) & 255
+        tl.store(message + letters + piece[:, None] * 8 + each, digests.to(tl.uint8), mask=there)
     tl.debug_barrier()
-    _store_hash(hashed, _digest(message, size, work, table))
+    size = letters + pieces * 8
+    sums = words + (size + 15) // 16 * 2
+    for first in range(0, size, PIECE):
+        part = tl.minimum(size - first, PIECE).to(tl.int32)
+        stripes = (size - 1) // 64 - first // 64
+        data = tl.multiple_of(words + first // 8, 16)
+        _scan(data, part, stripes, sums + first // 128, rows, secret, "bytes", 8, False)
+    tl.debug_barrier()
+    tl.store(hashed + program, _digest(message, size, sums, secret).to(tl.int64, bitcast=True))

@@ -1,182 +1,391 @@
 """Hashes and statistics of CUDA tensors, computed on the device without making the training wait.
 
-Triton kernels read a tensor once for both. If Triton is missing or fails, statistics are computed by torch operations,
-and hashes of a copy on the host, for which the training waits; a single warning says so.
+Tensors are noted in a table, and read together: a launch of a Triton kernel reads all of a dtype, each once for its
+hash and its statistics. If Triton is missing or fails, statistics are computed by torch operations, and hashes of a
+copy on the host, for which the training waits; a single warning says so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tracer.errors import raised_by_signal, warn_only
-from tracer.numbers.statistics import ENTRIES
-from tracer.observing.device.operations import exponent_of, statistics_by_operations
-from tracer.observing.hashes import PIECE, hash_of, text_of
-from tracer.observing.pytorch.tensors import bytes_of
+from tracer.observing.device.changes import Changes, Watched, version_of
+from tracer.observing.device.launching import BYTES, LIKE, Launcher, Rows
+from tracer.observing.device.operations import statistics_by_operations
+from tracer.observing.hashes import hash_of, text_of
 
-_COUNTED: Final = frozenset(
-    {
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
-    }
-)
-"""The dtypes whose statistics the kernels compute."""
-_PRECISE: Final = frozenset({torch.float64, torch.int32, torch.int64})
-"""The dtypes among them that float32 cannot represent."""
-_BLOCKS, _STAGES, _WARPS = 4, 3, 8
-"""How the kernels read a piece: the blocks in a tile, the tiles loaded at a time, and the warps of a program."""
+TYPES: Final = {"cuda"}
+"""The types of the devices whose tensors are read there; in tests that of the CPU."""
+_SHARE: Final = 7
+"""Tensors are kept for reading up to 2**-7 of the device's memory."""
+_CHUNK: Final = 1024
+"""Rows whose memory is allocated together."""
+_CONVERTED: Final = {
+    **{getattr(torch, name): torch.float32 for name in dir(torch) if name.startswith("float8_")},
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.float64,
+}
+"""The other dtypes whose statistics the kernels compute, and what they are converted to."""
+
+_launchers: dict[torch.device, Launcher | None] = {}
 
 
-_readers: dict[torch.device, Reader | None] = {}
+def stays(tensor: Tensor) -> bool:
+    """Whether a tensor is read on its device, because copying it would make the training wait."""
+    return (
+        tensor.device.type in TYPES
+        and tensor.layout is torch.strided
+        and tensor.numel() > 0
+        and not tensor.is_quantized
+    )
 
 
 def hash_on_device(tensor: Tensor) -> Tensor:
-    """The hash of a tensor, as `tracer.observing.hashes.hash_of` defines it; int64 ().
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Dense, not empty, on a CUDA device.
-    """
-    found = _asked(tensor, Reader.hashed)
+    """The hash of a tensor that `stays` on its device, as `tracer.observing.hashes.hash_of` defines it; int64 ()."""
+    found = _asked(tensor, "hash")
     return torch.tensor(hash_of(tensor)) if found is None else found
 
 
 def statistics_on_device(tensor: Tensor) -> Tensor:
-    """The entries of `tracer.numbers.statistics.statistics_of`, accurate to about 1e-13; float64 (16,).
+    """The entries of `tracer.numbers.statistics.statistics_of` of a tensor that `stays` on its device.
 
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Dense, not empty, on a CUDA device.
+    Accurate to about 1e-13; float64 (16,).
     """
-    found = _asked(tensor, Reader.statistics) if tensor.dtype in _COUNTED else None
+    found = None if tensor.is_complex() else _asked(tensor, "statistics")
     return statistics_by_operations(tensor) if found is None else found
 
 
-def _asked(tensor: Tensor, question: Callable[[Reader, Tensor], Tensor]) -> Tensor | None:
-    """The answer of the reader for the tensor's device; None if there is no reader, or the shape has too many axes."""
-    device = tensor.device
-    try:
-        if device not in _readers:
-            _readers[device] = Reader(device)
-        reader = _readers[device]
-        return None if reader is None or _text(tensor.dtype, tensor.shape) is None else question(reader, tensor)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # from Triton, a compiler or a driver
-        if raised_by_signal(error):
-            raise
-        _readers[device] = None
-        warn_only(
-            f"hashes of tensors on {device} are made on the host, for which the training waits, because Triton fails "
-            f"there: {type(error).__name__}: {error}"
-        )
-        return None
-
-
-class _Reading(NamedTuple):
-    """The results of reading a tensor once."""
+class _Asked(NamedTuple):
+    """The table with the reading of the tensor that was asked for last."""
 
     tensor: weakref.ref[Tensor]
     version: int
-    statistics: Tensor | None
-    hashed: Tensor
+    table: Table
 
 
-class Reader:
-    """Reads tensors on one device.
+_last: list[_Asked] = []
 
-    Hash and statistics of the same tensor, requested one after the other, share one reading.
+
+def _asked(tensor: Tensor, what: str) -> Tensor | None:
+    """The hash or the statistics, one after the other with one reading; None if there are no kernels."""
+    version = version_of(tensor)
+    last = _last.pop() if _last else None  # used again only once: memory may change without a new version
+    if last is not None and last.tensor() is tensor and last.version == version:
+        return last.table.made(what, [0])[0]
+    table = Table(tensor.device, most_bytes=0)
+    if table.read(tensor) is None:
+        return None
+    _last.append(_Asked(weakref.ref(tensor), version, table))
+    return table.made(what, [0])[0]
+
+
+class Noted(NamedTuple):
+    """A tensor that is read later: the number of its reading in a table."""
+
+    table: Table
+    number: int
+
+
+class _Reading(NamedTuple):
+    """What is known of a tensor that was noted: the text of its hash, and the rows for hash and statistics."""
+
+    text: bytes
+    hashed: Rows
+    counted: Rows
+
+
+class _Waiting(NamedTuple):
+    """A tensor that is to be read: its reading, where it lies, and what hashes and statistics are of.
+
+    If there is an `earlier` one, what is read is the difference to it.
+    """
+
+    number: int
+    plain: Tensor
+    flat: Tensor
+    rows: Rows
+    earlier: Tensor | None = None
+
+
+class Table:
+    """Notes the tensors of a device and reads them together.
+
+    A tensor that is noted is read later, with others. A tensor that the training changes in place before that is read
+    at once: the first time that a key occurs, its tensor is read at once, and observed for as long as the reading of a
+    tensor may wait. If it has changed by then, all tensors of the key are read at once. Otherwise they wait; if one
+    does change while it waits, its reading is `lost`.
 
     Parameters
     ----------
     device : torch.device
+    most_bytes : int, optional
+        How many bytes of tensors wait; by default a share of the device's memory.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        from tracer.observing.device import kernels
+    def __init__(self, device: torch.device, most_bytes: int | None = None) -> None:
+        self.device = device
+        self._most = most_bytes if most_bytes is not None else memory_of(device) >> _SHARE
+        self._readings: list[_Reading] = []
+        self._answers: dict[int, tuple[Tensor, Tensor]] = {}  # hash and statistics of what the kernels failed at
+        self._lost: dict[int, str] = {}
+        # what waits, by dtype, and how many bytes; what has a key; the copies to make
+        self._waiting: dict[str, list[_Waiting]] = {}
+        self._bytes = 0
+        self._deferred: list[Watched] = []
+        self._copies: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        self._changes = Changes(self._most)
+        # the memory for rows, the address of the next, how many are left, and the streams that write to them
+        self._chunks: list[Tensor] = []
+        self._next = self._left = 0
+        self._streams: list[Any] = []
+        self._stream: tuple[int, ...] = ()
 
-        self._kernels: Any = kernels
-        self._device = device
-        words = [word - (1 << 64 if word >> 63 else 0) for word in kernels.TABLE]
-        self._table = torch.tensor(words, device=device).view(torch.uint64)
-        self._compiled: dict[Any, Any] = {}
-        self._last: _Reading | None = None
+    # -- noting ---------------------------------------------------------------------------------------------
 
-    def hashed(self, tensor: Tensor) -> Tensor:
-        """The hash of a tensor that is not empty, as `tracer.observing.hashes.hash_of` defines it; int64 ()."""
-        return self._read(tensor).hashed
+    def read(self, tensor: Tensor, key: Hashable | None = None) -> int | None:
+        """Note a tensor; returns the number of its reading, or None if there are no kernels.
 
-    def statistics(self, tensor: Tensor) -> Tensor:
-        """The entries of `tracer.numbers.statistics.statistics_of`, for a dtype in `_COUNTED`; float64 (16,)."""
-        found = self._read(tensor).statistics
-        assert found is not None  # `statistics_on_device` has checked the dtype
-        return found
+        Parameters
+        ----------
+        tensor : torch.Tensor
+            One that `stays` on the device. Of a complex tensor there is only a hash.
+        key : hashable, optional
+            What the tensor has in common with tensors of other steps, if the training may change it in place. Without
+            a key, the tensor must not change before the caller asks for a `flush`.
+        """
+        launcher = launcher_of(self.device)
+        if launcher is None:
+            return None
+        self._follow_stream()
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        if plain.is_conj() or plain.is_neg():
+            plain = plain.resolve_conj().resolve_neg()
+        flat = plain if plain.is_contiguous() else plain.contiguous()
+        address = flat.data_ptr()
+        if address % 16:
+            flat = flat.clone()
+        number, dtype = len(self._readings), plain.dtype
+        hashed = counted = self._note(launcher, number, plain, flat, LIKE.get(dtype, BYTES))
+        if dtype in _CONVERTED:
+            wide = _CONVERTED[dtype]
+            counted = self._note(launcher, number, plain, flat.to(wide), LIKE[wide])
+        self._readings.append(_Reading(text_of(dtype, plain.shape), hashed, counted))
+        if key is not None and flat is plain:
+            self._watch(plain, address, key, number)
+        if self._bytes > self._most:
+            self.flush()
+        return number
 
-    def _read(self, tensor: Tensor) -> _Reading:
-        last, self._last = self._last, None  # used again only once: memory may change without a new version
-        version = 0 if tensor.is_inference() else tensor._version
-        if last is not None and last.tensor() is tensor and last.version == version:
-            return last
-        # in tests, Triton's interpreter reads CPU tensors
-        with torch.cuda.device(self._device) if tensor.is_cuda else contextlib.nullcontext():
-            statistics, hashed = self._launch(tensor)
-        self._last = _Reading(weakref.ref(tensor), version, statistics, hashed)
-        return self._last
+    def read_difference(self, now: Tensor, before: Tensor) -> int | None:
+        """Note ``now - before``, of tensors that do not change before the next `flush`.
 
-    def _launch(self, tensor: Tensor) -> tuple[Tensor | None, Tensor]:
-        plain = (tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg()
-        counted = plain.dtype in _COUNTED
-        whole = counted and plain.dtype is not torch.bool
-        flat = plain.contiguous().reshape(-1) if whole else bytes_of(plain)
-        parts = 8 // flat.itemsize
-        size, text = flat.numel(), _text(plain.dtype, plain.shape)
-        assert text is not None  # `_asked` has checked it
-        pieces = -(-flat.nbytes // PIECE)
-        kernels = self._kernels
-        words = pieces * (kernels.SUMS.value + kernels.ROWS.value + 1) + kernels.TEXT.value // 8
-        work = torch.empty(words, dtype=torch.uint64, device=self._device)
-        entries = torch.empty(len(ENTRIES), dtype=torch.float64, device=self._device)
-        hashed = torch.empty((), dtype=torch.int64, device=self._device)
-        wide = plain.dtype is torch.float64
-        exponent = exponent_of(flat) if wide else entries
-        even, aligned = size % 16 == 0, flat.data_ptr() % 16 == 0
-        self._run(
-            kernels.read,
-            pieces,
-            ("read", plain.dtype, even, aligned),
-            (flat, size, pieces, work, self._table, entries, hashed, exponent, *text),
-            (parts, _BLOCKS, _STAGES, even, counted, plain.dtype in _PRECISE, wide),
-        )
-        if pieces > 1:
-            given = pieces, work, self._table, entries, hashed, exponent, text[0]
-            self._run(kernels.unite, 1, ("unite", counted, wide), given, (counted, wide))
-        return entries if counted else None, hashed
+        None if there are no kernels, or torch does not make the difference of many tensors of this dtype at once.
+        """
+        launcher = launcher_of(self.device)
+        like = LIKE.get(now.dtype)
+        if launcher is None or like is None or now.itemsize == 1 or now.dtype is not before.dtype:
+            return None
+        self._follow_stream()
+        number = len(self._readings)
+        rows = self._note(launcher, number, now.detach(), before, like, before)
+        self._readings.append(_Reading(text_of(now.dtype, now.shape), rows, rows))
+        if self._bytes > self._most:
+            self.flush()
+        return number
 
-    def _run(
-        self, kernel: Any, programs: int, variant: Any, given: tuple[Any, ...], constants: tuple[Any, ...]
-    ) -> None:
-        """Launch a kernel. A compiled kernel is launched directly, because Triton's lookup is slow."""
-        compiled = self._compiled.get(variant)
-        if compiled is not None:
-            compiled[programs, 1, 1](*given, *constants)
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy in C order of a tensor that does not change before the next `flush`, which makes it."""
+        self._follow_stream()
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self._copies.setdefault(tensor.dtype, []).append((copied, tensor.detach()))
+        return copied
+
+    def _note(
+        self, launcher: Launcher, number: int, plain: Tensor, flat: Tensor, like: str, earlier: Tensor | None = None
+    ) -> Rows:
+        """Let a tensor wait; returns the rows that are made for it."""
+        nbytes = flat.nbytes
+        count = -(-nbytes // launcher.piece_bytes)
+        if count > self._left:
+            self._left = max(count, _CHUNK)
+            self._chunks.append(launcher.space(self._left))
+            self._next = self._chunks[-1].data_ptr()
+        rows = Rows(self._next, count)
+        self._next += count * launcher.row_bytes
+        self._left -= count
+        self._waiting.setdefault(like, []).append(_Waiting(number, plain, flat, rows, earlier))
+        self._bytes += nbytes
+        return rows
+
+    def _watch(self, tensor: Tensor, address: int, key: Hashable, number: int) -> None:
+        """Let a tensor wait, or read it at once."""
+        calm = self._changes.calm(key)
+        if calm and not tensor.is_inference():  # which has no version
+            self._deferred.append(Watched(tensor, tensor._version, address, key, number))
+            return
+        self.flush()
+        if calm is None:
+            self._changes.observe(Watched(tensor, version_of(tensor), address, key, number))
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Launch the reading of the tensors that wait, and the copies; not while a CUDA graph is captured."""
+        if not (self._waiting or self._copies) or (self._streams and torch.cuda.is_current_stream_capturing()):
+            return
+        copies, waiting = self._copies, self._waiting
+        changed = [one for one in self._deferred if one.changed]
+        if changed:  # their memory may be gone
+            lost = {one.number for one in changed}
+            self._lose(lost, "it was changed in place before the device read it, for the first time")
+            for one in changed:
+                self._changes.found(one)
+            kept = {like: [each for each in noted if each.number not in lost] for like, noted in waiting.items()}
+            waiting = {like: noted for like, noted in kept.items() if noted}
+        self._copies, self._waiting, self._deferred, self._bytes = {}, {}, [], 0
+        try:
+            with self._on_stream():
+                for pairs in copies.values():
+                    torch._foreach_copy_([copied for copied, _ in pairs], [source for _, source in pairs])
+                for like, noted in waiting.items():
+                    self._launch(like, _with_differences(noted))
+        except torch.OutOfMemoryError:  # the training may need no more
+            numbers = {one.number for noted in waiting.values() for one in noted}
+            self._lose(numbers, "the device had no memory left to read it")
+
+    def _launch(self, like: str, noted: list[_Waiting]) -> None:
+        launcher = launcher_of(self.device)
+        try:
+            if launcher is not None:
+                columns = [(flat.data_ptr(), flat.nbytes, *rows) for _, _, flat, rows, _ in noted]
+                launcher.read(like, noted[0].flat.itemsize, columns)
+                if self._streams:
+                    for one in noted:  # the memory of a tensor of another stream must not be reused before
+                        one.flat.record_stream(self._streams[-1])
+                return
+        except Exception as error:  # from Triton, a compiler or a driver
+            if not _is_theirs(error):
+                raise
+            _do_without(self.device, error)
+            self._lose(set(range(len(self._readings))).difference(self._answers), "Triton failed after reading it")
+        for one in noted:
+            self._answers[one.number] = torch.tensor(hash_of(one.plain)), statistics_by_operations(one.plain)
+            self._lost.pop(one.number, None)
+
+    def _lose(self, numbers: Iterable[int], why: str) -> None:
+        self._lost.update((number, why) for number in numbers)
+
+    def lost(self) -> Mapping[int, str]:
+        """The readings without rows, and why: above all those of tensors that were changed before they were read."""
+        self.flush()
+        return self._lost
+
+    def made(self, what: str, numbers: Sequence[int]) -> Tensor:
+        """The hashes or the statistics of readings that are not lost.
+
+        Parameters
+        ----------
+        what : str
+            ``"hash"``: as `tracer.observing.hashes.hash_of` defines it, int64 (readings,).
+            ``"statistics"``: the entries of `tracer.numbers.statistics.statistics_of`, float64 (readings, 16).
+        numbers : sequence of int
+        """
+        launcher = self._ready()
+        if launcher is None:
+            return torch.stack([self._answers[one][what == "statistics"] for one in numbers])
+        readings = [self._readings[one] for one in numbers]
+        if what == "statistics":
+            return launcher.statistics([one.counted for one in readings])
+        return launcher.hashes([(one.text, one.hashed) for one in readings])
+
+    def clear(self) -> None:
+        """Forget all readings; their numbers are used again."""
+        self.flush()
+        self._changes.finish()
+        self._readings, self._answers, self._lost = [], {}, {}
+        self._chunks, self._streams, self._left = [], [], 0
+
+    # -- streams --------------------------------------------------------------------------------------------
+
+    def _follow_stream(self) -> None:
+        """What waits is read on the CUDA stream that was the current one when it was noted."""
+        if self.device.type == "cuda":
+            current = torch._C._cuda_getCurrentStream(self.device.index)  # faster than `torch.cuda.current_stream`
+            if current != self._stream or not self._streams:
+                self.flush()
+                self._stream = current
+                self._streams.append(torch.cuda.current_stream(self.device))
+                self._left = 0
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
+        last = self._streams[-1] if self._streams else None
+        elsewhere = last is not None and last != torch.cuda.current_stream(self.device)
+        return torch.cuda.stream(last) if elsewhere else contextlib.nullcontext()
+
+    def _ready(self) -> Launcher | None:
+        """The launcher, when the rows are there for what is launched on the current stream."""
+        self.flush()
+        if self._streams:
+            current = torch.cuda.current_stream(self.device)
+            for stream in self._streams:
+                if stream != current:
+                    current.wait_stream(stream)
+            if len(self._streams) > 1 or self._streams[0] != current:
+                for chunk in self._chunks:
+                    chunk.record_stream(current)
+        return None if self._answers else launcher_of(self.device)
+
+
+def memory_of(device: torch.device) -> int:
+    """The bytes of a device's memory."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def launcher_of(device: torch.device) -> Launcher | None:
+    """The launcher of a device; None if there are no kernels, which a warning has said."""
+    if device not in _launchers:
+        try:
+            _launchers[device] = Launcher(device)
+        except Exception as error:  # from Triton, a compiler or a driver
+            if not _is_theirs(error):
+                raise
+            _do_without(device, error)
+    return _launchers[device]
+
+
+def _is_theirs(error: Exception) -> bool:
+    """Whether the kernels are the cause of an error."""
+    return not isinstance(error, torch.OutOfMemoryError) and not raised_by_signal(error)
+
+
+def _do_without(device: torch.device, error: Exception) -> None:
+    """Do without the kernels on a device."""
+    _launchers[device] = None
+    warn_only(
+        f"hashes of tensors on {device} are made on the host, for which the training waits, because Triton fails "
+        f"there: {type(error).__name__}: {error}"
+    )
+
+
+def _with_differences(noted: list[_Waiting]) -> list[_Waiting]:
+    """Compute the differences that are to be read."""
+    pairs = [(one.plain, one.earlier) for one in noted if one.earlier is not None]
+    if not pairs:
+        return noted
+    made = iter(torch._foreach_sub([now for now, _ in pairs], [earlier for _, earlier in pairs]))
+    found = []
+    for one in noted:
+        if one.earlier is not None:
+            moved = next(made)
+            found.append(one._replace(plain=moved, flat=moved.contiguous(), earlier=None))
         else:
-            self._compiled[variant] = kernel[programs, 1, 1](*given, *constants, num_warps=_WARPS)
-
-
-@lru_cache(maxsize=4096)
-def _text(dtype: torch.dtype, shape: torch.Size) -> tuple[int, ...] | None:
-    """The length of the text at the beginning of a hash, and its bytes as eight words; None if it is longer."""
-    text = text_of(dtype, shape)
-    if len(text) > 64:
-        return None
-    filled = text.ljust(64, b"\0")
-    return len(text), *(int.from_bytes(filled[at : at + 8], "little", signed=True) for at in range(0, 64, 8))
+            found.append(one)
+    return found
