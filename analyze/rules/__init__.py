@@ -15,6 +15,7 @@ RULES: Mapping[str, str] = {
     "softmax_before_loss": "analyze.rules.loss_arguments:SoftmaxBeforeLoss",
     "relu_before_loss": "analyze.rules.loss_arguments:ReluBeforeLoss",
     "evaluation_mode": "analyze.rules.evaluation_mode:EvaluationMode",
+    "accumulated_gradients": "analyze.rules.accumulated_gradients:AccumulatedGradients",
     "input_not_normalised": "analyze.rules.input_not_normalised:InputNotNormalised",
     "poor_initialisation": "analyze.rules.poor_initialisation:PoorInitialisation",
     "dead_units": "analyze.rules.dead_units:DeadUnits",
