@@ -9,8 +9,11 @@ from typing import Any
 
 from torch import Tensor, is_grad_enabled, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
+from tracer import walking
 from tracer.errors import CaptureError
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
 from tracer.observing.part import Ground, Part
@@ -121,6 +124,7 @@ class Passes(Part):
         if is_grad_enabled() or checkpointing():
             self.tag_with_gradients = running.tag
         if running.tag == DEFAULT_TAG:
+            running.in_train_mode = 0
             first = not self.clock.open
             self.steps.begin()
             running.batch, running.counts = 0, None
@@ -135,7 +139,7 @@ class Passes(Part):
         elif undecided is not None:
             self._enter_undecided(running, undecided)
         else:
-            self._enter_aside(running, path)
+            self._enter_aside(running, path, module)
 
     def _enter_undecided(self, running: Pass, undecided: UndecidedPass) -> None:
         """Decide whether a pass is observed of which it is not known yet whether it is a training pass."""
@@ -169,9 +173,11 @@ class Passes(Part):
             return DEFAULT_TAG
         return self.undecided.latest or EVAL_TAG
 
-    def _enter_aside(self, running: Pass, path: str | None) -> None:
+    def _enter_aside(self, running: Pass, path: str | None, module: nn.Module) -> None:
         """Decide whether a pass outside the training is recorded; if only others with its tag are, count its calls."""
         tag = running.tag
+        trains = tag == EVAL_TAG and module.training and _depends_on_mode(module)
+        running.in_train_mode = running.in_train_mode + 1 if trains else 0
         running.batch = self.numbers.count_pass(tag) if path is None else self.numbers.call(path, tag)
         running.listening = running.inside = self.demand.hears(tag, running.batch)
         running.counts = None
@@ -316,3 +322,19 @@ class Passes(Part):
         # observed losses publish the output as they get it, together with the labels
         if not self.given_to_losses or self.publisher.collecting is not None:
             self.publisher.publish_leaves("network_output", None, output, running.tag)
+
+
+def _depends_on_mode(top: nn.Module) -> bool:
+    """Whether a module or one below it is in train mode, and would give something else in eval mode."""
+    for one in walking.modules(top):
+        if not one.training:
+            continue
+        if isinstance(one, _BatchNorm):
+            if one.track_running_stats:
+                return True
+        elif isinstance(one, _DropoutNd):
+            if one.p > 0:
+                return True
+        elif isinstance(one, (nn.RNNBase, nn.MultiheadAttention)) and one.dropout > 0:
+            return True
+    return False

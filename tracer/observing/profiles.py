@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tracer.errors import UnknownNameError
-from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS, TRAIN_MODE
 from tracer.observing.capture import DEFAULT_KINDS, Capture
 from tracer.observing.probes import PROBE
 
@@ -22,7 +22,7 @@ _WIDE: Final = "sketch:k=256"
 
 _EVENTS = tuple(name for name, kind in KINDS.items() if kind.event and not kind.state)
 _LOSSES = ("loss_terms", "loss")
-_OUTCOMES = ("network_output", "input_labels", *_LOSSES)
+_OUTCOMES = ("network_output", "input_labels", *_LOSSES, TRAIN_MODE)
 
 
 class _Profile(NamedTuple):
@@ -137,6 +137,6 @@ def profile(name: str) -> tuple[Capture, ...]:
     Examples
     --------
     >>> [capture.reduce or len(capture.kinds) for capture in profile("standard")]
-    [12, 7, 'hash', 'statistics', 'hash', 4, 'sketch:k=256']
+    [13, 7, 'hash', 'statistics', 'hash', 5, 'sketch:k=256']
     """
     return tuple(map(Capture.from_mapping, settings_of(name)))

@@ -117,11 +117,11 @@ class Publisher:
             self.bus.make_room(like.nbytes)
         return space_for(like, self.memory)
 
-    def event(self, kind: str, at: At) -> None:
+    def event(self, kind: str, at: At, tag: str = DEFAULT_TAG) -> None:
         """Publish a message without data, if it is wanted."""
-        captures = self.demand.wanted(kind, None, DEFAULT_TAG, at)
+        captures = self.demand.wanted(kind, None, tag, at)
         if captures:
-            stream = StreamKey(kind, None, DEFAULT_TAG, "")
+            stream = StreamKey(kind, None, tag, "")
             self._send(captures[-1], self._message(kind, stream, None, 0, at))
 
     def publish(
