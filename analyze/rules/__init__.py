@@ -26,6 +26,7 @@ RULES: Mapping[str, str] = {
     "vanishing_gradient": "analyze.rules.gradient_flow:VanishingGradient",
     "update_ratio": "analyze.rules.update_ratio:UpdateRatio",
     "unchanged": "analyze.rules.unchanged:Unchanged",
+    "never_stepped": "analyze.rules.never_stepped:NeverStepped",
     "all_zeros": "analyze.rules.all_zeros:AllZeros",
     "rank_collapse": "analyze.rules.rank_collapse:RankCollapse",
     "norm_drift": "analyze.rules.norm_drift:NormDrift",
