@@ -22,7 +22,8 @@ class NotFinite(Rule):
     """NaN or infinity, and the message in which it came up first.
 
     What follows from the first one, in later messages of that step and of the steps after it, is part of the same
-    finding. Minus infinity alone is nothing odd in what a network computes forward: masks are made of it.
+    finding. Minus infinity alone is nothing odd in what a network computes forward: masks are made of it. But where it
+    is new in a step that has NaN after it, it is the first, as of the logarithm of zero.
 
     Parameters
     ----------
@@ -38,7 +39,7 @@ class NotFinite(Rule):
 
     name = "not_finite"
     takes_statistics = True
-    memory = ("origin", "first", "last", "followed")
+    memory = ("origin", "first", "last", "followed", "finite", "minus")
     severity = Severity.ERROR
     judges = "messages of floating-point numbers"
     numbers = ("nan", "inf", "streams")
@@ -53,6 +54,8 @@ class NotFinite(Rule):
         self.first = (0.0, 0.0)  # the counts of NaN and of infinite numbers in the origin
         self.last = -1
         self.followed: set[tuple[object, ...]] = set()
+        self.finite: dict[tuple[object, ...], bool] = {}  # of what is computed forward, whether it was always finite
+        self.minus: list[tuple[Place, float]] = []  # what was, until this step; with its count of minus infinity
 
     def look(self, message: Message) -> Iterator[Message]:
         """Judge one message."""
@@ -60,20 +63,33 @@ class NotFinite(Rule):
         if extent is None or not extent.floating or message.data is None or message.data.layout != torch.strided:
             return
         nan, inf = shared(message, "nan"), shared(message, "inf")
-        if inf and not nan and message.kind in _FORWARD and shared(message, "max") != math.inf:
-            inf = 0.0
         place = Place.of(message)
+        stream = (message.kind, *place.series)
+        if inf and not nan and message.kind in _FORWARD and shared(message, "max") != math.inf:
+            if self.finite.get(stream):
+                self.minus.append((place, inf))
+            inf, self.finite[stream] = 0.0, False
         if not (nan or inf):
+            if message.kind in _FORWARD:
+                self.finite.setdefault(stream, True)
             yield from self.judge(place, False, 0.0, 0.0)
             return
         self.judged(place)
         if self.origin is None or message.global_step > self.last + 1:
-            self.origin, self.followed, self.first = place, set(), (nan, inf)
+            self.origin, self.first = place, (nan, inf)
+            if self.minus:
+                self.origin, self.first = self.minus[0][0], (0.0, self.minus[0][1])
+            self.followed = {(self.origin.kind, *self.origin.series)}
         self.last = message.global_step
-        self.followed.add((message.kind, *place.series))
+        self.followed.add(stream)
         told = (*self.first, float(len(self.followed)))
         yield from self.judge(self.origin.at(message), True, sum(self.first), 0.0, *told)
         self.amend(self.origin.kind, self.origin.series, *told)
+
+    def look_back(self) -> Iterator[Message]:
+        """Forget what was new in a step."""
+        self.minus = []
+        yield from ()
 
     def evidence(self, found: Finding) -> str:
         nan, inf, streams = (int(found.numbers[name]) for name in self.numbers)

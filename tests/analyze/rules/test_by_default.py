@@ -486,3 +486,42 @@ def test_evaluations_in_train_mode(
     """A fault where a dropout or a batch normalisation is active in the only pass of a loss."""
     found = found_in(tmp_path, "evaluation_mode", make(), evaluations(evaluate), steps=40)
     assert [(one.first, one.tag, one.steps) for one in found] == ([(10, "eval", 4)] if bad else [])
+
+
+# -- numbers that are not finite ----------------------------------------------------------------------------------
+
+
+class Logarithm(nn.Module):
+    """Meets zero where its input is negative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu().log()
+
+
+def test_a_logarithm_of_zero(tmp_path: Path) -> None:
+    """The first is minus infinity, which the layer after it makes NaN of."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), Logarithm(), nn.Linear(8, 3))
+    nn.init.constant_(model[0].bias, 30.0)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def inputs(number: int) -> Tensor:
+        return torch.full((16, 6), -1e3 if number == 5 else 0.1) * torch.eye(16, 6)
+
+    (found,) = found_in(tmp_path, "not_finite", model, plain, optimizer, steps=8, inputs=inputs)
+    assert (found.module, found.kind, found.first) == ("1", "activations", 5)
+
+
+@pytest.mark.parametrize("usual", [True, False])
+def test_minus_infinity_is_the_first_where_it_is_new(usual: bool) -> None:
+    """A mask that had it before, or that is not known from an earlier step, is not to blame."""
+    mask = torch.tensor([0.0, -torch.inf])
+    messages = []
+    for step in range(8):
+        masked = mask if step in ((3, 6) if usual else (6,)) else torch.zeros(2)
+        value = torch.tensor([1.0, torch.nan if step == 6 else 1.0])
+        messages += [at(step, "activations", masked, "mask"), at(step, "activations", value, "other")]
+    (found,) = findings("not_finite", messages)
+    assert (found.module, found.first) == ("other" if usual else "mask", 6)
+    (early,) = findings("not_finite", messages[12:])
+    assert (early.module, early.first) == ("other", 6)
