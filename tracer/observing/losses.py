@@ -140,7 +140,8 @@ class Losses(Part):
         for kind, tensor in zip(("network_output", "input_labels"), found, strict=True):
             if tensor is not None:
                 self.publisher.publish_leaves(kind, None, tensor, tag)
-        self._tell_train_mode(tag)
+        if self.gate.passes.now.in_train_mode:
+            self._tell_train_mode(tag)
         of_model = isinstance(getattr(loss, "__self__", None), ModelLoss)
         if of_model:
             self.terms.note(name, output)

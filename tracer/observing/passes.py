@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tracer import walking
 from tracer.errors import CaptureError
-from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
+from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, TRAIN_MODE
 from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.autograd import calls_running, checkpointing, recomputing
 from tracer.observing.pytorch.gate import Pass
@@ -121,10 +121,11 @@ class Passes(Part):
             running.tag = undecided.tag
         else:
             running.tag = EVAL_TAG
+        aside = undecided is None and running.tag == EVAL_TAG
+        running.in_train_mode = running.in_train_mode + 1 if aside and self._is_in_train_mode(module) else 0
         if is_grad_enabled() or checkpointing():
             self.tag_with_gradients = running.tag
         if running.tag == DEFAULT_TAG:
-            running.in_train_mode = 0
             first = not self.clock.open
             self.steps.begin()
             running.batch, running.counts = 0, None
@@ -139,7 +140,11 @@ class Passes(Part):
         elif undecided is not None:
             self._enter_undecided(running, undecided)
         else:
-            self._enter_aside(running, path, module)
+            self._enter_aside(running, path)
+
+    def _is_in_train_mode(self, module: nn.Module) -> bool:
+        """Whether a module of an evaluation behaves as in a training, if somebody wants to know."""
+        return module.training and bool(self.demand.wanted(TRAIN_MODE, None, EVAL_TAG)) and _depends_on_mode(module)
 
     def _enter_undecided(self, running: Pass, undecided: UndecidedPass) -> None:
         """Decide whether a pass is observed of which it is not known yet whether it is a training pass."""
@@ -173,11 +178,9 @@ class Passes(Part):
             return DEFAULT_TAG
         return self.undecided.latest or EVAL_TAG
 
-    def _enter_aside(self, running: Pass, path: str | None, module: nn.Module) -> None:
+    def _enter_aside(self, running: Pass, path: str | None) -> None:
         """Decide whether a pass outside the training is recorded; if only others with its tag are, count its calls."""
         tag = running.tag
-        trains = tag == EVAL_TAG and module.training and _depends_on_mode(module)
-        running.in_train_mode = running.in_train_mode + 1 if trains else 0
         running.batch = self.numbers.count_pass(tag) if path is None else self.numbers.call(path, tag)
         running.listening = running.inside = self.demand.hears(tag, running.batch)
         running.counts = None
@@ -235,7 +238,7 @@ class Passes(Part):
         self.forwards.seen += 1
         running.depth, running.tag, running.inputs = 1, DEFAULT_TAG, []
         running.listening = running.inside = False
-        running.batch, running.counts = 0, None
+        running.batch, running.counts, running.in_train_mode = 0, None, 0
         self.tag_with_gradients = DEFAULT_TAG
         return True
 
