@@ -194,7 +194,7 @@ def test_the_trace_holds_what_was_observed_in_its_order(live: Live) -> None:
     tracer.replay(live.path, heard)
     observed = [exact(message) for message in live.heard if message.kind in KINDS]
     assert [exact(message) for message in heard] == observed
-    assert {message.kind for message in heard} == set(KINDS) - {"eval_mode"}
+    assert {message.kind for message in heard} == set(KINDS) - {"eval_mode", "train_mode"}
 
 
 # -- 2. values only -------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def test_a_trace_holds_nothing_derived(live: Live) -> None:
     """Although every metric listened, the trace holds kinds of the exporter only."""
     with tracer.open(live.path) as trace:
         assert {stream.kind for stream in trace.streams} <= set(KINDS)
-    assert {message.kind for message in live.heard} > set(KINDS) - {"eval_mode"}
+    assert {message.kind for message in live.heard} > set(KINDS) - {"eval_mode", "train_mode"}
 
 
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 2])

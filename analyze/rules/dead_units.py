@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number, is_whole
-from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.streams import Series
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
@@ -18,6 +18,7 @@ from analyze.rules.header import modules_of
 from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import as_array
+from tracer.numbers.statistics import are_statistics
 
 _LIKE_RELU = frozenset({"ReLU", "ReLU6", "Threshold", "Hardshrink", "Softshrink"})
 
@@ -57,14 +58,17 @@ class DeadUnits(Rule):
     Notes
     -----
     *Fires* where at least `share` of the units are dead. The finding stands at the step from which that was so. Inputs
-    that are the network's own (``input_data``) or whole numbers, as counts and one-hot vectors, are no units.
-    *Needs* the activations of the layers that do ReLU, or ``layer_inputs`` of those that follow.
+    that are the network's own (``input_data``) or whole numbers, as counts and one-hot vectors, are no units. Where
+    only statistics are recorded, a layer is judged if all its numbers are zero, so that all units are, or less than
+    `share` of them, so that fewer units are; between these, statistics do not tell.
+    *Needs* the activations of the layers that do ReLU, or their statistics, or ``layer_inputs`` of those that follow.
     *Source*: smdebug's ``DeadRelu``, which fires if half of a layer is active less than 1 % of the time; L. Lu et al.,
     "Dying ReLU and initialization", arXiv:1903.06733.
     """
 
     name = "dead_units"
-    memory = ("layers", "inputs")
+    takes_statistics = "too"
+    memory = ("layers", "silent", "inputs")
     judges = "activations of layers that do ReLU"
     numbers = ("units", "dead")
     advice = (
@@ -79,20 +83,23 @@ class DeadUnits(Rule):
         super().__init__([("activations", "layer_inputs")], also=("input_data",), **where)
         self.share, self.steps, self.datapoints = share, steps, datapoints
         self.others: set[str] = set()  # modules of torch that are not like ReLU
+        self.like_relu: set[str] = set()
         self.layers: dict[tuple[str, Series], _Units] = {}
+        self.silent: dict[Series, _Units] = {}  # of layers whose statistics are known, all units as one
         self.inputs: set[int] = set()  # the checksums of the network's inputs in this step
 
     def know_model(self, model: Mapping[str, Any]) -> None:
         """Find the modules that are not like ReLU, such as linear layers, whose outputs may all be zero, too."""
-        self.others = {
-            one.name
-            for one in modules_of(model)
-            if one.package.startswith("torch.nn.modules.") and one.kind not in _LIKE_RELU
-        }
+        of_torch = [one for one in modules_of(model) if one.package.startswith("torch.nn.modules.")]
+        self.others = {one.name for one in of_torch if one.kind not in _LIKE_RELU}
+        self.like_relu = {one.name for one in of_torch} - self.others
 
     def look(self, message: Message) -> Iterator[Message]:
         """Judge one output."""
         data = message.data
+        if are_statistics(message.sampling):
+            yield from self._look_at_statistics(message)
+            return
         if data is None or data.ndim < 2 or not data.is_floating_point() or data.numel() == 0:
             return
         if message.kind == "input_data":
@@ -122,6 +129,22 @@ class DeadUnits(Rule):
             since = Place(place.kind, place.series, *order[:, needed - 1].tolist())
         yield from self.judge(place, bad, count / len(dead), self.share, len(dead), count, since=since)
 
+    def _look_at_statistics(self, message: Message) -> Iterator[Message]:
+        """Judge an output of which statistics are known."""
+        extent, place = Extent.of(message), Place.of(message)
+        known = extent is not None and extent.floating and extent.axes >= 2 and extent.count > 0
+        exact = (place.kind, place.series) in self.layers
+        if extent is None or not known or exact or place.kind != "activations" or message.key not in self.like_relu:
+            return
+        zeros = shared(message, "zeros") / extent.count
+        layer = self.silent.setdefault(place.series, _Units(1))
+        layer.hear(place, np.array([zeros < 1]), extent.count)
+        if zeros < self.share:
+            yield from self.judge(place, False, zeros, self.share, 0, 0)
+        elif layer.steps[0] >= self.steps and layer.rows[0] >= self.datapoints:
+            since = Place(place.kind, place.series, *layer.since[:, 0].tolist())
+            yield from self.judge(place, True, 1.0, self.share, 0, 0, since=since)
+
     def look_back(self) -> Iterator[Message]:
         """Forget the inputs of a step."""
         self.inputs = set()
@@ -129,4 +152,5 @@ class DeadUnits(Rule):
 
     def evidence(self, found: Finding) -> str:
         dead, units = int(found.numbers["dead"]), int(found.numbers["units"])
-        return f"{dead} of {units} units were zero for every datapoint of at least {self.steps} recorded steps"
+        which = f"{dead} of {units} units" if units else "all units"
+        return f"{which} were zero for every datapoint of at least {self.steps} recorded steps"

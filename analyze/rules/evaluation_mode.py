@@ -1,4 +1,4 @@
-"""Modules that behave as in an evaluation while the network is trained."""
+"""Modules that behave as in an evaluation while the network is trained, or the other way round."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from analyze.rules.finding import Finding
 from analyze.rules.header import modules_of
 from analyze.rules.table_rule import TableRule
 from analyze.rules.tables import Bools, OfKind, Table
-from tracer.messaging.messages import DEFAULT_TAG, EVAL_MODE, EVAL_TAG, Message
+from tracer.messaging.messages import DEFAULT_TAG, EVAL_MODE, EVAL_TAG, TRAIN_MODE, Message
 from tracer.messaging.subscription import is_doubled
 from tracer.numbers.arrays import as_array
 from tracer.numbers.statistics import are_statistics
 from tracer.trace.streams import StreamInfo
 
-_PASSES, _DROPOUT, _NORMALISATION, _MODE = 0, 1, 2, 3
+_PASSES, _DROPOUT, _NORMALISATION, _MODE, _EVALUATED = range(5)
 _OFFSET = 0.1
 _CERTAIN = 6.0
 _Channels: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -29,7 +29,7 @@ _Channels: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 @final
 class EvaluationMode(TableRule):
-    """A network that is trained in evaluation mode, or with a dropout or a batch normalisation that is.
+    """A network that is trained in evaluation mode, wholly or in part, or that is evaluated in training mode.
 
     Parameters
     ----------
@@ -43,7 +43,10 @@ class EvaluationMode(TableRule):
     *Fires* at a step whose training pass is recorded as one in eval mode, without `patience`; in traces that do not
     say so, where steps have updates, and only passes in evaluation mode; where a dropout zeroes nothing; where the
     means of a batch normalisation's outputs are not its biases: for half of the channels, the mean of `patience` steps
-    is off by more than a tenth of a standard deviation, and by more than 6 standard errors.
+    is off by more than a tenth of a standard deviation, and by more than 6 standard errors. It also fires where the
+    loss of an evaluation is recorded as one of a single pass in train mode, in which a dropout or a batch
+    normalisation is active. Passes in train mode without a loss of their own are meant, as those that recompute the
+    statistics of a batch normalisation, and those of teachers and of generators.
     *Needs* ``weight_updates``, and activations of the training passes; of a dropout, a header that says its
     probability; of a batch normalisation, ``biases``, too, and the data of both, not statistics.
     *Source*: S. Ioffe and C. Szegedy, "Batch Normalization", arXiv:1502.03167, for the mean; what dropout does is
@@ -56,11 +59,11 @@ class EvaluationMode(TableRule):
     memory = ("means", "biases", "offsets")
     judges = "updates of weights, and training passes"
     numbers = ("why",)
-    advice = "call model.train() before each epoch of the training, after each evaluation"
+    advice = "call model.train() before each epoch of the training, and model.eval() before each evaluation"
 
     def __init__(self, *, patience: int = 10, modules: str | Iterable[str] | None = None) -> None:
         check(is_whole(patience, 3), "patience is an integer from 3 on", patience)
-        kinds = ("network_output", "activations", "biases", EVAL_MODE)
+        kinds = ("network_output", "activations", "biases", EVAL_MODE, TRAIN_MODE)
         super().__init__([("weight_updates",), kinds], patience=patience, tag=None, modules=modules)
         self.dropouts: set[str] = set()
         self.normalisations: set[str] = set()
@@ -79,7 +82,7 @@ class EvaluationMode(TableRule):
 
     def reads(self, stream: StreamInfo) -> bool:
         """Whether a stream has no data: that of batch normalisations comes in messages."""
-        return are_statistics(stream.sampling) or stream.kind == EVAL_MODE
+        return are_statistics(stream.sampling) or stream.kind in (EVAL_MODE, TRAIN_MODE)
 
     def look(self, message: Message) -> Iterator[Message]:
         """Take a message into the table of its step; store the data of batch normalisations."""
@@ -117,6 +120,10 @@ class EvaluationMode(TableRule):
                 yield from self.judge(place, True, 1.0, 1.0, _MODE, patience=1)
             else:
                 yield from self.judge(place, not training[row], 1.0, 1.0, _PASSES)
+        evaluated = table.of(TRAIN_MODE)
+        for row, column in zip(*np.nonzero(evaluated.there), strict=True):
+            place = table.place("network_output", evaluated.columns[column].series, row)
+            yield from self.judge(place, True, 1.0, 1.0, _EVALUATED, patience=1)
         yield from self._look_at_dropouts(table, table.of("activations"))
 
     def _look_at_dropouts(self, table: Table, of: OfKind) -> Iterator[Message]:
@@ -167,6 +174,11 @@ class EvaluationMode(TableRule):
             return f"step {found.first:,} was trained while the model was in eval() mode{more}"
         if why == _PASSES:
             return f"{found.steps} recorded steps had updates, but only passes in evaluation mode"
+        if why == _EVALUATED:
+            return (
+                f"evaluations at {found.steps} recorded step{'s' if found.steps > 1 else ''} have losses of passes in "
+                "train() mode: dropouts drop, and batch normalisations learn from what is evaluated"
+            )
         if why == _DROPOUT:
             return f"this dropout set nothing to zero at {found.steps} recorded steps of the training"
         return (

@@ -16,7 +16,7 @@ from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 from tracer.numbers.statistics import are_statistics
 
-_CROSS_ENTROPY = ("cross_entropy", "CrossEntropyLoss")
+CROSS_ENTROPY = ("cross_entropy", "CrossEntropyLoss")
 _NEGATIVE_LOG = ("nll_loss", "NLLLoss")
 _WITH_LOGITS = ("binary_cross_entropy_with_logits", "BCEWithLogitsLoss")
 _EQUAL_SHAPES = (
@@ -114,7 +114,7 @@ def _are_probabilities(output: Argument, rows: float) -> bool:
 
 def _is_cross_entropy(name: str, value: float, output: Argument, rows: float) -> bool:
     """Whether a loss is the cross-entropy of logits, by its name, or else by what it makes of probabilities."""
-    if name in _CROSS_ENTROPY:
+    if name in CROSS_ENTROPY:
         return True
     if name.rpartition(".")[2] in (*_NEGATIVE_LOG, *_WITH_LOGITS, *_EQUAL_SHAPES) or not rows > 0:
         return False
@@ -209,7 +209,7 @@ class ReluBeforeLoss(OfLossFunctions):
         self.share = share
 
     def look_at(self, name: str, value: float, output: Argument, labels: Argument) -> Iterator[Message]:
-        takes_logits = name.rpartition(".")[2] in (*_CROSS_ENTROPY, *_WITH_LOGITS)
+        takes_logits = name.rpartition(".")[2] in (*CROSS_ENTROPY, *_WITH_LOGITS)
         share = output.zeros / output.extent.count
         clipped = output.least == 0 and share >= self.share and output.greatest > 0
         bad = clipped and not _are_probabilities(output, _rows(output, labels))

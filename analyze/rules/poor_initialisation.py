@@ -16,6 +16,7 @@ from analyze.rules.chance import cross_entropies
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
 from analyze.rules.header import entries
+from analyze.rules.loss_arguments import CROSS_ENTROPY
 from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 from tracer.messaging.subscription import is_doubled
@@ -49,9 +50,11 @@ class PoorInitialisation(Rule):
     layer, is no fault if its units get different gradients); where the root mean square of the outputs of layers with
     weight matrices differs by more than `growth` in the first step, even without any one layer, which may be scaled on
     purpose; where the cross-entropy of the first output with its labels is above `loss` times log C, that of guessing
-    among the C columns, and so it is with labels that are drawn evenly.
+    among the C columns, and so it is with labels that are drawn evenly. Where only statistics of the output are
+    recorded, the loss that ``cross_entropy`` gave is taken, unless it is above what a mean can be for logits in that
+    range, as a sum over the datapoints is.
     *Needs* weights, with their gradients if there are any; or activations; or labels, which are class indices, and
-    the network's output.
+    the network's output, or statistics of both and ``loss_terms``.
     *Source*: K. He et al., "Delving Deep into Rectifiers", arXiv:1502.01852, for the scale of the layers; A. Karpathy,
     "A Recipe for Training Neural Networks", 2019, for the loss at the start. smdebug's ``PoorWeightInitialization``
     compares variances of activations, too.
@@ -59,7 +62,7 @@ class PoorInitialisation(Rule):
 
     name = "poor_initialisation"
     takes_statistics = "too"
-    memory = ("scales", "output", "equal", "reached")
+    memory = ("scales", "output", "given", "exact", "equal", "reached")
     judges = "the first step of the run"
     numbers = ("why", "other")
     advice = "initialise the layers for the nonlinearity that follows: torch.nn.init.kaiming_normal_, xavier_uniform_"
@@ -69,12 +72,14 @@ class PoorInitialisation(Rule):
         check(is_number(growth) and growth > 1, "growth is a number above 1", growth)
         check(is_whole(steps, 1), "steps are a positive integer", steps)
         kinds = ("weights", "activations", "input_labels", "network_output")
-        super().__init__([kinds], also=("weight_gradients",), **where)
+        super().__init__([kinds], also=("weight_gradients", "loss_terms"), **where)
         self.loss, self.growth, self.steps = loss, growth, steps
         self.frozen: set[str] = set()
         self.layers: set[str] = set()  # the modules that have a weight matrix, if the header tells
         self.scales: list[tuple[Place, float]] = []
         self.output: tuple[Place, NDArray[Any]] | None = None
+        self.exact = False  # whether the output itself is known, which tells more
+        self.given: dict[str, tuple[Place, Extent, float]] = {}  # by kind, what statistics tell of it, with its range
         self.equal: dict[Series, tuple[Place, int, float]] = {}  # the weights whose units are alike since the start
         self.reached: set[Series] = set()  # those of them that have had a gradient
 
@@ -108,10 +113,12 @@ class PoorInitialisation(Rule):
             rms = shared(message, "rms")
             if math.isfinite(rms) and rms > 0:
                 self.scales.append((Place.of(message), rms))
+        elif message.kind == "loss_terms":
+            yield from self._look_at_loss(message)
         elif are_statistics(message.sampling):
-            return
+            self.given[message.kind] = Place.of(message), extent, shared(message, "max") - shared(message, "min")
         elif message.kind == "network_output":
-            self.output = Place.of(message), as_array(data)
+            self.output, self.exact = (Place.of(message), as_array(data)), True
         elif self.output is not None and not extent.floating and data.element_size() > 1:
             yield from self._look_at_output(self.output[0], self.output[1], as_array(data))
 
@@ -154,9 +161,21 @@ class PoorInitialisation(Rule):
             bound = self.loss * math.log(classes)
             yield from self.judge(place, min(found, drawn) > bound, found, bound, _LOSS, math.log(classes))
 
+    def _look_at_loss(self, message: Message) -> Iterator[Message]:
+        """Judge the first result of a cross-entropy whose output is known by its statistics."""
+        output, labels = self.given.pop("network_output", None), self.given.pop("input_labels", None)
+        if message.leaf not in CROSS_ENTROPY or self.exact or output is None or labels is None or labels[1].floating:
+            return
+        (place, extent, spread), found = output, shared(message, "mean")
+        classes = extent.count / max(labels[1].count, 1)
+        if classes > 1 and math.isfinite(found):
+            bound, most = self.loss * math.log(classes), spread + math.log(classes)
+            yield from self.judge(place, bound < found <= most, found, bound, _LOSS, math.log(classes))
+
     def look_back(self) -> Iterator[Message]:
         """Judge the scales of the first step's activations."""
-        scales, self.scales, self.output = self.scales, [], None
+        scales, self.scales, self.output, self.given = self.scales, [], None, {}
+        self.exact = False
         if len(scales) < 3:
             return
         for place, _ in scales:

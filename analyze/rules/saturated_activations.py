@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number
+from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding, Severity
@@ -17,6 +18,7 @@ from analyze.rules.header import modules_of
 from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import as_array
+from tracer.numbers.statistics import are_statistics
 
 _TANH, _SIGMOID, _SOFTMAX = 0, 1, 2
 _CLASSES = {"Tanh": _TANH, "Sigmoid": _SIGMOID, "Softmax": _SOFTMAX}
@@ -26,16 +28,37 @@ _LOST = 0.01
 """A derivative below this share of its largest value lets hardly any gradient through."""
 _HELD = 0.1
 """At least this share of the saturated outputs is held at its end, though the loss would have it back."""
+_MEAN = 0.1
+"""Where only statistics are known, the mean derivative must be below this share of its largest value."""
 _WORDS = ("tanh", "sigmoid", "softmax")
 
 
 @dataclass
 class _Output:
-    """The output of a module in a step: its share of saturated numbers, and the numbers if that is a large share."""
+    """The output of a module in a step.
+
+    Attributes
+    ----------
+    place : Place
+    function : int
+    share, bound : float
+        The share of saturated numbers; of statistics, what the mean derivative lacks to its largest value. And from
+        which share on the output is saturated.
+    by_mean : bool
+        Whether only statistics are known.
+    numbers : array, optional
+        The output, if the share is large.
+    extremes : tuple of float
+        How many numbers there are, the least and the greatest.
+    harmless : bool
+    """
 
     place: Place
     function: int
     share: float
+    bound: float
+    by_mean: bool
+    extremes: tuple[float, ...]
     numbers: NDArray[Any] | None = None
     harmless: bool = False
 
@@ -63,17 +86,21 @@ class SaturatedActivations(Rule):
     than 10 steps, as a gate or an attention learns to decide, or where it is not recorded how it developed. Outputs
     are not judged if the loss does not need their derivative: less than a tenth of the saturated ones have a gradient
     that would bring them back and that is lost there. So the last sigmoid of a classifier may be as sure as it likes.
-    Where no gradient is recorded, the network's output is not judged. A classifier's softmax is not judged.
-    *Needs* the activations of these modules, and a header that names the modules' classes; ``layer_gradients`` if
-    there are any.
+    Where no gradient is recorded, the network's output is not judged. A classifier's softmax is not judged. Where only
+    statistics of a ``Tanh`` or ``Sigmoid`` are recorded, it fires where the mean of the derivative is below a tenth of
+    its largest value. Then at least half of the outputs have less than a fifth of it (Markov's inequality). A sigmoid
+    must then have outputs at both ends, unlike a gate that is shut on purpose.
+    *Needs* the activations of these modules, or statistics of them, and a header that names the modules' classes;
+    ``layer_gradients`` if there are any.
     *Source*: X. Glorot and Y. Bengio, AISTATS 2010; for attention, S. Zhai et al., "Stabilizing Transformer Training by
     Preventing Attention Entropy Collapse", arXiv:2303.06296.
     """
 
     name = "saturated_activations"
+    takes_statistics = "too"
     memory = ("before", "now")
     judges = "activations of Tanh, Sigmoid or Softmax modules"
-    numbers = ("function",)
+    numbers = ("function", "by_mean")
     advice = (
         "initialise the layer before it smaller, normalise its input, or lower the learning rate; of an attention, "
         "normalise queries and keys"
@@ -96,35 +123,47 @@ class SaturatedActivations(Rule):
 
     def look(self, message: Message) -> Iterator[Message]:
         """Store an output; note of saturated outputs whether that does harm."""
-        data = message.data
-        if data is None or data.numel() == 0 or data.is_complex():
+        extent = Extent.of(message)
+        if message.data is None or extent is None or not extent.count or message.data.is_complex():
             return
         if message.kind == "network_output":
-            self._is_output(as_array(data))
+            self._is_output(message, extent)
             return
-        key = series_of(message), message.call
+        key, of_statistics = (series_of(message), message.call), are_statistics(message.sampling)
         if message.kind == "layer_gradients":
-            if key in self.now:
+            if key in self.now and not of_statistics:
                 output = self.now[key]
-                output.harmless = not _is_held(output, as_array(data))
+                output.harmless = not _is_held(output, as_array(message.data))
             return
         function = self.functions.get(message.key or "")
-        if function is None or (function == _SOFTMAX and data.ndim < 3):
+        if function is None or (function == _SOFTMAX and (of_statistics or extent.axes < 3)):
             return
-        x = as_array(data)
+        if not of_statistics:
+            self.now[key] = self._exact(message, function, extent)
+        elif key not in self.now:
+            self.now[key] = _by_mean(message, function, extent)
+        yield from ()
+
+    def _exact(self, message: Message, function: int, extent: Extent) -> _Output:
+        """An output of which all numbers are known."""
+        assert message.data is not None
+        x = as_array(message.data)
         if function == _SOFTMAX:
             share = float((x.max(axis=-1) > self.attention).mean())
         else:
             share = float((_derivative(x, function) < _LOST).mean())
         judged = x if share >= self.share and function != _SOFTMAX else None
-        self.now[key] = _Output(Place.of(message), function, share, judged)
-        yield from ()
+        place = Place.of(message)
+        return _Output(place, function, share, self.share, False, _extremes(message, extent), judged)
 
-    def _is_output(self, x: NDArray[Any]) -> None:
+    def _is_output(self, message: Message, extent: Extent) -> None:
         """Note that a module's output is the network's. Its gradient, which comes later, says more."""
+        extremes, data = _extremes(message, extent), message.data
         for output in self.now.values():
             y = output.numbers
-            if y is not None and y.size == x.size and np.array_equal(y.reshape(-1), x.reshape(-1)):
+            if output.by_mean or are_statistics(message.sampling) or data is None:
+                output.harmless = output.harmless or output.extremes == extremes
+            elif y is not None and np.array_equal(y.reshape(-1), as_array(data).reshape(-1)):
                 output.harmless = True
 
     def look_back(self) -> Iterator[Message]:
@@ -134,18 +173,36 @@ class SaturatedActivations(Rule):
             place, share = output.place, output.share
             before = self.before.setdefault(place.series, [])
             near = [known for step, known in before if place.global_step - step <= _SUDDEN]
-            sudden = min(near) <= self.share / 2 if near else not before and place.global_step == 0
+            sudden = min(near) <= output.bound / 2 if near else not before and place.global_step == 0
             before.append((place.global_step, share))
             del before[:-_SUDDEN]
             severity = None if sudden else Severity.NOTE
-            bad = share >= self.share and not output.harmless
-            yield from self.judge(place, bad, share, self.share, output.function, severity=severity)
+            bad = share >= output.bound and not output.harmless
+            yield from self.judge(place, bad, share, output.bound, output.function, output.by_mean, severity=severity)
 
     def evidence(self, found: Finding) -> str:
         function = int(found.numbers["function"])
         if function == _SOFTMAX:
             return f"{found.value:.0%} of its distributions had nearly all weight on one entry in step {found.worst}"
+        if found.numbers["by_mean"]:
+            word = _WORDS[function]
+            return f"the mean derivative of its {word} was {1 - found.value:.1%} of its largest in step {found.worst}"
         return f"{found.value:.0%} of its outputs were at the ends of {_WORDS[function]} in step {found.worst}"
+
+
+def _extremes(message: Message, extent: Extent) -> tuple[float, ...]:
+    """How many numbers a message has, the least and the greatest: hardly the same of different outputs of a step."""
+    return extent.count, shared(message, "min"), shared(message, "max")
+
+
+def _by_mean(message: Message, function: int, extent: Extent) -> _Output:
+    """An output of which statistics are known."""
+    mean, rms, extremes = shared(message, "mean"), shared(message, "rms"), _extremes(message, extent)
+    # of a sigmoid, 2 y - 1 has the range of a tanh
+    lost = rms * rms if function == _TANH else 4 * (rms * rms - mean) + 1
+    ends = _derivative(np.array(extremes[1:]), function) < _LOST
+    one_end = function == _SIGMOID and not ends.all()
+    return _Output(Place.of(message), function, 0.0 if one_end else lost, 1 - _MEAN, True, extremes)
 
 
 def _derivative(y: NDArray[Any], function: int) -> NDArray[Any]:

@@ -230,7 +230,7 @@ class Heads(nn.Module):
         return self.classes(shared), self.number(shared)
 
 
-@faulty("unchanged", ("number",), step=0, kind="several heads")
+@faulty("unchanged never_stepped", ("number",), step=0, kind="several heads")
 def head_without_step() -> None:
     """The optimizer of one head never steps."""
     model = Heads()

@@ -120,7 +120,12 @@ def test_a_function_may_write_into_what_it_gets(vandal: str, with_optimizer: boo
         end, messages = trained(Capture(kinds=DATA_KINDS, **spoiling), with_optimizer)
         assert alike(end, plain)
         _, meant = trained(Capture(kinds=DATA_KINDS, **honest), with_optimizer)
-        assert {one.kind for one in messages} >= set(DATA_KINDS) - {"epoch_finished", "eval_mode", "sample_ids"}
+        assert {one.kind for one in messages} >= set(DATA_KINDS) - {
+            "epoch_finished",
+            "eval_mode",
+            "train_mode",
+            "sample_ids",
+        }
         assert alike(fields_of(messages), fields_of(meant))
 
 

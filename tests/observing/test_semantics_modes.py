@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.observing.oracles import batches, mlp, simple, unchanged
@@ -126,3 +127,70 @@ def test_evaluations_with_gradients(evaluating_first: bool, eval_mode: bool) -> 
     _, _, heard = unchanged(mlp, loop(contextlib.nullcontext))
     assert rows(heard) == rows(expected)
     assert len(heard.of("eval_mode")) == (3 if eval_mode else 0)
+
+
+def layered(probability: float = 0.5) -> nn.Module:
+    """A network with a dropout and no batch normalisation."""
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(probability), nn.Linear(8, 4))
+
+
+def frozen() -> nn.Module:
+    """A network in train mode whose batch normalisation is in eval mode."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model[1].eval()
+    return model
+
+
+def one_loss(model: nn.Module, x: Tensor) -> None:
+    """A loss for each pass."""
+    for rows in x.split(2):
+        F.mse_loss(model(rows), torch.zeros(len(rows), 4))
+
+
+def masks(model: nn.Module, x: Tensor) -> None:
+    """The loss of the mean over several dropout masks."""
+    F.mse_loss(torch.stack([model(x) for _ in range(4)]).mean(0), torch.zeros(len(x), 4))
+
+
+def statistics(model: nn.Module, x: Tensor) -> None:
+    """Passes without a loss, as those that recompute the statistics of a batch normalisation."""
+    for _ in range(3):
+        model(x)
+
+
+def judged(model: nn.Module, x: Tensor) -> None:
+    """The loss of a pass in eval mode, after another in train mode."""
+    model(x)
+    model.eval()
+    F.mse_loss(model(x), torch.zeros(len(x), 4))
+    model.train()
+
+
+@pytest.mark.parametrize(
+    ("make", "evaluate", "told"),
+    [
+        (layered, one_loss, [1, 2, 3]),
+        (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), one_loss, [1, 2, 3]),
+        (lambda: layered(0.0), one_loss, []),
+        (frozen, one_loss, []),
+        (layered, masks, []),
+        (layered, statistics, []),
+        (layered, judged, []),
+    ],
+)
+def test_an_evaluation_in_train_mode(
+    make: Callable[[], nn.Module], evaluate: Callable[[nn.Module, Tensor], None], told: Sequence[int]
+) -> None:
+    """It is told once a step, where the loss of one pass depends on the mode."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for _ in range(3):
+            x = torch.randn(8, 6)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), torch.zeros(8, 4)).backward()
+            optimizer.step()
+            with torch.no_grad():
+                evaluate(model, x)
+
+    _, _, heard = unchanged(make, train, kinds=("train_mode", "loss"), loss=F.mse_loss)
+    assert [(one.global_step, one.tag) for one in heard.of("train_mode")] == [(step, "eval") for step in told]

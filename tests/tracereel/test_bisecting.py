@@ -94,7 +94,7 @@ def test_both_runs_are_run_again_around_the_step(folder: Path) -> None:
         with tracer.open(folder / f"{name}.steps-{step - 1}-{step + 1}.zarr") as reader:
             kinds = {one.kind for one in reader.messages(steps=steps) if one.data is not None}
         assert {"layer_inputs", "input_gradients", *DEFAULT_KINDS} - kinds <= {
-            *("batch_started", "batch_finished", "epoch_started", "epoch_finished", "eval_mode")
+            *("batch_started", "batch_finished", "epoch_started", "epoch_finished", "eval_mode", "train_mode")
         }
         same = diff(
             folder / f"{name}.steps-{step - 1}-{step + 1}.zarr", folder / f"{name}-full.zarr", steps=(*steps, 1)

@@ -25,6 +25,8 @@ EVAL_TAG = "eval"
 """The tag of passes in eval mode or without gradients, unless the user names another."""
 EVAL_MODE = "eval_mode"
 """The kind of the event that a recorded step was trained while the model was in eval mode."""
+TRAIN_MODE = "train_mode"
+"""The kind of the event that an evaluation's loss is of a pass in train mode, which dropout or a batch norm changes."""
 LARGEST: Final = 2**63 - 1
 """The largest value of a counter."""
 
@@ -84,6 +86,7 @@ KINDS: Mapping[str, Kind] = {
         Kind("epoch_started", network=True, event=True, clock="epoch"),
         Kind("epoch_finished", network=True, event=True, clock="epoch"),
         Kind(EVAL_MODE, network=True, event=True),
+        Kind(TRAIN_MODE, network=True, event=True),
         Kind("input_data", network=True, per_call=True, batched=True),
         Kind("sample_ids", network=True, per_call=True, batched=True),
         Kind("input_labels", network=True, per_call=True, batched=True),

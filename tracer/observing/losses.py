@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tracer.errors import CaptureError
-from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
+from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, TRAIN_MODE
 from tracer.observing.derivatives import Differentiable
 from tracer.observing.part import Ground, Part
 from tracer.observing.passes import Passes
@@ -60,6 +60,7 @@ class Losses(Part):
         self.all: list[nn.Module | str] = []
         self.seen = 0
         self.fed: Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], None] | None = None
+        self._told_train_mode = -1  # the last step in which it was told
         self._patched: dict[str, LossFunction] = {}
         weakref.finalize(self, unpatch, self._patched).atexit = False  # a dropped exporter leaves no stand-ins behind
 
@@ -139,6 +140,8 @@ class Losses(Part):
         for kind, tensor in zip(("network_output", "input_labels"), found, strict=True):
             if tensor is not None:
                 self.publisher.publish_leaves(kind, None, tensor, tag)
+        if self.gate.passes.now.in_train_mode:
+            self._tell_train_mode(tag)
         of_model = isinstance(getattr(loss, "__self__", None), ModelLoss)
         if of_model:
             self.terms.note(name, output)
@@ -152,6 +155,17 @@ class Losses(Part):
             else:
                 self.terms.wait(name, output, tag, passes_are_seen=self.forwards.seen > 0)
                 self.demand.look_ahead_anew()  # so that the next pass settles the loss even if nobody records it
+
+    def _tell_train_mode(self, tag: str) -> None:
+        """Publish, once in a step, that a loss is of a pass without gradients that behaved as in a training.
+
+        A loss of several passes, as of a mean over dropout masks, is meant to be of such passes.
+        """
+        running, step = self.gate.passes.now, self.clock.step
+        alone, running.in_train_mode = running.in_train_mode == 1, 0
+        if alone and tag == EVAL_TAG and step != self._told_train_mode:
+            self._told_train_mode = step
+            self.publisher.event(TRAIN_MODE, self.demand.at(tag), tag)
 
     def _tag_of(self, output: Tensor) -> str:
         """The tag of the pass that a loss belongs to."""

@@ -9,10 +9,13 @@ from typing import Any
 
 from torch import Tensor, is_grad_enabled, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
+from tracer import walking
 from tracer.errors import CaptureError
-from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
+from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, TRAIN_MODE
 from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.autograd import NO_BACKWARD, backward_running, calls_running, checkpointing, recomputing
 from tracer.observing.pytorch.gate import Pass
@@ -118,6 +121,8 @@ class Passes(Part):
             running.tag = undecided.tag
         else:
             running.tag = EVAL_TAG
+        aside = undecided is None and running.tag == EVAL_TAG
+        running.in_train_mode = running.in_train_mode + 1 if aside and self._is_in_train_mode(module) else 0
         if is_grad_enabled() or checkpointing():
             self.tag_with_gradients = running.tag
         if running.tag == DEFAULT_TAG:
@@ -136,6 +141,10 @@ class Passes(Part):
             self._enter_undecided(running, undecided)
         else:
             self._enter_aside(running, path)
+
+    def _is_in_train_mode(self, module: nn.Module) -> bool:
+        """Whether a module of an evaluation behaves as in a training, if somebody wants to know."""
+        return module.training and bool(self.demand.wanted(TRAIN_MODE, None, EVAL_TAG)) and _depends_on_mode(module)
 
     def _enter_undecided(self, running: Pass, undecided: UndecidedPass) -> None:
         """Decide whether a pass is observed of which it is not known yet whether it is a training pass."""
@@ -230,7 +239,7 @@ class Passes(Part):
         self.forwards.seen += 1
         running.depth, running.tag, running.inputs = 1, DEFAULT_TAG, []
         running.listening = running.inside = False
-        running.batch, running.counts = 0, None
+        running.batch, running.counts, running.in_train_mode = 0, None, 0
         self.tag_with_gradients = DEFAULT_TAG
         return True
 
@@ -317,3 +326,19 @@ class Passes(Part):
         # observed losses publish the output as they get it, together with the labels
         if not self.given_to_losses or self.publisher.collecting is not None:
             self.publisher.publish_leaves("network_output", None, output, running.tag)
+
+
+def _depends_on_mode(top: nn.Module) -> bool:
+    """Whether a module or one below it is in train mode, and would give something else in eval mode."""
+    for one in walking.modules(top):
+        if not one.training:
+            continue
+        if isinstance(one, _BatchNorm):
+            if one.track_running_stats:
+                return True
+        elif isinstance(one, _DropoutNd):
+            if one.p > 0:
+                return True
+        elif isinstance(one, (nn.RNNBase, nn.MultiheadAttention)) and one.dropout > 0:
+            return True
+    return False

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tracer.errors import UnknownNameError
-from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS, TRAIN_MODE
 from tracer.observing.capture import DEFAULT_KINDS, Capture
 from tracer.observing.probes import PROBE
 
@@ -22,7 +22,8 @@ _WIDE: Final = "sketch:k=256"
 
 _EVENTS = tuple(name for name, kind in KINDS.items() if kind.event and not kind.state)
 _LOSSES = ("loss_terms", "loss")
-_OUTCOMES = ("network_output", "input_labels", *_LOSSES)
+OUTCOMES: Final = ("network_output", "input_labels", *_LOSSES, TRAIN_MODE)
+"""The kinds that are recorded of an evaluation by default."""
 
 
 class _Profile(NamedTuple):
@@ -57,7 +58,7 @@ _STANDARD: Sequence[Mapping[str, Any]] = (
     {"kinds": [*_COMPUTED, "keyframe"], "reduce": "hash", "every": KEYFRAME_EVERY, "tags": _TRAINING},
     {"kinds": [*_STEPS, "gradient_norms"], "reduce": "statistics", "tags": _TRAINING},
     {"kinds": [kind for kind in _STEPS if kind not in _INPUTS], "reduce": "hash", "tags": _TRAINING},
-    {"kinds": [*_OUTCOMES], "tags": [f"!{DEFAULT_TAG}"], "hash_above": _LARGE},
+    {"kinds": [*OUTCOMES], "tags": [f"!{DEFAULT_TAG}"], "hash_above": _LARGE},
     {"kinds": ["activations"], "tags": [f"*{PROBE}*"], "positions": 16, "reduce": _WIDE},
 )
 _PROFILES: Mapping[str, _Profile] = {
@@ -139,6 +140,6 @@ def profile(name: str) -> tuple[Capture, ...]:
     Examples
     --------
     >>> [capture.reduce or len(capture.kinds) for capture in profile("standard")]
-    [12, 7, 'hash', 'statistics', 'hash', 4, 'sketch:k=256']
+    [13, 7, 'hash', 'statistics', 'hash', 5, 'sketch:k=256']
     """
     return tuple(map(Capture.from_mapping, settings_of(name)))

@@ -137,12 +137,12 @@ class Publisher:
             self.bus.make_room(like.nbytes)
         return space_for(like, self.memory)
 
-    def event(self, kind: str, at: At) -> None:
+    def event(self, kind: str, at: At, tag: str = DEFAULT_TAG) -> None:
         """Publish a message without data, if it is wanted."""
-        captures = self.demand.wanted(kind, None, DEFAULT_TAG, at)
+        captures = self.demand.wanted(kind, None, tag, at)
         if captures:
             step, train_step, epoch, _ = at
-            message = checked(kind, None, step, train_step, epoch, DEFAULT_TAG, 0, "", self.rank, None)
+            message = checked(kind, None, step, train_step, epoch, tag, 0, "", self.rank, None)
             if self.demand.apart is None:
                 self.bus.publish(message)
             else:

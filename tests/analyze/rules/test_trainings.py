@@ -148,7 +148,18 @@ def test_a_replay_in_two_parts_finds_the_same(watched: Watched) -> None:
 
 def test_rules_remember_what_they_say_they_do() -> None:
     """Every attribute that changes while a rule listens is in its state, or follows from the model."""
-    told = {"judges", "frozen", "functions", "dropouts", "normalisations", "others", "layers", "units"}
+    told = {
+        "judges",
+        "frozen",
+        "functions",
+        "dropouts",
+        "normalisations",
+        "others",
+        "layers",
+        "units",
+        "like_relu",
+        "learnable",
+    }
     for name in RULES:
         rule = parse(name)
         assert isinstance(rule, Rule)

@@ -165,6 +165,7 @@ def test_every_change_is_in_the_trace(capture: str, program: str, suffix: str, t
         "buffers",
         "optimizer_state",
         "eval_mode",
+        "train_mode",
     }:
         assert found.get(kind, set()) == expected.get(kind, set()), kind
     assert found["loss"] == found["input_data"]

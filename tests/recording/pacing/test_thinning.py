@@ -47,6 +47,7 @@ def test_a_trace_stays_below_its_bound(capture: str, program: str, suffix: str, 
         "buffers",
         "optimizer_state",
         "eval_mode",
+        "train_mode",
     }:
         assert found.get(kind, set()) == expected.get(kind, set()), kind
     assert max(found["loss"]) > 0.9 * steps

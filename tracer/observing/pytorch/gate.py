@@ -34,11 +34,12 @@ class OpenCall(NamedTuple):
 class Pass:
     """The forward that runs in a thread, or else the thread's last forward."""
 
-    __slots__ = ("batch", "counts", "depth", "in_loss", "inputs", "inside", "listening", "tag")
+    __slots__ = ("batch", "counts", "depth", "in_loss", "in_train_mode", "inputs", "inside", "listening", "tag")
 
     def __init__(self) -> None:
         self.depth = 0  # how many forwards of the root are running
         self.in_loss = False
+        self.in_train_mode = 0  # passes of evaluations since the last loss, if all behaved as in a training
         self.tag = DEFAULT_TAG
         self.batch = 0  # its number within its evaluation
         self.listening = False  # whether hooks have work in it

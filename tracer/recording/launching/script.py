@@ -23,6 +23,7 @@ from tracer.errors import CaptureError, StopTraining, TracerError
 from tracer.messaging.messages import EVAL_TAG
 from tracer.messaging.receiver import Receiver
 from tracer.observing.capture import Capture
+from tracer.observing.profiles import OUTCOMES
 from tracer.observing.publisher import PROBED
 from tracer.recording import termination
 from tracer.recording.launching.program import Program
@@ -33,8 +34,6 @@ from tracer.stores.locations import Anywhere, Location, location
 from tracer.stores.opening import backend_of
 from tracer.trace.claiming import check_target, heads, refuse_living, this_process
 from tracer.trace.compression import Compression
-
-_OUTCOMES = ("network_output", "input_labels", "loss_terms", "loss")
 
 
 def run(
@@ -166,7 +165,7 @@ def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
     if capture.tags is not None:
         return (capture,)
     training = replace(capture, tags=(f"!{EVAL_TAG}",))
-    outcomes = tuple(kind for kind in capture.kinds or () if kind in _OUTCOMES)
+    outcomes = tuple(kind for kind in capture.kinds or () if kind in OUTCOMES)
     return (replace(capture, kinds=outcomes, tags=(EVAL_TAG,)), training) if outcomes else (training,)
 
 
