@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import NamedTuple, Unpack, final
+from dataclasses import dataclass
+from typing import Unpack, final
 
-from analyze.metrics.elementwise.sharing import shared
-from analyze.metrics.streams import Series
-from analyze.rules.episodes import Place
+import numpy as np
+
 from analyze.rules.finding import Finding
-from analyze.rules.rule import Looking, Rule
+from analyze.rules.rule import Looking
+from analyze.rules.table_rule import TableRule, grown
+from analyze.rules.tables import Bools, Column, Floats, OfKind, Table
 from tracer.messaging.messages import Message
 
 _NEAR = 0.01
@@ -21,22 +22,8 @@ _CLIPPED = 3
 """Of so many layers or more, clipping by the norm of all gradients is known by its one factor for all of them."""
 
 
-class _Sums(NamedTuple):
-    """Sums over the elements of a layer's bias gradient, now and in the step before, and of its outputs' gradients."""
-
-    place: Place
-    now: float
-    before: float
-    arrived: float
-
-    @property
-    def smaller(self) -> float:
-        """The smaller modulus of the two parts of an accumulated gradient."""
-        return min(abs(self.before), abs(self.arrived))
-
-
 @final
-class AccumulatedGradients(Rule):
+class AccumulatedGradients(TableRule):
     r"""Gradients that still contain those of the step before, as without ``optimizer.zero_grad()``.
 
     Parameters
@@ -57,57 +44,59 @@ class AccumulatedGradients(Rule):
     """
 
     name = "accumulated_gradients"
-    takes_statistics = True
-    memory = ("before", "now", "arrived", "moduli", "step")
+    statistics = ("sum", "norm1")
+    memory = ("before", "step")
     judges = "gradients of biases, and of the outputs of their layers, at consecutive steps"
     numbers = ("layers",)
     advice = "call optimizer.zero_grad() before each backward, or after each step"
 
     def __init__(self, *, patience: int = 5, **where: Unpack[Looking]) -> None:
         super().__init__(["layer_gradients", "bias_gradients"], patience=patience, **where)
-        self.step = -2
-        self.before: dict[Series, float] = {}  # the sum of each bias gradient in the step before
-        self.now: dict[Series, tuple[Place, float]] = {}
-        self.arrived: dict[Series, float] = {}
-        self.moduli: dict[Series, float] = {}
+        self.step = -2  # the last step, if it had gradients of biases
+        self.before: Floats = np.zeros(0)  # by column: the sum of each bias gradient in that step
 
-    def look(self, message: Message) -> Iterator[Message]:
-        """Add up what a step has."""
-        total = shared(message, "sum")
-        place = Place.of(message)
-        module, tag, _, rank = place.series
-        series = module, tag, "", rank
-        if message.kind == "bias_gradients":
-            self.now[series] = place, total
-        else:
-            self.arrived[series] = self.arrived.get(series, 0.0) + total
-            self.moduli[series] = self.moduli.get(series, 0.0) + shared(message, "norm1")
-        yield from ()
+    def judge_table(self, table: Table) -> Iterator[Message]:
+        """Judge the sums of each step."""
+        of = table.of("bias_gradients")
+        if not of.columns:
+            self.step = -2
+            return
+        now, there = of["sum"], of.there
+        arrived, moduli = self._arrived(table, of)
+        before = np.concatenate([grown(self.before, len(of.columns), np.nan)[None], now])
+        last = np.append(self.step, np.where(there.any(axis=1), table.steps, -2))
+        self.before, self.step = before[-1], int(last[-1])
+        sums = _Sums(now, np.nan_to_num(before[:-1], nan=0.0), arrived, there & (last[:-1] == table.steps - 1)[:, None])
+        sums.told &= np.isfinite(now + before[:-1] + arrived) & (sums.smaller > _TELLING * moduli)
+        kept = _accumulated(sums)
+        new = sums.told & (np.abs(now - arrived) <= _NEAR * sums.smaller)
+        count = kept.sum(axis=1)
+        self.cover(table, of, sums.told & (new | (count > 0)[:, None]))
+        _, tag, _, rank = of.columns[0].series
+        judged = (count > 0) | new.any(axis=1)
+        network = OfKind(
+            of.kind, (Column((None, tag, "", rank), 0, 0, 0, True),), of.places.max(axis=1, keepdims=True), {}
+        )
+        bad, layers = (count > 0)[:, None], count[:, None]
+        yield from self.judge_all(table, network, judged[:, None], bad, layers, 0.0, layers)
 
-    def look_back(self) -> Iterator[Message]:
-        """Judge the sums of a step."""
-        told = [one for series in self.now if (one := self._sums(series)) is not None]
-        kept = _accumulated(told)
-        new = {one.place.series for one in told if abs(one.now - one.arrived) <= _NEAR * one.smaller}
-        for one in told:
-            if one.place.series in new or kept:
-                self.judged(one.place)
-        if kept or new:
-            first = kept[0].place if kept else told[0].place
-            at = first._replace(series=(None, *first.series[1:]))
-            yield from self.judge(at, bool(kept), float(len(kept)), 0.0, len(kept))
-        self.before = {series: total for series, (_, total) in self.now.items()}
-        self.step = next(iter(self.now.values()))[0].global_step if self.now else -2
-        self.now, self.arrived, self.moduli = {}, {}, {}
-
-    def _sums(self, series: Series) -> _Sums | None:
-        """The sums of a layer, if they tell where its gradient is from."""
-        place, now = self.now[series]
-        before, arrived = self.before.get(series, 0.0), self.arrived.get(series, 0.0)
-        if self.step != place.global_step - 1 or not math.isfinite(now + before + arrived):
-            return None
-        found = _Sums(place, now, before, arrived)
-        return found if found.smaller > _TELLING * self.moduli.get(series, math.inf) else None
+    @staticmethod
+    def _arrived(table: Table, of: OfKind) -> tuple[Floats, Floats]:
+        """The sums over the gradients of the outputs of each bias's layer, and over their moduli; infinity without."""
+        outputs = table.of("layer_gradients")
+        sums, moduli = np.zeros((2, *of.there.shape))
+        layers: dict[tuple[object, ...], list[int]] = {}
+        for number, column in enumerate(outputs.columns):
+            module, tag, _, rank = column.series
+            layers.setdefault((module, tag, rank), []).append(number)
+        for number, column in enumerate(of.columns):
+            module, tag, _, rank = column.series
+            columns = layers.get((module, tag, rank), [])
+            there = outputs.there[:, columns]
+            sums[:, number] = np.where(there, outputs["sum"][:, columns], 0.0).sum(axis=1)
+            of_layer = np.where(there, outputs["norm1"][:, columns], 0.0).sum(axis=1)
+            moduli[:, number] = np.where(there.any(axis=1), of_layer, np.inf)
+        return sums, moduli
 
     def evidence(self, found: Finding) -> str:
         layers = int(found.numbers["layers"])
@@ -115,21 +104,42 @@ class AccumulatedGradients(Rule):
         return f"at {found.steps} recorded steps the gradients of {of} were those of the step before plus the new ones"
 
 
-def _accumulated(told: list[_Sums]) -> list[_Sums]:
-    """The layers whose gradient is that of the step before plus the new one, whole or clipped."""
-    found = [one for one in told if abs(one.now - one.before - one.arrived) <= _NEAR * one.smaller]
-    if found or len(told) < _CLIPPED:
-        return found
-    clipped = _are_in_proportion(told, [one.before + one.arrived for one in told], _NEAR)
-    # a step that repeats the one before has the same proportions, whether or not its gradients are accumulated
-    return told if clipped and not _are_in_proportion(told, [one.arrived for one in told], 10 * _NEAR) else []
+@dataclass
+class _Sums:
+    """Sums over the elements of bias gradients, now and in the step before, and of the gradients of outputs.
+
+    All are (steps, columns); `told` says where they tell from where a gradient is.
+    """
+
+    now: Floats
+    before: Floats
+    arrived: Floats
+    told: Bools
+
+    @property
+    def smaller(self) -> Floats:
+        """The smaller modulus of the two parts of accumulated gradients."""
+        return np.minimum(np.abs(self.before), np.abs(self.arrived))
 
 
-def _are_in_proportion(told: list[_Sums], expected: list[float], near: float) -> bool:
-    """Whether one factor below 1 makes the expected sums those of all layers."""
-    squares = math.fsum(one * one for one in expected)
-    factor = math.fsum(one.now * sum_ for one, sum_ in zip(told, expected, strict=True)) / squares if squares else 0.0
-    apart = (
-        abs(one.now - factor * sum_) <= near * factor * one.smaller for one, sum_ in zip(told, expected, strict=True)
-    )
-    return 0 < factor < 1 and all(apart)
+def _accumulated(sums: _Sums) -> Bools:
+    """The layers whose gradient is that of the step before plus the new one, whole or clipped; (steps, columns)."""
+    expected = sums.before + sums.arrived
+    with np.errstate(all="ignore"):
+        found: Bools = sums.told & (np.abs(sums.now - expected) <= _NEAR * sums.smaller)
+        unclear = ~found.any(axis=1) & (sums.told.sum(axis=1) >= _CLIPPED)
+        clipped = unclear & _are_in_proportion(sums, expected, _NEAR)
+        # a step that repeats the one before has the same proportions, whether or not its gradients are accumulated
+        clipped &= ~_are_in_proportion(sums, sums.arrived, 10 * _NEAR)
+    found[clipped] = sums.told[clipped]
+    return found
+
+
+def _are_in_proportion(sums: _Sums, expected: Floats, near: float) -> Bools:
+    """At which steps one factor below 1 makes the expected sums those of all layers."""
+    now, expected = np.where(sums.told, sums.now, 0.0), np.where(sums.told, expected, 0.0)
+    squares = np.square(expected).sum(axis=1)
+    factor = np.where(squares > 0, (now * expected).sum(axis=1) / squares, 0.0)[:, None]
+    apart = ~sums.told | (np.abs(now - factor * expected) <= near * factor * sums.smaller)
+    found: Bools = apart.all(axis=1) & (factor[:, 0] > 0) & (factor[:, 0] < 1)
+    return found

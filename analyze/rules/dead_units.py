@@ -10,15 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number, is_whole
-from analyze.metrics.elementwise.sharing import Extent, shared
+from analyze.metrics.elementwise.sharing import shared
 from analyze.metrics.streams import Series
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
 from analyze.rules.header import modules_of
-from analyze.rules.rule import Looking, Rule
+from analyze.rules.rule import Looking
+from analyze.rules.table_rule import TableRule
+from analyze.rules.tables import Bools, Table
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import as_array
-from tracer.numbers.statistics import are_statistics
 
 _LIKE_RELU = frozenset({"ReLU", "ReLU6", "Threshold", "Hardshrink", "Softshrink"})
 
@@ -40,7 +41,7 @@ class _Units:
 
 
 @final
-class DeadUnits(Rule):
+class DeadUnits(TableRule):
     """Units of a layer with ReLU that are zero for every input.
 
     A layer counts if its output has no negative numbers and has zeros, as after ReLU. A unit is a channel of an image
@@ -68,6 +69,8 @@ class DeadUnits(Rule):
 
     name = "dead_units"
     takes_statistics = "too"
+    statistics = ("zeros", "count")
+    whole = frozenset({"activations", "layer_inputs", "input_data"})
     memory = ("layers", "silent", "inputs")
     judges = "activations of layers that do ReLU"
     numbers = ("units", "dead")
@@ -94,12 +97,9 @@ class DeadUnits(Rule):
         self.others = {one.name for one in of_torch if one.kind not in _LIKE_RELU}
         self.like_relu = {one.name for one in of_torch} - self.others
 
-    def look(self, message: Message) -> Iterator[Message]:
+    def look_at_data(self, message: Message) -> Iterator[Message]:
         """Judge one output."""
         data = message.data
-        if are_statistics(message.sampling):
-            yield from self._look_at_statistics(message)
-            return
         if data is None or data.ndim < 2 or not data.is_floating_point() or data.numel() == 0:
             return
         if message.kind == "input_data":
@@ -129,16 +129,27 @@ class DeadUnits(Rule):
             since = Place(place.kind, place.series, *order[:, needed - 1].tolist())
         yield from self.judge(place, bad, count / len(dead), self.share, len(dead), count, since=since)
 
-    def _look_at_statistics(self, message: Message) -> Iterator[Message]:
-        """Judge an output of which statistics are known."""
-        extent, place = Extent.of(message), Place.of(message)
-        known = extent is not None and extent.floating and extent.axes >= 2 and extent.count > 0
-        exact = (place.kind, place.series) in self.layers
-        if extent is None or not known or exact or place.kind != "activations" or message.key not in self.like_relu:
-            return
-        zeros = shared(message, "zeros") / extent.count
+    def judge_table(self, table: Table) -> Iterator[Message]:
+        """Judge the outputs of which statistics are known."""
+        of = table.of("activations")
+        known = of.where(lambda one: one.floating and one.axes >= 2 and one.series[0] in self.like_relu)
+        known &= of.where(lambda one: ("activations", one.series) not in self.layers)
+        there = of.there & known & (of["count"] > 0)
+        zeros = np.where(there, of["zeros"] / of["count"], 0.0)
+        alive: Bools = np.all(zeros < 1, axis=0)
+        alive &= of.where(lambda one: one.series not in self.silent or not self.silent[one.series].steps[0])
+        judged = there & alive & (zeros < self.share)
+        yield from self.judge_all(table, of, judged, np.zeros_like(judged), zeros, self.share, 0.0, 0.0)
+        for series, columns in of.series.items():
+            if not alive[columns].all():
+                for row, column in zip(*of.cells(columns, there), strict=True):
+                    place = table.place(of.kind, series, row)
+                    yield from self._look_at(place, float(zeros[row, column]), int(of["count"][row, column]))
+
+    def _look_at(self, place: Place, zeros: float, count: int) -> Iterator[Message]:
+        """Judge an output by its share of zeros."""
         layer = self.silent.setdefault(place.series, _Units(1))
-        layer.hear(place, np.array([zeros < 1]), extent.count)
+        layer.hear(place, np.array([zeros < 1]), count)
         if zeros < self.share:
             yield from self.judge(place, False, zeros, self.share, 0, 0)
         elif layer.steps[0] >= self.steps and layer.rows[0] >= self.datapoints:
@@ -146,9 +157,9 @@ class DeadUnits(Rule):
             yield from self.judge(place, True, 1.0, self.share, 0, 0, since=since)
 
     def look_back(self) -> Iterator[Message]:
-        """Forget the inputs of a step."""
+        """Judge the table of a step, and forget its inputs."""
+        yield from super().look_back()
         self.inputs = set()
-        yield from ()
 
     def evidence(self, found: Finding) -> str:
         dead, units = int(found.numbers["dead"]), int(found.numbers["units"])

@@ -18,8 +18,6 @@ from analyze.rules.tables import Bools, OfKind, Table
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_MODE, EVAL_TAG, TRAIN_MODE, Message
 from tracer.messaging.subscription import is_doubled
 from tracer.numbers.arrays import as_array
-from tracer.numbers.statistics import are_statistics
-from tracer.trace.streams import StreamInfo
 
 _PASSES, _DROPOUT, _NORMALISATION, _MODE, _EVALUATED = range(5)
 _OFFSET = 0.1
@@ -56,6 +54,7 @@ class EvaluationMode(TableRule):
     name = "evaluation_mode"
     takes_statistics = "too"
     statistics = ("zeros", "count", "nan")
+    whole = frozenset({"activations", "biases"})
     memory = ("means", "biases", "offsets")
     judges = "updates of weights, and training passes"
     numbers = ("why",)
@@ -80,24 +79,17 @@ class EvaluationMode(TableRule):
             if one.kind in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"):
                 self.normalisations.add(one.name)
 
-    def reads(self, stream: StreamInfo) -> bool:
-        """Whether a stream has no data: that of batch normalisations comes in messages."""
-        return are_statistics(stream.sampling) or stream.kind in (EVAL_MODE, TRAIN_MODE)
-
-    def look(self, message: Message) -> Iterator[Message]:
-        """Take a message into the table of its step; store the data of batch normalisations."""
+    def look_at_data(self, message: Message) -> Iterator[Message]:
+        """Take an output into the table, too; store the data of batch normalisations."""
         data = message.data
-        # of a tensor whose data and statistics are there, the statistics are judged
         if message.kind != "biases" and not is_doubled(message.sampling):
-            yield from super().look(message)
-        if data is None or not data.is_floating_point() or not data.numel():
-            return
-        if message.key not in self.normalisations or are_statistics(message.sampling):
-            return
-        if message.kind == "biases":
-            self.biases[message.key or ""] = as_array(data).astype(np.float64)
-        elif message.kind == "activations" and message.tag == DEFAULT_TAG and data.ndim >= 2 and len(data) >= 4:
-            self.means[series_of(message)] = Place.of(message), _standardised(as_array(data))
+            self.tables.hear(message)
+        if data is not None and message.key in self.normalisations and data.is_floating_point() and data.numel():
+            if message.kind == "biases":
+                self.biases[message.key or ""] = as_array(data).astype(np.float64)
+            elif message.tag == DEFAULT_TAG and data.ndim >= 2 and len(data) >= 4:
+                self.means[series_of(message)] = Place.of(message), _standardised(as_array(data))
+        yield from ()
 
     def look_back(self) -> Iterator[Message]:
         """Judge the table of a step, and the means of its batch normalisations."""

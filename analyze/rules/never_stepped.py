@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Unpack, final
 
+import numpy as np
+
 from analyze.metrics.checks import check, is_whole
-from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.header import entries
-from analyze.rules.rule import Looking, Rule
+from analyze.rules.rule import Looking
+from analyze.rules.table_rule import TableRule
+from analyze.rules.tables import Bools, OfKind, Table, Wholes
 from tracer.messaging.messages import Message
 
 
@@ -27,14 +30,13 @@ class _Weight:
         At how many recorded steps since then a gradient came to its layer's outputs.
     """
 
-    def __init__(self, message: Message, numbers: tuple[float, ...]) -> None:
-        self.first = Place.of(message)
-        self.numbers = numbers
+    def __init__(self, first: Place, numbers: tuple[float, ...]) -> None:
+        self.first, self.numbers = first, numbers
         self.steps = 0
 
 
 @final
-class NeverStepped(Rule):
+class NeverStepped(TableRule):
     """Weights that get gradients and stay as they are, because no optimizer that steps has them.
 
     Parameters
@@ -56,8 +58,8 @@ class NeverStepped(Rule):
     """
 
     name = "never_stepped"
-    takes_statistics = True
-    memory = ("kept", "changed", "updated", "reached")
+    statistics = ("zeros", "count", "sum", "norm2", "min", "max")
+    memory = ("kept", "changed", "updated")
     judges = "weights, the gradients of their layers, and updates"
     numbers = ("steps",)
     advice = "give these parameters to an optimizer, and call its step() after each backward"
@@ -70,7 +72,6 @@ class NeverStepped(Rule):
         self.kept: dict[str, _Weight] = {}
         self.updated: set[str] = set()  # modules of which an update is recorded
         self.changed: set[str] = set()  # modules whose weight an update has changed
-        self.reached: set[str] = set()  # modules whose outputs have a gradient in this step
 
     def know_model(self, model: Mapping[str, Any]) -> None:
         """Find the weights that ask for gradients."""
@@ -79,46 +80,76 @@ class NeverStepped(Rule):
             if name == "weight" and one.get("requires_grad") is True:
                 self.learnable.add(module)
 
-    def look(self, message: Message) -> Iterator[Message]:
-        """Compare a weight with what it was; note gradients and updates."""
-        extent, module = Extent.of(message), message.key
-        if module not in self.learnable or extent is None or not extent.count or not extent.floating:
-            return
-        if message.kind == "layer_gradients":
-            if shared(message, "norm2") > 0:
-                self.reached.add(module)
-        elif message.kind == "weight_updates":
-            self.updated.add(module)
-            self.kept.pop(module, None)
-            if shared(message, "zeros") < extent.count:
-                self.changed.add(module)
-        else:
-            self.judged(message)
-            if module not in self.updated:
-                yield from self._compare(module, message)
+    def judge_table(self, table: Table) -> Iterator[Message]:
+        """Compare weights of which no update is recorded with what they were; note gradients and updates."""
+        of, updates, gradients = table.of("weights"), table.of("weight_updates"), table.of("layer_gradients")
+        learnable = self._learnable(of)
+        self.cover(table, of, learnable)
+        updated = _first_rows(updates, self._learnable(updates))
+        changed = _first_rows(updates, self._learnable(updates) & (updates["zeros"] < updates["count"]))
+        changed = {module: row for module, row in changed.items() if module not in self.changed}
+        many = len(self.changed) + np.cumsum(np.bincount([*changed.values()], minlength=len(table)))
+        before = np.append(len(self.changed), many[:-1])  # when the weights of a step come
+        reached = self._learnable(gradients) & (gradients["norm2"] > 0) & (many > 0)[:, None]
+        for module, columns in _by_module(of).items():
+            if module in self.learnable and module not in self.updated:
+                rows = np.flatnonzero(learnable[:, columns].any(axis=1))
+                last = updated.get(module, len(table))
+                counted: Bools = np.any(reached[:, _by_module(gradients).get(module, [])], axis=1)
+                cell = of, columns[0]
+                yield from self._compare(module, table, cell, rows[rows <= last], counted, 2 * before)
+        self.updated |= updated.keys()
+        self.changed |= changed.keys()
 
-    def _compare(self, module: str, message: Message) -> Iterator[Message]:
-        """Judge a weight of which no update is recorded."""
-        numbers = tuple(shared(message, name) for name in ("sum", "norm2", "min", "max"))
-        kept = self.kept.get(module)
-        if kept is None or kept.numbers != numbers:  # the program may change it by itself
-            self.kept[module] = _Weight(message, numbers)
-        elif kept.steps >= self.steps:
-            most = 2 * len(self.changed) > len(self.learnable)
-            severity = Severity.WARNING if most else Severity.NOTE
-            place, steps = Place.of(message), kept.steps
-            yield from self.judge(place, True, steps, self.steps, steps, since=kept.first, severity=severity)
+    def _learnable(self, of: OfKind) -> Bools:
+        """Where there is a message about a module that has a weight which asks for gradients."""
+        return of.there & (of["count"] > 0) & of.where(lambda one: one.floating and one.series[0] in self.learnable)
 
-    def look_back(self) -> Iterator[Message]:
-        """Count a step in which gradients came while other weights were changed."""
-        if self.changed:
-            for module in self.reached & self.kept.keys():
-                self.kept[module].steps += 1
-        self.reached = set()
-        yield from ()
+    def _compare(
+        self, module: str, table: Table, cell: tuple[OfKind, int], rows: Wholes, counted: Bools, twice: Wholes
+    ) -> Iterator[Message]:
+        """Judge a weight of which no update was recorded until the last of some rows.
+
+        `counted`: at which steps its layer's outputs have a gradient while other weights are changed; `twice`: how many
+        weights are changed, times two.
+        """
+        of, column = cell
+        begin = 0
+        for row in rows.tolist():
+            kept = self.kept.get(module)
+            numbers = tuple(float(of[name][row, column]) for name in ("sum", "norm2", "min", "max"))
+            place = table.place(of.kind, of.columns[column].series, row)
+            if kept is not None:
+                kept.steps += int(counted[begin:row].sum())
+            begin = row
+            if kept is None or kept.numbers != numbers:  # the program may change it by itself
+                self.kept[module] = _Weight(place, numbers)
+            elif kept.steps >= self.steps:
+                severity = Severity.WARNING if twice[row] > len(self.learnable) else Severity.NOTE
+                steps = kept.steps
+                found = self.judge(
+                    place, True, steps, self.steps, steps, since=kept.first, severity=severity, covers=False
+                )
+                yield from found
+        if module in self.kept:
+            self.kept[module].steps += int(counted[begin:].sum())
 
     def evidence(self, found: Finding) -> str:
         return (
             f"it is in step {found.last:,} what it was in step {found.first:,}, though its layer had gradients at "
             f"{found.numbers['steps']:.0f} recorded steps between them"
         )
+
+
+def _by_module(of: OfKind) -> dict[str, list[int]]:
+    """The columns of each module."""
+    found: dict[str, list[int]] = {}
+    for number, column in enumerate(of.columns):
+        found.setdefault(column.series[0] or "", []).append(number)
+    return found
+
+
+def _first_rows(of: OfKind, holds: Bools) -> dict[str, int]:
+    """The first row at which something holds of each module."""
+    each = {module: np.any(holds[:, columns], axis=1) for module, columns in _by_module(of).items()}
+    return {module: int(rows.argmax()) for module, rows in each.items() if rows.any()}

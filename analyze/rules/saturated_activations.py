@@ -15,10 +15,11 @@ from analyze.metrics.streams import Series, series_of
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.header import modules_of
-from analyze.rules.rule import Looking, Rule
+from analyze.rules.rule import Looking
+from analyze.rules.table_rule import TableRule
+from analyze.rules.tables import OfKind, Table
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import as_array
-from tracer.numbers.statistics import are_statistics
 
 _TANH, _SIGMOID, _SOFTMAX = 0, 1, 2
 _CLASSES = {"Tanh": _TANH, "Sigmoid": _SIGMOID, "Softmax": _SOFTMAX}
@@ -50,7 +51,10 @@ class _Output:
         The output, if the share is large.
     extremes : tuple of float
         How many numbers there are, the least and the greatest.
-    harmless : bool
+    is_output : bool
+        Whether it is the network's.
+    held : bool or None
+        Whether the loss would have saturated numbers back; None if its gradient is not known.
     """
 
     place: Place
@@ -60,11 +64,12 @@ class _Output:
     by_mean: bool
     extremes: tuple[float, ...]
     numbers: NDArray[Any] | None = None
-    harmless: bool = False
+    is_output: bool = False
+    held: bool | None = None
 
 
 @final
-class SaturatedActivations(Rule):
+class SaturatedActivations(TableRule):
     """Outputs at the ends of their range, where hardly any gradient comes through.
 
     Parameters
@@ -98,7 +103,9 @@ class SaturatedActivations(Rule):
 
     name = "saturated_activations"
     takes_statistics = "too"
-    memory = ("before", "now")
+    statistics = ("count", "min", "max", "mean", "rms")
+    whole = frozenset({"activations", "layer_gradients", "network_output"})
+    memory = ("before", "now", "ends")
     judges = "activations of Tanh, Sigmoid or Softmax modules"
     numbers = ("function", "by_mean")
     advice = (
@@ -115,34 +122,45 @@ class SaturatedActivations(Rule):
         self.share, self.attention = share, attention
         self.functions: dict[str, int] = {}
         self.before: dict[Series, list[tuple[int, float]]] = {}
-        self.now: dict[tuple[Series, int], _Output] = {}
+        self.now: dict[tuple[Series, int], _Output] = {}  # the outputs in this step of which the data is known
+        self.ends: set[tuple[float, ...]] = set()  # the extremes of the network's outputs in this step
 
     def know_model(self, model: Mapping[str, Any]) -> None:
         """Find the modules that are Tanh, Sigmoid or Softmax."""
         self.functions = {one.name: _CLASSES[one.kind] for one in modules_of(model) if one.kind in _CLASSES}
 
-    def look(self, message: Message) -> Iterator[Message]:
+    def look_at_data(self, message: Message) -> Iterator[Message]:
         """Store an output; note of saturated outputs whether that does harm."""
         extent = Extent.of(message)
         if message.data is None or extent is None or not extent.count or message.data.is_complex():
             return
         if message.kind == "network_output":
-            self._is_output(message, extent)
+            self._is_output(message, extent, as_array(message.data))
             return
-        key, of_statistics = (series_of(message), message.call), are_statistics(message.sampling)
+        key = series_of(message), message.call
         if message.kind == "layer_gradients":
-            if key in self.now and not of_statistics:
-                output = self.now[key]
-                output.harmless = not _is_held(output, as_array(message.data))
+            if key in self.now:
+                self.now[key].held = _is_held(self.now[key], as_array(message.data))
             return
         function = self.functions.get(message.key or "")
-        if function is None or (function == _SOFTMAX and (of_statistics or extent.axes < 3)):
-            return
-        if not of_statistics:
+        if function is not None and (function != _SOFTMAX or extent.axes >= 3):
             self.now[key] = self._exact(message, function, extent)
-        elif key not in self.now:
-            self.now[key] = _by_mean(message, function, extent)
         yield from ()
+
+    def judge_table(self, table: Table) -> Iterator[Message]:
+        """Judge the outputs of which statistics are known."""
+        of, outputs = table.of("activations"), table.of("network_output")
+        functions = [self.functions.get(column.series[0] or "", _SOFTMAX) for column in of.columns]
+        columns = np.flatnonzero(np.array(functions, np.int64) != _SOFTMAX)
+        there = of.there & (of["count"] > 0)
+        for row in range(len(table)) if len(columns) else ():
+            self.ends |= {_extremes(outputs, row, int(at)) for at in np.flatnonzero(outputs.there[row])}
+            for column in columns[there[row, columns]].tolist():
+                key = of.columns[column].series, of.columns[column].call
+                if key not in self.now:
+                    yield from self._judge(_by_mean(table, of, row, column, functions[column]))
+            if row < len(table) - 1:
+                self.ends = set()
 
     def _exact(self, message: Message, function: int, extent: Extent) -> _Output:
         """An output of which all numbers are known."""
@@ -153,32 +171,37 @@ class SaturatedActivations(Rule):
         else:
             share = float((_derivative(x, function) < _LOST).mean())
         judged = x if share >= self.share and function != _SOFTMAX else None
-        place = Place.of(message)
-        return _Output(place, function, share, self.share, False, _extremes(message, extent), judged)
+        extremes = extent.count, shared(message, "min"), shared(message, "max")
+        return _Output(Place.of(message), function, share, self.share, False, extremes, judged)
 
-    def _is_output(self, message: Message, extent: Extent) -> None:
+    def _is_output(self, message: Message, extent: Extent, x: NDArray[Any]) -> None:
         """Note that a module's output is the network's. Its gradient, which comes later, says more."""
-        extremes, data = _extremes(message, extent), message.data
+        self.ends.add((extent.count, shared(message, "min"), shared(message, "max")))
         for output in self.now.values():
             y = output.numbers
-            if output.by_mean or are_statistics(message.sampling) or data is None:
-                output.harmless = output.harmless or output.extremes == extremes
-            elif y is not None and np.array_equal(y.reshape(-1), as_array(data).reshape(-1)):
-                output.harmless = True
+            output.is_output |= y is not None and np.array_equal(y.reshape(-1), x.reshape(-1))
 
     def look_back(self) -> Iterator[Message]:
         """Judge the outputs of a step."""
+        yield from super().look_back()
         now, self.now = self.now, {}
         for output in now.values():
-            place, share = output.place, output.share
-            before = self.before.setdefault(place.series, [])
-            near = [known for step, known in before if place.global_step - step <= _SUDDEN]
-            sudden = min(near) <= output.bound / 2 if near else not before and place.global_step == 0
-            before.append((place.global_step, share))
-            del before[:-_SUDDEN]
-            severity = None if sudden else Severity.NOTE
-            bad = share >= output.bound and not output.harmless
-            yield from self.judge(place, bad, share, output.bound, output.function, output.by_mean, severity=severity)
+            yield from self._judge(output)
+        self.ends = set()
+
+    def _judge(self, output: _Output) -> Iterator[Message]:
+        """Judge an output beside those of the last steps."""
+        place, share = output.place, output.share
+        before = self.before.setdefault(place.series, [])
+        near = [known for step, known in before if place.global_step - step <= _SUDDEN]
+        sudden = min(near) <= output.bound / 2 if near else not before and place.global_step == 0
+        before.append((place.global_step, share))
+        del before[:-_SUDDEN]
+        severity = None if sudden else Severity.NOTE
+        is_output = output.is_output or (output.by_mean and output.extremes in self.ends)
+        harmless = is_output if output.held is None else not output.held
+        bad = share >= output.bound and not harmless
+        yield from self.judge(place, bad, share, output.bound, output.function, output.by_mean, severity=severity)
 
     def evidence(self, found: Finding) -> str:
         function = int(found.numbers["function"])
@@ -190,19 +213,21 @@ class SaturatedActivations(Rule):
         return f"{found.value:.0%} of its outputs were at the ends of {_WORDS[function]} in step {found.worst}"
 
 
-def _extremes(message: Message, extent: Extent) -> tuple[float, ...]:
+def _extremes(of: OfKind, row: int, column: int) -> tuple[float, ...]:
     """How many numbers a message has, the least and the greatest: hardly the same of different outputs of a step."""
-    return extent.count, shared(message, "min"), shared(message, "max")
+    return tuple(float(of[name][row, column]) for name in ("count", "min", "max"))
 
 
-def _by_mean(message: Message, function: int, extent: Extent) -> _Output:
+def _by_mean(table: Table, of: OfKind, row: int, column: int, function: int) -> _Output:
     """An output of which statistics are known."""
-    mean, rms, extremes = shared(message, "mean"), shared(message, "rms"), _extremes(message, extent)
+    mean, rms = float(of["mean"][row, column]), float(of["rms"][row, column])
+    extremes = _extremes(of, row, column)
     # of a sigmoid, 2 y - 1 has the range of a tanh
     lost = rms * rms if function == _TANH else 4 * (rms * rms - mean) + 1
     ends = _derivative(np.array(extremes[1:]), function) < _LOST
     one_end = function == _SIGMOID and not ends.all()
-    return _Output(Place.of(message), function, 0.0 if one_end else lost, 1 - _MEAN, True, extremes)
+    place = table.place(of.kind, of.columns[column].series, row)
+    return _Output(place, function, 0.0 if one_end else lost, 1 - _MEAN, True, extremes)
 
 
 def _derivative(y: NDArray[Any], function: int) -> NDArray[Any]:

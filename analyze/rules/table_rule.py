@@ -15,6 +15,7 @@ from analyze.rules.episodes import Measured
 from analyze.rules.rule import Rule
 from analyze.rules.tables import Bools, Numbers, OfKind, Table, Tables
 from tracer.messaging.messages import KINDS, Message
+from tracer.messaging.subscription import is_doubled
 from tracer.numbers.statistics import are_statistics
 from tracer.trace.streams import StreamInfo
 
@@ -33,12 +34,15 @@ class TableRule(Rule):
     ----------
     statistics : tuple of str
         The statistics of a tensor that the tables have, as `analyze.metrics.elementwise.sharing.shared` names them.
+    whole : frozenset of str
+        The kinds of which the rule takes whole tensors as messages, where they are recorded: by `look_at_data`.
     tables : Tables
         What the rule has heard since the last table.
     """
 
     takes_statistics: bool | Literal["too"] = True
     statistics: ClassVar[tuple[str, ...]]
+    whole: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, *needs: Any, **where: Any) -> None:
         super().__init__(*needs, **where)
@@ -53,11 +57,17 @@ class TableRule(Rule):
         if are_statistics(stream.sampling) or (stream.kind in KINDS and KINDS[stream.kind].event):
             return True
         width = np.dtype(np.float64).itemsize
-        return stream.bytes <= _FEW_ELEMENTS * width * stream.count
+        return stream.kind not in self.whole and stream.bytes <= _FEW_ELEMENTS * width * stream.count
 
     def look(self, message: Message) -> Iterator[Message]:
-        """Take a message into the table of its step."""
-        self.tables.hear(message)
+        """Take a message into the table of its step, or the data of a tensor of a kind of `whole`."""
+        if message.kind in self.whole and not are_statistics(message.sampling):
+            yield from self.look_at_data(message)
+        elif not is_doubled(message.sampling):  # else the message of its statistics is taken
+            self.tables.hear(message)
+
+    def look_at_data(self, message: Message) -> Iterator[Message]:
+        """Judge or store the data of a tensor."""
         yield from ()
 
     def look_back(self) -> Iterator[Message]:

@@ -29,6 +29,7 @@ from tracer.errors import MessageError, TracerError, UnknownNameError
 from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import KINDS, Message, message_of
 from tracer.messaging.stacks import Heads, Source, Stack, Stretch
+from tracer.numbers.statistics import are_statistics
 
 
 def at(step: int, kind: str, data: Any, module: str | None = None, **more: Any) -> Message:
@@ -49,10 +50,15 @@ def findings(text: str, messages: Iterable[Message], model: dict[str, Any] | Non
     for message in messages:
         bus.publish(message)
     bus.finish()
-    alone = rule.name == "evaluation_mode" and any(one.kind == "biases" for one in messages)
-    if isinstance(rule, TableRule) and not alone:  # the data of batch normalisations comes one by one
+    if isinstance(rule, TableRule) and not any(is_whole(rule, one) for one in messages):
         assert by_tables(text, messages, model or {}, rule.coverage) == list(found)
     return list(found)
+
+
+def is_whole(rule: TableRule, message: Message) -> bool:
+    """Whether a rule takes the whole tensor of a message, which no table has."""
+    whole = message.kind in rule.whole and not are_statistics(message.sampling)
+    return whole and any(one.stands_for(message.kind) for one in rule.subscriptions)
 
 
 def by_tables(text: str, messages: list[Message], model: dict[str, Any], coverage: Judged) -> list[Finding]:
