@@ -209,8 +209,8 @@ class ExplodingGradient(TableRule):
     def _look_at_layers(self, table: Table, of: OfKind) -> Iterator[Message]:
         """Judge the gradients of the layers at the first steps."""
         norm = of["norm2"]
-        self.cover(table, of, of.there & (norm == 0))
         there = of.there & (norm > 0) & (norm < math.inf)
+        judged = of.there & (norm == 0)
         for row in np.flatnonzero(there.sum(axis=1) >= 4).tolist() if self.steps < _FIRST else ():
             columns = np.flatnonzero(there[row])
             columns = columns[np.argsort(of.places[row, columns])]
@@ -218,13 +218,13 @@ class ExplodingGradient(TableRule):
             if len(layers) < 4 or self.steps == _FIRST:
                 continue
             self.steps += 1
-            for series in layers:
-                self.judged(table.place(of.kind, series, row))
+            judged[row, columns] = True
             norms = list(layers.values())  # backward reaches the last layers first
             last = max(norms[: max(1, len(norms) // 4)])
             series, most = max(layers.items(), key=lambda layer: layer[1])
             at, bound = table.place(of.kind, series, row), self.growth * last
-            yield from self.judge(at, most > bound, most, bound, last, 0.0)
+            yield from self.judge(at, most > bound, most, bound, last, 0.0, covers=False)
+        self.cover(table, of, judged)
 
     def evidence(self, found: Finding) -> str:
         usual = found.numbers["usual"]
