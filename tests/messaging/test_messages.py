@@ -34,7 +34,7 @@ def test_the_kinds_are_those_of_the_architecture() -> None:
     assert set(NETWORK_KINDS) == {
         "batch_started", "batch_finished", "epoch_started", "epoch_finished", "input_data", "sample_ids",
         "input_labels", "network_output", "loss", "loss_terms", "generators", "hyperparameters", "keyframe",
-        "eval_mode", "train_mode",
+        "eval_mode", "train_mode", "gradient_norms",
     }  # fmt: skip
     assert set(MODULE_KINDS) == {
         "activations", "layer_inputs", "layer_gradients", "input_gradients", "weights", "biases", "weight_gradients",

@@ -146,7 +146,11 @@ def told(path: Path) -> Iterator[tuple[tuple[Any, ...], tracer.Message]]:
 
 def is_data(name: str, kind: str, message: tracer.Message) -> bool:
     """Whether messages of a kind are kept as they are: losses and events by captures of hashes, too."""
-    return name == "both" or message.data is None or kind in ("loss", "loss_terms")
+    return name == "both" or message.data is None or kind in AS_THEY_ARE
+
+
+AS_THEY_ARE = ("loss", "loss_terms", "gradient_norms")
+"""Kinds of few numbers, of which no hash and no statistics are kept."""
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -166,7 +170,7 @@ def test_they_are_those_of_the_data(tmp_path: Path, suffix: str, scaled: bool) -
     for name in ("alone", "both"):
         found = dict(told(tmp_path / f"{name}{suffix}"))
         for (kind, *rest), message in full.items():
-            if message.data is None or kind in ("loss", "loss_terms"):
+            if message.data is None or kind in AS_THEY_ARE:
                 continue
             assert int(found[f"{kind}_hash", *rest].data) == hash_of(message.data), (name, kind, rest)
             assert (
@@ -180,7 +184,7 @@ def test_they_are_those_of_the_data(tmp_path: Path, suffix: str, scaled: bool) -
         assert data.keys() == expected.keys()
         for key, one in data.items():
             assert one.data is None or torch.equal(one.data, expected[key].data), key
-            doubled = one.data is not None and key[0] not in ("loss", "loss_terms")
+            doubled = one.data is not None and key[0] not in AS_THEY_ARE
             assert (one.sampling or {}).get("beside") == (["statistics"] if doubled else None)
 
 

@@ -66,9 +66,11 @@ def test_a_capture_is_a_frozen_value() -> None:
         one.every = 3  # type: ignore[misc]
 
 
-def test_the_default_kinds_are_all_but_three_and_state() -> None:
-    """Unless told otherwise, everything is observed but two kinds that repeat a neighbour's, sample ids and state."""
-    assert set(DATA_KINDS) - set(Capture().kinds) == {"layer_inputs", "input_gradients", "sample_ids"}
+def test_the_default_kinds_are_all_but_four_and_state() -> None:
+    """Everything is observed but two kinds that repeat a neighbour's, the norms of gradients, sample ids and state."""
+    assert set(DATA_KINDS) - set(Capture().kinds) == {
+        *("layer_inputs", "input_gradients", "gradient_norms", "sample_ids")
+    }
     assert set(Capture().kinds) <= set(DATA_KINDS)
     assert Capture().kinds == DEFAULT_KINDS
 

@@ -365,7 +365,9 @@ def test_a_collector_overhears_or_asks(trace: Path) -> None:
     assert {one.kind for one in heard_by_replay(trace)} == {*DEFAULT, "rate"}
 
 
-DEFAULT = set(DATA_KINDS) - {"layer_inputs", "input_gradients", "sample_ids", "eval_mode", "train_mode"}
+DEFAULT = set(DATA_KINDS) - {
+    *("layer_inputs", "input_gradients", "gradient_norms", "sample_ids", "eval_mode", "train_mode")
+}
 
 
 def test_producers_may_come_in_any_order(trace: Path) -> None:
