@@ -603,10 +603,13 @@ def _say_outlook(profile: str | None, options: Options, captures: Sequence[Captu
         left = outlook.free_bytes if options.stop_at_bytes is None else min(options.stop_at_bytes, outlook.free_bytes)
         room = f"{size(left)} free" if left == outlook.free_bytes else f"{size(left)} allowed"
         lasts = f"{room}, for {steps_in_short(left / each)} steps"
-    bound = "" if options.max_overhead is None else f", at most {100 * options.max_overhead:.3g}% of overhead"
-    if bound and options.overhead_credit:
-        bound += f" after the first {options.overhead_credit:.3g} s"
-    _say(f"recording {_what(profile, captures)}: {size(each)} a step{bound}; {lasts}")
+    rhythm = ""
+    if options.max_overhead is not None:
+        free = (
+            f"every step until that has taken {options.overhead_credit:.3g} s, then " if options.overhead_credit else ""
+        )
+        rhythm = f"; {free}as many steps as {100 * options.max_overhead:.3g}% of the training's time allow"
+    _say(f"recording {_what(profile, captures)}: {size(each)} a step{rhythm}; {lasts}")
 
 
 def _what(profile: str | None, captures: Sequence[Capture]) -> str:

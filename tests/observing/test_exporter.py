@@ -54,6 +54,7 @@ def expected_sequence() -> list[tuple[Any, ...]]:
             ("biases", "2", *at),
             ("bias_gradients", "2", *at),
             ("bias_updates", "2", *at),
+            ("gradient_norms", None, *at),
             ("batch_finished", None, *at),
         ]
         if train_step == 1:
@@ -93,7 +94,7 @@ def test_the_sequence_of_two_epochs_of_two_batches(suffix: str, tmp_path: Path) 
                 optimizer.step()
             run.epoch_finished()
     expected = expected_sequence()
-    assert len(expected) == 4 * 30 + 4
+    assert len(expected) == 4 * 31 + 4
     assert canonical([said(one) for one in heard]) == canonical(expected)
     replayed = Collect()
     tracer.replay(path, replayed)

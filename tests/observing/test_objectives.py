@@ -575,7 +575,7 @@ def named(losses: Sequence[Tensor], differentiate: Callable[..., None]) -> list[
     told: dict[str, Any] = {"__name__": "tracer.told", "found": found, "name": differentiated_name}
     exec("def backward(self, *tensors): found.append(name())", told)
     gate = tracer.Exporter(strict=True).parts.gate
-    watcher = type("Told", (), {"gate": gate, "is_quiet": False, "backward": told["backward"]})()
+    watcher = type("Told", (), {"gate": gate, "is_quiet": False, "waits": False, "backward": told["backward"]})()
     BACKWARD.watch(watcher)
     try:
         differentiate(*losses)

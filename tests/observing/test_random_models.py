@@ -210,7 +210,9 @@ def check(seed: int, folder: Path) -> None:
     assert torch.equal(ended, torch.get_rng_state()), seed
     for (name, left), right in zip(plain.state_dict().items(), recorded.state_dict().values(), strict=True):
         equal(right, left, 0.0, (seed, name))
-    messages = [message for message in messages if message.data is not None]
+    norms = [message.data for message in messages if message.kind == "gradient_norms"]
+    assert all(one.shape in ((1,), (2,)) and bool((one >= 0).all()) for one in norms), seed
+    messages = [message for message in messages if message.data is not None and message.kind != "gradient_norms"]
     coarse = any(value.dtype is torch.bfloat16 for value in steps[0].values.values())
     for step, expected in enumerate(oracle(one, plain, steps)):
         keys = [key_of(message) for message in messages if message.global_step == step]

@@ -122,7 +122,8 @@ def test_equal_runs_are_identical(ways: tuple[str, str], runs: Any, tmp_path: Pa
         assert found.identical is found.complete
         assert f"{found.by_hash:,} by hash" in found.verdict
         assert "are bit-identical" in found.verdict
-        assert {one.name.kind for one in found.uncompared} <= {"hyperparameters", "optimizer_state", "keyframe"}
+        apart = {"hyperparameters", "optimizer_state", "keyframe", "gradient_norms"}
+        assert {one.name.kind for one in found.uncompared} <= apart
 
 
 def test_unused_generators_do_not_make_runs_part(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_first_step_without_messages(tmp_path: Path) -> None:
         (["-k", "loss", "--every", "2"], "recording loss, of some of the steps: ", " steps"),
         (
             ["--every", "1", "--max-bytes", "10MB"],
-            "recording 18 kinds of messages: ",
+            "recording 19 kinds of messages: ",
             "to stay within 10.0 MB",
         ),
         (["--stop-at-bytes", "10MB"], "recording the profile full: ", " steps"),
@@ -86,5 +86,5 @@ def test_trace_record_says_it(options: list[str], begin: str, end: str, tmp_path
     (line,) = [one for one in done.stderr.splitlines() if one.startswith("recording ")]
     assert line.startswith(begin)
     assert line.endswith(end)
-    assert ("at most 5% of overhead" in line) == ("--max-overhead" in options)
+    assert ("as many steps as 5% of the training's time allow" in line) == ("--max-overhead" in options)
     assert ("10.0 MB allowed, for" in line) == ("--stop-at-bytes" in options)
