@@ -9,11 +9,14 @@ which is what a command takes, and of the question alone. Memory is the peak of 
 *Following*: what a poll costs that finds ten new steps, in a short trace and in a long one; and what the polls cost of
 a run that commits every half second for ten minutes.
 
+*Checking*: what a check and a report's replay cost of traces of statistics: of many layers over some thousand steps, as
+of a GPT-2, and of four layers over very many steps; and of a tenth of the steps.
+
 Growth is told as an exponent, too: 0 where a trace that is ten times as long costs as much, 1 where it costs ten times
 as much. The program ends with 1 if a bar is missed.
 
     python benchmarks/scale_asking.py [--messages 1200000] [--times 10] [--streams 12] [--suffix .zarr] [--folder /tmp]
-        [--only asking,streams,following] [--json]
+        [--only asking,streams,following,checking] [--json]
 """
 
 from __future__ import annotations
@@ -104,14 +107,90 @@ QUESTIONS: dict[str, Callable[[Path], int]] = {
 }
 
 
+SHAPES = {"many layers": (5_000, 148, 100), "four layers": (1_000_000, 4, 0)}
+"""Steps, parameters (weights, their gradients and updates), and modules (outputs and their gradients)."""
+CHECKS = {("check", "many layers"): 5.0, ("check", "four layers"): 10.0, ("report", "many layers"): 10.0}
+"""The seconds of the processor that a question may cost beside its imports."""
+
+
+def _check(path: Path) -> int:
+    """How many rules judge a trace."""
+    import analyze
+
+    return len(analyze.check(path).looked)
+
+
+def _report(path: Path) -> int:
+    """How many series a report draws."""
+    from analyze.seeing.gather import gather
+
+    return len(gather(path).losses)
+
+
+OF_STATISTICS: dict[str, Callable[[Path], int]] = {"check": _check, "report": _report}
+
+
+def write_statistics(path: Path, steps: int, parameters: int, modules: int) -> None:
+    """Write a trace of a healthy training: losses, and the statistics of all tensors at each step, as pulses."""
+    import numpy as np
+    import torch
+
+    from tracer import NetworkMessage, TraceWriter
+    from tracer.messaging.pulses import PULSE, Row, sampling_of
+    from tracer.numbers.statistics import ENTRIES, statistics_of
+
+    draw, told = np.random.default_rng(0), {"reduce": "statistics", "entries": list(ENTRIES), "axes": 2}
+    kinds = ["activations", "layer_gradients"] * bool(modules) + ["weights", "weight_gradients", "weight_updates"]
+    scales = {"weight_updates": 1e-3}
+    rows, tables = [], []
+    for kind in kinds:
+        count = modules if kind in ("activations", "layer_gradients") else parameters
+        rows += [Row(f"{kind}_statistics", f"layer{number}", "", 0, told) for number in range(count)]
+        tables.append([_statistics(draw, scales.get(kind, 1.0), count, statistics_of) for _ in range(16)])
+    pulses = [torch.cat([table[number] for table in tables]) for number in range(16)]
+    sampling, losses = sampling_of(rows, ENTRIES), 2 + 0.1 * draw.standard_normal(steps)
+    with TraceWriter(path) as writer:
+        for step in range(steps):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(NetworkMessage(kind="loss", data=torch.tensor(losses[step]), **where))
+            writer.write(NetworkMessage(kind=PULSE, data=pulses[step % 16], sampling=sampling, **where))
+
+
+def _statistics(draw: Any, scale: float, count: int, statistics_of: Callable[..., Any]) -> Any:
+    """The statistics of so many matrices of numbers of a scale, (count, 16)."""
+    import torch
+
+    each = torch.from_numpy(draw.standard_normal((count, 64, 32)) * scale).float()
+    return torch.stack([statistics_of(one) for one in each])
+
+
+def checking(folder: Path, suffix: str, scale: float) -> dict[str, Any]:
+    """What a check and a report cost of each shape, and of a tenth of its steps."""
+    found: dict[str, Any] = {}
+    for shape, (steps, parameters, modules) in SHAPES.items():
+        lengths = max(30, int(steps * scale) // 10), max(60, int(steps * scale))
+        paths = [folder / f"{shape.replace(' ', '_')}{number}{suffix}" for number in lengths]
+        for path, number in zip(paths, lengths, strict=True):
+            write_statistics(path, number, parameters, modules)
+        for name in [name for name, of in CHECKS if of == shape]:
+            short, long = (asked(name, path) for path in paths)
+            exponent = _exponent(long["alone"] / short["alone"], lengths[1] / lengths[0])
+            found[f"{name}, {shape}"] = {"short": short, "long": long, "exponent": exponent, "bar": CHECKS[name, shape]}
+    return found
+
+
 def _ask(name: str, path: str) -> None:
     """Answer a question in this process, and print what it cost: by itself, and with all that is imported for it."""
     with tempfile.TemporaryDirectory() as folder:  # the first answer, about a small trace, imports all that is needed
         small = Path(folder) / f"small{Path(path).suffix}"
-        write(small, 120, 12)
-        QUESTIONS[name](small)
+        if name in OF_STATISTICS:
+            write_statistics(small, 60, 2, 0)
+        else:
+            write(small, 120, 12)
+        question = (QUESTIONS | OF_STATISTICS)[name]
+        question(small)
     began = time.process_time()
-    found = QUESTIONS[name](Path(path))
+    found = question(Path(path))
     whole = time.process_time()
     print(json.dumps([found, whole, whole - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
 
@@ -261,7 +340,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=12)
     parser.add_argument("--suffix", default=".zarr")
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--only", default="asking,streams,following")
+    parser.add_argument("--only", default="asking,streams,following,checking")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--ask", nargs=2, metavar=("QUESTION", "TRACE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -277,6 +356,8 @@ def main() -> int:
             found["streams"] = many_streams(folder, suffix, min(1.0, messages / 1_200_000))
         if "following" in options.only:
             found["following"] = following(folder, suffix, messages, times, options.streams)
+        if "checking" in options.only:
+            found["checking"] = checking(folder, suffix, min(1.0, messages / 1_200_000))
     print(json.dumps(found) if options.json else "\n".join(_lines(found, messages, times)))
     return int(any(_missed(found)))
 
@@ -288,6 +369,8 @@ def _missed(found: dict[str, Any]) -> Iterator[bool]:
     if "streams" in found:
         *_, many, exponent = found["streams"].values()
         yield 1e3 * many["open"] > MILLISECONDS or exponent > LINEAR
+    for one in found.get("checking", {}).values():
+        yield one["long"]["alone"] > one["bar"]
     if "following" in found:
         yield found["following"]["ratio"] > POLLS
         minutes = found["following"]["minutes"]
@@ -312,6 +395,12 @@ def _lines(found: dict[str, Any], messages: int, times: int) -> Iterator[str]:
                 yield f"{count:>6} streams: open {1e3 * one['open']:.0f} ms, tell of each {1e3 * one['streams']:.0f} ms"
         exponent = found["streams"]["exponent"]
         yield f"opening grows with the power {exponent:.2f} of the streams (bars: {MILLISECONDS} ms, {LINEAR})"
+    for name, one in found.get("checking", {}).items():
+        short, long = one["short"], one["long"]
+        yield (
+            f"{name}: {long['alone']:.2f} s, {long['megabytes']:.0f} MB (bar: {one['bar']:g} s); of a tenth of the "
+            f"steps {short['alone']:.2f} s, {short['megabytes']:.0f} MB; exponent {one['exponent']:.2f}"
+        )
     if "following" in found:
         for count, one in found["following"].items():
             if count.isdigit():
