@@ -263,3 +263,50 @@ def test_many_random_models(part: int, tmp_path: Path) -> None:
     """Two thousand more."""
     for seed in range(1000 + 100 * part, 1100 + 100 * part):
         check(seed, tmp_path)
+
+
+def counted(forward: Any, note: Callable[..., None]) -> Callable[..., Any]:
+    """A forward that notes each call of it."""
+
+    def noting(*inputs: Any, **named: Any) -> Any:
+        note(forward.__self__)
+        return forward(*inputs, **named)
+
+    return noting
+
+
+def calls_of(plan: Plan, watch: Watch) -> tuple[list[tuple[Any, ...]], Network]:
+    """Each call of a module's forward and of hooks on it, in order, with its modes; and the trained network."""
+    calls: list[tuple[Any, ...]] = []
+
+    def told(what: str, name: str) -> Callable[..., None]:
+        return lambda module, *_: calls.append((what, name, module.training, torch.is_grad_enabled()))
+
+    model = plan.make()
+    optimizer = plan.optimizer(model)
+    for name, module in model.named_modules():
+        module.forward = counted(module.forward, told("forward", name))  # type: ignore[method-assign]
+        module.register_forward_pre_hook(told("before", name))
+        module.register_forward_hook(told("after", name))
+    with watch(model, optimizer):
+        loop(plan, model, optimizer)
+    return calls, model
+
+
+@pytest.mark.parametrize(
+    "seed", [seed if seed < 16 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(200)]
+)
+def test_the_default_calls_nothing_of_the_program(seed: int, tmp_path: Path) -> None:
+    """By the default profile, modules and hooks see the calls that the program makes, in their modes, and no other."""
+    one = plan(seed)
+    loss = F.mse_loss if one.with_loss else None
+    plain, expected = calls_of(one, lambda *_: contextlib.nullcontext())
+    ended = torch.get_rng_state()
+    recorded, found = calls_of(
+        one, lambda *parts: tracer.record(tmp_path / "run.zarr", *parts, loss=loss, capture="standard")
+    )
+    assert torch.equal(ended, torch.get_rng_state())
+    assert recorded == plain
+    assert len(plain) > 3 * one.steps
+    for (name, left), right in zip(expected.state_dict().items(), found.state_dict().values(), strict=True):
+        equal(right, left, 0.0, (seed, name))

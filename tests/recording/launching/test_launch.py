@@ -307,7 +307,7 @@ def test_evaluation_is_kept_light_unless_asked() -> None:
     """
     outcomes, training = lighter_on_evaluation(Capture(every=5, rows=3))
     assert (outcomes.tags, training.tags) == (("eval",), ("!eval",))
-    assert set(outcomes.kinds or ()) == {"network_output", "input_labels", "loss_terms", "loss"}
+    assert set(outcomes.kinds or ()) == {"network_output", "input_labels", "loss_terms", "loss", "train_mode"}
     assert (outcomes.rows, training.every) == (3, 5)
     asked = Capture(tags="eval")
     assert lighter_on_evaluation(asked) == (asked,)
