@@ -28,6 +28,10 @@ Floats = NDArray[np.float64]
 Wholes = NDArray[np.int64]
 
 
+MESSAGES = 1 << 16
+"""A table of a stretch has this many messages or more, because each column of a table costs as much as many rows."""
+
+
 class Column(NamedTuple):
     """What the numbers of a column of a table are about: the messages of a call in a series.
 
@@ -249,6 +253,11 @@ class Rows:
         columns = self._columns_of(kind, numbers, heads)
         self._waiting.append(_Piece(kind, columns, counters[:, :3], self._count + heads.places, values))
 
+    @property
+    def waiting(self) -> int:
+        """How many messages no table has had yet."""
+        return sum(len(piece.places) for piece in self._waiting)
+
     def advance(self, count: int) -> None:
         """Note that the next messages come `count` places later."""
         self._count += count
@@ -425,7 +434,7 @@ class Tables:
         self._rows.hear(message)
 
     def hear_many(self, stacks: Sequence[Numbers]) -> Table | None:
-        """Take the messages of a stretch; the table of all steps that are over, None if none is."""
+        """Take the messages of a stretch; the table of all steps that are over, None if it would be small."""
         length = 0
         for numbers in stacks:
             heard = self._hearing.of(numbers.stack)
@@ -433,7 +442,7 @@ class Tables:
                 self._rows.hear_many(heard[0], numbers, heard[1])
             length = max(length, 1 + int(numbers.stack.heads.places[-1]))
         self._rows.advance(length)
-        return self._rows.table(complete=False)
+        return self._rows.table(complete=False) if self._rows.waiting >= MESSAGES else None
 
     def rest(self) -> Table | None:
         """The table of all messages that no table has had, because their steps are over; None if there are none."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import analyze.rules.tables
 from analyze import registry, rulebook
 from analyze.registry import parse
 from analyze.rules import RULES
@@ -68,11 +69,13 @@ def by_tables(text: str, messages: list[Message], model: dict[str, Any], coverag
     found = Findings([rule])
     tables = ByTables([rule], found.receive)
     tables.know_model(model)
-    for begin in range(0, len(messages), 41):
-        part = messages[begin : begin + 41]
-        if wanted := stretch_of(part).wanted(tables.wants):
-            tables.receive_many(wanted)
-    tables.finish()
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(analyze.rules.tables, "MESSAGES", 100)
+        for begin in range(0, len(messages), 41):
+            part = messages[begin : begin + 41]
+            if wanted := stretch_of(part).wanted(tables.wants):
+                tables.receive_many(wanted)
+        tables.finish()
     assert (rule.coverage.steps, rule.coverage.streams) == (coverage.steps, coverage.streams)
     return list(found)
 

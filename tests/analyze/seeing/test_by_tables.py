@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tracer
+from analyze.rules import tables
 from analyze.rules.rule import Rule
 from analyze.seeing import check as checking
 from analyze.seeing import gather as gathering
@@ -58,6 +59,12 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def none_by_tables(rules: Sequence[Rule], _: TraceReader) -> tuple[list[Rule], list[Rule]]:
     """Judge all by messages."""
     return [], list(rules)
+
+
+@pytest.fixture(autouse=True)
+def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tables of each trace."""
+    monkeypatch.setattr(tables, "MESSAGES", 500)
 
 
 def test_verdict_and_coverage_are_the_same(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
