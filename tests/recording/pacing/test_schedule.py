@@ -55,7 +55,7 @@ def test_what_is_widened() -> None:
     widened = [(0, [1, 4]), (1, [50, 100]), (2, [50, 100]), (5, [1, 4])]
     assert [(one["capture"], one["every"]) for one in changes] == widened
     assert changes[0]["kinds"] == ["input_data", "input_labels", "sample_ids", "generators", "hyperparameters"]
-    assert changes[3]["kinds"] == ["network_output", "input_labels"]
+    assert changes[3]["kinds"] == ["network_output", "input_labels", "train_mode"]
     assert schedule.widen({}) == []
     assert {"capture": 4, "every": [6, 1]} in schedule.widen(dict.fromkeys(GROUPS, 1))
     assert group_of(Capture(), "epoch_started") is None
