@@ -86,7 +86,7 @@ def test_old_traces_hold_what_they_are_for() -> None:
         Path(name).stem for name in DIGESTS if name.endswith(".zarr") and name != "damaged.zarr"
     }
     messages = [line for one in told.values() for line in messages_in(one)]
-    later = {"loss_terms", "sample_ids", "eval_mode", "train_mode"}
+    later = {"loss_terms", "sample_ids", "eval_mode", "train_mode", "gradient_norms"}
     assert {line["kind"] for line in messages} >= {*DATA_KINDS} - later
     dtypes = {str(line["dtype"]).partition("_")[0] for line in messages}
     assert dtypes >= {"bool", "int8", "uint64", "float16", "bfloat16", "float64", "float8", "complex32", "complex128"}
