@@ -45,6 +45,8 @@ def real_numbers(x: Array | None) -> NDArray[np.float64]:
 
 def single_number(x: Array | None) -> float | None:
     """The only element as a number; None if there are several elements or none, or if the data is complex."""
+    if isinstance(x, Tensor) and x.layout is torch.strided:
+        return float(x) if x.numel() == 1 and not x.is_complex() else None
     array = as_array(x)
     return float(array.reshape(-1)[0]) if array.size == 1 and array.dtype.kind != "c" else None
 

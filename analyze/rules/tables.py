@@ -215,7 +215,9 @@ class Rows:
         self._names = tuple(names)
         self.columns: dict[str, list[Column]] = {}
         self._ids: dict[tuple[str, Column], int] = {}
-        self._known: dict[tuple[object, ...], int] = {}  # the column of a kind, source, call and sort of data
+        # by kind, sort of data and number of calls: the columns of all calls of the sources; -1 before it is known
+        self._sources: object = None
+        self._of_codes: dict[tuple[object, ...], Wholes] = {}
         self._waiting: list[_Piece] = []
         # messages that were heard one by one, by kind; and the indices of their columns
         self._heard: dict[str, list[tuple[int, tuple[int, int, int], int, list[float]]]] = {}
@@ -227,7 +229,7 @@ class Rows:
 
     def __getstate__(self) -> dict[str, Any]:
         self._collect()
-        return vars(self)
+        return {**vars(self), "_sources": None, "_of_codes": {}}
 
     def hear(self, message: Message) -> None:
         """Take one message of the step of which the next table is."""
@@ -267,19 +269,21 @@ class Rows:
         calls = heads.counters[:, COUNTERS.index("call")]
         width = int(calls.max()) + 1
         codes = heads.source_ids * width + calls
-        present, first = np.unique(codes, return_index=True) if width > 1 else _first_of_each(codes)
-        of_code: Wholes = np.zeros(int(present[-1]) + 1, np.int64)
-        # in the order of arrival, in which columns are numbered
-        for code in present[np.argsort(first)].tolist():
-            source = heads.sources[code // width]
-            key = kind, source, code % width, numbers.like
-            found = self._known.get(key)
-            if found is None:
-                module, tag, leaf, rank = source
+        like = numbers.like
+        key = kind, like, width
+        if self._sources is not heads.sources:
+            self._sources, self._of_codes = heads.sources, {}
+        of_codes = self._of_codes.get(key)
+        if of_codes is None:
+            of_codes = self._of_codes[key] = np.full(len(heads.sources) * width, -1, np.int64)
+        columns: Wholes = of_codes[codes]
+        if (columns < 0).any():
+            # in the order of arrival, in which columns are numbered
+            for code in dict.fromkeys(codes[columns < 0].tolist()):
+                module, tag, leaf, rank = heads.sources[code // width]
                 column = Column((module, tag, leaf, rank), code % width, 0, *numbers.column(code // width))
-                found = self._known[key] = self._column(kind, column)
-            of_code[code] = found
-        columns: Wholes = of_code[codes]
+                of_codes[code] = self._column(kind, column)
+            columns = of_codes[codes]
         return columns
 
     def _column(self, kind: str, column: Column) -> int:
@@ -324,7 +328,8 @@ class Rows:
         counters = np.concatenate([piece.counters for piece in pieces])[order][begins][:count]
         kinds: dict[str, list[tuple[_Piece, Wholes]]] = {kind: [] for kind in self.columns}
         for piece, of in zip(pieces, of_pieces, strict=True):
-            kinds[piece.kind].append((piece, of) if complete else (piece.only(of < count), of[of < count]))
+            early = of < count
+            kinds[piece.kind].append((piece, of) if early.all() else (piece.only(early), of[early]))
         return Table(counters, {kind: self._of_kind(kind, of, count) for kind, of in kinds.items()})
 
     def _of_kind(self, kind: str, pieces: Sequence[tuple[_Piece, Wholes]], steps: int) -> OfKind:
@@ -381,11 +386,14 @@ class Hearing:
         heads = stack.heads
         if self._sources is not heads.sources:
             self._sources, self._strides = heads.sources, {}
-        strides = self._strides.setdefault(stack.kind, np.full(len(heads.sources), -1, np.int64))
-        for number in heads.present:
-            if strides[number] < 0:
-                strides[number] = self._stride(stack, number)
+        strides = self._strides.get(stack.kind)
+        if strides is None:
+            strides = self._strides[stack.kind] = np.full(len(heads.sources), -1, np.int64)
         of_each = strides[heads.source_ids]
+        if (of_each < 0).any():
+            for number in heads.present:
+                strides[number] = self._stride(stack, number)
+            of_each = strides[heads.source_ids]
         chosen: Bools = of_each > 0
         if (of_each > 1).any():
             chosen &= stack.steps % np.maximum(of_each, 1) == 0
@@ -404,14 +412,6 @@ class Hearing:
             stride = wanting[0].subsample if wanting and not (doubled and stack.kind in wanting[0].kinds) else 0
             self._wanted[key] = stride
         return stride
-
-
-def _first_of_each(codes: Wholes) -> tuple[Wholes, Wholes]:
-    """The codes that occur, ascending, and where each occurs first."""
-    first = np.full(int(codes.max()) + 1, len(codes), np.int64)
-    np.minimum.at(first, codes, np.arange(len(codes)))
-    present = np.flatnonzero(first < len(codes))
-    return present, first[present]
 
 
 @final

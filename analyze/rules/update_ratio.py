@@ -14,7 +14,7 @@ from analyze.rules.rule import Looking
 from analyze.rules.table_rule import TableRule, columns_of, grown, latest, taken
 from analyze.rules.tables import Bools, Column, Floats, OfKind, Table, Wholes
 from tracer.messaging.messages import Message
-from tracer.numbers.past import Pasts
+from tracer.numbers.past import Pasts, median
 
 _FEW = 3
 """The least number of layers from which their common change is subtracted."""
@@ -129,7 +129,7 @@ class UpdateRatio(TableRule):
         """Update how far all layers have moved from their past together; NaN: a layer without one."""
         moved = moved[~np.isnan(moved)]
         if len(moved) >= _FEW:
-            self.common = float(np.median(moved))
+            self.common = median(moved.tolist())
 
     def _weights(self, table: Table, of: OfKind) -> Floats:
         """The last norm of the weight of each update, (steps, columns); NaN where none was recorded."""
