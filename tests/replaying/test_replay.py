@@ -365,6 +365,29 @@ def test_a_collector_overhears_or_asks(trace: Path) -> None:
     assert {one.kind for one in heard_by_replay(trace)} == {*DEFAULT, "rate"}
 
 
+class Satisfied(Collect):
+    """Wants no more than the losses of the first steps."""
+
+    @property
+    def is_satisfied(self) -> bool:
+        return len(self.messages) >= 2
+
+
+def test_a_receiver_that_is_satisfied_gets_no_further_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read is what the others want; a replay without others ends."""
+    path = tmp_path / "run.zarr"
+    with tracer.TraceWriter(path) as writer:
+        for step in range(200):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(tracer.NetworkMessage(kind="loss", data=torch.tensor(1.0), **where))
+    monkeypatch.setattr(tracer.replaying.due, "WINDOW_ROWS", 64)
+    first, alone, whole = Satisfied("loss"), Satisfied("loss"), Collect("loss")
+    tracer.replay(path, alone)
+    assert 2 <= len(alone) < 70
+    tracer.replay(path, first, whole)
+    assert len(whole) == 200
+
+
 DEFAULT = set(DATA_KINDS) - {
     *("layer_inputs", "input_gradients", "gradient_norms", "sample_ids", "eval_mode", "train_mode")
 }
