@@ -381,6 +381,9 @@ class Hearing:
         self._strides: dict[str, Wholes] = {}  # by kind: of each source; -1 before it is known
         self._wanted: dict[tuple[str, Source, bool], int] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_sources": None, "_strides": {}, "_wanted": {}}  # found again when they are needed
+
     def of(self, stack: Stack) -> tuple[str, Bools] | None:
         """The kind under which a stack is heard, and which of its messages are; None if none is."""
         heads = stack.heads

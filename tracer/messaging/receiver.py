@@ -188,7 +188,7 @@ class Around(Receiver):
 setattr(Around, "name", property(lambda self: describe(self.inner)))  # noqa: B010 - no class has one of its own
 for _said in (
     *("needs", "produces", "passive", "scope", "subscriptions", "same_inputs", "spoiled_by", "reduction"),
-    "needs_model",
+    *("needs_model", "is_satisfied"),
 ):
     # properties, because attributes of the inner receiver may change
     setattr(Around, _said, property(attrgetter(f"inner.{_said}")))
