@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -19,6 +20,7 @@ from tests import processes
 from tests.stores.stored import numbers, written_unhurried
 from tracer.errors import TraceCorruptError, TraceError, TraceFormatError, TraceUnreadableError
 from tracer.messaging.messages import ModuleMessage
+from tracer.stores.disk import files as disk_files
 from tracer.stores.hdf5 import reading as hdf5_reading
 from tracer.stores.hdf5 import writing as hdf5_writing
 from tracer.stores.hdf5.layouts import layout_of
@@ -214,6 +216,31 @@ def test_hdf5_fails_to_say_why_a_file_does_not_open(tmp_path: Path, monkeypatch:
     assert (reader.length("a"), bool(failed)) == (5, True)
     reader.close()
     store.close()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_hdf5_whose_reads_fail_from_some_call_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, damaged: bool
+) -> None:
+    """Whichever call of the opening is the first that fails, the file is told as unreadable."""
+    path = tmp_path / "store.h5"
+    five_numbers(path).close()
+    read, calls, fails_from = os.preadv, [0], [sys.maxsize]
+
+    def fail(*arguments: Any) -> int:
+        calls[0] += 1
+        if calls[0] > fails_from[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(disk_files, "PAUSES", (0.0,))
+    open_store(path, damaged=damaged).close()
+    assert calls[0] >= 1 + damaged
+    for first in range(calls[0]):
+        calls[0], fails_from[0] = 0, first
+        with pytest.raises(TraceUnreadableError, match=str(path)):
+            open_store(path, damaged=damaged)
 
 
 def test_hdf5_opened_while_another_thread_opens_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,8 +73,6 @@ class Hdf5ReadStore(ReadStore):
         self._mended: Mended | None = None
         self._places = ChunkPlaces(file, partly=False)
         self._key: tuple[int, int] | None = None
-        if damaged:
-            self.problems += cut_off(head_of(file), self._size)
         try:
             with read_errors(self.path, "the file"):
                 self._begin()
@@ -84,6 +82,8 @@ class Hdf5ReadStore(ReadStore):
 
     def _begin(self) -> None:
         """Open the file and check its content."""
+        if self._damaged:
+            self.problems += cut_off(head_of(self._file), self._size)
         try:
             _again(self._open)
         except Exception as error:
