@@ -53,7 +53,6 @@ class Parts(Part):
         self.values = Values(ground, self.passes)
         self.retrospect = Retrospect(ground, self.optimizer_steps)
         self.wiring.call_to_rewire(self.rewire)
-        self.steps.call_between(self.probes.run_due)
         self.bus.watch(self.rewire)
 
     def rewire(self) -> None:

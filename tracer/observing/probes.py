@@ -354,14 +354,19 @@ class Probes(Part):
         self._run(probe)  # now, so that the caller gets the error of a probe that cannot run
         if len(known) < len(self._all):
             self.passes.offered = None
-        self._all = [*known, probe]
+        self._keep([*known, probe])
 
     def add_first(self, name: str, plan: ProbePlan) -> None:
         """Run the model on the first inputs that the program calls it with."""
         probe = FirstInputs(name, plan)
-        self._all.append(probe)
+        self._keep([*self._all, probe])
         self.demand.leave_times(name)
         self.passes.offered = probe.offer
+
+    def _keep(self, probes: list[Probe]) -> None:
+        if not self._all:
+            self.passes.steps.call_between(self.run_due, each_step=True)
+        self._all = probes
 
     def run_due(self) -> None:
         """Run the probes that are due after the last step."""

@@ -22,6 +22,10 @@ from tracer.observing.state import State
 from tracer.observing.undecided import UndecidedPasses
 
 
+_IDLE_STEPS = 16
+"""Of the steps that nobody records, each of this number is followed by the work between steps."""
+
+
 @dataclass(slots=True)
 class Epochs:
     """The state of the current epoch.
@@ -71,10 +75,16 @@ class Steps(Part):
         self.epochs = Epochs()
         self._entries = -1  # how many times the gate's lock was taken when the last step began that nobody records
         self._between: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._each_step = False  # whether some work between steps is to be done after each
+        self._idle_steps = 0  # since the last work between steps
 
-    def call_between(self, between: Callable[[], None]) -> None:
-        """Call a bound method between steps, after earlier such methods; its object is not kept alive."""
+    def call_between(self, between: Callable[[], None], *, each_step: bool = False) -> None:
+        """Call a bound method between steps, after earlier such methods; its object is not kept alive.
+
+        If there is no method for `each_step`, of the steps that nobody records only each sixteenth calls them.
+        """
         self._between = [one for one in self._between if one() is not None] + [weakref.WeakMethod(between)]
+        self._each_step = self._each_step or each_step
 
     # -- beginning ------------------------------------------------------------------------------------------
 
@@ -200,7 +210,9 @@ class Steps(Part):
         if self.undecided.waiting:
             self._settle_undecided()
         self._advance()
-        self._look_back()
+        self._idle_steps += 1
+        if self._idle_steps == _IDLE_STEPS or self._each_step or self.clock.step >= self.demand.quiet_until:
+            self._look_back()
 
     def end_later(self) -> None:
         """End the step when the running backward is over. Everything until then belongs to the step."""
@@ -236,6 +248,7 @@ class Steps(Part):
 
     def _look_back(self) -> None:
         """Do the work between steps; after the first step, also detect hooks that are never called."""
+        self._idle_steps = 0
         if self.wiring.compiled_before:
             self.gate.guard("compiled", functools.partial(self.wiring.tell_unseen_regions, self.demand.modules))
         for known in self._between:

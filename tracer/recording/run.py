@@ -50,9 +50,9 @@ class Run:
             self.recorder.derived |= answers_of(self.bus.receivers)
 
     def paced_by(self, one: Pacer | FreeDisk | FirstStep) -> None:
-        """Call ``one.step_over`` after each step of this recording."""
+        """Call ``one.step_over`` after the steps of this recording."""
         self._between.append(one)  # the exporter holds no strong reference
-        self.exporter.parts.steps.call_between(one.step_over)
+        self.exporter.parts.steps.call_between(one.step_over, each_step=isinstance(one, Pacer) and one.each_step)
 
     def end_pacing(self) -> None:
         """Have the trace tell what the recording took, if that was measured."""

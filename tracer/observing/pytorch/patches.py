@@ -279,7 +279,7 @@ _differentiating = Differentiating()
 def _observed(original: Callable[..., Any], tell: Callable[..., None]) -> Callable[..., Any]:
     @functools.wraps(original)
     def differentiate(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling() or _differentiating.now or not BACKWARD.watchers:
+        if is_dynamo_compiling() or _differentiating.now or all(one.is_quiet for one in list(BACKWARD.watchers)):
             return original(*args, **kwargs)
         # iterators such as `model.parameters()` can be consumed only once
         args = tuple(tuple(one) if isinstance(one, Iterator) else one for one in args)

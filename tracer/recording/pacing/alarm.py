@@ -13,6 +13,8 @@ from tracer.recording.triggers import Usual
 
 _HEARD: Final = {"loss": "loss", GRADIENT_NORMS: "norm of all gradients"}
 """The kinds that are heard, and what their first number is called."""
+_GROWN: Final = 2.0
+"""Norms that leave their past ring from this multiple of it on: those of steps far apart drift."""
 
 
 @final
@@ -55,7 +57,8 @@ class Alarm(Receiver):
         if data.numel() == 1 or kind == GRADIENT_NORMS:
             value = float(data.flatten()[0])
             usual = self._usual.setdefault((kind, message.leaf if kind == GRADIENT_NORMS else ""), Usual())
-            if usual.is_left_by(value) and not self.why:
+            is_left, grown = usual.is_left_by(value), _GROWN * usual.centre
+            if is_left and not (self.why or (kind == GRADIENT_NORMS and value <= grown)):
                 self.why = f"the {_HEARD[kind]} was {value:.4g}"
                 if not math.isnan(usual.centre):
                     self.why += f", where {usual.centre:.4g} was usual"

@@ -20,6 +20,10 @@ _EAGER_STEPS = 8
 """The writer is woken after each of the first steps, so that its clock tells early what writing costs."""
 _HORIZON = 64
 """An excess is paid back over about twice this many steps, with at most half of what they may take."""
+_MEMORY = 2048
+"""The longest time that a debt takes to be paid back, in steps that the bound allows."""
+_PATIENCE = 256
+"""A debt of more than this many steps that the bound allows keeps signs of trouble from being heeded."""
 _LONGEST = 3.0
 """The longest time that counts for a step, as a multiple of the mean step."""
 _AIM = 0.9
@@ -144,6 +148,11 @@ class OverheadBound:
         """What the recording has taken so far, beside its bound; for the trace."""
         return self._meters.spent() | {"max_overhead": self._bound, "overhead_credit": self._credit}
 
+    @property
+    def is_in_debt(self) -> bool:
+        """Whether the recording has taken so much more than the bound allows that it has no room for a sign."""
+        return self._debt > _PATIENCE * self._bound * self._bare
+
     def step_over(self, step: int, due: Sequence[str], steps: int) -> None:
         """Read the clocks, and update the costs and the debt."""
         if self._steps < _COLD_STEPS + _EAGER_STEPS:
@@ -175,8 +184,9 @@ class OverheadBound:
         if not self._credit_is_used:
             self._credit_is_used = self._meters.spent()["recording_seconds"] >= self._credit
             return
-        most = self._bound * self._bare * _HORIZON
-        self._debt = min(max(self._debt + taken - self._bound * bare * steps, -most / 2), most)
+        allowed = self._bound * self._bare
+        self._debt += taken - self._bound * bare * steps
+        self._debt = min(max(self._debt, -allowed * _HORIZON / 2), allowed * _MEMORY)
 
     def wish(self) -> Wish | None:
         """The factor of all groups with which the bound holds and the debt is paid back.

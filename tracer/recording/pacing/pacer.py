@@ -23,8 +23,6 @@ _LOOK = 16
 """After this many steps in which nothing was due, the bounds measure them together."""
 _AWAKE = 16
 """The steps after a sign of trouble that are all recorded."""
-_ASLEEP = 16
-"""Times as many steps after these in which no other sign is heeded, so that a restless training keeps to its bounds."""
 _URGENT = 2
 """A change is urgent if a factor must grow at least this many times."""
 
@@ -43,6 +41,11 @@ class Pacer:
     bounds : sequence of Bound
     overhead : OverheadBound, optional
         The one among `bounds`, if any.
+
+    Attributes
+    ----------
+    each_step : bool
+        Whether a bound measures after each step, also those in which nothing is due.
     """
 
     def __init__(
@@ -59,9 +62,10 @@ class Pacer:
         self._bounds = bounds
         self._overhead = overhead
         self._steps = 0
-        self._measured = 0  # the number of steps when the bounds last measured
+        self._measured = exporter.parts.clock.step - 1  # the step after which the bounds last measured
         # a bound of bytes also measures the evaluations before a step
-        self._look = 1 if any(isinstance(one, BytesBound) for one in bounds) else _LOOK
+        self.each_step = any(isinstance(one, BytesBound) for one in bounds)
+        self._look = 1 if self.each_step else _LOOK
         self._changed = 0  # the number of steps at the last change
         self._awake_until = 0
         # steps after a sign of trouble are left to a bound of bytes, which cannot get back what it has spent
@@ -93,11 +97,11 @@ class Pacer:
         last = self._exporter.parts.clock.last
         if last is None or self._recorder.closed:
             return
-        self._steps += 1
-        passed = self._steps - self._measured
+        passed = last.global_step - self._measured
         if passed < self._look and not self._exporter.parts.demand.dues.at(last.global_step):
             return
-        self._measured = self._steps
+        self._measured = last.global_step
+        self._steps += passed
         due = self._schedule.due(last.global_step)
         for one in self._bounds:
             one.step_over(last.global_step, due, passed)
@@ -108,13 +112,15 @@ class Pacer:
             self._follow()
 
     def _heard(self) -> str:
-        """The sign of trouble in this step, after which the next steps are recorded; empty if there is none."""
-        if self._alarm is None or not self._alarm.why:
+        """The sign of trouble in this step, after which the next steps are recorded; empty if there is none.
+
+        A restless training keeps to its bound: no sign is heeded until the last one is paid back.
+        """
+        if self._alarm is None or self._overhead is None or not self._alarm.why:
             return ""
         why = self._alarm.why
         self._alarm.silence()
-        widened = self._schedule.factors["tensors"] > 1
-        if not widened or (self._awake_until and self._steps < self._awake_until + _ASLEEP * _AWAKE):
+        if self._schedule.factors["tensors"] == 1 or self._overhead.is_in_debt:
             return ""
         self._awake_until = self._steps + _AWAKE
         return why
