@@ -241,12 +241,14 @@ class Passes(Part):
         running.listening = running.inside = False
         running.batch, running.counts, running.in_train_mode = 0, None, 0
         self.tag_with_gradients = DEFAULT_TAG
+        self.wiring.begin_rest()
         return True
 
     def before_root(self, _: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Called before a forward of the model."""
         if recomputing():
             return
+        self.wiring.end_rest()  # an interrupted forward did not put them back
         running = self.gate.passes.now
         running.depth += 1
         if running.depth == 1 and any(isinstance(one, FakeTensor) for one in (*args, *kwargs.values())):
@@ -298,10 +300,12 @@ class Passes(Part):
         if running.depth != 1 or running.listening or running.counts is not None or backward_running() != NO_BACKWARD:
             return False
         running.depth = 0
+        self.wiring.end_rest()
         return True
 
     def after_root(self, _: str, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         """Called after a forward of the model."""
+        self.wiring.end_rest()
         # there is no output if an earlier hook has removed this hook, because nobody listens any more
         if recomputing():
             return

@@ -21,7 +21,6 @@ from tracer.observing.ranks import Ranks
 from tracer.observing.state import State
 from tracer.observing.undecided import UndecidedPasses
 
-
 _IDLE_STEPS = 16
 """Of the steps that nobody records, each of this number is followed by the work between steps."""
 

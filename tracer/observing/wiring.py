@@ -24,8 +24,8 @@ from tracer.observing.pytorch.compiled import (
 )
 from tracer.observing.pytorch.fast_path import Asides
 from tracer.observing.pytorch.gate import Gate
-from tracer.observing.pytorch.hanging import Checklist, Hanging, before_step
-from tracer.observing.pytorch.hooks import Hook, Role, Site, is_heard_last, leaves_gradients
+from tracer.observing.pytorch.hanging import Checklist, Hanging, Rest, before_step
+from tracer.observing.pytorch.hooks import INNER, Hook, Role, Site, is_heard_last, leaves_gradients
 from tracer.observing.pytorch.wrappers import compiled_parts, named_parts
 
 _FEW_NAMES = 8
@@ -66,6 +66,7 @@ class Wiring:
         self._known: dict[tuple[str, Role], tuple[bool, bool]] = {}  # per hook: has it fired, and is it off
         self._check = Checklist()  # all hooks
         self.check_steps = Checklist()
+        self._rest: Rest | None = None  # of the hooks inside the model; None if it has to be made anew
         self._untouched: set[int] = set()  # ids of modules that torch would compile if they had a hook
         self._silent: list[str] = []
 
@@ -155,6 +156,7 @@ class Wiring:
 
     def check(self) -> None:
         """Restore hooks that the program removed, unless hooks have stepped aside for a fast path."""
+        self.end_rest()  # the last forward may have failed
         if not self._check.is_complete() and self.asides.over:
             self._hang_again()
 
@@ -163,8 +165,27 @@ class Wiring:
         if not self.check_steps.is_complete():
             self._hang_again()
 
+    def begin_rest(self) -> None:
+        """Take the hooks inside the model off until `end_rest`, unless torch has compiled code that knows of them."""
+        if compiled_anything():
+            return
+        if self._rest is None:
+            hung = self._hung.values()
+            self._rest = Rest((on, hanging) for on, hook, hanging in hung if hook.role in INNER and hook.fired)
+        self._rest.begin()
+
+    def end_rest(self) -> None:
+        """Put the hooks back that rest."""
+        if self._rest is not None:
+            self._rest.end()
+
+    def _drop_rest(self) -> None:
+        self.end_rest()
+        self._rest = None
+
     def _list_hooks(self) -> None:
         """List the hooks that should hang."""
+        self._drop_rest()
         self._check = Checklist((on, hanging) for on, _, hanging in self._hung.values())
         self.check_steps = Checklist((on, hanging) for on, hook, hanging in self._hung.values() if hook.of_optimizer)
 
@@ -206,6 +227,7 @@ class Wiring:
 
     def let_go(self) -> Callable[[], None]:
         """Drop all references to modules and optimizers; the returned function restores those that are still alive."""
+        self._drop_rest()
         hung = {key: (weakref.ref(on), hook, handle) for key, (on, hook, handle) in self._hung.items()}
         self._hung = {}
         self._check = self.check_steps = Checklist()
@@ -219,6 +241,7 @@ class Wiring:
     def detach(self, observed: Mapping[str, nn.Module]) -> None:
         """Remove all hooks. `silent` keeps its last answer."""
         self.asides.end()
+        self._drop_rest()
         self._silent = self.silent(observed)
         for _, _, handle in (*self._former.values(), *self._hung.values()):
             handle.remove()

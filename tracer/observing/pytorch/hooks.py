@@ -39,7 +39,7 @@ class Role(enum.Enum):
 _OF_ROOT = (Role.BEFORE_ROOT, Role.AFTER_ROOT)
 _OF_OPTIMIZER = (Role.BEFORE_OPTIMIZER, Role.AFTER_OPTIMIZER)
 _IN_GRAPHS = (*_OF_ROOT, Role.BEFORE_FORWARD, Role.AFTER_FORWARD)
-_INNER = (Role.BEFORE_FORWARD, Role.AFTER_FORWARD, Role.AFTER_PARAMETRIZATION, Role.AFTER_REPLACED)
+INNER = (Role.BEFORE_FORWARD, Role.AFTER_FORWARD, Role.AFTER_PARAMETRIZATION, Role.AFTER_REPLACED)
 """Hooks inside the model, which have no work in a pass whose inside nobody records."""
 
 
@@ -118,7 +118,7 @@ class Hook:
         self._call = call.__func__
         self._quiet = None if quiet is None else quiet.__func__
         self._on = weakref.ref(site.on)
-        self._inner = site.role in _INNER
+        self._inner = site.role in INNER
         self.of_optimizer = site.role in _OF_OPTIMIZER
         self.of_root = site.role in _OF_ROOT
         self.sees_inputs = site.role in (Role.BEFORE_ROOT, Role.BEFORE_TOP, Role.BEFORE_FORWARD)
