@@ -175,7 +175,7 @@ def train(program: str, profile: str, bound: float) -> None:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         with tracer.open(path) as trace:
             layers = {
-                m.global_step for m in trace.messages(kinds=["gradients_statistics"]) if m.global_step is not None
+                m.global_step for m in trace.messages(kinds=["activations_statistics"]) if m.global_step is not None
             }
             rest = {"notes": [note for note in trace.notes if "schedule" in note], "bytes": size}
         print(json.dumps(rest | {"layers": sorted(layers)}))
