@@ -11,6 +11,7 @@ from torch import nn
 
 import tracer
 from tracer import Capture
+from tracer.observing import wiring
 from tracer.observing.pytorch.hooks import Hook
 
 
@@ -36,8 +37,9 @@ class Spy(nn.Module):
 
 
 @pytest.fixture
-def network() -> tuple[nn.Sequential, Spy, torch.optim.Optimizer]:
-    """A model, the spy in it, and its optimizer."""
+def network(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Sequential, Spy, torch.optim.Optimizer]:
+    """A model, the spy in it, and its optimizer, in a process in which torch has compiled nothing."""
+    monkeypatch.setattr(wiring, "compiled_anything", lambda: False)
     place: list[nn.Module] = []
     model = nn.Sequential(nn.Linear(3, 4), Spy(place), nn.Linear(4, 2))
     place.append(model)
@@ -100,3 +102,31 @@ def test_a_forward_that_fails_leaves_none_off(tmp_path: Path, network: Any) -> N
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert [one.global_step for one in trace.messages(kinds=["activations"], modules=["0"])] == [0, 4]
         assert not trace.problems
+
+
+def test_no_hook_rests_where_torch_has_compiled_anything(
+    tmp_path: Path, network: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled graph is made anew when hooks come and go."""
+    model, spy, optimizer = network
+    monkeypatch.setattr(wiring, "compiled_anything", lambda: True)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=EVERY):
+        train(model, optimizer, 9)
+    assert all(spy.seen)
+
+
+def test_an_accumulated_step_that_nobody_records_is_idle_throughout(tmp_path: Path, network: Any) -> None:
+    """Each forward of a step takes the short way, and a step is a step."""
+    model, spy, optimizer = network
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=EVERY) as run:
+        for _ in range(9):
+            optimizer.zero_grad()
+            for _ in range(3):
+                model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        assert run.global_step == 9
+    slow = [step % 4 == 0 or (step % 4 == 1 and forward == 0) for step in range(9) for forward in range(3)]
+    assert [bool(one) for one in spy.seen] == slow
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        found = [(one.global_step, one.call) for one in trace.messages(kinds=["activations"], modules=["0"])]
+        assert found == [(step, call) for step in (0, 4, 8) for call in range(3)]

@@ -122,10 +122,12 @@ class Steps(Part):
                 self.snapshot(self.table.all)
 
     def begin_idle(self) -> bool:
-        """Begin a step that nobody records, if nothing else has to be done; whether it has begun."""
+        """Begin a step that nobody records, if nothing else has to be done; whether it has begun, now or before."""
         clock = self.clock
-        if clock.step >= self.demand.quiet_until or clock.open or clock.starting is not None:
+        if clock.step >= self.demand.quiet_until or clock.starting is not None:
             return False
+        if clock.open:  # gradient accumulation, or an optimizer that evaluates its closure several times
+            return clock.idle and not (self.over or self.optimizers.forwards_end_steps)
         if (
             self.epochs.over
             or not self.epochs.open
