@@ -365,7 +365,7 @@ class Probes(Part):
 
     def _keep(self, probes: list[Probe]) -> None:
         if not self._all:
-            self.passes.steps.call_between(self.run_due, each_step=True)
+            self.passes.steps.between.call(self.run_due, each_step=True)
         self._all = probes
 
     def run_due(self) -> None:

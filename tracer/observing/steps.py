@@ -44,6 +44,36 @@ class Epochs:
     seen: bool = False
 
 
+class Between:
+    """The work between steps: bound methods, whose objects are not kept alive."""
+
+    def __init__(self) -> None:
+        self._methods: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._each_step = False
+        self._idle_steps = 0  # since the last work
+
+    def call(self, method: Callable[[], None], *, each_step: bool = False) -> None:
+        """Call a method between steps, after earlier methods.
+
+        If no method is for `each_step`, of the steps that nobody records only each sixteenth calls them.
+        """
+        self._methods = [one for one in self._methods if one() is not None] + [weakref.WeakMethod(method)]
+        self._each_step = self._each_step or each_step
+
+    def has_work_after_idle(self) -> bool:
+        """Count a step that nobody records; whether the work has to be done after it."""
+        self._idle_steps += 1
+        return self._idle_steps == _IDLE_STEPS or self._each_step
+
+    def work(self) -> None:
+        """Call the methods."""
+        self._idle_steps = 0
+        for known in self._methods:
+            method = known()
+            if method is not None:
+                method()
+
+
 class Steps(Part):
     """Begins and ends the steps of a training.
 
@@ -73,17 +103,7 @@ class Steps(Part):
         self.first_in_eval_mode: int | None = None
         self.epochs = Epochs()
         self._entries = -1  # how many times the gate's lock was taken when the last step began that nobody records
-        self._between: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._each_step = False  # whether some work between steps is to be done after each
-        self._idle_steps = 0  # since the last work between steps
-
-    def call_between(self, between: Callable[[], None], *, each_step: bool = False) -> None:
-        """Call a bound method between steps, after earlier such methods; its object is not kept alive.
-
-        If there is no method for `each_step`, of the steps that nobody records only each sixteenth calls them.
-        """
-        self._between = [one for one in self._between if one() is not None] + [weakref.WeakMethod(between)]
-        self._each_step = self._each_step or each_step
+        self.between = Between()
 
     # -- beginning ------------------------------------------------------------------------------------------
 
@@ -211,8 +231,7 @@ class Steps(Part):
         if self.undecided.waiting:
             self._settle_undecided()
         self._advance()
-        self._idle_steps += 1
-        if self._idle_steps == _IDLE_STEPS or self._each_step or self.clock.step >= self.demand.quiet_until:
+        if self.between.has_work_after_idle() or self.clock.step >= self.demand.quiet_until:
             self._look_back()
 
     def end_later(self) -> None:
@@ -249,13 +268,9 @@ class Steps(Part):
 
     def _look_back(self) -> None:
         """Do the work between steps; after the first step, also detect hooks that are never called."""
-        self._idle_steps = 0
         if self.wiring.compiled_before:
             self.gate.guard("compiled", functools.partial(self.wiring.tell_unseen_regions, self.demand.modules))
-        for known in self._between:
-            between = known()
-            if between is not None:
-                between()
+        self.between.work()
         self.state.look_ahead()  # last, because the other work may change what is due
 
     def finish(self) -> None:

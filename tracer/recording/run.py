@@ -52,7 +52,8 @@ class Run:
     def paced_by(self, one: Pacer | FreeDisk | FirstStep) -> None:
         """Call ``one.step_over`` after the steps of this recording."""
         self._between.append(one)  # the exporter holds no strong reference
-        self.exporter.parts.steps.call_between(one.step_over, each_step=isinstance(one, Pacer) and one.each_step)
+        each_step = isinstance(one, Pacer) and one.each_step
+        self.exporter.parts.steps.between.call(one.step_over, each_step=each_step)
 
     def end_pacing(self) -> None:
         """Have the trace tell what the recording took, if that was measured."""

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Final, final
 
 from tracer.errors import CaptureError, UnknownNameError
+from tracer.messaging.pulses import PULSE
 from tracer.stores.codecs import CODECS, load
 
 AUTO: Final = "auto"
@@ -20,6 +21,9 @@ NAMES: Final = (AUTO, NONE, *CODECS)
 OTHERS: Final = "*"
 """Stands for all kinds that are not named."""
 _INTEGERS: Final = frozenset({"bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"})
+
+_OF_FLOATS: Final = {"input_data": "lz4hc", PULSE: "zstd"}
+"""The codecs of floats, by kind; others are not compressed."""
 
 
 @final
@@ -33,8 +37,8 @@ class Compression:
         named, by default ``"auto"``.
 
         - ``"auto"``: saves space at little cost. Integers and bools ``"lz4"``, inputs of other dtypes ``"lz4hc"``,
-          other floats ``"none"``. In HDF5 ``"none"`` for everything, so that every HDF5 library reads the file without
-          a plugin.
+          statistics of a step together ``"zstd"``, other floats ``"none"``. In HDF5 ``"none"`` for everything, so that
+          every HDF5 library reads the file without a plugin.
         - ``"none"``: no compression.
         - ``"lz4"``: LZ4 after a bit shuffle; fast, and good for integers.
         - ``"lz4hc"``: LZ4 with a longer search, without a shuffle; good for repeated numbers, such as those of images,
@@ -124,7 +128,7 @@ class Compression:
         """
         name = self.choice.get(OTHERS if kind is None else kind, self.choice[OTHERS])
         if name == AUTO:
-            found = "lz4" if dtype in _INTEGERS else "lz4hc" if kind == "input_data" else None
+            found = "lz4" if dtype in _INTEGERS else _OF_FLOATS.get(kind or "")
             return found if plainly else None
         return None if name == NONE else name
 
