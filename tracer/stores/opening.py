@@ -6,7 +6,7 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from tracer.errors import TraceError, TraceExistsError, TraceFormatError, TraceUnreadableError
 from tracer.stores.locations import Anywhere, Location, Url, location, part_in, whole_of
@@ -16,14 +16,11 @@ STORES: Mapping[str, str] = {".zarr": "zarr", ".h5": "hdf5", ".hdf5": "hdf5"}
 """The formats of traces, by their suffixes."""
 _ON_DISK: Mapping[str, str] = {"zarr": "tracer.stores.zarr.store", "hdf5": "tracer.stores.hdf5.store"}
 """The module for each format, imported when it is first needed."""
-_ON_OBJECT_STORES: Mapping[str, str] = {"zarr": "tracer.stores.objects.store", "hdf5": "tracer.stores.objects.hdf5"}
+_ON_OBJECT_STORES: Final = "tracer.stores.objects.store"
 
 
 class Backend(Protocol):
-    """The functions of a module that handles one format on disk or on object stores.
-
-    A read-only module lacks `create` and `remove_part`, which are never called there.
-    """
+    """The functions of a module that handles one format on disk, or Zarr on object stores."""
 
     def create(self, path: Any, *, part: str | None, overwrite: bool, durable: bool) -> WriteStore[Any]:
         """As `create_store`."""
@@ -69,31 +66,35 @@ def remove(url: Url) -> None:
 
 
 def _objects() -> ModuleType:
-    return importlib.import_module(_ON_OBJECT_STORES["zarr"])
+    return importlib.import_module(_ON_OBJECT_STORES)
 
 
 def backend_of(path: Location) -> Backend:
-    """The module that handles stores at `path`, by its suffix; raises `TraceFormatError` for an unknown suffix."""
+    """The module that handles stores at `path`, by its suffix.
+
+    Raises
+    ------
+    TraceFormatError
+        If the suffix is unknown, or names HDF5 at a URL.
+    """
     format_name = STORES.get(path.suffix.lower())
     if format_name is None:
         allowed = ", ".join(STORES)
         raise TraceFormatError(
             f"{path}: the suffix says how a trace is stored; it can be {allowed}, and there is {path.suffix or 'none'}"
         )
-    modules = _ON_OBJECT_STORES if isinstance(path, Url) else _ON_DISK
-    return cast(Backend, importlib.import_module(modules[format_name]))
+    if isinstance(path, Url) and format_name == "hdf5":
+        raise TraceFormatError(
+            f"{path}: an HDF5 trace can only be on a disk; copy the file to a disk, or use `trace convert` there, to a "
+            "URL that ends in .zarr"
+        )
+    return cast(Backend, _objects() if isinstance(path, Url) else importlib.import_module(_ON_DISK[format_name]))
 
 
 def check_writable(path: Location) -> None:
     """Raise `TraceFormatError` if the suffix or the kind of URL allows no writing."""
     backend_of(path)
-    if not isinstance(path, Url):
-        return
-    if STORES[path.suffix.lower()] == "hdf5":
-        raise TraceFormatError(
-            f"{path}: HDF5 on an object store is read-only; record to a URL that ends in .zarr, and use `trace convert`"
-        )
-    if path.is_web:
+    if isinstance(path, Url) and path.is_web:
         raise TraceFormatError(f"{path}: a trace can be read from an http server, and not be written there")
 
 

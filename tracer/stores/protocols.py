@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -198,43 +198,6 @@ class Place(NamedTuple):
     """Keeps the descriptor open while it is referenced; None if the store closes the file."""
     key: tuple[int, int]
     """Device and inode number of the file."""
-
-
-class ByteFile(ABC):
-    """A file for random access, on a disk or on an object store."""
-
-    path: Location
-
-    @property
-    def descriptor(self) -> int | None:
-        """The file descriptor while the file is open; None for an object store."""
-        return None
-
-    def hold(self) -> None:
-        """Open the file now at the path, unless it is the open file."""
-
-    def is_current(self) -> bool:
-        """Whether the open file is still the file at the path."""
-        return True
-
-    @abstractmethod
-    def size(self) -> int:
-        """Bytes of the file."""
-
-    @abstractmethod
-    def modified(self) -> float:
-        """When the file was last written, in seconds since 1970."""
-
-    @abstractmethod
-    def readinto(self, target: memoryview, offset: int) -> int:
-        """Read bytes from an offset on; returns how many were read."""
-
-    def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Prefetch ranges (offset, size) for the next calls of `readinto`; does nothing for a file on a disk."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the file. Closing again does nothing."""
 
 
 class ReadStore(ABC):

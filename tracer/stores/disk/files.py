@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tracer.errors import TracerError, TraceUnreadableError
-from tracer.stores.protocols import ByteFile
 
 PASSING = frozenset({errno.EACCES, errno.EIO, errno.ESTALE, errno.ETIMEDOUT})
 """Errors that may pass, as on a network file system whose server restarts: `again` tries once more."""
@@ -287,19 +286,17 @@ def disk_bytes(folder: Path) -> int:
     return found
 
 
-class LocalFile(ByteFile):
+class LocalFile:
     """A file on a disk, kept open, so that it stays the same file when another one is put at its path."""
-
-    path: Path
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = -1
 
     @property
-    def descriptor(self) -> int | None:
-        """The file descriptor; None while the file is closed."""
-        return None if self._file < 0 else self._file
+    def descriptor(self) -> int:
+        """The file descriptor; negative while the file is closed."""
+        return self._file
 
     def hold(self) -> None:
         """Open the file now at the path, unless it is the open file."""

@@ -6,15 +6,15 @@ import io
 import os
 from typing import Any, Final
 
+from tracer.stores.disk.files import LocalFile
 from tracer.stores.hdf5.superblock import HEAD_BYTES, repaired
 from tracer.stores.hdf5.torn import restored
-from tracer.stores.protocols import ByteFile
 
 _FARTHER: Final = 1 << 50
 """Bytes added to the claimed end of a file, which may grow while it is open."""
 
 
-def head_of(file: ByteFile) -> bytes:
+def head_of(file: LocalFile) -> bytes:
     """The first bytes of a file, as many as `tracer.stores.hdf5.superblock` needs."""
     target = bytearray(HEAD_BYTES)
     return bytes(target[: file.readinto(memoryview(target), 0)])
@@ -23,7 +23,7 @@ def head_of(file: ByteFile) -> bytes:
 class Plain(io.RawIOBase):
     """An unchanged file as a Python file object with a position, as h5py requires it."""
 
-    def __init__(self, file: ByteFile) -> None:
+    def __init__(self, file: LocalFile) -> None:
         self.file = file
         self.end = file.size()
         self._place = 0
@@ -63,12 +63,12 @@ class Mended(Plain):
 
     Parameters
     ----------
-    file : ByteFile
+    file : LocalFile
     torn : bool
         Whether half-written metadata is restored to its previous state (`tracer.stores.hdf5.torn`).
     """
 
-    def __init__(self, file: ByteFile, *, torn: bool = False) -> None:
+    def __init__(self, file: LocalFile, *, torn: bool = False) -> None:
         super().__init__(file)
         self._torn = torn
         # a file that is being written may grow before HDF5 asks for a block

@@ -13,11 +13,10 @@ import h5py
 from h5py._objects import phil
 
 from tracer.errors import TraceCorruptError
-from tracer.stores.disk.files import PASSING, key_of
+from tracer.stores.disk.files import PASSING, LocalFile, key_of
 from tracer.stores.errors import errno_of
-from tracer.stores.hdf5.mended import Mended, Plain, head_of
-from tracer.stores.hdf5.superblock import cut_off, is_unfinished
-from tracer.stores.protocols import ByteFile
+from tracer.stores.hdf5.mended import head_of
+from tracer.stores.hdf5.superblock import cut_off
 
 _FOLLOWED: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
 """The files that this process has open in SWMR mode, by `key_of`."""
@@ -25,49 +24,43 @@ _OTHER_MODE = "SWMR read access flag not the same"
 """HDF5's words for a file that this process already has open in the other mode."""
 
 
-def is_followed(file: ByteFile) -> bool:
+def is_followed(file: LocalFile) -> bool:
     """Whether another reader of this process has the file open in SWMR mode, so that it may have grown since.
 
     A second open of a file in one process shares HDF5's cached metadata, which is out of date, and HDF5 gets confused
     when one of several readers refreshes it.
     """
-    if file.descriptor is None:
-        return False
     other = _FOLLOWED.get(key_of(file.descriptor))
     return other is not None and bool(other)
 
 
-def open_both(file: ByteFile) -> Any:
+def open_both(file: LocalFile) -> Any:
     """Open by HDF5 the same file that `file` reads, although early commits of a writer replace the file at the path."""
     while True:
         file.hold()
         found = open_plainly(file)
         # A replaced file never returns to the path. So if it is at the path before and after, HDF5 has opened it.
         if file.is_current():
-            if found.swmr_mode and file.descriptor is not None:
+            if found.swmr_mode:
                 _FOLLOWED[key_of(file.descriptor)] = found
             return found
         found.close()
 
 
-def open_plainly(file: ByteFile) -> Any:
-    """Open a file by HDF5: by its path on a disk, else through a Python file object."""
-    if file.descriptor is not None:
-        # h5py's lock, so that no other thread calls HDF5, or opens the file in another mode, between the tries
-        with phil:
-            return _open_on_disk(file)
-    _check_length(file)
-    # HDF5 refuses a file that is marked as being written. On an object store, its writer must have been killed.
-    return h5py.File((Mended if is_unfinished(head_of(file)) else Plain)(file), "r")
+def open_plainly(file: LocalFile) -> Any:
+    """Open a file by HDF5, by its path."""
+    # h5py's lock, so that no other thread calls HDF5, or opens the file in another mode, between the tries
+    with phil:
+        return _open_on_disk(file)
 
 
-def _check_length(file: ByteFile) -> None:
+def _check_length(file: LocalFile) -> None:
     problems = cut_off(head_of(file), file.size())
     if problems:
         raise TraceCorruptError(f"{file.path}: {problems[0]}")
 
 
-def _open_on_disk(file: ByteFile) -> Any:
+def _open_on_disk(file: LocalFile) -> Any:
     # Without SWMR first: a process can open a file twice only in the same mode, and most programs do not use SWMR. Then
     # with SWMR, for a file that is being written or whose writer was killed. Last without locks, for file systems that
     # have none.

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
+from tracer.stores.disk.files import LocalFile
 from tracer.stores.errors import is_unreadable
 from tracer.stores.hdf5.datasets import Dataset
-from tracer.stores.protocols import ByteFile
 
 SETTLED_NANOSECONDS: Final = 2_000_000_000
 """Age of the last write from which damage counts as permanent; before, a writer may be in the middle of a change."""
@@ -35,14 +35,14 @@ class ChunkPlaces:
 
     Parameters
     ----------
-    file : ByteFile
+    file : LocalFile
     partly : bool
         Whether to use the chunks that HDF5 reports before it fails, as in a file that could be repaired only in part.
     """
 
     __slots__ = ("_broken", "_file", "_known", "_partly")
 
-    def __init__(self, file: ByteFile, *, partly: bool) -> None:
+    def __init__(self, file: LocalFile, *, partly: bool) -> None:
         self._file = file
         self._partly = partly
         # for each array: the row up to which chunks were looked up, the place of each chunk, and the number of single
@@ -100,12 +100,8 @@ class ChunkPlaces:
 
         Each try of HDF5 on damaged metadata takes about 20 ms, and there may be a try for each chunk.
         """
-        file = self._file.descriptor
-        if file is None:  # an error of an object store may be temporary
-            ask()
-            return
         # by the descriptor, because another file, or none, may be at the path now
-        written = os.fstat(file).st_mtime_ns
+        written = os.fstat(self._file.descriptor).st_mtime_ns
         broken = self._broken.get(name)
         if broken is not None and broken[0] == written:
             raise OSError(broken[1])

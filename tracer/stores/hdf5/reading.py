@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import h5py
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tracer.errors import TraceCorruptError, TraceError, TraceFormatError
 from tracer.format.names import PART
 from tracer.stores.codecs import OVERHEAD, Codec, decode_part
-from tracer.stores.disk.files import again, key_of
+from tracer.stores.disk.files import LocalFile, again, key_of
 from tracer.stores.errors import errno_of, is_unreadable, read_errors, reason
 from tracer.stores.hdf5.attributes import attributes
 from tracer.stores.hdf5.datasets import NOT_FILTERED, Dataset, Inspection
@@ -21,10 +21,7 @@ from tracer.stores.hdf5.mended import Mended, Plain, head_of
 from tracer.stores.hdf5.opening import is_followed, open_both
 from tracer.stores.hdf5.places import ChunkPlaces
 from tracer.stores.hdf5.superblock import cut_off, is_unfinished
-from tracer.stores.protocols import ByteFile, Place, ReadStore, rows_in
-
-FETCHED_BYTES: Final = 16 << 20
-"""Bytes of chunks that are fetched from an object store at once."""
+from tracer.stores.protocols import Place, ReadStore, rows_in
 
 _T = TypeVar("_T")
 
@@ -51,7 +48,7 @@ class Hdf5ReadStore(ReadStore):
 
     Parameters
     ----------
-    file : ByteFile
+    file : LocalFile
         Closed with the store.
     damaged : bool
         Whether to open a damaged file as far as possible.
@@ -59,7 +56,7 @@ class Hdf5ReadStore(ReadStore):
 
     checksums_chunks = False
 
-    def __init__(self, file: ByteFile, *, damaged: bool = False) -> None:
+    def __init__(self, file: LocalFile, *, damaged: bool = False) -> None:
         self.path = file.path
         self.problems = []
         self._file = file
@@ -146,8 +143,6 @@ class Hdf5ReadStore(ReadStore):
     def refresh(self) -> None:
         """Mark all arrays for a refresh; reopen if another file is at the path, as after the writer's first commits."""
         with read_errors(self.path, "the file"):
-            if self._file.descriptor is None:  # objects do not grow
-                return
             # HDF5's view of a repaired file does not grow, so that is reopened, too
             if self._file.is_current() and self._mended is None:
                 self._looked_up.update(dataset.name for dataset in self._datasets.values())
@@ -198,15 +193,15 @@ class Hdf5ReadStore(ReadStore):
         return self._asked(f"array {name!r}", lambda: self._place(name, row))
 
     def _place(self, name: str, row: int) -> Place | None:
-        dataset, file = self._dataset(name), self._file.descriptor
-        if file is None or not dataset.in_rows or not 0 <= row < dataset.rows:
+        dataset = self._dataset(name)
+        if not dataset.in_rows or not 0 <= row < dataset.rows:
             return None
         offset = self._places.of(name, dataset, row, row + 1).get(row)
         if offset is None:
             return None
         if self._key is None:
-            self._key = key_of(file)
-        return Place(file, offset, False, None, self._key)
+            self._key = key_of(self._file.descriptor)
+        return Place(self._file.descriptor, offset, False, None, self._key)
 
     def _asked(self, what: str, question: Callable[[], _T]) -> _T:
         """Call `question`, which uses HDF5; if it fails and the file can be repaired in memory, call it once more."""
@@ -248,21 +243,11 @@ class Hdf5ReadStore(ReadStore):
     def _read_chunks(self, name: str, dataset: Dataset, start: int, stop: int, out: memoryview) -> None:
         """Fill `out` with rows ``start`` to ``stop`` without HDF5, which only looks up the chunks."""
         places = self._places.of(name, dataset, start, stop)
-        parts = []
         for number, at, low, high in dataset.walk(start, stop):
-            place = places.get(number)
+            place, part = places.get(number), out[low:high]
             if place is None:
                 raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
-            parts.append((number, place + at, out[low:high]))
-        fetched = len(parts) if self._file.descriptor is not None else 0
-        for position, (number, place, part) in enumerate(parts):
-            if position == fetched:
-                nbytes = 0
-                while fetched < len(parts) and nbytes < FETCHED_BYTES:
-                    nbytes += len(parts[fetched][2])
-                    fetched += 1
-                self._file.fetch([(begin, min(len(to), FETCHED_BYTES)) for _, begin, to in parts[position:fetched]])
-            if self._file.readinto(part, place) != len(part):
+            if self._file.readinto(part, place + at) != len(part):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} lies beyond the file's end")
 
     def _read_compressed(

@@ -24,7 +24,6 @@ from tracer.stores.hdf5.reading import Hdf5ReadStore
 from tracer.stores.hdf5.superblock import SIGNATURE, looks_like_ours
 from tracer.stores.hdf5.writing import Hdf5WriteStore
 from tracer.stores.locations import FIRST_PART, beside
-from tracer.stores.protocols import ByteFile
 
 ABSENT_RANKS = 64
 """In a folder that cannot be listed, the search for ranks ends after this many missing ranks in a row."""
@@ -66,11 +65,7 @@ def open(path: Path, *, damaged: bool = False) -> Hdf5ReadStore:
         raise TraceNotFoundError(f"there is no trace at {path}")
     if not is_file(path):
         raise TraceFormatError(f"{path} is not a file; an HDF5 trace is one")
-    return open_file(LocalFile(path), damaged=damaged)
-
-
-def open_file(file: ByteFile, *, damaged: bool = False) -> Hdf5ReadStore:
-    """Open an HDF5 file at any place; `file` is closed with the store, or on failure."""
+    file = LocalFile(path)
     try:
         try:
             file.hold()

@@ -113,17 +113,9 @@ class Objects:
     def _path(self, name: str) -> str:
         return f"{self._base}/{name}" if name else self._base
 
-    def get(self, name: str, start: int = 0, nbytes: int = DOCUMENT_LIMIT + 1, version: str = "") -> Part | None:
-        """A range of an object, cut at the end of the object; None if the object does not exist.
-
-        Parameters
-        ----------
-        version : str
-            The `ETag` that the object must have.
-        """
+    def get(self, name: str, start: int = 0, nbytes: int = DOCUMENT_LIMIT + 1) -> Part | None:
+        """A range of an object, cut at the end of the object; None if the object does not exist."""
         options: Any = {"range": (start, start + nbytes)}
-        if version:
-            options["if_match"] = version
 
         def get(store: Any) -> Part:
             try:
