@@ -431,8 +431,9 @@ def _become_launcher(program: tuple[str, ...], module: str | None, rehearsals: R
     launcher = launchers.launcher_of(program, module)
     if launcher is None:
         return
-    if rehearsals.only_dry_run:
-        raise click.UsageError(f"--dry-run runs a script of one process: give it without {launcher.name}")
+    if rehearsals.only_dry_run or rehearsals.certify_steps is not None:
+        option = "--dry-run" if rehearsals.only_dry_run else "--certify"
+        raise click.UsageError(f"{option} runs a script of one process: give it without {launcher.name}")
     before = click.get_current_context().meta.get(OPTIONS, [])
     launchers.become(launcher, ["record", *before], program=MAIN)
 
@@ -555,13 +556,9 @@ def _print_dry_run(facts: Mapping[str, Any]) -> None:
         click.echo(f"a run of {facts['run_steps']:,} steps: {size(facts['bytes_per_run'])}")
     else:
         click.echo("a run: not known, because its steps are not; --run-steps N says how many")
-    for name, step, begins in (
-        ("max_bytes", "max_bytes_thins_from_step", "makes what is recorded rarer from about"),
-        ("stop_at_bytes", "stop_at_bytes_reached_at_step", "ends the recording before"),
-    ):
+    for name, then in (("max_bytes", "makes what is recorded rarer"), ("stop_at_bytes", "ends the recording")):
         if facts[name] is not None:
-            end = "is never reached" if facts[step] is None else f"{begins} step {facts[step]:,}"
-            click.echo(f"--{name.replace('_', '-')} {size(facts[name])}: {end}")
+            click.echo(f"--{name.replace('_', '-')} {size(facts[name])}: if that is less than a run takes, it {then}")
     if facts["estimated_cpu_ratio"] is not None:
         click.echo(
             f"overhead, estimated: CPU time ×{facts['estimated_cpu_ratio']:.3f} (×{facts['recorded_cpu_ratio']:.3f} "

@@ -77,20 +77,20 @@ def test_the_recorder_is_started_in_the_place_of_the_script(
 @pytest.mark.parametrize(
     ("program", "sentence"),
     [
-        ("deepspeed --num_gpus 2 train.py", "deepspeed starts the training in processes that would not be recorded"),
-        ("/usr/bin/mpirun -n 2 python train.py", "`mpirun … trace record [OPTIONS] train.py`"),
-        ("srun -n 2 train.py", "`srun … trace record [OPTIONS] train.py`"),
-        ("uv run train.py", "`uv … trace record [OPTIONS] train.py`"),
-        ("env A=1 python train.py", "`env … trace record [OPTIONS] train.py`"),
+        ("mpirun -n 2 python train.py", "let it start the recording: `mpirun … trace record [OPTIONS] train.py`"),
+        (
+            "deepspeed --num_gpus 2 train.py",
+            "if deepspeed is a program that starts the script, let it start the recording",
+        ),
+        ("/usr/bin/srun -n 2 train.py", "/usr/bin/srun"),
         ("accelerate config", "accelerate config trains nothing"),
         ("python -m torch.distributed.launch train.py", "use torchrun"),
-        ("python -m deepspeed train.py", "deepspeed starts the training"),
         ("torchrun --no-python /bin/ls", "with --no-python, torchrun runs any program"),
         ("torchrun run.sh", "run.sh is a script of sh"),
         ("run.sh", "run.sh is a script of sh"),
         (sys.executable, "leave it out: trace record SCRIPT.py"),
         ("/bin/ls", "/bin/ls is a program, and what is recorded is a Python script or module"),
-        ("ls", "ls is a program: give the script that it starts"),
+        ("ls", "if ls is a program that starts the script"),
     ],
 )
 def test_what_would_not_be_recorded_is_not_run(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import bisect
-import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from tracer.errors import CaptureError
-from tracer.format.encodings import ENCODINGS
 from tracer.recording import termination
-from tracer.recording.budget import ARRAY_BYTES, BASE_BYTES, CHUNK_BYTES, ROW_BYTES, STREAM_BYTES, stored_bytes
+from tracer.recording.budget import ROW_BYTES
 from tracer.recording.certifying.rehearsal import Request, rehearse
 from tracer.recording.certifying.verdict import compare
 from tracer.recording.launching.program import Program
@@ -48,7 +45,7 @@ def dry_run(
         fewer.
         ``bytes_per_recorded_step``: bytes of a step in which all streams are recorded; ``bytes_per_step``: mean over
         many steps; ``run_steps`` and ``bytes_per_run``: None if the number of steps is unknown; ``max_overhead``,
-        ``max_bytes`` and ``max_bytes_thins_from_step``, ``stop_at_bytes`` and ``stop_at_bytes_reached_at_step``;
+        ``max_bytes`` and ``stop_at_bytes``;
         ``estimated_cpu_ratio``, computed from ``recorded_cpu_ratio``, which was measured over ``steps`` fully recorded
         steps; ``steps_seen``. None of these numbers accounts for what bounds make rarer.
 
@@ -95,9 +92,7 @@ def dry_run(
         "bytes_per_run": None if run_steps is None else round(sum(_in_run(one, run_steps) for one in streams)),
         "max_overhead": options.max_overhead,
         "max_bytes": options.max_bytes,
-        "max_bytes_thins_from_step": _reached(streams, told["header"], options.max_bytes, share=0.5),
         "stop_at_bytes": options.stop_at_bytes,
-        "stop_at_bytes_reached_at_step": _reached(streams, told["header"], options.stop_at_bytes),
         "recorded_cpu_ratio": ratio,
         "bare_cpu_ratio": overhead.get("bare_ratio"),
         "estimated_cpu_ratio": None if ratio is None or not full else 1 + (ratio - 1) * mean / full,
@@ -151,39 +146,3 @@ def _due(stream: Mapping[str, Any], steps: int) -> int:
 def _in_run(stream: Mapping[str, Any], steps: int) -> float:
     per_step: float = stream["bytes_per_recorded_step"]
     return _due(stream, steps) * per_step
-
-
-def _padding(stream: Mapping[str, Any]) -> float:
-    """Bytes on the disk, besides data and rows, of a stream's messages in a recorded step."""
-    shape = next(iter(stream.get("shapes", ())), None)
-    size = stream["bytes_per_message"]
-    if shape is None or not size:
-        return 0.0
-    itemsize = ENCODINGS[stream["dtype"]].dtype.itemsize
-    nbytes = itemsize * math.prod(shape)
-    more: float = size * stored_bytes(tuple(shape), itemsize) / nbytes - size if nbytes else 0.0
-    return more * float(stream["messages_per_recorded_step"])
-
-
-def _reached(streams: Sequence[Mapping[str, Any]], header: int, bound: int | None, share: float = 1.0) -> int | None:
-    """The step at which `share` of the bytes that a bound leaves for messages is used up; None: never."""
-    if bound is None:
-        return None
-    arrays = {
-        (one["kind"], one["dtype"])
-        if one["bytes_per_message"] < CHUNK_BYTES
-        else (one["kind"], one["dtype"], one["module"], one["leaf"], one["tag"])
-        for one in streams
-        if one["dtype"] is not None
-    }
-    padded = [(one, _padding(one)) for one in streams]
-    fixed = BASE_BYTES + header + len(streams) * STREAM_BYTES + len(arrays) * ARRAY_BYTES
-
-    most = fixed + share * (bound - fixed)
-
-    def taken(steps: int) -> float:
-        return fixed + sum(_in_run(one, steps) + _due(one, steps) * padding for one, padding in padded)
-
-    steps = range(1 << 41)
-    beyond = bisect.bisect_right(steps, most, key=taken)
-    return None if beyond == len(steps) else max(0, beyond - 1)

@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -27,13 +26,12 @@ from tracer.observing.optimizers import steps_within
 from tracer.observing.probes import PROBE
 from tracer.observing.pytorch.loss_graph import behind
 from tracer.recording.certifying.fingerprint import fingerprint
-from tracer.recording.certifying.rehearsal import PATIENCE, Request
+from tracer.recording.certifying.rehearsal import Request
 from tracer.recording.certifying.verdict import Rehearsal
 from tracer.recording.launching.script import captures_of, run, unwatched
 from tracer.recording.launching.stand_ins import replaced, telling, telling_backward
 from tracer.recording.launching.trained import models_of, names_of
 from tracer.recording.run import Run
-from tracer.trace.claiming import this_process
 from tracer.trace.reader import TraceReader
 
 _SEED = 67280421310721
@@ -64,18 +62,6 @@ def main() -> None:
             tell(refused=str(error), over=True)
         else:
             tell(status=status, over=True)
-
-
-def _wait_for_the_others() -> None:
-    """Wait until all ranks have taken the last step; a rank that leaves earlier could break their communication."""
-    process = this_process()
-    if process.size > 1:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        with contextlib.suppress(RuntimeError):  # a rank that has failed never takes its last step
-            store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-            store.set(f"trace-rehearsal/{process.rank}", "")
-            store.wait([f"trace-rehearsal/{rank}" for rank in range(process.size)], timedelta(seconds=PATIENCE))
 
 
 class _OfScript(Rehearsal):
@@ -199,7 +185,6 @@ class _OfScript(Rehearsal):
             self._tell(**taken[-1]._asdict())
             if last:
                 self._tell(left=True)
-                _wait_for_the_others()
         if last:
             raise _Left(0)
 

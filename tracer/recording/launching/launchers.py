@@ -1,15 +1,13 @@
-"""Programs that start a training script: torchrun and accelerate are supported, all others are refused with advice.
+"""Programs that start a training script: torchrun and accelerate.
 
 ``trace record torchrun … train.py`` starts torchrun with ``trace record train.py`` in place of the script, so that
-every process is recorded. Any other launcher would train without being recorded, so it is refused before it starts, in
-a sentence with the command that works.
+every process is recorded. Any other program would train without being recorded, so it is refused.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,26 +38,12 @@ class Launcher:
     arguments: tuple[str, ...]
 
 
-_BEHIND = {
-    **dict.fromkeys(("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prun", "srun", "jsrun", "aprun"), "processes"),
-    **dict.fromkeys(("env", "nohup", "time", "nice", "taskset", "numactl", "sudo", "stdbuf", "xvfb-run"), "a program"),
-    **dict.fromkeys(("uv", "poetry", "pipenv", "conda", "mamba", "micromamba", "pdm", "hatch"), "a program"),
-}
-"""Programs that can start ``trace record`` themselves; the values say what else they start."""
-_OTHERS = (
-    "deepspeed", "horovodrun", "ray", "torchx", "composer", "colossalai", "fabric", "lightning", "sbatch", "salloc",
-    "llamafactory-cli", "axolotl", "tune", "dora", "submitit",
-)  # fmt: skip
-"""Programs that start training scripts in ways that cannot be recorded from outside."""
 _MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torch.distributed.launch",
     "accelerate.commands.launch": "accelerate-launch",
     "accelerate.commands.accelerate_cli": "accelerate",
     "accelerate": "accelerate",
-    "deepspeed": "deepspeed",
-    "deepspeed.launcher.runner": "deepspeed",
-    "horovod.runner": "horovodrun",
 }
 _SHELLS = re.compile(rb"#!\s*(?:\S*/env\s+(?:-\S+\s+)*)?\S*?([a-z]+)[0-9.]*(?:\s|$)")
 _NOT_PYTHON = (
@@ -108,16 +92,6 @@ def launcher_of(program: Sequence[str], module: str | None = None) -> Launcher |
         )
     if name in ("accelerate", "accelerate-launch"):
         return Launcher("accelerate launch", "accelerate.commands.launch", arguments[name == "accelerate" :])
-    if name in _BEHIND:
-        raise CaptureError(
-            f"{name} starts {_BEHIND[name]}, and {_SCRIPTS}: let it start the recording, "
-            f"`{name} … trace record [OPTIONS] train.py`"
-        )
-    if name in _OTHERS:
-        raise CaptureError(
-            f"{name} starts the training in processes that would not be recorded, and {_SCRIPTS}: use torchrun or "
-            "accelerate launch, or call tracer.record in the script"
-        )
     return None
 
 
@@ -127,9 +101,7 @@ def _named(program: Sequence[str]) -> tuple[str, tuple[str, ...]]:
         return "", ()
     name = os.path.basename(program[0]).removesuffix(".exe")
     if not PYTHON.fullmatch(name):
-        # a user's file in a relative folder, such as ./work/ray, is no launcher
-        is_script = name in _OTHERS and os.path.isfile(program[0]) and os.path.dirname(program[0])[:1] not in ("", "/")
-        return "" if is_script else name, tuple(program[1:])
+        return name, tuple(program[1:])
     for number, one in enumerate(program[1:], 1):
         if one == "-m" and number + 1 < len(program):
             return _MODULES.get(program[number + 1], ""), tuple(program[number + 2 :])
@@ -212,5 +184,7 @@ def hint_for(program: str) -> str:
     """What the user may have meant by a missing file, to append to the error; may be empty."""
     if PYTHON.fullmatch(os.path.basename(program)):
         return "; leave it out: trace record SCRIPT.py, and --module NAME in the place of -m NAME"
-    there = shutil.which(program) if os.path.basename(program) == program else None
-    return "" if there is None else f"; {there} is a program: give the script that it starts"
+    if os.path.basename(program) != program or "." in program:
+        return ""
+    starts = f"`{program} … trace record [OPTIONS] train.py`"
+    return f"; if {program} is a program that starts the script, let it start the recording: {starts}"
