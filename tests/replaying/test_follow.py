@@ -371,7 +371,7 @@ def test_a_reader_never_blocks_the_writer(tmp_path: Path, suffix: str) -> None:
             with TraceReader(path) as reader:  # before anything was committed
                 other.write(3)
                 assert reader.refresh()
-                reading = reader.messages("weights", mapped=True)
+                reading = reader.messages("weights")
                 begun = [next(reading) for _ in range(2)]
                 with processes.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as follower:
                     try:

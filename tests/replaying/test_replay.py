@@ -138,20 +138,6 @@ class Reading:
             return found
 
         monkeypatch.setattr(reader._parts.stores[0], "read", noting, raising=False)
-        at = tracer.trace.data._read_at
-
-        def noting_places(place: Any, to: memoryview, *rest: Any) -> bool:
-            self.bytes += len(to)
-            return at(place, to, *rest)
-
-        monkeypatch.setattr(tracer.trace.data, "_read_at", noting_places)
-        place = reader._parts.stores[0].place
-
-        def noting_names(name: str, row: int) -> Any:
-            self.pools.append(name)
-            return place(name, row)
-
-        monkeypatch.setattr(reader._parts.stores[0], "place", noting_names, raising=False)
 
 
 @pytest.fixture(scope="module", params=["zarr", "h5"])

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import tracer
-from tests.stores.object_traces import BUCKET, EXPECTED, facts, messages, read, write
+from tests.stores.object_traces import EXPECTED, facts, messages, read, write
 from tests.stores.refusing import PRECONDITION_FAILED, Fault, Refusing
-from tracer.errors import TraceExistsError, TraceUnreachableError, TraceUnreadableError
+from tracer.errors import TraceExistsError, TraceUnreachableError
 from tracer.stores.locations import location
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
@@ -180,18 +180,4 @@ def test_another_writer_is_told_apart_from_an_own_earlier_try(url: str, proxy: R
         part = objects.get(name)
         assert part is not None
         assert bytes(part.data) == b"mine"
-    objects.close()
-
-
-def test_an_object_that_is_overwritten_while_it_is_read(url: str, bucket: Any, proxy: Refusing) -> None:
-    """The condition of the request tells it: no bytes of two versions are mixed, and the store is not called away."""
-    key = f"{url.removeprefix(f's3://{BUCKET}/')}/one"
-    objects = Objects(location(url))
-    bucket.put_object(Bucket=BUCKET, Key=key, Body=b"first")
-    head = objects.head("one")
-    assert head is not None
-    proxy.fault = Fault(PRECONDITION_FAILED, "PreconditionFailed", "GET", "one$", count=1)
-    with pytest.raises(TraceUnreadableError, match="overwritten by another writer") as raised:
-        objects.get("one", version=str(head["e_tag"]))
-    assert not isinstance(raised.value, TraceUnreachableError)
     objects.close()

@@ -29,8 +29,6 @@ class Audience:
         The receivers that decide what is read: the active ones, or all if none is active.
     produced, needed : set of str
         The kinds that the receivers answer with, and the kinds that they cannot work without.
-    may_keep : bool
-        Whether some receiver may keep the messages that it gets.
     """
 
     def __init__(self, receivers: Sequence[Receiver]) -> None:
@@ -39,7 +37,6 @@ class Audience:
         self.asking = self.active or self.receivers
         self.produced = {kind for one in self.receivers for kind in one.produces}
         self.needed = {kind for one in self.receivers for kind in one.needs}
-        self.may_keep = any(one.scope == "everything" for one in self.receivers)
 
     def check(self, reader: TraceReader, streams: Iterable[StreamInfo]) -> None:
         """Refuse a trace that already holds a kind that a receiver produces.

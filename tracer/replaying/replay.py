@@ -119,14 +119,12 @@ def replay(
         for sentence in (*wanted.partial, *_across(reader, audience, filters)):
             warnings.warn(sentence, RuntimeWarning, stacklevel=2)
         bus = _prepared(reader, audience, following=following)
-        # data is copied only if a receiver may keep it, because mapped data depends on the file
-        mapped = not audience.may_keep
         asked = filters.part_of(reader)
         walk, listening = Walk(asked.begin), audience
         try:
             while True:
                 due = walk.next(reader if following else asked, wanted, filters, last=not following)
-                _publish(bus, due, wanted, mapped, guard)
+                _publish(bus, due, wanted, guard)
                 if any(one.is_satisfied for one in listening.receivers):
                     listening = Audience([one for one in listening.receivers if not one.is_satisfied])
                     if not listening.active:
@@ -185,13 +183,11 @@ def _register_topics(bus: MessageBus, reader: TraceReader) -> None:
             bus.register_topic(stream.kind)  # a user's own kind, or the kind of an answer in a results trace
 
 
-def _publish(
-    bus: MessageBus, due: Due, wanted: Wanted, mapped: bool, guard: AbstractContextManager[object] | None
-) -> None:
+def _publish(bus: MessageBus, due: Due, wanted: Wanted, guard: AbstractContextManager[object] | None) -> None:
     """Publish the due messages of a window; small messages together if the effect is the same."""
     alone = _Alone(bus, wanted.streams)
     if guard is None and not wanted.derived and alone.are_few:
-        for part in due.window.stretches(due.where, mapped):
+        for part in due.window.stretches(due.where):
             if isinstance(part, Stretch):
                 bus.publish_many(part, alone if alone.streams else None)
             else:
@@ -200,7 +196,7 @@ def _publish(
                     del message
             del part
         return
-    for message in messages(due.window, due.where, due.pairs, mapped):
+    for message in messages(due.window, due.where, due.pairs):
         if guard is None:
             bus.publish(message)
         else:

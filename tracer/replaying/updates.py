@@ -132,12 +132,10 @@ def pairs_of(journal: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.
     return np.stack([rows[:-1][follows], rows[1:][follows]], axis=1)
 
 
-def messages(
-    reader: TraceReader, where: NDArray[np.bool_], pairs: NDArray[np.int64], mapped: bool
-) -> Iterator[Message]:
+def messages(reader: TraceReader, where: NDArray[np.bool_], pairs: NDArray[np.int64]) -> Iterator[Message]:
     """The planned messages in recorded order; each derived update comes where an observed update would."""
     if not len(pairs):
-        yield from reader.messages(where=where, mapped=mapped)
+        yield from reader.messages(where=where)
         return
     wanted = where.copy()
     wanted[pairs[:, 0]] = True
@@ -145,8 +143,8 @@ def messages(
     followers[pairs[:, 1]] = True
     follower_of = dict(pairs.tolist())
     # weights are read once, a step ahead: `met` keeps them until they are published
-    ahead = zip(np.flatnonzero(followers).tolist(), reader.messages(where=followers, mapped=mapped), strict=True)
-    others = reader.messages(where=wanted & ~followers, mapped=mapped)
+    ahead = zip(np.flatnonzero(followers).tolist(), reader.messages(where=followers), strict=True)
+    others = reader.messages(where=wanted & ~followers)
     met: dict[int, Message] = {}
 
     def follower(row: int) -> Message:

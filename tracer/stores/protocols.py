@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -186,20 +186,6 @@ def rows_in(out: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dtype[An
     return out[:nbytes].view(dtype).reshape(shape)
 
 
-class Place(NamedTuple):
-    """The place of a row's bytes in a file."""
-
-    file: int
-    """A descriptor, open for reading."""
-    offset: int
-    checksummed: bool
-    """Whether the CRC-32C of the bytes follows them, as 4 bytes little-endian."""
-    owner: object
-    """Keeps the descriptor open while it is referenced; None if the store closes the file."""
-    key: tuple[int, int]
-    """Device and inode number of the file."""
-
-
 class ReadStore(ABC):
     """A store being read."""
 
@@ -262,7 +248,6 @@ class ReadStore(ABC):
         stop: int,
         out: NDArray[Any] | None = None,
         *,
-        checksums: list[int] | None = None,
         verify: bool = True,
     ) -> NDArray[Any]:
         """Rows ``start`` (inclusive) to ``stop`` (exclusive), in `out` or in new memory. Thread-safe.
@@ -273,8 +258,6 @@ class ReadStore(ABC):
         start, stop : int
         out : numpy.ndarray of uint8, optional
             Contiguous memory of at least the size of the rows. The store may leave it unused.
-        checksums : list, optional
-            Receives the CRC-32C of the bytes of each row if the store computes it anyway; else it stays empty.
         verify : bool
             Whether chunks are compared with their checksums. A caller with checksums of its own passes false, and reads
             again with true if a checksum differs. A store may ignore it.
@@ -284,19 +267,6 @@ class ReadStore(ABC):
         TraceCorruptError
             If the rows do not exist or fail their checksum.
         """
-
-    def place(self, name: str, row: int) -> Place | None:
-        """The place of a row that is stored uncompressed and contiguously in a file, so that `read` can be bypassed.
-
-        None if the row is stored otherwise, its place is unknown, or a writer may move it. The caller then uses `read`,
-        which also reports what is wrong with the row.
-
-        Raises
-        ------
-        TraceCorruptError
-            If the array is damaged.
-        """
-        return None
 
     @abstractmethod
     def chunk_rows(self, name: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -16,12 +15,11 @@ from numpy.typing import NDArray
 
 from tracer.format.encodings import ENCODINGS, decode, readable
 from tracer.format.journal import COUNTERS, Column
-from tracer.memory import SMALLEST, Memory
+from tracer.memory import Memory
 from tracer.messaging.messages import Message, checked
 from tracer.messaging.stacks import Heads, Source, Stack, Stretch
-from tracer.stores.disk.mapped import MappedFiles
 from tracer.trace.columns import Columns, Together
-from tracer.trace.data import TOGETHER, Data, Group
+from tracer.trace.data import Data, Group
 from tracer.trace.streams import Batch
 
 if TYPE_CHECKING:
@@ -31,12 +29,6 @@ BLOCK_BYTES: Final = 8 << 20
 """Bytes of data in a block, at most (a single message may be larger)."""
 BLOCK_ROWS: Final = 16384
 """Messages in a block, at most."""
-LARGE_ROWS: Final = 64
-"""If at most this many messages fill a block, each is read into its own memory, which is reused."""
-TOGETHER_BYTES: Final = 4 << 20
-"""Bytes of large messages that are read in direct succession, at most: more would leave the processor's cache before
-they are delivered.
-"""
 AHEAD: Final = 3
 """Blocks that are read ahead if the store is slow."""
 SLOW_SECONDS: Final = 0.002
@@ -53,7 +45,6 @@ FEW: Final = 8
 _KEPT: Final = 64
 """A message that is kept keeps a block in memory of at most this many times its size."""
 _FIELDS: Final = [Column.STREAM, *COUNTERS]
-_fields_of = operator.itemgetter(*_FIELDS)
 
 
 @final
@@ -70,14 +61,14 @@ class Blocks:
         self._names = [(one.kind, one.module, one.tag, one.leaf, one.rank) for one in data.merged.streams]
         self._samplings = [one.sampling for one in data.merged.streams]
 
-    def messages(self, selected: NDArray[np.int64], mapped: bool) -> Iterator[Message]:
-        """The messages of the selected rows; `mapped` as in `TraceReader.messages`."""
-        for rows, groups in self._blocks(selected, mapped):
+    def messages(self, selected: NDArray[np.int64]) -> Iterator[Message]:
+        """The messages of the selected rows."""
+        for rows, groups in self._blocks(selected):
             yield from self._messages(rows, groups)
 
-    def stretches(self, selected: NDArray[np.int64], mapped: bool) -> Iterator[Stretch | Iterator[Message]]:
+    def stretches(self, selected: NDArray[np.int64]) -> Iterator[Stretch | Iterator[Message]]:
         """The messages of the selected rows, block by block: stacked if they are small and similar, else one by one."""
-        for rows, groups in self._blocks(selected, mapped):
+        for rows, groups in self._blocks(selected):
             part: Stretch | Iterator[Message] | None = self._stretch(rows, groups)
             if part is None:
                 part = self._messages(rows, groups)
@@ -86,11 +77,6 @@ class Blocks:
 
     def _messages(self, rows: NDArray[np.int64], groups: list[Group]) -> Iterator[Message]:
         """The messages of a block, one by one; empties the groups."""
-        if groups and groups[0].row is not None:
-            groups.reverse()
-            while groups:  # one by one, so that a message's memory is reused as soon as nothing refers to it
-                yield self._single(groups.pop())
-            return
         names, samplings = self._names, self._samplings
         owners, tensors = _in_order(groups, len(rows))
         groups.clear()  # otherwise the groups would keep the block in memory
@@ -104,7 +90,7 @@ class Blocks:
     def _stretch(self, rows: NDArray[np.int64], groups: list[Group]) -> Stretch | None:
         """The messages of a block as stacks; None if they are too large or too different."""
         nbytes = sum(group.data.nbytes for group in groups)
-        if any(group.row is not None for group in groups) or nbytes > SMALL_BYTES * len(rows):
+        if nbytes > SMALL_BYTES * len(rows):
             return None
         fields = self._data.merged.journal[rows][:, _FIELDS]
         kinds = self._kinds[fields[:, 0]]
@@ -144,14 +130,6 @@ class Blocks:
         """For each stream, the index of its kind in `_kind_names`."""
         numbers = {kind: number for number, kind in enumerate(self._kind_names)}
         return np.array([numbers[kind] for kind, *_ in self._names], np.int64)
-
-    def _single(self, group: Group) -> Message:
-        """The message of a group that was read alone."""
-        assert group.row is not None
-        number, global_step, train_step, epoch, call = _fields_of(group.row)
-        kind, module, tag, leaf, rank = self._names[number]
-        data, sampling = _only_tensor(group), self._samplings[number]
-        return checked(kind, module, global_step, train_step, epoch, tag, call, leaf, rank, data, sampling)
 
     def arrays(self, selected: NDArray[np.int64]) -> Iterator[Batch]:
         """The data of the selected rows, in batches of one shape."""
@@ -197,9 +175,7 @@ class Blocks:
         carrying = [row for row in selected.tolist() if row in arrays]
         return np.array(carrying, np.int64), [arrays[row] for row in carrying]
 
-    def _blocks(
-        self, selected: NDArray[np.int64], mapped: bool = False
-    ) -> Iterator[tuple[NDArray[np.int64], list[Group]]]:
+    def _blocks(self, selected: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], list[Group]]]:
         """Blocks of rows with their data; threads read ahead if the store is slow.
 
         The list of groups is cleared before the next block is read.
@@ -207,17 +183,16 @@ class Blocks:
         readers = max((store.readers for store in self._data.stores), default=1)
         # with several readers, blocks are read at the same time, and each needs memory of its own
         memory = Memory() if readers == 1 else None
-        files = MappedFiles() if mapped else None
-        blocks = self._cut(selected, alone=memory is not None)
+        blocks = self._cut(selected)
         left = iter(blocks)
         slow = 0
         # No thread while the store is fast: a second thread would compete for the processor, and a single block of
         # memory that is reused stays in the processor's cache.
-        for rows, large in left if readers == 1 or len(blocks) == 1 else ():
+        for rows in left if readers == 1 or len(blocks) == 1 else ():
             # thread_time() costs a system call, so it is called only after a slow block
             worked = time.thread_time() if slow else None
             began = time.perf_counter()
-            groups = self._data.read(rows, memory, large, files)
+            groups = self._data.read(rows, memory)
             waited = time.perf_counter() - began
             if worked is not None:
                 waited -= time.thread_time() - worked
@@ -226,39 +201,30 @@ class Blocks:
             slow = slow + 1 if waited > SLOW_SECONDS / (2 if len(rows) == 1 else 1) else 0
             if slow == SLOW_BLOCKS:
                 break
-        yield from self._ahead(left, readers, memory, files)
+        yield from self._ahead(left, readers, memory)
 
-    def _cut(self, selected: NDArray[np.int64], *, alone: bool) -> list[tuple[NDArray[np.int64], bool]]:
-        """Cut rows into blocks; the bool says whether each message of a block is read alone, which `alone` allows."""
-        nbytes = self._data.sizes(selected)
-        ends = np.cumsum(nbytes)
+    def _cut(self, selected: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Cut rows into blocks."""
+        ends = np.cumsum(self._data.sizes(selected))
         blocks = []
         first = 0
         while first < len(selected):
             before = int(ends[first - 1]) if first else 0
             last = int(np.searchsorted(ends, before + BLOCK_BYTES, side="right"))
             last = min(max(last, first + 1), first + BLOCK_ROWS)
-            step = last - first
-            large = alone and step <= LARGE_ROWS and bool(nbytes[first:last].min() >= SMALLEST)
-            if large:
-                step = max(1, min(TOGETHER, TOGETHER_BYTES // int(nbytes[first:last].max())))
-            blocks += [(selected[begin : min(begin + step, last)], large) for begin in range(first, last, step)]
+            blocks.append(selected[first:last])
             first = last
         return blocks
 
     def _ahead(
-        self,
-        blocks: Iterator[tuple[NDArray[np.int64], bool]],
-        readers: int,
-        memory: Memory | None,
-        files: MappedFiles | None,
+        self, blocks: Iterator[NDArray[np.int64]], readers: int, memory: Memory | None
     ) -> Iterator[tuple[NDArray[np.int64], list[Group]]]:
         """Blocks with their data, which threads read while earlier blocks are in use."""
         with ThreadPoolExecutor(readers, "trace-reader") as thread:
             waiting: deque[tuple[NDArray[np.int64], Future[list[Group]]]] = deque()
             try:
-                for rows, large in blocks:
-                    waiting.append((rows, thread.submit(self._data.read, rows, memory, large, files)))
+                for rows in blocks:
+                    waiting.append((rows, thread.submit(self._data.read, rows, memory)))
                     if len(waiting) > AHEAD:
                         ready, future = waiting.popleft()
                         yield ready, future.result()
@@ -309,17 +275,6 @@ def _ascending(group: Group) -> Together:
     """The data of a group, sorted by place."""
     order = _order(group.places)
     return Together(group.places[order], group.data[order], group.dtype)
-
-
-def _only_tensor(group: Group) -> Tensor:
-    """The tensor of a group with a single message."""
-    import torch
-
-    if group.whole_nbytes > _KEPT * group.data.nbytes:
-        return next(_tensors(group))
-    encoding = ENCODINGS[group.dtype]
-    tensor = torch.from_numpy(group.data[0, ...])
-    return tensor if encoding.bits is None else tensor.view(encoding.dtype)
 
 
 def _tensors(group: Group) -> Iterator[Tensor]:

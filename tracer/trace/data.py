@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
@@ -15,25 +13,19 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError
 from tracer.format import journal
-from tracer.format.checksum import crc32c
 from tracer.format.encodings import ENCODINGS
 from tracer.format.journal import NONE, Column
 from tracer.format.tables import Stream
-from tracer.memory import SMALLEST, Memory
-from tracer.stores.disk.mapped import MappedFiles
+from tracer.memory import Memory
 from tracer.stores.locations import Location
-from tracer.stores.protocols import Place, ReadStore
+from tracer.stores.protocols import ReadStore
 from tracer.trace.assembly import WHOLE, Merged
 from tracer.trace.streams import stream_name
 
-TOGETHER: Final = 4
-"""Large messages that are read in direct succession, at most; see `Data.read`."""
 RANGE_BYTES: Final = 8 << 20
 """Bytes of a pool that a single read covers, at most."""
 GAP_BYTES: Final = 65536
 """Ranges of a pool with a gap of at most this many bytes are read together: whole chunks are read anyway."""
-_place_of = operator.itemgetter(Column.STREAM, Column.POOL, Column.OFFSET, Column.COUNT, Column.SHAPE, Column.CRC32C)
-_PLACES: Final = np.arange(TOGETHER)[:, None]
 
 
 @dataclass(slots=True, eq=False)
@@ -50,15 +42,12 @@ class Group:
         The logical dtype.
     whole_nbytes : int
         Bytes of the memory block that `data` is a part of.
-    row : list of int or None
-        The journal row, if the group is a single message that was read alone.
     """
 
     places: NDArray[np.int64]
     data: NDArray[Any]
     dtype: str
     whole_nbytes: int
-    row: list[int] | None = None
 
 
 class _Range(NamedTuple):
@@ -139,9 +128,7 @@ class Data:
             begins[mine] = -offsets % chunk < np.maximum(counts, 1)
         return begins
 
-    def read(
-        self, selected: NDArray[np.int64], memory: Memory | None, large: bool, files: MappedFiles | None
-    ) -> list[Group]:
+    def read(self, selected: NDArray[np.int64], memory: Memory | None) -> list[Group]:
         """The verified data of rows of the journal, in groups of one pool, dtype and shape.
 
         Parameters
@@ -149,17 +136,8 @@ class Data:
         selected : numpy.ndarray of int64
         memory : Memory, optional
             Provides reusable memory to read into; None: new memory for each read.
-        large : bool
-            Whether each message, of `TOGETHER` at most, is a group of its own. These are read in direct succession,
-            because anything done between two large reads starts with a cold processor cache.
-        files : MappedFiles, optional
-            Provides mapped memory for large messages, in place of a copy.
         """
         rows = self.merged.journal[selected]
-        if memory is not None and (large or len(rows) == 1):
-            alone = rows.tolist()
-            if all(row[Column.POOL] >= 0 for row in alone):
-                return self._read_apart(alone, memory, files)
         whole = rows[:, Column.POOL] == WHOLE
         if whole.any():
             places = np.flatnonzero(~whole)
@@ -249,75 +227,6 @@ class Data:
         whole = one.store.read(one.name, one.low, one.high, out).reshape(-1)
         return list(self._group(rows, one, whole))
 
-    def _read_apart(self, rows: list[list[int]], memory: Memory, files: MappedFiles | None) -> list[Group]:
-        """The data of a few messages, each mapped or in its own memory, read in direct succession.
-
-        All places are looked up before the first read. `_read_one` reads the messages that cannot be read directly or
-        that fail verification; it raises the error.
-        """
-        groups: list[Group | None] = []
-        reads: list[tuple[int, Place | None, NDArray[np.uint8], int]] = []
-        verify, shapes = self._verify, self.merged.shapes
-        for row in rows:
-            number, pool, offset, count, shape, checksum = _place_of(row)
-            dtype, storage, kept_as = self._kept_as[number]
-            name, stored, _ = self.merged.pools[pool]
-            size, length = self._sizes_of.get(pool) or self._size_of(pool)
-            nbytes = count * kept_as.itemsize
-            place = None
-            if count == size and offset % size == 0 and offset < length * size and storage == stored:
-                place = self.merged.stores[pool].place(name, offset // size) if nbytes >= SMALLEST else None
-            if place is None:
-                groups.append(None)
-                continue
-            there = None if files is None else files.take(place, nbytes)
-            if there is not None:
-                target, found = there
-                if checksum == NONE and place.checksummed:
-                    checksum = found
-                reads.append((len(groups), None, target, checksum))
-            else:
-                block = memory.take(nbytes)
-                if block is None:
-                    groups.append(None)
-                    continue
-                target = block[:nbytes]
-                reads.append((len(groups), place, target, checksum))
-            data = target.view(kept_as).reshape(1, *shapes[shape])
-            groups.append(Group(_PLACES[len(groups)], data, dtype, nbytes, row))
-        trailer = bytearray(4)
-        for one, at, to, checksum in reads:
-            if at is None:
-                right = not verify or checksum == NONE or crc32c(to) == checksum
-            else:
-                right = _read_at(at, to.data, trailer, checksum, verify)
-            if not right:
-                groups[one] = None
-        return [group or self._read_one(row, memory, at) for group, row, at in zip(groups, rows, _PLACES, strict=False)]
-
-    def _read_one(self, row: list[int], memory: Memory, at: NDArray[np.int64]) -> Group:
-        """The data of a single message; `at`: its place in its block."""
-        number, pool, offset, count, shape, checksum = _place_of(row)
-        dtype, storage, kept_as = self._kept_as[number]
-        name, stored, _ = self.merged.pools[pool]
-        size, length = self._sizes_of.get(pool) or self._size_of(pool)
-        if offset + count > length * size or storage != stored:
-            raise self._misplaced(row)
-        low, high = offset // size, -(-(offset + count) // size)
-        nbytes = (high - low) * size * kept_as.itemsize
-        begin = offset - low * size
-        # The checksum of a message that fills a row follows from those of its chunks. Any other message is first read
-        # without verification of the chunks, and compared with its own checksum.
-        own_row = begin == 0 and count == size
-        for verify in (True,) if own_row or checksum == NONE else (False, True):
-            found: list[int] = []
-            out = memory.take(nbytes)
-            whole = self.merged.stores[pool].read(name, low, high, out, checksums=found, verify=verify).reshape(-1)
-            data = whole[begin : begin + count].reshape(1, *self.merged.shapes[shape])
-            if not self._verify or checksum == NONE or (found[0] if own_row and found else crc32c(data)) == checksum:
-                return Group(at, data, dtype, nbytes, row)
-        raise self._damaged(row)
-
     def _group(self, rows: NDArray[np.int64], one: _Range, whole: NDArray[Any]) -> Iterator[Group]:
         """Group the messages in a range of a pool by dtype and shape, and verify their checksums."""
         places, starts, counts = one.places, one.starts, one.counts
@@ -394,19 +303,6 @@ class Data:
             f"{self._path}: the data of {self._name_of(row)} in global step {row[Column.GLOBAL_STEP]}, "
             f"call {row[Column.CALL]}, fails its checksum"
         )
-
-
-def _read_at(place: Place, target: memoryview, trailer: bytearray, checksum: int, verify: bool) -> bool:
-    """Fill `target` with the bytes at a place; returns whether all could be read and verified."""
-    try:
-        if place.checksummed and checksum == NONE:
-            whole = os.preadv(place.file, (target, trailer), place.offset) == len(target) + 4
-            checksum = int.from_bytes(trailer, "little")
-        else:
-            whole = os.preadv(place.file, (target,), place.offset) == len(target)
-    except (OSError, OverflowError):
-        return False
-    return whole and (not verify or checksum == NONE or crc32c(target) == checksum)
 
 
 def _shorter(ranges: Iterable[tuple[int, int]], offsets: NDArray[np.int64], longest: int) -> Iterator[tuple[int, int]]:

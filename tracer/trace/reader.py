@@ -286,7 +286,6 @@ class TraceReader(Described):
         streams: Iterable[int] | None = None,
         where: NDArray[np.bool_] | None = None,
         ranks: int | Iterable[int] | None = None,
-        mapped: bool = False,
     ) -> Iterator[Message]:
         """The messages that pass all filters, in the order in which they were recorded.
 
@@ -310,10 +309,6 @@ class TraceReader(Described):
             A mask over the rows of `journal`.
         ranks : int or iterable of int, optional
             Includes what other ranks recorded for these ranks; `Message.rank` is the rank that recorded it.
-        mapped : bool
-            Whether data may be memory-mapped from its file instead of copied. For large messages, the copy takes a
-            third of the time, with ``verify=False`` nearly all of it. While such a message is in use, its file must not
-            be truncated or overwritten: the system kills a process that accesses a truncated mapping.
 
         Raises
         ------
@@ -324,14 +319,14 @@ class TraceReader(Described):
         """
         if where is not None or self._read is not None:
             chosen = self.select(kinds, modules, steps, tags, streams, where, ranks)
-            return self._rows().blocks.messages(chosen, mapped)
+            return self._rows().blocks.messages(chosen)
         selection = Selection.of(kinds, modules, steps, tags, ranks)
         among = self._known(streams)
         return (
             message
             for window in self._holding(steps).windows()
             for message in window._rows().blocks.messages(
-                np.flatnonzero(selection.rows(window.journal, window._streams, among)), mapped
+                np.flatnonzero(selection.rows(window.journal, window._streams, among))
             )
         )
 
@@ -340,12 +335,12 @@ class TraceReader(Described):
         selection = Selection.of(steps=steps)
         return self if steps is None else self.within(selection.start, selection.stop)
 
-    def stretches(self, where: NDArray[np.bool_], mapped: bool = False) -> Iterator[Stretch | Iterator[Message]]:
+    def stretches(self, where: NDArray[np.bool_]) -> Iterator[Stretch | Iterator[Message]]:
         """The messages of some rows of `journal`, in order, as a replay takes them: small messages as a `Stretch`.
 
         Parameters and errors are those of `messages`. Each yielded iterator must be used up before the next.
         """
-        return self._rows().blocks.stretches(self.select(where=where), mapped)
+        return self._rows().blocks.stretches(self.select(where=where))
 
     def arrays(
         self,

@@ -27,7 +27,7 @@ NOT_FILTERED: Final = 1
 class Dataset(Layout):
     """A dataset being read, with its properties cached, because h5py looks them up again at each access."""
 
-    __slots__ = ("codec", "dataset", "id", "in_rows", "name", "rows")
+    __slots__ = ("codec", "dataset", "id", "name", "rows")
 
     def __init__(self, dataset: Any, dtype: np.dtype[Any], chunk: tuple[int, ...]) -> None:
         super().__init__(dtype, dataset.shape[1:], chunk)
@@ -36,7 +36,6 @@ class Dataset(Layout):
         self.rows = int(dataset.shape[0])
         self.codec: Codec | None = None
         # whether each chunk is one uncompressed row
-        self.in_rows = chunk == (1, *self.row_shape)
 
     def refresh(self) -> None:
         """Update the number of rows."""
@@ -141,7 +140,7 @@ class Inspection:
             raise TraceFormatError(f"{self._path}: the chunks of {name!r} are too large: {chunk}")
         found = Dataset(h5py.Dataset(item), dtype, chunk)
         if properties.get_nfilters():
-            found.codec, found.in_rows = self._codec_of(name, found, properties), False
+            found.codec = self._codec_of(name, found, properties)
         return found
 
     def _codec_of(self, name: str, dataset: Dataset, properties: Any) -> Codec:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tracer.errors import TraceCorruptError, TraceError, TraceFormatError
 from tracer.format.names import PART
 from tracer.stores.codecs import OVERHEAD, Codec, decode_part
-from tracer.stores.disk.files import LocalFile, again, key_of
+from tracer.stores.disk.files import LocalFile, again
 from tracer.stores.errors import errno_of, is_unreadable, read_errors, reason
 from tracer.stores.hdf5.attributes import attributes
 from tracer.stores.hdf5.datasets import NOT_FILTERED, Dataset, Inspection
@@ -21,7 +21,7 @@ from tracer.stores.hdf5.mended import Mended, Plain, head_of
 from tracer.stores.hdf5.opening import is_followed, open_both
 from tracer.stores.hdf5.places import ChunkPlaces
 from tracer.stores.hdf5.superblock import cut_off, is_unfinished
-from tracer.stores.protocols import Place, ReadStore, rows_in
+from tracer.stores.protocols import ReadStore, rows_in
 
 _T = TypeVar("_T")
 
@@ -69,7 +69,6 @@ class Hdf5ReadStore(ReadStore):
         self._hdf5: Any = None
         self._mended: Mended | None = None
         self._places = ChunkPlaces(file, partly=False)
-        self._key: tuple[int, int] | None = None
         try:
             with read_errors(self.path, "the file"):
                 self._begin()
@@ -189,20 +188,6 @@ class Hdf5ReadStore(ReadStore):
     def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None, **unheeded: Any) -> NDArray[Any]:
         return self._asked(f"array {name!r}", lambda: self._rows(name, start, stop, out))
 
-    def place(self, name: str, row: int) -> Place | None:
-        return self._asked(f"array {name!r}", lambda: self._place(name, row))
-
-    def _place(self, name: str, row: int) -> Place | None:
-        dataset = self._dataset(name)
-        if not dataset.in_rows or not 0 <= row < dataset.rows:
-            return None
-        offset = self._places.of(name, dataset, row, row + 1).get(row)
-        if offset is None:
-            return None
-        if self._key is None:
-            self._key = key_of(self._file.descriptor)
-        return Place(self._file.descriptor, offset, False, None, self._key)
-
     def _asked(self, what: str, question: Callable[[], _T]) -> _T:
         """Call `question`, which uses HDF5; if it fails and the file can be repaired in memory, call it once more."""
         try:  # not `with read_errors`, which takes longer than reading a small message
@@ -305,7 +290,7 @@ class Hdf5ReadStore(ReadStore):
         file, self._hdf5 = self._hdf5, None
         if file is not None:
             file.close()
-        self._mended = self._key = None
+        self._mended = None
 
     def _look_again(self, dataset: Dataset) -> None:
         # Refreshed as rarely as possible, because HDF5 gets confused about arrays that a process has open twice. A file

@@ -296,7 +296,7 @@ class ObjectReadStore(ZarrReader):
                 there += array.chunk_nbytes * sum(int((one != MISSING).sum()) for one in places)
         return there
 
-    def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> list[int]:
+    def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> None:
         """Fill `out` with rows ``start`` to ``stop``; neighbouring chunks share a request."""
         waiting: list[Range] = []
         for shard, chunks in self._chunks(array, start, stop):
@@ -306,7 +306,6 @@ class ObjectReadStore(ZarrReader):
                     self._fill_from(array, waiting, out)
                     waiting.clear()
         self._fill_from(array, waiting, out)
-        return []
 
     def _chunks(self, array: ArrayDescription, start: int, stop: int) -> Iterator[tuple[int, list[Chunk]]]:
         """The chunks of rows ``start`` to ``stop``, shard by shard; many shard indexes are fetched in parallel."""

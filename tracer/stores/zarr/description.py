@@ -31,13 +31,11 @@ class ArrayDescription(Layout):
         Rows per shard.
     per_shard : int
         Chunks per shard.
-    in_rows : bool
-        Whether each chunk is exactly one uncompressed row.
     foreign : object
         zarr-python's array, for a layout that this package does not write; else None.
     """
 
-    __slots__ = ("codec", "foreign", "in_rows", "is_ours", "name", "per_shard", "rows", "shard_rows")
+    __slots__ = ("codec", "foreign", "is_ours", "name", "per_shard", "rows", "shard_rows")
 
     def __init__(self, path: Location, name: str, document: Mapping[str, Any]) -> None:
         if document.get("zarr_format") != 3 or document.get("node_type") != "array":
@@ -72,7 +70,6 @@ class ArrayDescription(Layout):
         self.codec: Codec | None = None
         self.is_ours = self._is_ours(document, shard)
         self.per_shard = math.prod(shard) // math.prod(self.chunk) if self.is_ours else 0
-        self.in_rows = self.is_ours and self.codec is None and self.chunk == (1, *self.row_shape)
 
     def shard_name(self, number: int) -> str:
         """The path of a shard within the store."""

@@ -85,8 +85,8 @@ class ZarrReader(ReadStore):
             raise TraceCorruptError(f"{self.path}: array {array.name!r} is larger than what is there of it")
 
     @abstractmethod
-    def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> list[int]:
-        """Fill `out` with rows ``start`` to ``stop``; returns the CRC-32Cs of their chunks if they were compared."""
+    def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> None:
+        """Fill `out` with rows ``start`` to ``stop``."""
 
     # -- independent of the location -----------------------------------------------------------------------------------
 
@@ -150,7 +150,6 @@ class ZarrReader(ReadStore):
         stop: int,
         out: NDArray[Any] | None = None,
         *,
-        checksums: list[int] | None = None,
         verify: bool = True,
     ) -> NDArray[Any]:
         array = self._open(name)
@@ -170,9 +169,7 @@ class ZarrReader(ReadStore):
             raise TraceCorruptError(f"{self.path}: array {name!r} does not fit into memory: {error}") from error
         if found.size:
             target = found.reshape(-1).view(np.uint8)
-            chunks = self._fill(array, start, stop, target, verify and self.verifies)
-            if checksums is not None and chunks and array.chunk[0] == 1:
-                checksums += array.row_checksums(chunks)
+            self._fill(array, start, stop, target, verify and self.verifies)
         return found
 
     def _described(self, name: str, document: Mapping[str, Any]) -> ArrayDescription:

@@ -28,7 +28,6 @@ from tracer.stores.disk.files import (
     gone,
     is_file,
     is_folder,
-    key_of,
     listed,
     open_file,
     read_bytes,
@@ -36,7 +35,6 @@ from tracer.stores.disk.files import (
     walked,
 )
 from tracer.stores.errors import is_unreadable, reason
-from tracer.stores.protocols import Place
 from tracer.stores.zarr.description import ArrayDescription
 from tracer.stores.zarr.documents import read_document
 from tracer.stores.zarr.format import checksum_bytes
@@ -60,19 +58,16 @@ class _MovedError(TraceCorruptError):
 class _ReadShard(OpenFile):
     """A shard that is open for reading, with its index."""
 
-    __slots__ = ("index", "index_at", "key", "last", "settled")
+    __slots__ = ("index", "index_at", "last")
 
     def __init__(self, file: int) -> None:
         super().__init__(file)
-        self.key = key_of(file)
         self.index: NDArray[np.uint64] = np.empty((0, 2), "<u8")
         """Offset and size of each chunk."""
         self.index_at = 0
         """Offset in the file of the index in use."""
         self.last = -1
         """The last chunk that exists."""
-        self.settled: list[int] = []
-        """The offset of each chunk, for arrays with one row per chunk; -1 unless it is complete and final."""
 
     def moved(self, chunk: int) -> bool:
         """Whether a writer has moved a chunk since the index was read, so that its old place may hold other data.
@@ -143,18 +138,6 @@ class ZarrReadStore(ZarrReader):
         check_name(name)
         self._check_inside(self.path / name / "c")
         return super().assume(name, dtype, shape, chunk_bytes, compression)
-
-    def place(self, name: str, row: int) -> Place | None:
-        array = self._open(name)
-        if not array.in_rows or not 0 <= row < array.rows:
-            return None
-        number, chunk = divmod(row, array.per_shard)
-        try:
-            shard = self._shard(array, number)
-        except TraceError:
-            return None
-        offset = shard.settled[chunk]
-        return None if offset < 0 else Place(shard.file, offset, True, shard, shard.key)
 
     def close(self) -> None:
         self._arrays.clear()
@@ -279,11 +262,12 @@ class ZarrReadStore(ZarrReader):
             self._within.add(folder)
         return True
 
-    def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> list[int]:
+    def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> None:
         left, moves = READS - 1, MOVES
         while True:
             try:
-                return self._fill_once(array, start, stop, out, verify)
+                self._fill_once(array, start, stop, out, verify)
+                return
             except TraceCorruptError as error:
                 self._shards.clear()
                 if isinstance(error, _MovedError) and moves:
@@ -293,25 +277,20 @@ class ZarrReadStore(ZarrReader):
                 else:
                     raise
 
-    def _fill_once(
-        self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool
-    ) -> list[int]:
+    def _fill_once(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> None:
         try:
             if array.codec is None:
-                return self._fill_plain(array, start, stop, out, verify)
-            self._fill_compressed(array, array.codec, start, stop, out)
+                self._fill_plain(array, start, stop, out, verify)
+            else:
+                self._fill_compressed(array, array.codec, start, stop, out)
         except (OSError, OverflowError) as error:
             if isinstance(error, TraceError):
                 raise
             why = f"{self.path}: array {array.name!r} cannot be read: {reason(error)}"
             raise (TraceUnreadableError if is_unreadable(error) else TraceCorruptError)(why) from error
-        return []
 
-    def _fill_plain(
-        self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool
-    ) -> list[int]:
+    def _fill_plain(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> None:
         """As `_fill`, for uncompressed chunks."""
-        checksums: list[int] = []
         to = out.data  # slicing a memoryview takes half the time of slicing an array
         chunk_nbytes, per_shard = array.chunk_nbytes, array.per_shard
         shard: _ReadShard | None = None
@@ -342,9 +321,6 @@ class ZarrReadStore(ZarrReader):
             if not right:
                 why = "fails its checksum" if verify else "lies beyond the end of its file"
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {array.name!r} {why}")
-            if verify:
-                checksums.append(int.from_bytes(trailer, "little"))
-        return checksums
 
     def _fill_compressed(
         self, array: ArrayDescription, codec: Codec, start: int, stop: int, out: NDArray[np.uint8]
@@ -378,10 +354,6 @@ class ZarrReadStore(ZarrReader):
         if shard is None:
             shard = self._open_shard(array, number)
             shard.last = int(np.flatnonzero(shard.index[:, 0] != MISSING).max(initial=-1))
-            if array.in_rows:
-                settled = shard.index[:, 1] == array.chunk_nbytes + 4
-                settled[shard.last] = False  # the writer may still move the last chunk
-                shard.settled = np.where(settled, shard.index[:, 0].astype(np.int64), -1).tolist()
             while len(self._shards) >= OPEN_FILES:
                 # the defaults are for another thread that empties the cache meanwhile
                 self._shards.pop(next(iter(self._shards), ("", 0)), None)
