@@ -230,7 +230,7 @@ def test_what_is_refused(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize("table", ["journal", "declarations"])
 @pytest.mark.parametrize("mask", [4, 13])
 def test_a_wrong_byte_of_a_table_costs_one_row_or_line(tmp_path: Path, suffix: str, table: str, mask: int) -> None:
-    """Though all of it lies in one chunk, which has one checksum in Zarr; and a single flipped bit costs nothing."""
+    """Though all of it lies in one chunk, which has one checksum in Zarr."""
     path = tmp_path / f"run{suffix}"
     with TraceWriter(path) as writer:
         for step in range(300):
@@ -242,11 +242,9 @@ def test_a_wrong_byte_of_a_table_costs_one_row_or_line(tmp_path: Path, suffix: s
         row = reader.journal[200].tobytes()
     flip(path, row if table == "journal" else b'"module":"layer7"', mask)
     found = recover(path, tmp_path / "saved.zarr")
-    lost = 0 if mask == 4 else 1
-    assert (found.saved, found.lost, found.lossless) == (330 - lost, lost, not lost)
-    assert any("is put right" in problem for problem in found.problems) is not lost
+    assert (found.saved, found.lost, found.lossless) == (329, 1, False)
     with TraceReader(tmp_path / "saved.zarr") as reader:
-        assert len(reader) == 330 - lost
+        assert len(reader) == 329
         assert {stream.module for stream in reader.streams} >= {f"layer{number}" for number in range(30) if number != 7}
         for message in reader.messages("loss"):
             assert message.data is not None
@@ -291,10 +289,8 @@ def test_what_follows_the_last_row(tmp_path: Path, interrupted: bool) -> None:
     assert recover(path, tmp_path / "lost.zarr").saved == len(ALL) - 1
 
 
-def test_many_damaged_declarations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flipped bit is looked for in so many bytes of damaged lines, and no more: in long ones that takes long."""
-    from tracer.format.declarations import as_they_were
-
+def test_many_damaged_declarations(tmp_path: Path) -> None:
+    """Each costs itself alone: the lines after it are compared with what it said and with what it is."""
     path = tmp_path / "run.h5"
     with TraceWriter(path) as writer:
         for number in range(60):
@@ -306,23 +302,14 @@ def test_many_damaged_declarations(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         place = data.index(b'"number":%d' % number) - 100
         data[place : place + 2] = b"??"
     path.write_bytes(data)
-    tried: list[int] = []
-    search = as_they_were
-    monkeypatch.setattr(
-        "tracer.upkeep.survey_tables.as_they_were",
-        lambda text, before: (tried.append(len(text)), search(text, before))[1],
-    )
     loss = recover(path, tmp_path / "saved.zarr")
     assert (loss.saved, loss.notes, loss.lossless) == (60, 30, False)
-    assert 0 < sum(tried) <= 1 << 15
 
 
 @every_format
 def test_any_flipped_bit_of_the_declarations(tmp_path: Path, suffix: str) -> None:
-    """Also one that makes two lines of one, or one of two: all is saved, and known to be."""
+    """Also one that makes two lines of one, or one of two: what is saved is right, and what is lost is counted."""
     path = write(tmp_path / f"run{suffix}", chunk_bytes=65536)
-    with TraceReader(path) as reader:
-        expected = list(map(str, reader.streams)), reader.header, reader.notes
     where = path if suffix == ".h5" else path / "rank0" / "declarations" / "c" / "0"
     whole = where.read_bytes()
     first = whole.index(b'{"header"')
@@ -341,10 +328,10 @@ def test_any_flipped_bit_of_the_declarations(tmp_path: Path, suffix: str) -> Non
             assert recover(path, saved).saved == len(ALL)
             continue
         loss = recover(path, saved)
-        assert (loss.saved, loss.lossless) == (len(ALL), True), (place, loss.problems)
-        with TraceReader(saved) as reader:
-            assert (list(map(str, reader.streams)), reader.header, reader.notes[:-1]) == expected
-            assert reader.status == "finished"
+        assert loss.saved + loss.lost == len(ALL), (place, loss.problems)
+        assert (loss.saved, loss.lossless) != (len(ALL), True)
+        there = names(saved)
+        assert there == [one for one in ALL if one in set(there)]
 
 
 def test_progress(tmp_path: Path) -> None:

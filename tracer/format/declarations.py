@@ -37,8 +37,6 @@ _MARK = "\x7f"
 """Separates lines that are parsed together; `_MARK_ESCAPED` is the start of its escaped form in JSON."""
 _MARK_ESCAPED = r"\u007"
 _BETWEEN = b'},"%s",\n' % _MARK.encode()
-_LONGEST_LINE = 1 << 14
-"""The most bytes in which `as_they_were` tries each bit, which takes a second."""
 
 
 def sealed(lines: Iterable[bytes], checksum: int = 0) -> tuple[bytes, int]:
@@ -133,39 +131,6 @@ def unsealed(line: bytes, before: Collection[int]) -> tuple[dict[str, Any] | Non
     if said is not None and int(said[1]) < 2**32:
         found.add(int(said[1]))
     return None, found
-
-
-def as_they_were(lines: bytes, before: Collection[int]) -> tuple[bytes, int] | None:
-    """Undo a flipped bit; returns the original lines and the offset of the byte, or None if no single flip explains it.
-
-    Parameters
-    ----------
-    lines : bytes
-        Lines with their line feeds. The flip may have destroyed or created a line feed.
-    before : collection of int
-        Possible checksums of the line before them.
-
-    Examples
-    --------
-    >>> stored, _ = sealed([declaration("shape", {"id": 0, "shape": [2]})])
-    >>> as_they_were(stored.replace(b"2]", b"3]"), {0}) == (stored, stored.index(b"2]"))
-    True
-    """
-    if len(lines) > _LONGEST_LINE:
-        return None
-    for place in range(len(lines)):
-        for bit in range(8):
-            candidate = lines[:place] + bytes([lines[place] ^ 1 << bit]) + lines[place + 1 :]
-            # the next line, which is intact, begins behind the last line feed
-            if candidate.endswith(b"\n"):
-                checksums = set(before)
-                for line in candidate.splitlines(keepends=True):
-                    found, checksums = unsealed(line, checksums)
-                    if found is None:
-                        break
-                else:
-                    return candidate, place
-    return None
 
 
 def declarations(data: bytes, checksum: int = 0) -> tuple[list[tuple[str, Any]], int, int]:

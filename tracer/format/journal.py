@@ -125,39 +125,6 @@ def row_checksums(rows: NDArray[np.int64], first: int) -> NDArray[np.int64]:
     return found
 
 
-def row_as_it_was(row: NDArray[np.int64], number: int) -> NDArray[np.int64] | None:
-    """Undo a flipped bit in a row of a journal; None if no single flip explains its checksum.
-
-    Parameters
-    ----------
-    row : numpy.ndarray of int64, (COLUMNS,)
-    number : int
-        Number of the row in the journal.
-
-    Examples
-    --------
-    >>> row = np.arange(COLUMNS)
-    >>> row[Column.CHECK] = row_checksums(row[None], 5)[0]
-    >>> damaged = row ^ np.eye(COLUMNS, dtype=np.int64)[3] * 1024
-    >>> bool((row_as_it_was(damaged, 5) == row).all()), row_as_it_was(damaged ^ 6, 5)
-    (True, None)
-    """
-    stored = int(row[Column.CHECK])
-    differs = stored ^ int(row_checksums(row[None], number)[0])
-    right = row.astype("<i8")
-    if differs.bit_count() == 1:  # the flipped bit is in the checksum itself
-        right[Column.CHECK] = stored ^ differs
-        return right
-    if 0 <= stored < 2**32:
-        # the first 8 bytes, the row's number, are not stored and cannot be damaged
-        found = np.argwhere(_CRC_TABLES[8:, 1 << np.arange(8)] == differs)
-        if len(found) == 1:
-            byte, bit = found[0].tolist()
-            right.view(np.uint8)[byte] ^= np.uint8(1 << bit)
-            return right
-    return None
-
-
 def is_shape(shape: tuple[Any, ...]) -> bool:
     """Whether a message can have this shape.
 

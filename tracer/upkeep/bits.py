@@ -27,9 +27,8 @@ class Bits:
     --------
     >>> bits = Bits(20)
     >>> bits.put(8, np.array([True, True, False, True]))
-    >>> bits.set(19)
     >>> bits.of(7, 12).tolist(), bits.count(), list(bits.runs())
-    ([False, True, True, False, True], 4, [(8, 10), (11, 12), (19, 20)])
+    ([False, True, True, False, True], 3, [(8, 10), (11, 12)])
     """
 
     def __init__(self, length: int) -> None:
@@ -40,14 +39,6 @@ class Bits:
         """Set the mask of rows from `start` on, a multiple of 8; only the end of the journal may cut a byte."""
         packed = np.packbits(mask, bitorder="little")
         self._bytes[start // 8 : start // 8 + len(packed)] = packed
-
-    def set(self, number: int, holds: bool = True) -> None:
-        """Set the mask of one row."""
-        bit = np.uint8(1 << number % 8)
-        if holds:
-            self._bytes[number // 8] |= bit
-        else:
-            self._bytes[number // 8] &= ~bit
 
     def of(self, start: int, stop: int) -> NDArray[np.bool_]:
         """The mask of rows ``start`` (inclusive) to ``stop`` (exclusive), cut at the end of the journal."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.format.checksum import crc32c
-from tracer.format.journal import COLUMNS, NONE, Column, row_as_it_was, row_checksums
+from tracer.format.journal import COLUMNS, NONE, Column, row_checksums
 from tracer.format.tables import Tables
 from tracer.trace.grouping import runs
 from tracer.upkeep import findings
@@ -27,8 +27,6 @@ BLOCK_ROWS = 8192
 """Rows per checksum in memory, a multiple of 8. The checksums reveal rows that change between two reads."""
 WINDOW_ROWS = 16 * BLOCK_ROWS
 """The default number of rows in a window."""
-MENDED_ROWS: Final = 1000
-"""The most damaged rows in which a flipped bit is searched; more damage has another cause."""
 MOST_ROWS: Final = 1 << 40
 """A number of rows that no journal reaches."""
 DAMAGED_ROW: Final = "damaged"
@@ -123,8 +121,6 @@ class SurveyedJournal:
         self.certain, self.sound = Bits(self.length), Bits(self.length)
         self.absent = 0
         self.needs: dict[int, Need] = {}
-        # repaired rows by number, ascending
-        self._mended: dict[int, NDArray[np.int64]] = {}
         self._checksums: list[int] = []
         self._wrong: dict[str, Bits] = {}
 
@@ -179,8 +175,7 @@ class SurveyedJournal:
         self._tell()
 
     def _check_rows(self, tables: Tables) -> None:
-        """Check all rows in windows, then repair rows with a flipped bit."""
-        damaged: list[tuple[int, NDArray[np.int64]]] = []
+        """Check all rows in windows."""
         summaries = SummaryCheck(tables.summaries)
         if summaries.again:
             first, many = summaries.again[0], len(summaries.again)
@@ -194,8 +189,6 @@ class SurveyedJournal:
             self._note(DAMAGED_ROW, start, damage)
             for wrong in summaries.add(start, rows, certain):
                 self._findings.add("summary", f"the summary of rows {wrong.start} to {wrong.stop - 1} is not of them")
-            places = np.flatnonzero(damage)[: MENDED_ROWS + 1 - len(damaged)].tolist()
-            damaged += [(start + place, rows[place].copy()) for place in places]
             sound = certain
             for reason, refused in tables.contradictions(rows):
                 self._note(reason, start, refused & sound)
@@ -207,30 +200,9 @@ class SurveyedJournal:
             for wrong in summaries.beyond:
                 what = f"the summary of rows {wrong.start} to {wrong.stop - 1} is of rows that are not there"
                 self._findings.add("summary", what)
-        if len(damaged) <= MENDED_ROWS:
-            self._mend(damaged, tables)
-
-    def _mend(self, damaged: list[tuple[int, NDArray[np.int64]]], tables: Tables) -> None:
-        """Repair rows in which one bit was flipped."""
-        for number, row in damaged:
-            found = row_as_it_was(row, number)
-            if found is None:
-                continue
-            self._mended[number] = found
-            self._wrong[DAMAGED_ROW].set(number, holds=False)
-            self.certain.set(number)
-            reasons = [reason for reason, wrong in tables.contradictions(found[None]) if wrong.any()]
-            if reasons:
-                self._wrong.setdefault(reasons[0], Bits(self.length)).set(number)
-            else:
-                self.sound.set(number)
-                self._need(found[None])
 
     def _tell(self) -> None:
-        """Report a problem for each repaired row, and for each run of unusable rows."""
-        for number in self._mended:
-            why = f"a bit of row {number} of the journal is wrong, and is put right"
-            self._findings.add("journal", why, self._name, (number, number + 1))
+        """Report a problem for each run of unusable rows."""
         for reason in (DAMAGED_ROW, *WRONG):
             ranges = self._wrong[reason].runs() if reason in self._wrong else iter(())
             why = WRONG.get(reason, reason)
@@ -302,9 +274,6 @@ class SurveyedJournal:
             for block in blocks
             if crc32c(rows[block - start : block - start + BLOCK_ROWS]) != self._checksums[block // BLOCK_ROWS]
         ]
-        for number, row in self._mended.items():
-            if start <= number < stop:
-                rows[number - start] = row
         for block in changed:
             self._distrust(block, rows[block - start : block - start + BLOCK_ROWS])
         return Window(start, rows, self.certain.of(start, stop), self.sound.of(start, stop))

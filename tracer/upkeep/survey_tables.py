@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
-from typing import Any, Final, final
+from typing import Any, final
 
 from tracer.errors import TraceCorruptError, TraceError
-from tracer.format.declarations import as_they_were, unsealed
+from tracer.format.declarations import unsealed
 from tracer.format.tables import Tables
 from tracer.upkeep.findings import Findings
 from tracer.upkeep.survey_chunks import Array, Chunks
-
-SEARCHED_BYTES: Final = 1 << 15
-"""The most bytes of lines in which a flipped bit is searched."""
 
 
 @final
@@ -45,8 +41,6 @@ class SurveyedTables:
         self._chunks = chunks
         self._findings = findings
         self._name = name
-        # bytes of damaged lines that were searched for a flipped bit so far
-        self._searched = 0
         self._read_declarations()
 
     def _read_declarations(self) -> None:
@@ -57,17 +51,12 @@ class SurveyedTables:
         damaged = broken = False
         # Possible checksums of the previous line. Even a damaged line gives some, so the next line can be checked.
         before = {0}
-        lines = deque(self._lines(array))
-        while lines:
-            line = lines.popleft()
+        for line in self._lines(array):
             start, place = place, place + len(line) + 1
             if not line:
                 damaged = broken = True
                 continue
             found, after = unsealed(line + b"\n", before)
-            if found is None and not damaged and self._flipped_back(line, lines, before, start):
-                place = start
-                continue
             before = after
             broken = broken or found is None
             why = "is damaged" if found is None else self._declare(found)
@@ -100,26 +89,3 @@ class SurveyedTables:
         except (TraceError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             return f"makes no sense: {error!r}"
         return ""
-
-    def _flipped_back(self, line: bytes, lines: deque[bytes], before: set[int], start: int) -> bool:
-        """Repair a line with one flipped bit, and put it back at the front of `lines`; returns whether that succeeded.
-
-        The flip may have destroyed a line feed, which joins two lines, or created one, which splits a line.
-        """
-        for following in ([], [lines[0]] if lines else []):
-            text = b"".join(one + b"\n" for one in (line, *following))
-            self._searched += len(text)
-            # the search is limited, because trying each bit of long lines takes long
-            found = None if self._searched > SEARCHED_BYTES else as_they_were(text, before)
-            if found is not None:
-                self._findings.add(
-                    "declaration",
-                    f"a bit of byte {start + found[1]} is wrong, and is put right",
-                    self._name,
-                    (start + found[1], start + found[1] + 1),
-                )
-                for _ in following:
-                    lines.popleft()
-                lines.extendleft(reversed(found[0].split(b"\n")[:-1]))
-                return True
-        return False
