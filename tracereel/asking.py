@@ -169,10 +169,10 @@ def replay(
             note_status(reader, str(reader.path))
         questions = _questions(reader, trace, specs, filters)
         if only_plan:
-            for question in questions:
-                _print_plan(question.plan, as_json)
             if questions[0].plan.missing:
                 conclude(WRONG_USAGE)
+            for question in questions:
+                _print_plan(question.plan, as_json)
             return
         for sentence in dict.fromkeys(one for question in questions for one in question.plan.scarce):
             complain(sentence)

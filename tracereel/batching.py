@@ -134,9 +134,9 @@ def batch(
                 **asked,
             )  # fmt: skip
     unverified = [] if again is None else again.unverified
-    _print_results(results, unverified, as_json)
     if results.failures or unverified:
         conclude(SOME_FAILED if results.failures else UNVERIFIED)
+    _print_results(results, unverified, as_json)
 
 
 def _check_again(filters: Filters, work: Mapping[str, Any], out: str) -> None:

@@ -13,6 +13,7 @@ from tracereel import options
 from tracereel.again import trace_of_steps
 from tracereel.asking import Outputs
 from tracereel.checks import check_new_trace
+from tracereel.command import conclude
 from tracereel.errors import DIFFERENT, FAILED, UNVERIFIED, WRONG_USAGE, Failure, wrong_usage
 from tracereel.options import Steps
 from tracereel.printing import print_json, say, show, tell
@@ -175,6 +176,10 @@ def reenact(
         attempt=attempt,
         allow_different=allow_different,
     )
+    code = _EXIT_CODES[verdict.outcome] or status
+    if code in (DIFFERENT, UNVERIFIED):
+        _tell_launcher(code)
+    conclude(status or FAILED if verdict.outcome == "unfinished" else code)
     if as_json:
         print_json(verdict.describe())
     else:
@@ -186,10 +191,6 @@ def reenact(
             tell(f"  {line}")
         say(f"recorded in {called}: trace info {called}")
     asked.give()
-    code = _EXIT_CODES[verdict.outcome] or status
-    if code in (DIFFERENT, UNVERIFIED):
-        _tell_launcher(code)
-    click.get_current_context().exit(status or FAILED if verdict.outcome == "unfinished" else code)
 
 
 _EXIT_CODES = {"identical": 0, "partial": UNVERIFIED, "different": DIFFERENT, "unfinished": FAILED}

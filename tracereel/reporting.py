@@ -68,6 +68,8 @@ def report(
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         found = write(trace, target, against=others, metrics=metrics, rank=rank, overwrite=overwrite)
     checked = found.checked
+    if found.damage:
+        conclude(DAMAGED)
     if as_json:
         print_json(checked.as_json() | {"report": target, "remarks": found.remarks})
     else:
@@ -77,7 +79,6 @@ def report(
         complain(sentence)
     if found.damage:
         complain(f"{found.damage}; the report shows what could be read")
-        conclude(DAMAGED)
 
 
 @click.command(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -62,20 +61,26 @@ def check(
     with wrong_usage():
         asked = rules_of(rules or None)
     if len(traces) > 1 or means_several(traces[0]):
-        found = list(_check_several(traces, asked, filters, as_json))
+        _check_several(traces, asked, filters, as_json, fail_on)
+        return
+    found = _check(traces[0], asked, filters)
+    if found.damage:
+        conclude(DAMAGED)
+    _conclude_found(found, fail_on)
+    if as_json:
+        print_json(found.as_json())
     else:
-        found = [_check(traces[0], asked, filters)]
-        if as_json:
-            print_json(found[0].as_json())
-        else:
-            _print(found[0], chosen=bool(rules))
-        if found[0].damage:
-            complain(f"{found[0].damage}; the answer is to what comes before that")
-            conclude(DAMAGED)
+        _print(found, chosen=bool(rules))
+    if found.damage:
+        complain(f"{found.damage}; the answer is to what comes before that")
+
+
+def _conclude_found(found: Checked, fail_on: str | None) -> None:
+    """Set the exit code if a finding is at least as severe as ``--fail-on`` says."""
     if fail_on is not None:
         from analyze.rules.finding import Severity
 
-        if any(one.severity is not None and one.severity >= Severity.named(fail_on) for one in found):
+        if found.severity is not None and found.severity >= Severity.named(fail_on):
             conclude(FOUND)
 
 
@@ -88,27 +93,36 @@ def _check(trace: str, rules: list[Rule], filters: Filters) -> Checked:
         return check_trace(reader, rules, steps=filters.steps)
 
 
-def _check_several(traces: tuple[str, ...], rules: list[Rule], filters: Filters, as_json: bool) -> Iterator[Checked]:
+def _check_several(
+    traces: tuple[str, ...], rules: list[Rule], filters: Filters, as_json: bool, fail_on: str | None
+) -> None:
     from analyze.batching.traces import find_traces
 
     told = []
+    findings = []
+    failed = False
+    conclude(SOME_FAILED)  # until all are checked, in case nobody reads on
     for trace in find_traces(traces):
         try:
             found = _check(trace, rules, filters)
         except TracerError as error:
             complain(str(error))
-            conclude(SOME_FAILED)
+            failed = True
             told.append({"trace": trace, "verdict": f"unreadable: {error}"})
             if not as_json:
                 tell(f"{trace}: unreadable")
             continue
         if found.damage:
             complain(f"{found.damage}; the answer is to what comes before that")
-            conclude(SOME_FAILED)
+            failed = True
         told.append(found.as_json())
+        findings.append(found)
         if not as_json:
             tell(f"{trace}: {found.verdict}")
-        yield found
+    if not failed:
+        conclude(0)
+    for found in findings:
+        _conclude_found(found, fail_on)
     if as_json:
         print_json(told)
 

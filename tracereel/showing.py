@@ -86,13 +86,13 @@ def _info_of_several(traces: Sequence[str], as_json: bool) -> None:
             stored = size(one["stored_bytes"])
             rows.append((trace, one["status"], *spans, one["messages"], stored, len(one["problems"]) or None))
         infos.append(one)
+    if any(one["status"] == "unreadable" for one in infos):
+        conclude(SOME_FAILED)
     if as_json:
         print_json(infos)
     else:
         columns = ("trace", "status", "steps", "epochs", "messages", "on disk", "problems")
         print_table(columns, rows, right=("messages", "on disk", "problems"), names=("trace",))
-    if any(one["status"] == "unreadable" for one in infos):
-        conclude(SOME_FAILED)
 
 
 @click.command("ls", cls=Command, examples=["trace ls run.zarr -k weights -m 'encoder.*'"])

@@ -214,6 +214,25 @@ def test_a_closed_pipe_is_silent(trace: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_closed_pipe_changes_no_verdict(trace: Path, tmp_path: Path) -> None:
+    """Each command whose exit code is an answer decides it before it prints."""
+    damaged = tmp_path / "damaged.zarr"
+    tracer.convert(trace, damaged)
+    (damaged / "rank0" / "journal" / "c" / "0" / "0").write_bytes(b"")
+    for code, *command in (
+        (3, "verify", damaged),
+        (4, "info", trace, damaged),
+        (4, "check", trace, damaged),
+        (2, "replay", trace, "-s", "norm:kind=nothing", "--plan"),
+    ):
+        piped = f"set -o pipefail; {shlex.join(spawn(*command))} | true"
+        whole, cut = (
+            subprocess.run(["bash", "-c", one], capture_output=True, text=True, check=False).returncode
+            for one in (shlex.join(spawn(*command)), piped)
+        )
+        assert (command, whole, cut) == (command, code, code)
+
+
 def test_a_pipe_that_a_subscriber_breaks_is_an_error(trace: Path, tmp_path: Path) -> None:
     """Only where nobody reads stdout is it no error."""
     file = tmp_path / "pipe.py"
