@@ -66,7 +66,7 @@ LINES = {
     "tracer/messaging": 1494,
     "tracer/numbers": 582,
     "tracer/observing": 9472,
-    "tracer/recording": 5512,
+    "tracer/recording": 5514,  # a pacer learns late at which step a resumed training begins
     "tracer/replaying": 670,
     "tracer/stores": 4285,
     "tracer/trace": 3662,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -273,3 +274,24 @@ def test_the_steps_after_a_sign_of_trouble_are_recorded(sign: str, monkeypatch: 
     assert run.own / (run.thread - run.own) < 0.06
     pacer.end()
     assert not run.message_bus.receivers
+
+
+def test_a_training_that_says_late_where_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps before its first one are not measured, as of a trainer that loads a checkpoint."""
+    measured: list[tuple[int, int]] = []
+    plainly = OverheadBound.step_over
+
+    def step_over(bound: OverheadBound, step: int, due: Sequence[str], steps: int) -> None:
+        measured.append((step, steps))
+        plainly(bound, step, due, steps)
+
+    monkeypatch.setattr(OverheadBound, "step_over", step_over)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, max_overhead=0.05) as run:
+        run.exporter.start_at(5000, 0, 0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+    assert measured == [(5000, 1), (5001, 1), (5002, 1)]

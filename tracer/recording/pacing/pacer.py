@@ -62,7 +62,7 @@ class Pacer:
         self._bounds = bounds
         self._overhead = overhead
         self._steps = 0
-        self._measured = exporter.parts.clock.step - 1  # the step after which the bounds last measured
+        self._measured: int | None = None  # the step after which the bounds last measured
         # a bound of bytes also measures the evaluations before a step
         self.each_step = any(isinstance(one, BytesBound) for one in bounds)
         self._look = 1 if self.each_step else _LOOK
@@ -97,6 +97,8 @@ class Pacer:
         last = self._exporter.parts.clock.last
         if last is None or self._recorder.closed:
             return
+        if self._measured is None:  # only now, because a resumed training says late which step is its first
+            self._measured = last.global_step - 1
         passed = last.global_step - self._measured
         if passed < self._look and not self._exporter.parts.demand.dues.at(last.global_step):
             return
