@@ -19,7 +19,6 @@ import torch
 
 from tracer.format.checksum import crc32c
 from tracer.memory import LARGE_PAGE, PAGE
-from tracer.stores.disk.direct import DIRECT
 
 STEP_BYTES = 64 << 20
 """Bytes of the largest step."""
@@ -51,7 +50,7 @@ class LeastRecorder:
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT
         try:
-            self._file = os.open(path, flags | DIRECT)
+            self._file = os.open(path, flags | getattr(os, "O_DIRECT", 0))
         except OSError:  # a file system that has no disk of its own
             self._file = os.open(path, flags)
         self._free: queue.Queue[_Step] = queue.Queue()

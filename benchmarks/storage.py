@@ -1,10 +1,8 @@
 """What storing costs: messages written to a trace and read back, beside the bare system calls for the same bytes.
 
 Workloads: messages of 1 MB (each stream has a pool of its own), of 4 KB (160 streams, packed into shared pools), and
-scalars. Each is written by `TraceWriter.write_many` in batches and unhurried, as the recorder's thread does it while it
-keeps up, which lets large messages go past the page cache in Zarr on a block device ("hurried": without that); and read
-back as arrays (`TraceReader.arrays`), as messages (`TraceReader.messages`) and by a replay to a subscriber that does
-nothing.
+scalars. Each is written by `TraceWriter.write_many` in batches, as the recorder's thread does it, and read back as
+arrays (`TraceReader.arrays`), as messages (`TraceReader.messages`) and by a replay to a subscriber that does nothing.
 
 Beside them stand, for the same bytes: ``os.write`` of pieces of 64 KB into one file (also with a CRC-32C of each), a
 sequential read of it (also so), and bare ``write_direct_chunk`` calls of h5py. The variants take turns, several rounds
@@ -98,12 +96,11 @@ def clocked(action: Callable[[], Any]) -> float:
     return time.process_time() - begin
 
 
-def write_trace(load: Workload, path: Path, unhurried: bool = True) -> float:
+def write_trace(load: Workload, path: Path) -> float:
     """CPU seconds of writing, without those of making the messages."""
     spent = 0.0
     begin = time.process_time()
     writer = TraceWriter(path)
-    writer.unhurried = unhurried
     spent += time.process_time() - begin
     for batch in load.batches():
         begin = time.process_time()
@@ -228,9 +225,6 @@ def one_round(load: Workload, folder: Path) -> dict[str, float]:
     remove(raw)
     seconds["write bare h5py"] = written(lambda: write_chunks(load, raw), raw)
     remove(raw)
-    path = folder / "run.zarr"
-    seconds["hurried .zarr"] = written(lambda: write_trace(load, path, unhurried=False), path)
-    remove(path)
     for suffix in FORMATS:
         path = folder / f"run{suffix}"
         seconds[f"write {suffix}"] = written(lambda path=path: write_trace(load, path), path)  # type: ignore[misc]
@@ -246,7 +240,6 @@ def one_round(load: Workload, folder: Path) -> dict[str, float]:
 RATIOS = {
     "write raw crc32c": "write raw",
     "read raw crc32c": "read raw",
-    "hurried .zarr": "write raw",
     "write .zarr": "write raw",
     "write .h5": "write bare h5py",
     "arrays .zarr": "read raw",

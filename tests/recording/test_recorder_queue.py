@@ -119,43 +119,6 @@ def test_drops_stand_in_the_trace_while_the_queue_is_full(
         assert len(trace) + trace.dropped["loss"] == step
 
 
-def test_takes_its_time_only_while_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written is in no hurry while the queue is less than half full and the trace not being closed."""
-    monkeypatch.setattr("tracer.recording.writer_thread._BATCH_MESSAGES", 1)
-    monkeypatch.setattr("tracer.recording.writer_thread._LONGEST", 0.1)
-    noted = []
-
-    class Noting(Slow):
-        def write_many(self, batch: Any) -> None:
-            noted.append(self.unhurried)
-            super().write_many(batch)
-
-    def noted_soon(count: int) -> bool:
-        deadline = time.monotonic() + 10
-        while len(noted) < count and time.monotonic() < deadline:
-            time.sleep(0.001)
-        return len(noted) == count
-
-    writer = Noting(tmp_path / "run.zarr")
-    recorder = Recorder(writer, queue_bytes=60_000)
-    recorder.receive(loss_message(0, 2500))  # 10,000 bytes, and what a message takes besides
-    assert noted_soon(1)
-    for step in range(1, 5):
-        recorder.receive(loss_message(step, 2500))
-    for count in range(2, 5):
-        writer.go.release()
-        assert noted_soon(count)
-    assert noted == [True, False, False, True]
-    closing = threading.Thread(target=recorder.close, daemon=True)
-    closing.start()
-    while not recorder._queue.closing:
-        time.sleep(0.001)
-    writer.go.release(2)
-    closing.join(10)
-    assert noted == [True, False, False, True, False]
-    assert not closing.is_alive()
-
-
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_commits_by_steps(suffix: str, tmp_path: Path) -> None:
     """With commit_steps, the steps before are safe as soon as a step so many later begins."""

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import zarr
 
-from tracer.stores.opening import create_store
-
 FORMATS = (".zarr", ".h5")
 DTYPES = [
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
@@ -37,15 +35,3 @@ def plainly(path: Path, name: str) -> np.ndarray[Any, Any]:
         return np.asarray(zarr.open_group(path, mode="r")[name][...])
     with h5py.File(path, "r") as file:
         return np.asarray(file[name][...])
-
-
-def written_unhurried(path: Path) -> np.ndarray[Any, Any]:
-    """Write six rows of 256 KB to a store, and return them."""
-    values = numbers("float32", (6, 256, 256))
-    store = create_store(path)
-    store.unhurried = True
-    store.create("own", dtype="float32", shape=(256, 256), chunk_bytes=1)
-    for number in range(6):
-        store.append("own", values[number : number + 1])
-    store.close()
-    return values

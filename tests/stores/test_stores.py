@@ -150,7 +150,6 @@ def test_committed_rows_are_there_while_the_store_is_written(tmp_path: Path, suf
     store.commit()
     assert open_store(path).length("a") == 0
     store.append("a", np.arange(25))
-    store.seal()
     store.commit()
     store.append("a", np.arange(25, 28))
     reader = open_store(path)
@@ -174,7 +173,6 @@ def test_what_was_read_before_a_commit_is_the_same_after_it(
     path = tmp_path / f"store{suffix}"
     store = create_store(path)
     store.create("a", dtype="int64", shape=(), chunk_bytes=64, compression=codec, gapless=gapless)
-    store.seal()
     values = np.arange(100)
     store.append("a", values[:3])
     store.commit()
@@ -376,7 +374,7 @@ def test_a_chunk_that_was_left_out(tmp_path: Path) -> None:
 
 
 def test_parts_in_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that may be entered only: an attempt that is not seen would have its steps twice, a rank would be missing."""
+    """An attempt that is not seen would have its steps twice, and a rank would be missing."""
     parts = ["rank0.attempt1", "rank0.attempt2", "rank1", "rank3", "rank3.attempt1", "rank12"]
     for name in ("run.h5", *(f"run.{part}.h5" for part in parts), "run2.rank1.h5", "run.other.h5"):
         (tmp_path / name).touch()
@@ -389,9 +387,6 @@ def test_parts_in_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: py
 
         monkeypatch.setattr(os, "listdir", listdir)
 
-    refused(errno.EACCES)
-    assert store_files(tmp_path / "run.h5") == expected
-    assert store_files(tmp_path / "other.h5") == [tmp_path / "other.h5"]
     refused(errno.EMFILE)
     with pytest.raises(TraceUnreadableError, match="cannot be listed: Too many open files"):
         store_files(tmp_path / "run.h5")

@@ -175,7 +175,6 @@ def test_appends_and_commits_in_any_order(
     values = numbers(dtype, (total, *shape), below=9)  # can be compressed
     store = create_store(path, overwrite=True)
     store.create("a", dtype=dtype, shape=shape, chunk_bytes=chunk_bytes, compression=codec, gapless=True)
-    store.seal()
     done = 0
     for count, commit in appends:
         store.append("a", values[done : done + count])
@@ -202,7 +201,6 @@ def test_a_reader_that_stays_open(tmp_path: Path, suffix: str, codec: str) -> No
     values = numbers("int32", (3000,), below=9)  # can be compressed
     store = create_store(path)
     store.create("a", dtype="int32", shape=(), chunk_bytes=400, compression=codec, gapless=True)
-    store.seal()
     store.commit()
     reader = open_store(path)
     done = 0
@@ -247,7 +245,6 @@ def test_commits_waste_no_space(tmp_path: Path, suffix: str, codec: str) -> None
         path = tmp_path / f"store{commits}{suffix}"
         store = create_store(path)
         store.create("a", dtype="int64", shape=(), chunk_bytes=4096, compression=codec)
-        store.seal()
         store.commit()
         empty = open_store(path).nbytes
         for _ in range(commits):

@@ -59,7 +59,6 @@ for trial in trials:
             f"{folder}/{trial}{suffix}", chunk_bytes=4096, commit_rows=rng.choice([7, 60, 5000]), commit_seconds=0.05,
             compression=compression,
         )
-        writer.unhurried = trial % 3 > 0
         os.write(started, b".")
         number = 0
         while os.getppid() == parent:  # it would fill the disk if the test itself were killed

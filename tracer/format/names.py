@@ -118,8 +118,3 @@ def own_pool(part: str, kind: str, module: str | None, tag: str, leaf: str) -> s
 def shared_pool(part: str, kind: str, storage: str) -> str:
     """The name of the pool that all small or ragged messages of a kind and storage dtype share."""
     return f"{part}/pools/{quote(kind)}/{storage}"
-
-
-def late_pool(part: str, storage: str) -> str:
-    """The name of the pool for streams that appear when the store cannot create arrays any more."""
-    return f"{part}/late/{storage}"

@@ -142,10 +142,6 @@ class MessageQueue:
 
     # -- for the thread that takes ------------------------------------------------------------------------------
 
-    def is_half_empty(self) -> bool:
-        """Whether less than half of the bound waits."""
-        return 2 * (self.received - self.written) < self._bound
-
     def wait_for_more(self, seconds: float, *, in_vain: bool) -> bool:
         """Wait until another thread wakes this thread, or for `seconds`; False if no more entries will be put.
 
@@ -307,8 +303,6 @@ class WriterThread(threading.Thread):
         del message, version
         if writer is not None:
             writer.last_notes = self._take_drops
-            # if the queue fills up or its end is awaited, the writer uses the page cache, which is faster
-            writer.unhurried = not queue.closing and queue.is_half_empty()
             self._write_each(writer, batch)
             queue.due_since = writer.first_step
         batch.clear()  # frees the memory before `count_written` announces it

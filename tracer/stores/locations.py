@@ -147,12 +147,12 @@ def beside(path: Location, names: Iterable[str]) -> list[str]:
 
 
 def part_in(file: str) -> str:
-    """The part that a file holds, by the file's name, in formats with a file per part.
+    """The part that a file holds, by the file's name, in formats with a file per part; or a folder that is a part.
 
     Examples
     --------
-    >>> [part_in(file) for file in ("run.h5", "run.rank2.h5", "run.rank0.attempt1.h5")]
-    ['rank0', 'rank2', 'rank0.attempt1']
+    >>> [part_in(file) for file in ("run.h5", "run.rank2.h5", "run.rank0.attempt1.h5", "rank3")]
+    ['rank0', 'rank2', 'rank0.attempt1', 'rank3']
     """
-    found = re.search(rf"\.({PART.pattern})\.[^.]+$", file)
-    return FIRST_PART if found is None else found[1]
+    found = PART.fullmatch(file) or re.search(rf"\.({PART.pattern})\.[^.]+$", file)
+    return FIRST_PART if found is None else found[0].strip(".").removesuffix(Path(file).suffix)

@@ -29,22 +29,10 @@ class WriteStore(ABC, Generic[A]):
     path: Location
     checksums_chunks: bool
     """Whether the store itself has checksums that reveal damaged data."""
-    seals: bool = False
-    """Whether `seal` ends the creation of arrays and attributes."""
     may_answer_later: bool = False
     """Whether a store that cannot be written now may be written later, so that `last_words` are worth another try."""
     plainly_compressed: bool
     """Whether the format's own libraries read compressed arrays without a plugin."""
-    unhurried: bool = False
-    """Whether nobody waits for the writes, so that a store may trade latency for less CPU time.
-
-    May be set at any time; a store may ignore it.
-    """
-
-    @property
-    def can_create(self) -> bool:
-        """Whether `create` and `set_attrs` still work; false only after `seal` in a store that `seals`."""
-        return True
 
     closed: bool = False
     """Whether the store was closed or abandoned."""
@@ -83,7 +71,7 @@ class WriteStore(ABC, Generic[A]):
         Raises
         ------
         TraceError
-            If the name is taken or cannot be used, or if this store can make no more arrays.
+            If the name is taken or cannot be used.
         UnknownNameError
             If the codec is unknown.
         """
@@ -132,9 +120,6 @@ class WriteStore(ABC, Generic[A]):
     @abstractmethod
     def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
         """Set JSON attributes of an array or group (``""`` is the root); the next `commit` publishes them."""
-
-    def seal(self) -> None:
-        """Declare that no array or attribute will follow; needed only by a store that `seals`."""
 
     @abstractmethod
     def commit(self) -> None:

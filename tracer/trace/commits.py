@@ -81,9 +81,8 @@ class Commits:
         store.create(name, dtype="int64", shape=(COLUMNS,), chunk_bytes=chunk_bytes, gapless=True)
         known = {"format": FORMAT, "format_version": VERSION}
         store.set_attrs("", {**known, "run_id": header["run_id"], "created": header["created"]})
-        if not store.seals:
-            # such a store has no checksums of attributes; a copy tells a damaged root from another version
-            store.set_attrs(self.part, known)
+        # attributes have no checksums; a copy tells a damaged root from another version
+        store.set_attrs(self.part, known)
         self.publish()
 
     def declare(self, what: str, value: Any) -> None:
@@ -136,8 +135,7 @@ class Commits:
         self.declare("status", told)
         self.publish()
         self._at_rest = False
-        if self.store.can_create:
-            self.store.set_attrs(self.part, {"status": told["status"]})
+        self.store.set_attrs(self.part, {"status": told["status"]})
         self.store.close()
 
     def __enter__(self) -> None:
@@ -244,12 +242,11 @@ class Due:
     def _suffices(self, commits: Commits, nbytes: Any, apart: Any) -> Any:
         """Whether bytes and the distance of steps suffice for a commit; for numbers, or elementwise for arrays.
 
-        Until the first commit, `FIRST_BYTES` suffice; but a store that seals waits until the first step is over,
-        because most streams begin in that step.
+        Until the first commit, `FIRST_BYTES` suffice.
         """
         due = nbytes >= self.most_bytes
         if self.most_steps is not None:
             due = due | (apart >= self.most_steps)
         if not commits.committed:
-            due = due | ((nbytes >= FIRST_BYTES) & ((apart > 0) | (not commits.store.seals)))
+            due = due | (nbytes >= FIRST_BYTES)
         return due

@@ -26,8 +26,6 @@ from tracer.stores.protocols import ReadStore
 from tracer.trace.attempts import evaluated, first_step, tags_of
 from tracer.trace.rows import Rows
 
-LATE, LATE_SECONDS = 20, 0.01
-"""How many times, and after how many seconds, declarations are read again if the journal refers to missing ones."""
 SILENT_SECONDS = 60.0
 """A trace from another machine that has not changed for this long counts as interrupted."""
 SKEWED_SECONDS = 86_400.0
@@ -171,7 +169,7 @@ class Part:
         self._declare_all(lines)
         start, rows = self.rows.new(length)
         if self.store.checksums_chunks is False:
-            rows = self._without_late_rows(start, rows)
+            rows = _without_torn_rows(rows)
         if start > self.rows.length and not self.tables.ending and not self._lives:
             # a power failure may have lost rows anywhere, so the summarized rows are verified
             self.rows.prove(start)
@@ -181,22 +179,6 @@ class Part:
             raise TraceCorruptError(
                 f"{self.path}: the run ended with {ended_with} messages, and the journal has {self.rows.length} rows"
             )
-
-    def _without_late_rows(self, start: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The usable rows if a library may write the journal's length before its rows, or rows before declarations.
-
-        Waits for declarations that the rows refer to, and leaves out rows that are not written yet.
-        """
-        rows = _without_torn_rows(rows)
-        for _ in range(LATE):
-            if self.tables.ending or not self.tables.beyond(rows).any():
-                break
-            time.sleep(LATE_SECONDS)
-            self.store.refresh()
-            self._declare_all(self._new_lines())
-            if self.tables.ending:
-                rows = _without_torn_rows(self.store.read(journal_name(self.name), start, self.rows.committed()))
-        return rows
 
     def _declare_all(self, lines: Sequence[tuple[str, Any]]) -> None:
         try:

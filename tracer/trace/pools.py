@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 from tracer.format.declarations import declaration
-from tracer.format.encodings import STORAGE_DTYPES, Encoding, encoding_of
+from tracer.format.encodings import Encoding, encoding_of
 from tracer.format.journal import HAS_DATA
-from tracer.format.names import late_pool, own_pool, shared_pool
+from tracer.format.names import own_pool, shared_pool
 from tracer.messaging.messages import Message
 from tracer.messaging.pulses import is_pulse
 from tracer.trace.commits import Commits
@@ -162,7 +162,7 @@ class Pools:
         encoding = encoding_of(data)
         few_axes = len(shape) <= _MOST_OWN_AXES
         owns = data.nbytes >= self._own_bytes or (is_pulse(message) and self._pulses < MOST_PULSES)
-        if stream.fresh and few_axes and owns and self._store.can_create:
+        if stream.fresh and few_axes and owns:
             with self._commits:
                 stream.own = self._own_pool(stream, message, shape)
         stream.fresh = False
@@ -180,14 +180,6 @@ class Pools:
         stream.shape, stream.place = shape, place
         stream.packs = place.nbytes <= PACKED_BYTES and few_axes and encoding.name in _STACKED
 
-    def make_late(self) -> None:
-        """Create pools for streams that begin after the store can create no more arrays."""
-        if not self._store.seals:
-            return
-        for storage in STORAGE_DTYPES:
-            codec = self._codec(None, storage)
-            self._declare_pool(late_pool(self._part, storage), storage, (), self._chunk_bytes, codec)
-
     def _declare_shape(self, shape: tuple[int, ...]) -> int:
         number = self._shapes[shape] = len(self._shapes)
         self._commits.declare("shape", {"id": number, "shape": list(shape)})
@@ -202,7 +194,7 @@ class Pools:
         self._commits.declare("pool", {"id": pool.id, "name": name, "dtype": dtype, **told})
         return pool
 
-    def _codec(self, kind: str | None, dtype: str) -> str | None:
+    def _codec(self, kind: str, dtype: str) -> str | None:
         return self._compression.of(kind, dtype, plainly=self._store.plainly_compressed)
 
     def _own_pool(self, stream: OpenStream, message: Message, row: tuple[int, ...]) -> OpenPool:
@@ -226,8 +218,6 @@ class Pools:
         pool = self._pools.get(name)
         if pool is not None:
             return pool
-        if self._store.can_create:
-            # a shared pool has one codec; with "auto", the dtype of the first message decides
-            codec = self._codec(message.kind, stream.encoding.name)
-            return self._declare_pool(name, storage, (), self._chunk_bytes, codec)
-        return self._pools[late_pool(self._part, storage)]
+        # a shared pool has one codec; with "auto", the dtype of the first message decides
+        codec = self._codec(message.kind, stream.encoding.name)
+        return self._declare_pool(name, storage, (), self._chunk_bytes, codec)

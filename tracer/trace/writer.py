@@ -246,19 +246,6 @@ class TraceWriter:
             if self._due.is_now(self._commits):
                 self.commit()
 
-    @property
-    def unhurried(self) -> bool:
-        """Whether nothing waits for `write`; settable at any time, initially False.
-
-        If True, large messages on a block device bypass the page cache. That takes a fraction of the CPU time and
-        evicts nothing from the cache, but `write` takes as long as the disk.
-        """
-        return self._store.unhurried
-
-    @unhurried.setter
-    def unhurried(self, value: bool) -> None:
-        self._store.unhurried = value
-
     def note(self, note: Mapping[str, Any]) -> None:
         """Add a remark on the run (JSON values), such as why recording a stream was stopped.
 
@@ -280,9 +267,6 @@ class TraceWriter:
         """
         self._refuse()
         with self._commits:
-            if self._store.can_create and self._commits.rows:
-                self._pools.make_late()
-                self._store.seal()
             self._commits.publish()
         self._due.reset()
 

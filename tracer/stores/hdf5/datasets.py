@@ -13,7 +13,7 @@ from tracer.errors import TraceFormatError, TraceUnreadableError
 from tracer.stores.chunks import Layout, largest_chunk
 from tracer.stores.codecs import CODECS, HDF5_FILTER, Codec, hdf5_options
 from tracer.stores.errors import is_unreadable, reason
-from tracer.stores.hdf5.layouts import DataLayout, layout_of
+from tracer.stores.hdf5.layouts import is_virtual
 from tracer.stores.locations import Location
 
 CHUNK_LIMIT: Final = 1 << 30
@@ -35,17 +35,6 @@ class Dataset(Layout):
         self.id, self.name = dataset.id, dataset.name
         self.rows = int(dataset.shape[0])
         self.codec: Codec | None = None
-        # whether each chunk is one uncompressed row
-
-    def refresh(self) -> None:
-        """Update the number of rows."""
-        self.dataset.refresh()
-        self.rows = int(self.dataset.shape[0])
-
-
-def _is_too_new(error: Exception, layout: DataLayout | None) -> bool:
-    """Whether HDF5 does not know the version of a part of an array's header, although the header is intact."""
-    return "version number" in str(error) and layout is not None and layout.intact
 
 
 class Inspection:
@@ -56,7 +45,7 @@ class Inspection:
     path : path or URL
         The file, for error messages.
     read : callable
-        As in `layout_of`.
+        As in `tracer.stores.hdf5.layouts.is_virtual`.
     problems : list, optional
         Receives descriptions of unreadable items; without it, they raise errors.
     """
@@ -76,9 +65,7 @@ class Inspection:
         if prefix.count("/") > DEPTH_LIMIT:
             raise TraceFormatError(f"{self._path}: more than {DEPTH_LIMIT} groups are inside each other")
         try:
-            # The journal first: data is committed before the journal refers to it, so arrays that are opened later
-            # contain it.
-            parts = sorted(group, key=lambda part: part != "journal")
+            parts = list(group)
         except Exception as error:
             if self._problems is None or is_unreadable(error):
                 raise
@@ -115,16 +102,15 @@ class Inspection:
         if link.type != h5py.h5l.TYPE_HARD:
             kind = type(group.get(part, getlink=True)).__name__
             raise TraceFormatError(f"{self._path}: {name!r} is a {kind}, which a trace never has")
-        layout = layout_of(self._read, link.u)
-        if layout is not None and layout.is_virtual:
+        if is_virtual(self._read, link.u):
             raise TraceFormatError(f"{self._path}: {name!r} is a virtual dataset, which a trace never has")
         try:
             item = h5py.h5o.open(group.id, group._e(part))
         except Exception as error:
-            if _is_too_new(error, layout):
+            if "version number" in str(error):
                 raise TraceUnreadableError(
-                    f"{self._path}: {name!r} is not damaged, but was written by a newer HDF5 than the one here, "
-                    f"{h5py.version.hdf5_version}; install a newer h5py, such as 3.16, which has HDF5 2.0"
+                    f"{self._path}: {name!r} was written by a newer HDF5 than the one here, "
+                    f"{h5py.version.hdf5_version}, or is damaged; a newer h5py may read it, such as 3.16 with HDF5 2.0"
                 ) from error
             raise
         return link, item, h5py.Dataset(item).dtype if isinstance(item, h5py.h5d.DatasetID) else None

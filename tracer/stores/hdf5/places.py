@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from tracer.stores.disk.files import LocalFile
 from tracer.stores.errors import is_unreadable
 from tracer.stores.hdf5.datasets import Dataset
-
-SETTLED_NANOSECONDS: Final = 2_000_000_000
-"""Age of the last write from which damage counts as permanent; before, a writer may be in the middle of a change."""
-
 
 FEW: Final = 16
 """Chunks are looked up one by one if they are less than 1 / `FEW` of all; else one iteration over all is faster."""
@@ -31,33 +24,30 @@ class Stored(NamedTuple):
 
 
 class ChunkPlaces:
-    """The places of the chunks of an open file's arrays.
+    """The places of the chunks of a file's arrays.
 
     Parameters
     ----------
-    file : LocalFile
     partly : bool
-        Whether to use the chunks that HDF5 reports before it fails, as in a file that could be repaired only in part.
+        Whether to use the chunks that HDF5 reports before it fails, as in a damaged file.
     """
 
-    __slots__ = ("_broken", "_file", "_known", "_partly")
+    __slots__ = ("_broken", "_known", "_partly")
 
-    def __init__(self, file: LocalFile, *, partly: bool) -> None:
-        self._file = file
+    def __init__(self, *, partly: bool) -> None:
         self._partly = partly
         # for each array: the row up to which chunks were looked up, the place of each chunk, and the number of single
         # lookups since the last iteration over all chunks
         self._known: dict[str, tuple[int, dict[int, Any], int]] = {}
-        # for arrays whose lookup failed: the modification time of the file, and the error text
-        self._broken: dict[str, tuple[int, str]] = {}
+        # for arrays whose lookup failed: the error text, because each try of HDF5 on damaged metadata takes about 20 ms
+        self._broken: dict[str, str] = {}
 
-    def of(self, name: str, dataset: Dataset, start: int, stop: int) -> dict[int, Any]:
+    def of(self, dataset: Dataset, start: int, stop: int) -> dict[int, Any]:
         """The places of an array's chunks by number, at least of those that hold rows ``start`` to ``stop``.
 
-        A place is an offset, or a `Stored` for an array with a filter. Places are looked up again when `stop` exceeds
-        the rows that were looked up before.
+        A place is an offset, or a `Stored` for an array with a filter.
         """
-        known, chunks, asked = self._known.get(name, (0, {}, 0))
+        known, chunks, asked = self._known.get(dataset.name, (0, {}, 0))
         if stop <= known:
             return chunks
         chunk, grid, rows = dataset.chunk, dataset.grid, dataset.rows
@@ -74,42 +64,35 @@ class ChunkPlaces:
             elif stored.filter_mask == 0:
                 chunks[number] = stored.byte_offset
 
-        # the last known chunk may have been filled since, and moved
         new = dataset.numbers(max(start, known), stop)
         asked += new.stop - new.start
         if asked * FEW < dataset.numbers(0, rows).stop and not self._partly:
-            self._look(name, lambda: _tell(dataset, new, note))
-            self._known[name] = (stop if start <= known else known, chunks, asked)
+            self._look(dataset, lambda: _tell(dataset, new, note))
+            self._known[dataset.name] = (stop if start <= known else known, chunks, asked)
             return chunks
         chunks = {}
         try:
-            self._look(name, lambda: dataset.id.chunk_iter(note))
+            self._look(dataset, lambda: dataset.id.chunk_iter(note))
         except Exception as error:
             if is_unreadable(error):
                 raise
             rows = self._rows_found(chunks, dataset)
             if rows > known:
-                self._known[name] = (rows, chunks, 0)
+                self._known[dataset.name] = (rows, chunks, 0)
             if stop > rows:
                 raise
-        self._known[name] = (rows, chunks, 0)
+        self._known[dataset.name] = (rows, chunks, 0)
         return chunks
 
-    def _look(self, name: str, ask: Callable[[], object]) -> None:
-        """Call `ask`, which looks chunks up; a permanent failure is raised again until somebody writes the file.
-
-        Each try of HDF5 on damaged metadata takes about 20 ms, and there may be a try for each chunk.
-        """
-        # by the descriptor, because another file, or none, may be at the path now
-        written = os.fstat(self._file.descriptor).st_mtime_ns
-        broken = self._broken.get(name)
-        if broken is not None and broken[0] == written:
-            raise OSError(broken[1])
+    def _look(self, dataset: Dataset, ask: Callable[[], object]) -> None:
+        """Call `ask`, which looks chunks up; a permanent failure is raised again without a call."""
+        if dataset.name in self._broken:
+            raise OSError(self._broken[dataset.name])
         try:
             ask()
         except Exception as error:
-            if time.time_ns() - written > SETTLED_NANOSECONDS and not is_unreadable(error):
-                self._broken[name] = (written, str(error))
+            if not is_unreadable(error):
+                self._broken[dataset.name] = str(error)
             raise
 
     def _rows_found(self, found: Mapping[int, Any], dataset: Dataset) -> int:

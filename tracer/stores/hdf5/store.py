@@ -2,89 +2,118 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import functools
 import os
-from collections.abc import Iterator
+import re
 from pathlib import Path
 
 import h5py
 
 from tracer.errors import (
-    TraceCorruptError,
     TraceError,
     TraceExistsError,
     TraceFormatError,
     TraceNotFoundError,
     TraceUnreadableError,
 )
-from tracer.stores.disk.files import LocalFile, again, is_file, is_there, make_folder
+from tracer.format.names import PART
+from tracer.stores.disk.files import LocalFile, again, is_file, is_folder, is_there, listed
 from tracer.stores.errors import OF_HDF5, reason, write_errors
-from tracer.stores.hdf5.mended import head_of
+from tracer.stores.hdf5.followed import FollowedStore
 from tracer.stores.hdf5.reading import Hdf5ReadStore
-from tracer.stores.hdf5.superblock import SIGNATURE, looks_like_ours
 from tracer.stores.hdf5.writing import Hdf5WriteStore
-from tracer.stores.locations import FIRST_PART, beside
+from tracer.stores.locations import FIRST_PART, beside, part_in
+from tracer.stores.protocols import ReadStore
+from tracer.stores.zarr import store as zarr
 
-ABSENT_RANKS = 64
-"""In a folder that cannot be listed, the search for ranks ends after this many missing ranks in a row."""
+SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 def create(path: Path, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> Hdf5WriteStore:
-    """Make an HDF5 file at `path`, or the file of a part beside it; see `tracer.stores.opening.create_store`."""
-    if part is not None:
-        path = file_of(path, part)
-    else:
-        beside = [file for file in files(path) if file != path]
-        if beside and not overwrite:
-            raise TraceExistsError(f"{path} has a part beside it already, {beside[0].name}")
-    if is_there(path) or path.is_symlink():
+    """Begin an HDF5 file at `path`, or the file of a part beside it; see `tracer.stores.opening.create_store`."""
+    path = _itself(path) if part is not None else path
+    file = path if part is None else file_of(path, part)
+    if part is None and not overwrite:
+        others = [other.name for other in files(path) if other != path]
+        if others:
+            raise TraceExistsError(f"{path} has a part beside it already, {others[0]}")
+    if is_there(file) or file.is_symlink():
         if not overwrite:
-            raise TraceExistsError.at(path)
-        if path.is_symlink() or not is_file(path) or not h5py.is_hdf5(path):
-            raise TraceExistsError(f"{path} already exists, and is not an HDF5 file that could be overwritten")
-    with write_errors(path, OF_HDF5):
-        make_folder(path.parent, durable=durable)
-        return Hdf5WriteStore(path, overwrite=overwrite, durable=durable)
+            raise TraceExistsError.at(file)
+        if file.is_symlink() or not is_file(file) or not h5py.is_hdf5(file):
+            raise TraceExistsError(f"{file} already exists, and is not an HDF5 file that could be overwritten")
+    folder = folder_of(path)
+    mine = folder if part is None else folder / part
+    if not overwrite and is_folder(mine):
+        raise TraceExistsError.at(file)
+    with write_errors(file):
+        zarr.prepare(folder, part=part, overwrite=overwrite, durable=durable)
+        _remove_leftovers(file)
+        file.unlink(missing_ok=True)
+        return Hdf5WriteStore(file, folder, part=part, durable=durable)
 
 
 def blank(path: Path) -> bool:
-    """Always False: a file gets its name only when it holds a trace; see `tracer.stores.opening.blank`."""
-    return False
+    """Whether only an unused Zarr trace is beside `path`; see `tracer.stores.opening.blank`."""
+    return files(path) == [path] and not is_there(path) and zarr.blank(folder_of(path))
 
 
 def remove_part(path: Path, part: str) -> None:
-    """Remove the file of a part; see `tracer.stores.opening.remove_part`."""
+    """Remove the file of a part, or what became of it so far; see `tracer.stores.opening.remove_part`."""
     file = file_of(path, part)
     with write_errors(file, OF_HDF5):
         file.unlink(missing_ok=True)
+    zarr.remove_part(folder_of(path), part)
 
 
-def open(path: Path, *, damaged: bool = False) -> Hdf5ReadStore:
-    """Open the HDF5 file at `path`; see `tracer.stores.opening.open_store`."""
+def open(path: Path, *, damaged: bool = False) -> ReadStore:
+    """Open the HDF5 file at `path`, or the Zarr trace or its part that is to become one.
+
+    See `tracer.stores.opening.open_store`.
+    """
+    if PART.fullmatch(path.name):
+        # a part in the folder of a trace: see `files`
+        trace, part = path.parent.with_suffix(""), path.name
+        return _followed(file_of(trace, part), path.parent, part, damaged=damaged)
     if not is_there(path):
+        if is_folder(folder_of(path)):
+            return _followed(path, folder_of(path), None, damaged=damaged)
         raise TraceNotFoundError(f"there is no trace at {path}")
     if not is_file(path):
         raise TraceFormatError(f"{path} is not a file; an HDF5 trace is one")
+    return _open_file(path, damaged=damaged)
+
+
+def _followed(path: Path, folder: Path, part: str | None, *, damaged: bool) -> ReadStore:
+    store = zarr.open(folder, damaged=damaged)
+    return FollowedStore(path, store, part, functools.partial(_open_file, path, damaged=damaged))
+
+
+def _open_file(path: Path, *, damaged: bool) -> Hdf5ReadStore:
     file = LocalFile(path)
     try:
         try:
             file.hold()
-            head = head_of(file)
+            head = bytearray(len(SIGNATURE))
+            file.readinto(memoryview(head), 0)
         except TraceError:
             raise
         except OSError as error:
             raise TraceUnreadableError(f"cannot read {file.path}: {reason(error)}") from error
         # stricter than HDF5, which accepts a signature at a later offset, too
-        if head[: len(SIGNATURE)] != SIGNATURE:
-            if not looks_like_ours(head):
-                raise TraceFormatError(f"{file.path} is not an HDF5 file")
-            if not damaged:
-                why = "begins as a trace does, but its first bytes are not those of an HDF5 file"
-                raise TraceCorruptError(f"{file.path} {why}")
+        if head != SIGNATURE:
+            raise TraceFormatError(f"{file.path} is not an HDF5 file")
         return Hdf5ReadStore(file, damaged=damaged)
     except BaseException:
         file.close()
         raise
+
+
+def folder_of(path: Path) -> Path:
+    """The Zarr trace in which the trace at `path` is recorded: ``run.h5.zarr`` for ``run.h5``."""
+    path = _itself(path)
+    return path.with_name(f"{path.name}.zarr")
 
 
 def file_of(path: Path, part: str) -> Path:
@@ -101,29 +130,25 @@ def _itself(path: Path) -> Path:
 
 
 def files(path: Path) -> list[Path]:
-    """The files of a trace: the file at `path`, if it exists, and the files of other parts beside it."""
+    """The file at `path`, if it exists, the files of other parts beside it, and parts that are not files yet."""
     there = _itself(path)
     try:
         names = again(lambda: os.listdir(there.parent))
     except (FileNotFoundError, NotADirectoryError):
         names = []
-    except PermissionError:  # files in the folder may still be readable
-        names = list(_met(there))
     except OSError as error:
         raise TraceUnreadableError(f"{there.parent} cannot be listed: {error.strerror}") from error
     found = [there.with_name(name) for name in beside(there, names)]
+    parts = [FIRST_PART] if is_there(path) else []
+    parts += [part_in(file.name) for file in found]
+    folder = folder_of(path)
+    found += [folder / name for name in sorted(listed(folder)) if PART.fullmatch(name) and name not in parts]
     return [path, *found] if is_there(path) or not found else found
 
 
-def _met(path: Path) -> Iterator[str]:
-    """Names of part files in a folder that cannot be listed, found by trying ranks and attempts in order."""
-    absent = 0
-    for rank in itertools.count():
-        attempts = itertools.count(1 if rank == 0 else 0)  # the first attempt of rank 0 is in the file at `path`
-        parts = (f"rank{rank}.attempt{attempt}" if attempt else f"rank{rank}" for attempt in attempts)
-        files = (path.with_name(f"{path.stem}.{part}{path.suffix}") for part in parts)
-        there = list(itertools.takewhile(os.path.lexists, files))
-        yield from (file.name for file in there)
-        absent = 0 if there else absent + 1
-        if absent > ABSENT_RANKS:
-            return
+def _remove_leftovers(file: Path) -> None:
+    """Remove the temporary files of earlier writers that were killed while they made this file."""
+    temporary = re.compile(rf"\.{re.escape(file.name)}(\.[0-9a-f]{{8}})?\.(part|copy)")
+    for name in filter(temporary.fullmatch, os.listdir(file.parent)):
+        with contextlib.suppress(OSError):
+            file.with_name(name).unlink()

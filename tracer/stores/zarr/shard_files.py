@@ -1,23 +1,30 @@
-"""Writes shard files: keeps them open, chooses between direct and cached writes, and syncs them."""
+"""Writes shard files: keeps them open, and syncs them."""
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tracer.format.checksum import crc32c
-from tracer.memory import PAGE, new_memory
-from tracer.stores.chunks import ALIGNED_BYTES
-from tracer.stores.disk.direct import DIRECT, PIECE, DirectIO, is_aligned, write_all
 
 OPEN_FILES = 64
 """The most shards kept open; the limit of a process is often about a thousand files."""
 
 
+PIECE = 1 << 19
+"""Bytes of one write, which ends at a multiple of this in the file.
+
+The page cache allocates blocks aligned to their size in the file, so unaligned writes are split into many small ones.
+A piece is small enough to be still in the CPU cache when it is written after its checksum was computed.
+"""
+
+
 class ShardFiles:
-    """The shard files of one store; see `tracer.stores.disk.direct` for why some writes bypass the page cache.
+    """The shard files of one store.
 
     Parameters
     ----------
@@ -25,29 +32,23 @@ class ShardFiles:
         Whether `sync` waits for the disk.
     """
 
-    __slots__ = ("_direct", "_direct_files", "_durable", "_files", "_last_pages", "_unsynced")
+    __slots__ = ("_durable", "_files", "_unsynced")
 
     def __init__(self, *, durable: bool) -> None:
         self._durable = durable
-        self._direct = DirectIO()
-        # memory for the last page of each chunk: the end of the chunk, its checksum, and zeros
-        self._last_pages = new_memory(16 * PAGE)
         # files and folders that changed since the last `sync`; only used if durable
         self._unsynced: dict[str, None] = {}
         self._files: OrderedDict[str, int] = OrderedDict()
-        # the same files, opened a second time for direct I/O
-        self._direct_files: OrderedDict[str, int] = OrderedDict()
 
-    def open(self, path: str, flags: int = 0) -> int:
+    def open(self, path: str) -> int:
         """The descriptor of a file, which is created if needed."""
-        files = self._direct_files if flags else self._files
-        file = files.get(path)
+        file = self._files.get(path)
         if file is None:
-            if len(files) >= OPEN_FILES:
-                os.close(files.popitem(last=False)[1])
-            file = files[path] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+            if len(self._files) >= OPEN_FILES:
+                os.close(self._files.popitem(last=False)[1])
+            file = self._files[path] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         else:
-            files.move_to_end(path)
+            self._files.move_to_end(path)
         return file
 
     def made(self, folder: Path, root: Path) -> None:
@@ -75,18 +76,9 @@ class ShardFiles:
         write_all(self.open(path), [data], len(data), offset)
         self._changed(path)
 
-    def write_run(
-        self, path: str, run: Sequence[memoryview], offset: int, stride: int, *, unhurried: bool
-    ) -> list[int]:
-        """Write chunks, each followed by its checksum, at `offset` and then every `stride` bytes.
-
-        Returns the checksums. If `unhurried`, large chunks bypass the page cache where possible.
-        """
+    def write_run(self, path: str, run: Sequence[memoryview], offset: int, stride: int) -> list[int]:
+        """Write chunks and the checksum behind each, `stride` bytes apart from `offset` on; return the checksums."""
         self._changed(path)
-        if unhurried and len(run[0]) >= ALIGNED_BYTES and all(map(self._direct.aligns, run)):
-            checksums = self._write_past_cache(path, run, offset)
-            if checksums is not None:
-                return checksums
         file = self.open(path)
         return [_write_pieces(file, data, offset + place * stride) for place, data in enumerate(run)]
 
@@ -94,59 +86,17 @@ class ShardFiles:
         """Remove a file."""
         os.unlink(path)
         self._unsynced.pop(path, None)
-        for files in (self._files, self._direct_files):
-            if path in files:
-                os.close(files.pop(path))
+        if path in self._files:
+            os.close(self._files.pop(path))
 
     def close(self) -> None:
         """Close all files."""
-        for files in (self._files, self._direct_files):
-            while files:
-                os.close(files.popitem()[1])
+        while self._files:
+            os.close(self._files.popitem()[1])
 
     def _changed(self, path: str) -> None:
         if self._durable:
             self._unsynced[path] = None
-
-    def _write_past_cache(self, path: str, run: Sequence[memoryview], offset: int) -> list[int] | None:
-        """Write chunks with direct I/O, each followed by its checksum and zeros up to the next page.
-
-        Returns the checksums; None if direct I/O is not possible.
-
-        All chunks go into one system call if their memory is aligned, because the cost is per call rather than per
-        byte.
-        """
-        known = self._direct.possible
-        if not (self._direct.serves(self.open(path)) if known is None else known):
-            return None
-        nbytes = len(run[0])
-        whole = nbytes - nbytes % PAGE
-        end = nbytes - whole + 4
-        padded = -(-end // PAGE) * PAGE
-        if len(run) > 1 and not all(map(is_aligned, run)):
-            apart = whole + padded
-            checksums = []
-            for place, one in enumerate(run):
-                found = self._write_past_cache(path, [one], offset + place * apart)
-                if found is None:
-                    return None
-                checksums += found
-            return checksums
-        if self._last_pages.nbytes < len(run) * padded:
-            self._last_pages = new_memory(max(len(run) * padded, 16 * PAGE))
-        parts: list[memoryview] = []
-        checksums = []
-        for place, data in enumerate(run):
-            aligned = self._direct.aligned(data)
-            checksum = int(crc32c(aligned))
-            checksums.append(checksum)
-            last = self._last_pages.data[place * padded : (place + 1) * padded]
-            last[: end - 4] = aligned[whole:]
-            last[end - 4 : end] = checksum.to_bytes(4, "little")
-            last[end:] = bytes(padded - end)
-            parts += (aligned[:whole], last)
-        size = len(run) * (whole + padded)
-        return checksums if self._direct.write(lambda: self.open(path, DIRECT), parts, size, offset) else None
 
 
 def _write_pieces(file: int, data: memoryview, offset: int) -> int:
@@ -165,3 +115,16 @@ def _write_pieces(file: int, data: memoryview, offset: int) -> int:
     checksum = int(crc32c(data[start:], checksum))
     write_all(file, [data[start:], checksum.to_bytes(4, "little")], nbytes - start + 4, offset + start)
     return checksum
+
+
+def write_all(file: int, parts: Sequence[Any], size: int, offset: int) -> None:
+    """Write buffers of `size` bytes in total, one after the other; raises `OSError` if not all could be written."""
+    written = os.pwritev(file, parts, offset)
+    if written != size:
+        # On a full disk, a short write comes first, and only the next write fails.
+        rest = b"".join(bytes(part) for part in parts)
+        while written < size:
+            step = os.pwrite(file, rest[written:], offset + written)
+            if step == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written += step

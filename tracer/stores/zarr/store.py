@@ -23,6 +23,16 @@ from tracer.stores.zarr.writing import ZarrWriteStore
 
 def create(path: Path, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> ZarrWriteStore:
     """Make a Zarr group at `path`, or the group of a part in it; see `tracer.stores.opening.create_store`."""
+    mine = prepare(path, part=part, overwrite=overwrite, durable=durable)
+    try:
+        return ZarrWriteStore(path, part=part, durable=durable)
+    except BaseException:
+        shutil.rmtree(mine, ignore_errors=True)
+        raise
+
+
+def prepare(path: Path, *, part: str | None, overwrite: bool, durable: bool) -> Path:
+    """Make the folder of a new group, or of a part of it, and return it; raises as `create`."""
     mine = path if part is None else path / part
     if is_there(mine) or mine.is_symlink():
         if not overwrite:
@@ -50,11 +60,7 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
                 sync(mine.parent)
         except FileExistsError:
             raise TraceExistsError.at(mine) from None
-    try:
-        return ZarrWriteStore(path, part=part, durable=durable)
-    except BaseException:
-        shutil.rmtree(mine, ignore_errors=True)
-        raise
+    return mine
 
 
 def files(path: Path) -> list[Path]:

@@ -256,7 +256,7 @@ class ZarrWriteStore(ZarrWriter[_Array]):
         return checksums
 
     def _write_run(self, shard: _ShardFile, run: list[memoryview], offset: int, stride: int) -> list[int]:
-        return self._files.write_run(shard.path, run, offset, stride, unhurried=self.unhurried)
+        return self._files.write_run(shard.path, run, offset, stride)
 
     def _write_compressed(self, array: _Array, codec: Codec, number: int, data: memoryview, last: bool) -> None:
         shard_number, place = divmod(number, array.per_shard)
@@ -268,7 +268,7 @@ class ZarrWriteStore(ZarrWriter[_Array]):
         else:
             offset = shard.end
             shard.end += len(data) + OVERHEAD + 4 if last else nbytes + 4
-        self._files.write_run(shard.path, [encoded], offset, 0, unhurried=False)
+        self._files.write_run(shard.path, [encoded], offset, 0)
         # only the last chunk is ever rewritten, so every free place has the size of a slot
         shard.put(place, offset, nbytes + 4)
 
