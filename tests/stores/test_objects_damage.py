@@ -38,7 +38,6 @@ def test_recover(url: str, bucket: Any) -> None:
     write(url)
     change(bucket, url, "rank0/weights/split/c/0/0/0/0", place=5000)
     change(bucket, url, "rank0/pools/loss/float32/zarr.json", data=b"{")
-    change(bucket, url, "rank0/journal/zarr.json", data=b"{")
     change(bucket, url, "rank0/weights/zarr.json", data=b"{")
     report = verify(url)
     assert {problem.array for problem in report.problems} >= {"rank0/weights/split", "rank0/journal"}

@@ -109,12 +109,6 @@ def encode(codec: Codec, data: memoryview, itemsize: int) -> bytes:
     return encoded
 
 
-def decoded_size(stored: bytes | NDArray[np.uint8]) -> int:
-    """The decoded size of a compressed chunk according to its header; 0 without a valid header."""
-    header = bytes(stored[:OVERHEAD])
-    return int(_HEADER.unpack(header)[4]) if len(header) == OVERHEAD and header[0] == 2 else 0
-
-
 def decode(codec: Codec, stored: NDArray[np.uint8], out: NDArray[np.uint8], itemsize: int) -> bool:
     """Decode a chunk into `out`, which has the size of a decoded chunk; returns False for an invalid chunk.
 

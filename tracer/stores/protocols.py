@@ -265,15 +265,6 @@ class ReadStore(ABC):
     def stored_rows(self, name: str) -> int:
         """An upper bound of the rows that are stored, whatever length the array claims."""
 
-    def assume(
-        self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None
-    ) -> int | None:
-        """Read an array with a damaged description as if `WriteStore.create` had made it with these arguments.
-
-        Returns an upper bound of its rows; None if the store cannot do this. Chunks must still pass their checksums.
-        """
-        return None
-
     @abstractmethod
     def attrs(self, name: str = "") -> dict[str, Any]:
         """The attributes of an array or group; ``""`` is the root."""

@@ -165,24 +165,15 @@ class Survey:
 
     def elements_needed(self, name: str) -> int:
         """The elements of an array up to the end of its last message."""
-        needs = self.journal.needs
-        return max((needs[number].elements for number in self.pools_of(name) if number in needs), default=0)
+        return max((self.journal.needs.get(number, 0) for number in self.pools_of(name)), default=0)
 
     def pool(self, number: int) -> Array | None:
         """The array of a pool; None, with a new problem, if it cannot be opened or does not match its declaration."""
-        name, dtype, compression = self.tables.pools[number]
+        name, dtype, _ = self.tables.pools[number]
         arrays = self.chunks.arrays
         if name in arrays:
             return arrays[name]
-        row: tuple[int, ...] | None = None
-        chunk_bytes = 65536
-        if name.startswith((f"{self.name}/pools/", f"{self.name}/late/")):
-            row = ()
-        elif number in self.journal.needs and len(self.journal.needs[number].shapes) == 1:
-            # in a stream's own pool, a row has the shape of the messages
-            (shape,) = self.journal.needs[number].shapes
-            row, chunk_bytes = self.tables.shapes[shape], 1
-        array = self.chunks.array(name, dtype, row, self.elements_needed(name), chunk_bytes, compression)
+        array = self.chunks.array(name, self.elements_needed(name))
         if array is not None and (array.dtype != dtype or array.size < 1):
             self.findings.add("array", f"array {name!r} is of {array.dtype}, and {dtype} was declared", name)
             array = arrays[name] = None

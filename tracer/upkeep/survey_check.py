@@ -28,7 +28,7 @@ def check_all(survey: Survey) -> int:
     ended = bool(survey.tables.ending)
     for name in survey.names():
         with survey.findings.apart() as found[name]:
-            array = survey.chunks.array(name, "", None, survey.elements_needed(name))
+            array = survey.chunks.array(name, survey.elements_needed(name))
         if array is None:
             continue
         for number in np.flatnonzero(array.state == 0).tolist():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Collection
@@ -12,7 +11,7 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.errors import TraceCorruptError, TraceFormatError, TracerError, TraceUnreadableError
+from tracer.errors import TraceCorruptError, TracerError, TraceUnreadableError
 from tracer.stores.protocols import ReadStore
 from tracer.upkeep.findings import Findings
 
@@ -111,19 +110,13 @@ class Chunks:
     def array(
         self,
         name: str,
-        dtype: str,
-        row: tuple[int, ...] | None,
         elements: int = 0,
-        chunk_bytes: int = 65536,
-        compression: str | None = None,
     ) -> Array | None:
         """Open an array; None, with a new problem, if it cannot be opened.
 
         Parameters
         ----------
         name : str
-        dtype, row, chunk_bytes, compression
-            Assumptions for an array with a damaged description; see `ReadStore.assume`.
         elements : int
             Elements up to the end of the last message. The array may claim to have more.
         """
@@ -137,13 +130,7 @@ class Chunks:
             raise
         except TracerError as error:
             self._findings.add("array", self._findings.plain(error), name)
-            assumed = None
-            if isinstance(error, TraceCorruptError | TraceFormatError) and row is not None and 0 not in row:
-                with contextlib.suppress(TraceCorruptError, TraceFormatError):
-                    assumed = store.assume(name, dtype, row, chunk_bytes, compression)
-            if assumed is None:
-                return None
-            length = stored = assumed
+            return None
         row, height = store.row_shape(name), store.chunk_rows(name)
         known = min(length, stored)
         state, size = np.zeros(-(-known // height), np.uint8), math.prod(row)

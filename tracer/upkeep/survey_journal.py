@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, final
 
 import numpy as np
@@ -65,23 +65,6 @@ class Window:
 
 
 @final
-@dataclass(slots=True)
-class Need:
-    """What the sound rows of a journal need from a pool.
-
-    Attributes
-    ----------
-    elements : int
-        Elements up to the end of the last message.
-    shapes : set of int
-        Ids of the messages' shapes, but at most two.
-    """
-
-    elements: int = 0
-    shapes: set[int] = field(default_factory=set)
-
-
-@final
 class SurveyedJournal:
     """Reads what is left of the journal of a part.
 
@@ -105,8 +88,8 @@ class SurveyedJournal:
         As in `Window`.
     absent : int
         Number of messages whose rows are missing.
-    needs : dict of int to Need
-        Keyed by the numbers of the pools that sound rows refer to.
+    needs : dict of int to int
+        The elements up to the end of the last message, by the number of each pool that sound rows refer to.
     """
 
     def __init__(self, chunks: Chunks, name: str, findings: Findings) -> None:
@@ -120,12 +103,12 @@ class SurveyedJournal:
         self.zeros = (self.length, stored) if self.length < stored and not findings.of_array(name) else None
         self.certain, self.sound = Bits(self.length), Bits(self.length)
         self.absent = 0
-        self.needs: dict[int, Need] = {}
+        self.needs: dict[int, int] = {}
         self._checksums: list[int] = []
         self._wrong: dict[str, Bits] = {}
 
     def _open(self) -> Array | None:
-        array = self._chunks.array(self._name, "int64", (COLUMNS,))
+        array = self._chunks.array(self._name)
         if array is not None and (array.row, array.dtype) != ((COLUMNS,), "int64"):
             self._findings.add("array", f"the journal is not {COLUMNS} columns of int64", array.name)
             return None
@@ -236,15 +219,8 @@ class SurveyedJournal:
         pools, places = np.unique(rows[:, Column.POOL], return_inverse=True)
         last = np.zeros(len(pools), np.int64)
         np.maximum.at(last, places, ends)
-        shapes, shape_places = np.unique(rows[:, Column.SHAPE], return_inverse=True)
-        pairs = np.unique(places * len(shapes) + shape_places).tolist()
         for pool, end in zip(pools.tolist(), last.tolist(), strict=True):
-            need = self.needs.setdefault(pool, Need())
-            need.elements = max(need.elements, end)
-        for pool, shape in (divmod(pair, len(shapes)) for pair in pairs):
-            known = self.needs[int(pools[pool])].shapes
-            if len(known) < 2:
-                known.add(int(shapes[shape]))
+            self.needs[pool] = max(self.needs.get(pool, 0), end)
 
     def windows(self, most: int | None = None) -> Iterator[Window]:
         """All rows in order, in windows.

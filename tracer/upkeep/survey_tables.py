@@ -44,7 +44,7 @@ class SurveyedTables:
         self._read_declarations()
 
     def _read_declarations(self) -> None:
-        array = self._chunks.array(self._name, "uint8", ())
+        array = self._chunks.array(self._name)
         if array is None:
             return
         place = 0

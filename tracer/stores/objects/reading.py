@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError
 from tracer.format.names import PART
-from tracer.stores.chunks import Piece, RowChunks, check_name
-from tracer.stores.codecs import OVERHEAD, Codec, decode_part, decoded_size
+from tracer.stores.chunks import Piece, check_name
+from tracer.stores.codecs import OVERHEAD, decode_part
 from tracer.stores.locations import Url
 from tracer.stores.objects.client import IN_FLIGHT_BYTES, PARALLEL, RANGE_BYTES, Objects
-from tracer.stores.objects.writing import ObjectArray
 from tracer.stores.zarr.description import ArrayDescription
 from tracer.stores.zarr.format import checksum_bytes, is_group
 from tracer.stores.zarr.reader import ZarrReader, numbers_in
@@ -230,7 +229,7 @@ class ObjectReadStore(ZarrReader):
 
     def _open(self, name: str, anew: bool = False) -> ArrayDescription:
         array = self._arrays.get(name)
-        if array is None or (anew and name not in self._assumed):
+        if array is None or anew:
             check_name(name)
             # the last shard may have grown, so its cached index and read-ahead are out of date
             self._indexes.pop(name, None)
@@ -239,29 +238,6 @@ class ObjectReadStore(ZarrReader):
             array = self._described(name, self._objects.document(name) if document is None else document)
             self._arrays[name] = array
         return array
-
-    def _made_as(self, name: str, rows: RowChunks, codec: Codec | None) -> ArrayDescription:
-        last = max(self._shard_numbers(name), default=-1)
-        for gapless in (False, True):
-            array = self._described(name, ObjectArray(name, rows, codec, gapless=gapless).document(0))
-            self._indexes.pop(name, None)
-            # the checksum of the index matches only for the right number of chunks per shard
-            if len(self._index_of(array, last)):
-                break
-        return array
-
-    def _decoded_size(self, array: ArrayDescription, shard: int, offset: int) -> int:
-        with contextlib.suppress(TraceCorruptError):
-            part = self._objects.get(array.shard_name(shard), offset, OVERHEAD)
-            if part is not None:
-                return decoded_size(bytes(part.data))
-        return 0
-
-    def _index_of(self, array: ArrayDescription, shard: int) -> NDArray[np.uint64]:
-        with contextlib.suppress(TraceCorruptError):
-            if shard >= 0:
-                return self._index(array, shard).entries
-        return np.empty((0, 2), "<u8")
 
     def _index(self, array: ArrayDescription, shard: int) -> _Index:
         known = self._indexes.setdefault(array.name, {})

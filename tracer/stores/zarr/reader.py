@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError
-from tracer.stores.chunks import RowChunks, check_name
-from tracer.stores.codecs import Codec, codec_of
+from tracer.stores.chunks import check_name
 from tracer.stores.protocols import ReadStore, rows_in
-from tracer.stores.zarr.description import CHUNK_LIMIT, ArrayDescription
+from tracer.stores.zarr.description import ArrayDescription
 from tracer.stores.zarr.format import DOCUMENT_LIMIT
-from tracer.stores.zarr.shards import MISSING, as_index, chunks_begin, second_index
+from tracer.stores.zarr.shards import as_index, chunks_begin, second_index
 
 EXPANSION: Final = 4096
 """The highest compression ratio that is believed of an array with foreign codecs."""
@@ -34,7 +33,6 @@ class ZarrReader(ReadStore):
         self.thorough = False
         """Whether to check redundant data as well, such as copies of indexes; set for a damaged store."""
         self._arrays: dict[str, ArrayDescription] = {}
-        self._assumed: set[str] = set()
 
     # -- access to files or objects, by subclasses ---------------------------------------------------------------------
 
@@ -57,18 +55,6 @@ class ZarrReader(ReadStore):
     @abstractmethod
     def _shard_numbers(self, name: str) -> list[int]:
         """Numbers of the existing shards of an array."""
-
-    @abstractmethod
-    def _index_of(self, array: ArrayDescription, shard: int) -> NDArray[np.uint64]:
-        """The index of a shard; empty if it cannot be read."""
-
-    @abstractmethod
-    def _decoded_size(self, array: ArrayDescription, shard: int, offset: int) -> int:
-        """The decoded size in the header of a compressed chunk; 0 if it cannot be read."""
-
-    @abstractmethod
-    def _made_as(self, name: str, rows: RowChunks, codec: Codec | None) -> ArrayDescription:
-        """The description of an empty array as a `WriteStore` would have made it."""
 
     @abstractmethod
     def _held_bytes(self, array: ArrayDescription, start: int, stop: int) -> int:
@@ -115,33 +101,6 @@ class ZarrReader(ReadStore):
         numbers = self._shard_numbers(name)
         # Shards may be missing, so the highest number counts. A damaged trace may have a shard named by any number.
         return min(max(numbers, default=-1) + 1, 1000 * (len(numbers) + 1)) * array.shard_rows
-
-    def assume(
-        self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None
-    ) -> int | None:
-        check_name(name)
-        codec = codec_of(compression)
-        array = self._arrays[name] = self._made_as(name, RowChunks(name, dtype, shape, chunk_bytes), codec)
-        rows = self.stored_rows(name)
-        last = rows // array.shard_rows - 1
-        index = self._index_of(array, last)
-        stored = index[index[:, 0] != MISSING]
-        nbytes = int(stored[0, 1]) - 4 if len(stored) else array.chunk_nbytes
-        if codec is not None and len(stored):
-            nbytes = self._decoded_size(array, last, int(stored[0, 0]))
-        if not 0 < nbytes <= CHUNK_LIMIT:
-            return None
-        if nbytes != array.chunk_nbytes:
-            # the first stored chunk shows that the array was made with another chunk size
-            array = self._arrays[name] = self._made_as(name, RowChunks(name, dtype, shape, nbytes), codec)
-            rows = (last + 1) * array.shard_rows
-        if len(stored):
-            # the last shard is filled only up to its last stored chunk
-            chunks = int(np.flatnonzero(index[:, 0] != MISSING).max()) + 1
-            rows = last * array.shard_rows - (-chunks // array.per_row) * array.chunk[0]
-        array.rows = rows
-        self._assumed.add(name)
-        return rows
 
     def read(
         self,

@@ -17,8 +17,8 @@ from tracer.errors import TraceCorruptError, TraceError, TraceFormatError, Trace
 from tracer.format.checksum import crc32c
 from tracer.format.names import PART
 from tracer.memory import new_memory
-from tracer.stores.chunks import RowChunks, check_name
-from tracer.stores.codecs import OVERHEAD, Codec, decode_part, decoded_size
+from tracer.stores.chunks import check_name
+from tracer.stores.codecs import OVERHEAD, Codec, decode_part
 from tracer.stores.disk.files import (
     Folder,
     OpenFile,
@@ -39,7 +39,7 @@ from tracer.stores.zarr.description import ArrayDescription
 from tracer.stores.zarr.documents import read_document
 from tracer.stores.zarr.format import checksum_bytes
 from tracer.stores.zarr.reader import ZarrReader, numbers_in
-from tracer.stores.zarr.shards import MISSING, GrowingArray
+from tracer.stores.zarr.shards import MISSING
 
 READ_PIECE = 1 << 20
 """Bytes per read call, so that they are still in the CPU cache when their checksum is computed."""
@@ -132,13 +132,6 @@ class ZarrReadStore(ZarrReader):
         # the index itself may be damaged; then the chunk counts as existing
         return index is not None and (not len(index) or bool(index[array.entry_of(row), 0] != MISSING))
 
-    def assume(
-        self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None
-    ) -> int | None:
-        check_name(name)
-        self._check_inside(self.path / name / "c")
-        return super().assume(name, dtype, shape, chunk_bytes, compression)
-
     def close(self) -> None:
         self._arrays.clear()
         self._paths.clear()
@@ -164,18 +157,6 @@ class ZarrReadStore(ZarrReader):
     def _shard_numbers(self, name: str) -> list[int]:
         return numbers_in(listed(self.path / name / "c"))
 
-    def _made_as(self, name: str, rows: RowChunks, codec: Codec | None) -> ArrayDescription:
-        return self._described(name, GrowingArray(name, rows, codec, gapless=False).document(0))
-
-    def _decoded_size(self, array: ArrayDescription, shard: int, offset: int) -> int:
-        try:
-            opened = self._open_shard(array, shard)  # named, because its file is closed when it is freed
-            return decoded_size(read_bytes(opened.file, OVERHEAD, offset))
-        except (TraceCorruptError, OSError, OverflowError) as error:
-            if is_unreadable(error):
-                raise
-            return 0
-
     def _index_of(self, array: ArrayDescription, shard: int) -> NDArray[np.uint64]:
         if shard >= 0:
             with suppress(TraceCorruptError):
@@ -184,7 +165,7 @@ class ZarrReadStore(ZarrReader):
 
     def _open(self, name: str, anew: bool = False) -> ArrayDescription:
         array = self._arrays.get(name)
-        if array is None or (anew and name not in self._assumed):
+        if array is None or anew:
             check_name(name)
             self._check_inside(self.path / name / "zarr.json")
             before = array
