@@ -35,3 +35,8 @@ def plainly(path: Path, name: str) -> np.ndarray[Any, Any]:
         return np.asarray(zarr.open_group(path, mode="r")[name][...])
     with h5py.File(path, "r") as file:
         return np.asarray(file[name][...])
+
+
+def recorded_in(path: Path) -> Path:
+    """The Zarr trace in which the trace at a path is recorded: an HDF5 file is made when it is closed."""
+    return path if path.suffix == ".zarr" else path.with_name(f"{path.name}.zarr")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import signal
 import sys
 import threading
 from contextlib import closing
@@ -21,6 +22,7 @@ from tracer.errors import TraceCorruptError, TraceError, TraceFormatError, Trace
 from tracer.messaging.messages import ModuleMessage
 from tracer.stores.disk import files as disk_files
 from tracer.stores.opening import create_store, open_store
+from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
 
 
@@ -308,3 +310,45 @@ def test_a_disk_that_is_too_full_for_the_file(tmp_path: Path, monkeypatch: pytes
     assert [one.name for one in tmp_path.iterdir()] == ["store.h5.zarr"]
     with closing(open_store(path)) as reader:
         assert reader.read("a", 0, 5).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the writers are forked")
+@pytest.mark.parametrize("part", [None, "rank1"])
+def test_killed_at_any_call_while_the_file_is_made(tmp_path: Path, part: str | None) -> None:
+    """Whichever call of the system is the last, the trace opens by its name, and has everything."""
+    made = set()
+    for calls in range(1000):
+        path = tmp_path / str(calls) / "run.h5"
+        child = os.fork()
+        if child == 0:
+            left = [calls]
+
+            def counted(call: Any, left: list[int] = left) -> Any:
+                def counting(*arguments: Any, **options: Any) -> Any:
+                    left[0] -= 1
+                    if left[0] < 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return call(*arguments, **options)
+
+                return counting
+
+            writer = TraceWriter(path, part=part)
+            for step in range(3):
+                where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0}
+                data = torch.full((30_000,), float(step))
+                writer.write(ModuleMessage(kind="weights", module="fc", data=data, **where))
+            writer.commit()
+            for name in ("open", "replace", "rename", "unlink", "rmdir", "fsync", "scandir"):
+                setattr(os, name, counted(getattr(os, name)))
+            writer.finish()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        with TraceReader(path) as reader:
+            assert [message.data.unique().tolist() for message in reader] == [[0.0], [1.0], [2.0]]
+            made.add((reader.status, len(list(path.parent.glob("run*.h5")))))
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    assert calls > 10
+    assert made == {("interrupted", 0), ("finished", 0), ("finished", 1)}
+    assert [one.suffix for one in path.parent.iterdir()] == [".h5"]

@@ -299,29 +299,6 @@ def test_hdf5_needs_no_plugin(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_late_streams_of_hdf5(tmp_path: Path) -> None:
-    """Streams that were first seen after the first commit go to pools of any kind, which follow ``"*"``."""
-    path = tmp_path / "run.h5"
-    with TraceWriter(path, compression={"loss": "none", "*": "zstd"}, commit_rows=2) as writer:
-        for step in range(40):
-            where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0}
-            writer.write(NetworkMessage(kind="loss", data=torch.tensor(float(step)), **where))
-            if step > 10:
-                writer.write(ModuleMessage(kind="weights", module="a", data=torch.full((999,), step / 2), **where))
-    with h5py.File(path) as file:
-        filters = {
-            name: file[name].id.get_create_plist().get_nfilters()
-            for name in ("rank0/late/float32", "rank0/pools/loss/float32")
-        }
-    assert filters == {"rank0/late/float32": 1, "rank0/pools/loss/float32": 0}
-    with TraceReader(path) as reader:
-        assert all((message.data == message.global_step / 2).all() for message in reader.messages(kinds="weights"))
-        assert len(reader) == 40 + 29
-
-
-# -- damage ----------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=300)
 @given(data=st.data(), codec=st.sampled_from(list(CODECS)), item=st.sampled_from([1, 2, 4, 8, 16]))
 def test_damaged_buffers(data: st.DataObject, codec: str, item: int) -> None:

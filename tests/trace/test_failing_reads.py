@@ -59,7 +59,7 @@ def test_reads_that_fail_once(tmp_path: Path, variant: tuple[str, str], error: s
 @pytest.mark.parametrize(("variant", "error"), [*zip(VARIANTS, ["ETIMEDOUT", "EACCES", "EIO", "short"], strict=True)])
 def test_reads_that_fail_from_some_moment_on(tmp_path: Path, variant: tuple[str, str], error: str) -> None:
     """A trace that cannot be read is told as that; reads that are only short end well."""
-    told, equal = sweep(tmp_path, variant, error, times=failing.FOR_EVER, every=67)
+    told, equal = sweep(tmp_path, variant, error, times=failing.FOR_EVER, every=43)
     assert (len(told) > 3) != (error == "short")
     assert (equal > 3) == (error == "short")
 

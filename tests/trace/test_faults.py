@@ -19,6 +19,7 @@ import torch
 import tracer
 import tracer.trace.writer
 from tests import processes
+from tests.stores.stored import recorded_in
 from tracer import TraceReader, TraceWriter
 from tracer.errors import TraceError, TraceExistsError, TracerError
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
@@ -114,7 +115,7 @@ def test_a_small_disk(small_disk: Path, suffix: str) -> None:
     # by bytes, a commit would only be due after 64 MiB
     assert check(path) > 100
     with TraceReader(path) as reader:
-        assert reader.status == f"failed: cannot write {path}: No space left on device"
+        assert reader.status == f"failed: cannot write {recorded_in(path)}: No space left on device"
     assert not [file.name for file in small_disk.rglob(".*")]
     with pytest.raises(TraceError, match="writing failed before"):
         writer.finish()
@@ -163,7 +164,7 @@ def test_a_disk_that_is_too_small_to_begin(small_disk: Path, suffix: str, pages:
     if error is None:
         assert pages > 4
         return
-    assert error == f"cannot write {path}: No space left on device"
+    assert error == f"cannot write {recorded_in(path)}: No space left on device"
     assert os.listdir(small_disk) == ["filling"]
     filling.unlink()
     TraceWriter(path).finish()
@@ -188,7 +189,7 @@ def test_what_was_there_outlives_a_trace_that_cannot_be_begun(
     with pytest.raises(TraceExistsError):
         TraceWriter(path, part="rank0")
     assert check(path) == 1
-    assert len(os.listdir(path if path.is_dir() else tmp_path)) == (2 if path.is_dir() else 1)
+    assert len(os.listdir(path)) == 2 if path.is_dir() else os.listdir(recorded_in(path)) == ["zarr.json"]
 
 
 @pytest.mark.parametrize(("suffix", "strict"), [(".zarr", False), (".h5", True)])
@@ -244,7 +245,7 @@ def test_a_training_on_a_small_disk(small_disk: Path, suffix: str) -> None:
             assert not torch.equal(before, model.weight)
     with tracer.open(path) as trace:
         assert len(trace) > 5
-        assert trace.status == f"failed: cannot write {path}: No space left on device"
+        assert trace.status == f"failed: cannot write {recorded_in(path)}: No space left on device"
         list(trace)
 
 
@@ -337,7 +338,7 @@ def test_a_store_that_fails(
         # a part that no commit refers to is not left behind
         assert not list(tmp_path.glob(".*"))
     assert error is None
-    assert fails > 40
+    assert fails > 30
     assert statuses <= {"recording", "finished", "failed: cannot write: No space left on device"}
     assert len(statuses) > 1
 
@@ -360,7 +361,7 @@ def test_a_limit_on_every_size(tmp_path: Path, suffix: str) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         if error is not None:
             failed += 1
-            assert str(error).endswith("File too large")
+            assert ": File too large" in str(error)
             assert "\n" not in str(error)
         try:
             assert check(path) >= safe
@@ -540,5 +541,5 @@ def test_a_trace_that_is_removed_while_it_is_recorded(tmp_path: Path, suffix: st
             if step == 12:
                 assert run.recorder is not None
                 run.recorder.wait_until_written()
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(recorded_in(path))
     assert run.global_step == 30

@@ -18,6 +18,7 @@ import torch
 import tracer
 import tracer.trace.part
 from analyze.registry import parse
+from tests.stores.stored import recorded_in
 from tests.trace.small_summaries import copy_journal, rows_looked_at, small_summaries
 from tests.trace.written_parts import every_format
 from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
@@ -26,7 +27,6 @@ from tracer.format.journal import Column
 from tracer.format.names import part_name
 from tracer.format.tables import Tables
 from tracer.messaging.messages import Message
-from tracer.stores.hdf5.superblock import mark_closed
 from tracer.stores.opening import open_parts
 from tracer.stores.zarr.reader import ZarrReader
 
@@ -354,12 +354,11 @@ def lose_rows(path: Path, first: int) -> None:
     """Let the rows of a journal from one on be zeros, as on a disk that never had them."""
     with TraceReader(path) as reader:
         lost, last = reader.journal[first].tobytes(), reader.journal[-1].tobytes()
-    if path.suffix == ".h5":
-        mark_closed(path)  # else HDF5 refuses to write
+    if path.is_file():
         with h5py.File(path, "r+") as file:
             file["rank0/journal"][first:] = 0
         return
-    shard = path / "rank0" / "journal" / "c" / "0" / "0"
+    shard = recorded_in(path) / "rank0" / "journal" / "c" / "0" / "0"
     data = bytearray(shard.read_bytes())
     begin, end = data.index(lost), data.index(last) + len(last) + 4
     data[begin:end] = bytes(end - begin)

@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tracer
+from tests.stores.stored import recorded_in
 from tests.trace.round_trips import FORMATS, every_format, module, network, run, write
 from tracer.errors import (
     CaptureError,
@@ -597,7 +598,7 @@ def test_status_of_other_processes(tmp_path: Path, suffix: str) -> None:
     child.communicate(b"\n")
     with TraceReader(tmp_path / f"alive{suffix}") as reader:
         assert reader.status == "interrupted"
-    path = tmp_path / f"elsewhere{suffix}"
+    path = recorded_in(tmp_path / f"elsewhere{suffix}")
     for file in [path, *path.rglob("*")]:
         os.utime(file, (1e9, 1e9))
     with TraceReader(path) as reader:

@@ -107,7 +107,7 @@ class Inspection:
         try:
             item = h5py.h5o.open(group.id, group._e(part))
         except Exception as error:
-            if "version number" in str(error):
+            if "version number for layout message" in str(error):
                 raise TraceUnreadableError(
                     f"{self._path}: {name!r} was written by a newer HDF5 than the one here, "
                     f"{h5py.version.hdf5_version}, or is damaged; a newer h5py may read it, such as 3.16 with HDF5 2.0"

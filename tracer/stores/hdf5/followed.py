@@ -42,17 +42,23 @@ class FollowedStore(ReadStore):
         self._moved = False
 
     def _ask(self, question: Callable[[ReadStore], _T]) -> _T:
-        """Ask the store, and then the file if the trace has become a file meanwhile."""
-        try:
-            return question(self._store)
-        except TraceError:
-            if self._moved or not is_file(self._file):
-                raise
+        """Ask the store; the file if the trace has become a file, perhaps while the Zarr trace was asked."""
+        if not self._moves():
+            try:
+                return question(self._store)
+            except TraceError:
+                if not self._moves():
+                    raise
+        return question(self._store)
+
+    def _moves(self) -> bool:
+        """Go on with the file if it is there; returns whether it is read now."""
+        if not self._moved and is_file(self._file):
             store = self._reopen()
             self._store.close()
             self._store, self._moved = store, True
             self.checksums_chunks = store.checksums_chunks
-            return question(store)
+        return self._moved
 
     @property
     def modified(self) -> float:

@@ -50,16 +50,22 @@ class Hdf5ReadStore(ReadStore):
         self._datasets: dict[str, Dataset] = {}
         self._hdf5: Any = None
         self._places = ChunkPlaces(partly=damaged)
+        self._damaged = damaged
         try:
             with read_errors(self.path, "the file"):
                 self._hdf5 = _again(lambda: _opened(file, self.problems if damaged else None))
                 if not file.is_current():
                     raise gone(self.path)
-                inspection = Inspection(self.path, self._bytes, self.problems if damaged else None)
-                self._datasets = _again(lambda: inspection.of(self._hdf5))
+                self._datasets = _again(self._inspected)
         except BaseException:
             self.close()
             raise
+
+    def _inspected(self) -> dict[str, Dataset]:
+        problems: list[str] | None = [] if self._damaged else None
+        datasets = Inspection(self.path, self._bytes, problems).of(self._hdf5)
+        self.problems += problems or ()
+        return datasets
 
     def _bytes(self, nbytes: int, offset: int) -> bytes:
         target = bytearray(nbytes)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import re
+import shutil
 from pathlib import Path
 
 import h5py
@@ -34,24 +35,27 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
     """Begin an HDF5 file at `path`, or the file of a part beside it; see `tracer.stores.opening.create_store`."""
     path = _itself(path) if part is not None else path
     file = path if part is None else file_of(path, part)
-    if part is None and not overwrite:
-        others = [other.name for other in files(path) if other != path]
-        if others:
-            raise TraceExistsError(f"{path} has a part beside it already, {others[0]}")
-    if is_there(file) or file.is_symlink():
-        if not overwrite:
-            raise TraceExistsError.at(file)
-        if file.is_symlink() or not is_file(file) or not h5py.is_hdf5(file):
-            raise TraceExistsError(f"{file} already exists, and is not an HDF5 file that could be overwritten")
     folder = folder_of(path)
     mine = folder if part is None else folder / part
-    if not overwrite and is_folder(mine):
-        raise TraceExistsError.at(file)
-    with write_errors(file):
-        zarr.prepare(folder, part=part, overwrite=overwrite, durable=durable)
-        _remove_leftovers(file)
-        file.unlink(missing_ok=True)
-        return Hdf5WriteStore(file, folder, part=part, durable=durable)
+    old = is_there(file) or file.is_symlink()
+    if not overwrite:
+        if old or is_folder(mine):
+            raise TraceExistsError.at(file)
+        others = [other.name for other in files(path) if other != path]
+        if part is None and others:
+            raise TraceExistsError(f"{path} has a part beside it already, {others[0]}")
+    elif old and (file.is_symlink() or not is_file(file) or not h5py.is_hdf5(file)):
+        raise TraceExistsError(f"{file} already exists, and is not an HDF5 file that could be overwritten")
+    zarr.prepare(folder, part=part, overwrite=overwrite, durable=durable)
+    try:
+        store = Hdf5WriteStore(file, folder, part=part, durable=durable)
+        with write_errors(file):
+            _remove_leftovers(file)
+            file.unlink(missing_ok=True)
+    except BaseException:
+        shutil.rmtree(mine, ignore_errors=True)
+        raise
+    return store
 
 
 def blank(path: Path) -> bool:

@@ -71,10 +71,8 @@ class Hdf5WriteStore(ZarrWriteStore):
                         _set_attributes(file.require_group(name or "/"), values)
                     for name, array in self.arrays.items():
                         _set_attributes(_copy(source, name, array.rows, array.codec, file), array.attrs)
-                if self._durable:
-                    sync(made)
-            if self._durable:
-                sync(self._file.parent)
+                sync(made)  # even if not durable, because the Zarr trace is removed next
+            sync(self._file.parent)
         finally:
             source.close()
 
