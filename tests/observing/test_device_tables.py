@@ -23,7 +23,7 @@ from tracer.messaging.messages import Message
 from tracer.messaging.pulses import is_pulse
 from tracer.observing.device import reading
 from tracer.observing.device.reading import Table
-from tracer.observing.pytorch import modes
+from tracer.observing.pytorch import autograd
 
 CPU = torch.device("cpu")
 KINDS = (
@@ -278,7 +278,7 @@ def test_launches_and_messages_of_a_step(
         train(model, x, y, optimizer)
     published: list[Message] = []
     captures = [*(Capture(kinds=KINDS, reduce=what) for what in ("statistics", "hash")), Capture(kinds=["loss"])]
-    monkeypatch.setattr(modes, "_disable_current_modes", contextlib.nullcontext)  # so that observing is counted
+    monkeypatch.setattr(autograd, "_disable_current_modes", contextlib.nullcontext)  # so that observing is counted
     publish = MessageBus.publish
     monkeypatch.setattr(MessageBus, "publish", lambda bus, one: (published.append(one), publish(bus, one)))
     with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=captures, strict=True):

@@ -29,10 +29,10 @@ from tracer.format.placement import is_distributed
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.messaging.receiver import Receiver
 from tracer.observing.part import Ground, Part
-from tracer.observing.pytorch.loss_graph import behind
+from tracer.observing.pytorch.autograd import behind
 from tracer.observing.pytorch.patches import BACKWARD
-from tracer.observing.ranks import Ranks
-from tracer.observing.restoring import restored
+from tracer.observing.state import restored
+from tracer.observing.wanted_parameters import Ranks
 
 Aside: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 """Makes a context in which differentiation is not observed and changes nothing."""
@@ -55,7 +55,7 @@ class Rows:
 
 
 class Derivatives:
-    """A loss that is about to be differentiated, for `tracer.messaging.objective.Objective`.
+    """A loss that is about to be differentiated, for `tracer.messaging.receiver.Objective`.
 
     Parameters
     ----------

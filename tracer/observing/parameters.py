@@ -19,17 +19,14 @@ from torch.nn.parameter import is_lazy
 from tracer.format.placement import local
 from tracer.messaging.messages import DEFAULT_TAG, difference
 from tracer.observing.capture import Capture
-from tracer.observing.clock import At
+from tracer.observing.clock import At, StreamKey
 from tracer.observing.demand import Captures, OfParameters, is_beside_statistics
 from tracer.observing.device.reading import Noted
-from tracer.observing.numbers import StreamKey
-from tracer.observing.parameter_table import Parameter
+from tracer.observing.models import Parameter
 from tracer.observing.part import Ground, Part
 from tracer.observing.pulses import Rows
 from tracer.observing.pytorch.tensors import same_storage, unscaled
-from tracer.observing.ranks import Ranks
-from tracer.observing.small_parameters import SmallParameters
-from tracer.observing.wanted_parameters import Small, WantedParameters
+from tracer.observing.wanted_parameters import Ranks, Small, SmallParameters, WantedParameters
 
 T = TypeVar("T")
 

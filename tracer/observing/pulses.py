@@ -18,12 +18,10 @@ from tracer.messaging.messages import DEFAULT_TAG, checked
 from tracer.messaging.pulses import PULSE, Row, sampling_of
 from tracer.numbers.gathered import SMALL, Gathered
 from tracer.numbers.statistics import ENTRIES
-from tracer.observing.clock import At
+from tracer.observing.clock import At, Problems, StreamKey
 from tracer.observing.device.reading import Noted, Table, stays
-from tracer.observing.hashes import hashes_of_pieces, text_of
-from tracer.observing.numbers import StreamKey
-from tracer.observing.problems import Problems
 from tracer.observing.pytorch.tensors import ordinary
+from tracer.observing.reductions import hashes_of_pieces, text_of
 
 _NUMBERS: Final = {"statistics": ENTRIES, "hash": ()}
 """The names of the elements of a row, by what the rows are."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -16,10 +17,82 @@ import torch
 from torch import Tensor
 
 from tracer.errors import raised_by_signal, warn_only
-from tracer.observing.device.changes import Changes, Watched, version_of
-from tracer.observing.device.launching import BYTES, LIKE, Launcher, Rows
-from tracer.observing.device.operations import statistics_by_operations
-from tracer.observing.hashes import hash_of, text_of
+from tracer.observing.device.launching import BYTES, LIKE, Launcher, Rows, statistics_by_operations
+from tracer.observing.reductions import hash_of, text_of
+
+
+class Watched(NamedTuple):
+    """A tensor that may be changed in place.
+
+    Attributes
+    ----------
+    tensor : torch.Tensor
+    version, address : int
+        Of the tensor when it was first seen.
+    key : hashable
+        What it has in common with tensors of other steps.
+    number : int
+        By which the owner knows it.
+    """
+
+    tensor: Tensor
+    version: int
+    address: int
+    key: Hashable
+    number: int
+
+    @property
+    def changed(self) -> bool:
+        """Whether the tensor has been changed."""
+        return version_of(self.tensor) != self.version or self.tensor.data_ptr() != self.address
+
+
+class Changes:
+    """Observes the first tensor of each key, to know whether its tensors are changed in place.
+
+    Parameters
+    ----------
+    most_bytes : int
+        A tensor is observed until the others that are observed after it have this many bytes.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._calm: dict[Hashable, bool] = {}
+        self._observed: deque[Watched] = deque()
+        self._bytes = 0
+
+    def calm(self, key: Hashable) -> bool | None:
+        """Whether no tensor of the key was changed; None if none has been observed to the end."""
+        return self._calm.get(key)
+
+    def observe(self, one: Watched) -> None:
+        """Begin to observe a tensor."""
+        self._observed.append(one)
+        self._bytes += one.tensor.nbytes
+        while self._bytes - self._observed[0].tensor.nbytes > self._most:
+            self._judge()
+
+    def found(self, one: Watched) -> None:
+        """Note that a tensor was changed."""
+        self._calm[one.key] = False
+
+    def finish(self) -> None:
+        """End all observations."""
+        while self._observed:
+            self._judge()
+        self._bytes = 0
+
+    def _judge(self) -> None:
+        one = self._observed.popleft()
+        self._bytes -= one.tensor.nbytes
+        self._calm[one.key] = self._calm.get(one.key, True) and not one.changed
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; 0 of an inference tensor, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
 
 TYPES: Final = {"cuda"}
 """The types of the devices whose tensors are read there; in tests that of the CPU."""
@@ -49,7 +122,7 @@ def stays(tensor: Tensor) -> bool:
 
 
 def hash_on_device(tensor: Tensor) -> Tensor:
-    """The hash of a tensor that `stays` on its device, as `tracer.observing.hashes.hash_of` defines it; int64 ()."""
+    """The hash of a tensor that `stays` on its device, as `tracer.observing.reductions.hash_of`; int64 ()."""
     found = _asked(tensor, "hash")
     return torch.tensor(hash_of(tensor)) if found is None else found
 
@@ -294,7 +367,7 @@ class Table:
         Parameters
         ----------
         what : str
-            ``"hash"``: as `tracer.observing.hashes.hash_of` defines it, int64 (readings,).
+            ``"hash"``: as `tracer.observing.reductions.hash_of` defines it, int64 (readings,).
             ``"statistics"``: the entries of `tracer.numbers.statistics.statistics_of`, float64 (readings, 16).
         numbers : sequence of int
         """

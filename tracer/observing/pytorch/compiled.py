@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, library, nn
 
 from tracer import walking
-from tracer.observing.pytorch.leaves import Named, arguments_of, collect
+from tracer.observing.pytorch.tensors import Named, arguments_of, collect
 
 SUPPORTED = hasattr(library, "_register_effectful_op") and hasattr(torch.compiler, "is_exporting")
 """Whether torch has operators with effects, as 2.13 does. Without them, hooks stay silent in compiled regions."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass, _len_torch_dispatch_stack, _len_torch_function_stack
 
 from tracer.messaging.messages import DEFAULT_TAG
-from tracer.observing.pytorch.modes import without_modes
+from tracer.observing.pytorch.autograd import without_modes
 
 
 class Numbered(Protocol):

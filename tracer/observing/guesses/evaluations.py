@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from tracer import walking
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
-from tracer.observing.clock import At
-from tracer.observing.objectives import Terms
+from tracer.observing.clock import At, UndecidedTag
+from tracer.observing.guesses.losses import Terms
 from tracer.observing.part import Ground, Part
-from tracer.observing.pytorch.hanging import Told, on_gradient_once
-from tracer.observing.pytorch.loss_graph import Node, is_made_within, next_of_thread, node_of
+from tracer.observing.pytorch.autograd import Node, is_made_within, next_of_thread, node_of
+from tracer.observing.pytorch.hooks import Told, on_gradient_once
 from tracer.observing.pytorch.tensors import leaves, unobservable
 from tracer.observing.state import Beginning, State
-from tracer.observing.tags import UndecidedTag
 
 
 class UndecidedPass:

@@ -1,4 +1,4 @@
-"""The optimizers of a training, and which of them ends a step.
+"""Which of several optimizers ends a step.
 
 A user passes optimizers in the order in which they step; the last one ends a step. A launcher finds them when they are
 created, and learns the order from their steps: the first step waits for all that have work in it. Replaced optimizers
