@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -19,6 +21,55 @@ class At(NamedTuple):
     train_step: int
     epoch: int
     batch: int = 0
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """What parts keep of the open step; another one takes its place when it ends.
+
+    Attributes
+    ----------
+    in_eval_mode : bool
+        Whether a training pass ran while the model was in eval mode.
+    trainable : dict
+        By id of a top: whether a parameter of it can be trained.
+    forwards : int
+        How many training forwards have begun whose state was published.
+    stepped : set of int
+        The ids of the parameters whose optimizer state is published.
+    waiting : tuple or None
+        An optimizer that steps before its forward, and its parameters.
+    scaler_published : bool
+        Whether the state of a GradScaler is published.
+    scale : Tensor or None
+        The factor by which a GradScaler multiplied the last loss.
+    scales : dict
+        By backward: a GradScaler's factor in its loss.
+    backwards : dict
+        By stream and call: the number of the last gradient.
+    ungraded : dict
+        By path: the calls without gradients, as (number of the next node in the graph, number of the call).
+    recomputed : Counter
+        By checkpoint node, backward and path: how many of these calls a module has recomputed.
+    norms_before : dict
+        By id of an optimizer: the norm of its gradients when the last backward was over.
+    norms : dict
+        By model and id of an optimizer: the norms of the gradients of its last step.
+    """
+
+    in_eval_mode: bool = False
+    trainable: dict[int, bool] = field(default_factory=dict)
+    forwards: int = 0
+    stepped: set[int] = field(default_factory=set)
+    waiting: tuple[Any, Any] | None = None
+    scaler_published: bool = False
+    scale: Tensor | None = None
+    scales: dict[int, Tensor] = field(default_factory=dict)
+    backwards: dict[tuple[StreamKey, int], int] = field(default_factory=dict)
+    ungraded: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    recomputed: Counter[tuple[int | None, int, str]] = field(default_factory=Counter)
+    norms_before: dict[int, Tensor] = field(default_factory=dict)
+    norms: dict[str, dict[int, Tensor]] = field(default_factory=dict)
 
 
 class Clock:
@@ -38,6 +89,8 @@ class Clock:
         The counters of the open step.
     idle : bool
         Whether nobody wants data of the open step.
+    kept : OpenStep
+        What parts keep of the open step.
     last : At or None
         The counters of the last step that ended.
     starting : callable or None
@@ -52,12 +105,13 @@ class Clock:
     (At(global_step=1, train_step=1, epoch=0, batch=0), At(global_step=0, train_step=0, epoch=0, batch=0))
     """
 
-    __slots__ = ("began", "epoch", "first_step", "idle", "last", "open", "starting", "step", "train_step")
+    __slots__ = ("began", "epoch", "first_step", "idle", "kept", "last", "open", "starting", "step", "train_step")
 
     def __init__(self) -> None:
         self.first_step = self.step = self.train_step = self.epoch = 0
         self.open = self.idle = False
         self.began = At(0, 0, 0)
+        self.kept = OpenStep()
         self.last: At | None = None
         self.starting: Callable[[], None] | None = None
 

@@ -7,7 +7,6 @@ the call number of the first forward, which ran without gradients.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +22,7 @@ from tracer.observing.part import Ground, Part
 from tracer.observing.pulses import Rows
 from tracer.observing.pytorch.autograd import backward_node, next_node
 from tracer.observing.pytorch.hooks import Told, on_gradient, on_gradient_once
+from tracer.observing.pytorch.tensors import unscaled
 
 _RECOMPUTED = "recomputed"
 """Replaces the tag for calls that a compiled graph recomputes in a checkpoint of its own."""
@@ -48,14 +48,8 @@ class Gradients(Part):
 
     def __init__(self, ground: Ground) -> None:
         super().__init__(ground)
-        self._backwards: dict[tuple[StreamKey, int], int] = {}  # the number of the last gradient of each call
         # by tensor id, kind, module and leaf
         self._leaf_hooks: dict[tuple[int, str, str | None, str], _LeafHook] = {}
-        self._scales: dict[int, Tensor] = {}  # by backward: a GradScaler's factor in its loss
-        # by path: the calls without gradients, as (number of the next node in the graph, number of the call)
-        self._ungraded: dict[str, list[tuple[int, int]]] = {}
-        # how many of these calls a module has recomputed, by checkpoint node, backward and path
-        self._recomputed: Counter[tuple[int | None, int, str]] = Counter()
         self._recalled: dict[str, int] = {}  # by path: the call that was recomputed last
 
     def watch(
@@ -108,10 +102,10 @@ class Gradients(Part):
             self.problems.note(f"{kind} of {path!r}", why)
             return
         if hook.scale is not None:
-            self._scales.setdefault(_current_graph_task_id(), hook.scale)
+            self.clock.kept.scales.setdefault(_current_graph_task_id(), hook.scale)
         # a second backward through the same forward gives its gradients another leaf and the same call
-        key = stream, call
-        before = self._backwards[key] = self._backwards.get(key, -1) + 1
+        key, backwards = (stream, call), self.clock.kept.backwards
+        before = backwards[key] = backwards.get(key, -1) + 1
         if before:
             stream = StreamKey(kind, path, tag, f"{leaf}.backward.{before}".lstrip("."))
         self.publisher.deliver(captures, stream, gradient, call, hook.at, owned=False, scale=self.scale)
@@ -126,19 +120,19 @@ class Gradients(Part):
             or not clock.open
         ):
             return False
-        key = hook.stream, hook.call
-        if self._scales or key in self._backwards or publisher.collecting is not None:
+        key, kept = (hook.stream, hook.call), clock.kept
+        if kept.scales or key in kept.backwards or publisher.collecting is not None:
             return False
         if not publisher.pulses.take(plan.gradients, gradient, hook.call, at, publisher.rank):
             return False
-        self._backwards[key] = 0
+        kept.backwards[key] = 0
         return True
 
     # -- calls that a reentrant checkpoint recomputes -------------------------------------------------------
 
     def note_ungraded(self, path: str, call: int) -> None:
         """Note a call without gradients, which may be the first forward of a reentrant checkpoint."""
-        self._ungraded.setdefault(path, []).append((next_node(), call))
+        self.clock.kept.ungraded.setdefault(path, []).append((next_node(), call))
 
     def first_call(self, path: str) -> int | None:
         """The number of the call that a module recomputes in the second forward of a checkpoint.
@@ -146,11 +140,11 @@ class Gradients(Part):
         None in any other forward inside a backward. A checkpoint's graph node is numbered just before its first
         forward; the calls of that forward follow it.
         """
-        first = None if self.clock.idle or not self.clock.open else self._ungraded.get(path)
+        first = None if self.clock.idle or not self.clock.open else self.clock.kept.ungraded.get(path)
         node = None if first is None else backward_node()
         if first is None or node is None:
             return None
-        seen = self._recomputed[node, _current_graph_task_id(), path]
+        seen = self.clock.kept.recomputed[node, _current_graph_task_id(), path]
         calls = [call for number, call in first if number > node]
         return calls[seen] if seen < len(calls) else None
 
@@ -160,7 +154,7 @@ class Gradients(Part):
         if first is None:
             self._recalled.pop(path, None)
         else:
-            self._recomputed[backward_node(), _current_graph_task_id(), path] += 1
+            self.clock.kept.recomputed[backward_node(), _current_graph_task_id(), path] += 1
             self._recalled[path] = first
         return first
 
@@ -177,7 +171,8 @@ class Gradients(Part):
     @property
     def scale(self) -> Tensor | None:
         """A GradScaler's factor in the loss of the backward that runs in this thread."""
-        return self._scales.get(_current_graph_task_id()) if self._scales else None
+        scales = self.clock.kept.scales
+        return scales.get(_current_graph_task_id()) if scales else None
 
     def watch_scale(self, scaled: Tensor, scale: Tensor) -> None:
         """Register a loss's factor, to be noted when a backward begins at the scaled loss."""
@@ -187,19 +182,14 @@ class Gradients(Part):
         """Note the factor in the loss of the backward that runs in this thread."""
         if not self.gate.open:  # in an unobserved backward, this thread must not wait for the lock
             return
-        self.gate.lock.run(self._scales.__setitem__, _current_graph_task_id(), scale)
+        self.gate.lock.run(self.clock.kept.scales.__setitem__, _current_graph_task_id(), scale)
 
     def forget(self) -> None:
-        """Drop the step's data."""
+        """Remove the hooks on tensors that outlive the step."""
         if self._leaf_hooks:
             for hook in self._leaf_hooks.values():
                 hook.handle.remove()
             self._leaf_hooks = {}
-        if self._backwards or self._scales:
-            self._backwards, self._scales = {}, {}
-        if self._ungraded or self._recomputed:
-            self._ungraded = {}
-            self._recomputed.clear()
 
 
 class GradientHook:
@@ -336,28 +326,18 @@ class GradientNorms(Part):
     The norm before clipping is that of the gradients when the last backward before an optimizer's step is over,
     divided by the factor of a GradScaler; the norm after it is that of the gradients which the optimizer uses. Only
     parameters that the optimizer trains are taken. Several optimizers of one model make one norm.
-
-    Attributes
-    ----------
-    scale : Tensor or None
-        The factor by which a GradScaler multiplied the last loss of the open step.
     """
-
-    def __init__(self, ground: Ground) -> None:
-        super().__init__(ground)
-        self.scale: Tensor | None = None
-        self._before: dict[int, Tensor] = {}  # by optimizer id: the norm when the last backward was over
-        self._norms: dict[str, dict[int, Tensor]] = {}  # by model and optimizer id: the numbers of the last step
 
     def backward_over(self) -> None:
         """Compute the norms of the gradients that a backward has left."""
         if not self.demand.wanted(GRADIENT_NORMS, None, DEFAULT_TAG):
             return
-        self._before = {}
+        kept = self.clock.kept
+        kept.norms_before = {}
         for optimizer in self.optimizers.all:
             norm = self._norm(optimizer)
             if norm is not None:
-                self._before[id(optimizer)] = norm if self.scale is None else norm / self.scale.to(norm.device)
+                kept.norms_before[id(optimizer)] = norm if kept.scale is None else unscaled(norm, kept.scale)
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Compute the norm of the gradients that an optimizer uses; of several steps in a step, the last one counts."""
@@ -365,9 +345,10 @@ class GradientNorms(Part):
             return
         after = self._norm(optimizer)
         if after is not None:
-            before = self._before.get(id(optimizer))
+            kept = self.clock.kept
+            before = kept.norms_before.get(id(optimizer))
             both = torch.stack([after] if before is None else [before, after])
-            self._norms.setdefault(self.models.model_of(optimizer) or "", {})[id(optimizer)] = both
+            kept.norms.setdefault(self.models.model_of(optimizer) or "", {})[id(optimizer)] = both
 
     def _norm(self, optimizer: Optimizer) -> Tensor | None:
         """The norm of all gradients of what an optimizer trains; None if there are none, or it cannot be computed."""
@@ -384,7 +365,7 @@ class GradientNorms(Part):
 
     def publish(self) -> None:
         """Publish the norms of the step."""
-        for model, of_each in self._norms.items():
+        for model, of_each in self.clock.kept.norms.items():
             each = list(of_each.values())
             least = min(map(len, each))
             together = each[0]
@@ -393,9 +374,3 @@ class GradientNorms(Part):
                     torch.stack([one[-least:].to(together.device) for one in each]), dim=0
                 )
             self.publisher.publish_numbers(GRADIENT_NORMS, together, [*NAMES[-least:]], model, call=0)
-
-    def forget(self) -> None:
-        """Drop the step's data."""
-        self.scale = None
-        if self._before or self._norms:
-            self._before, self._norms = {}, {}

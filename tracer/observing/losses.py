@@ -125,8 +125,7 @@ class Losses(Part):
             return  # the checkpoint's first forward has reported it
         if self.clock.step == self.clock.first_step and inspected():
             return
-        if self.steps.over:
-            self.steps.settle()
+        self.steps.settle()
         self.seen += 1
         if self.passes.user_tag is None and not output.requires_grad and self._waits_for_backward():
             return
@@ -316,7 +315,7 @@ class Differentiation(Part):
     def scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
         """Note that a GradScaler scaled a loss, so that gradients can be published without the factor."""
         self._last_scaled = weakref.ref(scaled), loss.detach(), scale
-        self.steps.norms.scale = scale
+        self.clock.kept.scale = scale
         listens = self.wiring.listens(Role.AFTER_FORWARD, Role.AFTER_ACCUMULATION)
         if self.clock.open and not self.clock.idle and listens:
             self.gradients.watch_scale(scaled, scale)

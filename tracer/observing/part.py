@@ -388,8 +388,8 @@ class Ground:
         self.wiring = Wiring(self.gate, self.models, self.optimizers, self.table)
 
 
-class Part:
-    """The base of the parts of an exporter. Copies the attributes of the `Ground`, because hooks read them often.
+class Part(Ground):
+    """The base of the parts of an exporter: has the attributes of the `Ground` itself, because hooks read them often.
 
     Parameters
     ----------
@@ -397,15 +397,5 @@ class Part:
     """
 
     def __init__(self, ground: Ground) -> None:
-        self.bus = ground.bus
-        self.clock = ground.clock
-        self.problems = ground.problems
-        self.gate = ground.gate
-        self.models = ground.models
-        self.optimizers = ground.optimizers
-        self.table = ground.table
-        self.forwards = ground.forwards
-        self.demand = ground.demand
-        self.numbers = ground.numbers
-        self.publisher = ground.publisher
-        self.wiring = ground.wiring
+        for name, shared in vars(ground).items():
+            setattr(self, name, shared)

@@ -127,8 +127,7 @@ class Passes(Part):
 
         `called` is a part of the model that is called outside it, by its `path`, so that each of its calls is a pass.
         """
-        if self.steps.over:
-            self.steps.settle()
+        self.steps.settle()
         if self.undecided.waiting:
             self.undecided.settle(dead=True)
         if self.terms.undecided:
@@ -159,7 +158,7 @@ class Passes(Part):
             self.forwards.training += running.depth
             self.optimizers.note_forward(called or module)
             if not module.training:
-                self.steps.in_eval_mode = True
+                self.clock.kept.in_eval_mode = True
         elif undecided is not None:
             self._enter_undecided(running, undecided)
         else:
@@ -187,7 +186,7 @@ class Passes(Part):
         found = self.undecided.behind(tensors) if self.user_tag is None else []
         if found:
             self.steps.begin()
-            self.steps.in_eval_mode = True
+            self.clock.kept.in_eval_mode = True
         for one in found:
             self.undecided.train(one)
             self.tag_with_gradients = decided(self.tag_with_gradients)
@@ -218,8 +217,7 @@ class Passes(Part):
         if running.depth == 0:
             top = self.models.top_of(path, module)
             if self._is_inspected(top):
-                running.listening = running.inside = False
-                running.tag, running.counts = EVAL_TAG, None
+                running.ignore()
             else:
                 self.enter(top, path, module)
         return running
@@ -233,10 +231,7 @@ class Passes(Part):
             self.fed(name, args, kwargs)
         self.enter(module)
         if running.listening:
-            arguments = {name: arguments_of(args, kwargs)}
-            ids = self.samples.of_forward(name, arguments)
-            self.publisher.publish_leaves("input_data", None, arguments, running.tag)
-            self.samples.publish(name, ids)
+            self._publish_input(name, {name: arguments_of(args, kwargs)}, running)
 
     # -- hooks of the model ---------------------------------------------------------------------------------
 
@@ -287,15 +282,13 @@ class Passes(Part):
         if running.inputs:
             running.inputs = []
         if self._is_inspected(module):
-            running.listening = running.inside = False
-            running.tag, running.counts = EVAL_TAG, None
+            running.ignore()
             return
         self.forwards.seen += 1
         outer = DistributedDataParallel._active_ddp_module
         if outer is not None and outer not in self.ranks.around and unwrap(outer) is module:
             self.ranks.note(outer)
-        if self.steps.over:
-            self.steps.settle()
+        self.steps.settle()
         if self.clock.open and self.optimizers.forwards_end_steps and self.is_training(module):
             self.steps.end()  # without an optimizer, a step lasts until the next training pass
         if self.fed is not None and self.is_training(module):
@@ -304,11 +297,14 @@ class Passes(Part):
         if self.offered is not None and self.user_tag is None and not traced():
             self.gate.guard("the inputs of a probe", functools.partial(self._offer, module, args, kwargs))
         if running.listening or running.counts is not None:
-            arguments = arguments_of(args, kwargs)
-            ids = self.samples.of_forward("", arguments) if running.listening else None
-            self.publisher.publish_leaves("input_data", None, arguments, running.tag)
-            if running.listening:
-                self.samples.publish("", ids)
+            self._publish_input("", arguments_of(args, kwargs), running)
+
+    def _publish_input(self, name: str, arguments: Any, running: Pass) -> None:
+        """Publish the input of a model, with this name if there are several, and its datapoints."""
+        ids = self.samples.of_forward(name, arguments) if running.listening else None
+        self.publisher.publish_leaves("input_data", None, arguments, running.tag)
+        if running.listening:
+            self.samples.publish(name, ids)
 
     def _offer(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         evaluation = self.now.tag == EVAL_TAG

@@ -138,11 +138,7 @@ class Publisher:
         captures = self.demand.wanted(kind, None, tag, at)
         if captures:
             step, train_step, epoch, _ = at
-            message = checked(kind, None, step, train_step, epoch, tag, 0, "", self.rank, None)
-            if self.demand.apart is None:
-                self.bus.publish(message)
-            else:
-                self._send(captures[-1], message)
+            self._send(captures[-1], checked(kind, None, step, train_step, epoch, tag, 0, "", self.rank, None))
 
     def publish_numbers(self, kind: str, vector: Tensor, names: list[str], leaf: str, call: int | None = None) -> None:
         """Publish numbers of the network, which nobody else owns, with their names, if they are wanted now."""

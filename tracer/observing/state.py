@@ -67,12 +67,8 @@ class State(Part):
         super().__init__(ground)
         self.whole_at: Collection[int] = ()
         self._ranks = ranks
-        self._forwards = 0  # training forwards of the open step
         self._generators: dict[str, Tensor] = {}  # the states published last
         self._left: tuple[int, dict[str, Tensor]] = -1, {}  # a step, and the states at the end of the previous step
-        self._stepped: set[int] = set()  # ids of the parameters whose optimizer state is published in this step
-        self._scaled = False
-        self._waiting: tuple[Optimizer, Iterable[Parameter]] | None = None  # an optimizer that steps before its forward
 
     # -- in the order of a step -----------------------------------------------------------------------------
 
@@ -80,7 +76,7 @@ class State(Part):
         """Keep the state at the beginning of a forward that may turn out to be a training forward."""
         wanted = self.demand.wanted
         of_generators = "generators" in self.demand.of_state and wanted("generators", None, DEFAULT_TAG)
-        buffers = self.table.buffers() if "buffers" in self.demand.of_state and not self._forwards else ()
+        buffers = self.table.buffers() if "buffers" in self.demand.of_state and not self.clock.kept.forwards else ()
         return Beginning(
             generators.states() if of_generators else [],
             [(path, one.detach().clone()) for path, one in buffers if wanted("buffers", path, DEFAULT_TAG)],
@@ -90,25 +86,25 @@ class State(Part):
         """Publish the state at the beginning of a training forward; `seen`: what `look` kept of it."""
         if "generators" in self.demand.of_state and self.demand.wanted("generators", None, DEFAULT_TAG):
             self._publish_generators(generators.states() if seen is None else seen.generators)
-        if not self._forwards and "buffers" in self.demand.of_state:
+        if not self.clock.kept.forwards and "buffers" in self.demand.of_state:
             for path, buffer in self.table.buffers() if seen is None else seen.buffers:
                 self.publisher.publish_leaves("buffers", path, buffer, DEFAULT_TAG, call=0)
-        self._forwards += 1
-        waiting, self._waiting = self._waiting, None
+        self.clock.kept.forwards += 1
+        waiting, self.clock.kept.waiting = self.clock.kept.waiting, None
         if waiting is not None:
             self.optimizer_steps(*waiting)
 
     def _publish_generators(self, states: Iterable[tuple[str, Tensor]]) -> None:
-        whole = not self._forwards and self._is_keyframe(self.clock.began)
+        whole = not self.clock.kept.forwards and self._is_keyframe(self.clock.began)
         publish, (step, left) = self.publisher.publish, self._left
-        if step != self.clock.step or self._forwards:
+        if step != self.clock.step or self.clock.kept.forwards:
             left = {}
         for name, state in states:
             # torch's state differs in nearly every step, NumPy's and Python's in few
             known = self._generators.get(name)
             if whole or name == "torch" or known is None or not torch.equal(known, state):
                 self._generators[name] = state
-                publish("generators", None, state, DEFAULT_TAG, leaf=name, call=self._forwards, owned=False)
+                publish("generators", None, state, DEFAULT_TAG, leaf=name, call=self.clock.kept.forwards, owned=False)
             if name in left and not torch.equal(left[name], state):
                 publish("generators", None, left[name], DEFAULT_TAG, leaf=f"{name}{LEFT}", call=0)
 
@@ -118,7 +114,7 @@ class State(Part):
         An optimizer that computes the forward inside its step (LBFGS) has changed nothing yet when that forward begins.
         """
         if not self.clock.open:
-            self._waiting = optimizer, parameters
+            self.clock.kept.waiting = optimizer, parameters
             return
         if "hyperparameters" in self.demand.of_state:
             place = self.optimizers.place_of(optimizer) or 0
@@ -131,12 +127,12 @@ class State(Part):
         step = self.clock.step
         if step not in self.whole_at and self.demand.dues.kinds(step).isdisjoint(("optimizer_state", "keyframe")):
             return
-        trained = set(map(id, walking.trained(optimizer))) - self._stepped
+        trained = set(map(id, walking.trained(optimizer))) - self.clock.kept.stepped
         for parameter in parameters:
             tensor = parameter.tensor
             if tensor is None or id(tensor) not in trained:
                 continue
-            self._stepped.add(id(tensor))
+            self.clock.kept.stepped.add(id(tensor))
             if self.demand.wanted("optimizer_state", parameter.path, DEFAULT_TAG):
                 for name, value in flat(optimizer.state.get(tensor, {})):
                     self.publisher.publish(
@@ -145,10 +141,10 @@ class State(Part):
 
     def scaled(self, scaler: GradScaler) -> None:
         """Publish the state of a GradScaler that multiplies the first loss of the step."""
-        if "hyperparameters" in self.demand.of_state and not self._scaled:
+        if "hyperparameters" in self.demand.of_state and not self.clock.kept.scaler_published:
             vector = scale_of(scaler)
             if vector is not None:
-                self._scaled = True
+                self.clock.kept.scaler_published = True
                 self.publisher.publish_numbers("hyperparameters", vector, [*SCALE], SCALER, call=0)
 
     def left_out(self) -> list[Optimizer]:
@@ -156,7 +152,7 @@ class State(Part):
         at = self.clock.began
         if not (self._is_keyframe(at) or at.global_step in self.whole_at):
             return []
-        left = {id(one.tensor) for one in self.table.all} - self._stepped
+        left = {id(one.tensor) for one in self.table.all} - self.clock.kept.stepped
         return [one for one in self.optimizers.all if not left.isdisjoint(map(id, walking.trained(one)))]
 
     def end(self) -> None:
@@ -172,12 +168,11 @@ class State(Part):
 
     def _missing(self) -> str | None:
         """The reason why the published state is incomplete; None if it is complete."""
-        if not self._forwards:
+        if not self.clock.kept.forwards:
             return "no training forward of the model was seen in its step, so it has no buffers and generators"
         for optimizer in self.optimizers.all:
-            unseen = [
-                one for one in walking.trained(optimizer) if id(one) not in self._stepped and one.grad is not None
-            ]
+            trained, stepped = walking.trained(optimizer), self.clock.kept.stepped
+            unseen = [one for one in trained if id(one) not in stepped and one.grad is not None]
             if unseen:
                 shapes = ", ".join(str(tuple(one.shape)) for one in unseen[:3])
                 return (
@@ -200,7 +195,7 @@ class State(Part):
         for parameter in self.table.all:
             if not parameter.computed:
                 yield parameter.values, parameter.stream
-                if id(parameter.tensor) in self._stepped:
+                if id(parameter.tensor) in self.clock.kept.stepped:
                     yield "optimizer_state", parameter.path
         if self.optimizers.all:
             yield "hyperparameters", None
@@ -214,12 +209,6 @@ class State(Part):
     def _is_keyframe(self, at: At) -> bool:
         """Whether a keyframe is wanted of the step with these counters."""
         return "keyframe" in self.demand.of_state and bool(self.demand.wanted("keyframe", None, DEFAULT_TAG, at))
-
-    def forget(self) -> None:
-        """Reset for the next step."""
-        self._forwards, self._scaled, self._waiting = 0, False, None
-        if self._stepped:
-            self._stepped = set()
 
 
 @contextlib.contextmanager

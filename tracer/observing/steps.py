@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from tracer.errors import StopTraining
 from tracer.messaging.messages import EVAL_MODE
+from tracer.observing.clock import OpenStep
 from tracer.observing.gradients import GRADIENT_NORMS, GradientNorms, Gradients
 from tracer.observing.guesses.evaluations import UndecidedPasses
 from tracer.observing.guesses.losses import Objectives
@@ -86,10 +87,8 @@ class Steps(Part):
     ----------
     over : bool
         Whether the open step ends when the running backward is over.
-    in_eval_mode : bool
-        Whether a training pass of the open step ran while the model was in eval mode.
     trained_in_eval_mode : int
-        In how many steps that was so.
+        In how many steps a training pass ran while the model was in eval mode.
     epochs : Epochs
     """
 
@@ -103,7 +102,6 @@ class Steps(Part):
         self.state = State(ground, self.ranks)
         self.undecided = UndecidedPasses(ground, self.state, self.objectives.terms)
         self.over = False
-        self.in_eval_mode = False
         self.trained_in_eval_mode = 0
         self.first_in_eval_mode: int | None = None
         self.epochs = Epochs()
@@ -200,7 +198,7 @@ class Steps(Part):
         try:
             if not self.clock.idle:
                 self.publisher.datapoints.step_ends()
-                if self.in_eval_mode:
+                if self.clock.kept.in_eval_mode:
                     self.publisher.event(EVAL_MODE, self.clock.began)
                 self.objectives.end_step()
                 if self.demand.inside_due():
@@ -255,19 +253,12 @@ class Steps(Part):
             self.clock.end()
             self.forwards.end_step()
             return
-        if self.in_eval_mode:
-            self.in_eval_mode = False
+        if self.clock.kept.in_eval_mode:
             self.trained_in_eval_mode += 1
             if self.first_in_eval_mode is None:
                 self.first_in_eval_mode = self.clock.began.global_step
         self.optimizers.step_ended()
-        self.undecided.step_ended()
-        self.gradients.forget()
-        if self.parameters.holding:
-            self.parameters.forget()
-        self.norms.forget()
-        self.state.forget()
-        self.numbers.end_step()
+        self._drop()
         self.clock.end()
         self.forwards.end_step()
 
@@ -288,11 +279,15 @@ class Steps(Part):
     def forget(self) -> None:
         """Drop the open step's data."""
         self.publisher.pulses.step_over()
-        self.gradients.forget()
-        self.parameters.forget()
-        self.norms.forget()
-        self.state.forget()
         self.undecided.forget()
+        self._drop()
+
+    def _drop(self) -> None:
+        """Drop what the parts keep of the open step."""
+        self.gradients.forget()
+        if self.parameters.holding:
+            self.parameters.forget()
+        self.clock.kept = OpenStep()
         self.numbers.end_step()
 
     def settle_losses(self) -> None:

@@ -106,15 +106,15 @@ class UndecidedPasses(Part):
         self.state = state
         self.terms = terms
         self.waiting: list[UndecidedPass] = []
-        self._trainable: dict[int, bool] = {}  # by id of a top; asked once a step
 
     def may_train(self, top: nn.Module) -> bool:
         """Whether the training may learn from a pass with gradients through a model in eval mode."""
         if self.optimizers.forwards_end_steps:
             return False
-        known = self._trainable.get(id(top))
+        trainable = self.clock.kept.trainable
+        known = trainable.get(id(top))
         if known is None:
-            known = self._trainable[id(top)] = any(one.requires_grad for one in walking.parameters(top))
+            known = trainable[id(top)] = any(one.requires_grad for one in walking.parameters(top))
         return known
 
     def begin(self, top: nn.Module, *, outside: bool) -> UndecidedPass:
@@ -168,10 +168,6 @@ class UndecidedPasses(Part):
         for one in [*self.waiting]:
             if not (one.is_running or (dead and one.is_alive)):
                 self._evaluate(one)
-
-    def step_ended(self) -> None:
-        """Ask anew which models can be trained."""
-        self._trainable = {}
 
     def forget(self) -> None:
         """Drop all waiting passes."""

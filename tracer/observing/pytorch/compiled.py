@@ -414,31 +414,24 @@ def _ticket_like(*_: Any) -> Tensor:
     return torch.empty(len(NOBODY), dtype=torch.int64, device="cpu")
 
 
+def _passed_like(tensor: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(tensor), _ticket_like()
+
+
+def _gradient_like(gradient: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(gradient)
+
+
 _OPERATORS: tuple[tuple[str, str, Any, Any], ...] = (
-    (
-        "observe",
-        "(Tensor[] tensors, str site, str names, bool grad, str without) -> Tensor",
-        _observe,
-        _ticket_like,
-    ),
+    ("observe", "(Tensor[] tensors, str site, str names, bool grad, str without) -> Tensor", _observe, _ticket_like),
     (
         "observe_gradient",
         "(Tensor gradient, Tensor ticket, str site, str leaf) -> Tensor",
         _observe_gradient,
         _ticket_like,
     ),
-    (
-        "pass_on",
-        "(Tensor tensor, str site, bool grad) -> (Tensor, Tensor)",
-        _pass_on,
-        lambda tensor, *_: (torch.empty_like(tensor), _ticket_like()),
-    ),
-    (
-        "pass_on_gradient",
-        "(Tensor gradient, Tensor ticket, str site) -> Tensor",
-        _pass_on_gradient,
-        lambda gradient, *_: torch.empty_like(gradient),
-    ),
+    ("pass_on", "(Tensor tensor, str site, bool grad) -> (Tensor, Tensor)", _pass_on, _passed_like),
+    ("pass_on_gradient", "(Tensor gradient, Tensor ticket, str site) -> Tensor", _pass_on_gradient, _gradient_like),
 )
 """Name, schema, implementation, and a function that gives the result's metadata without running it."""
 _QUALIFIED = [f"tracereel::{name}" for name, *_ in _OPERATORS]

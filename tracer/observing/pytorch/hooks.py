@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -329,16 +329,6 @@ class Site(NamedTuple):
     gradients: bool = False
 
 
-class Calls(Protocol):
-    """The interface for compiled graphs of the object that observes calls of modules."""
-
-    def ticket(self, path: str) -> Ticket:
-        """The ticket of a module's call that was just observed: call, step, train step, epoch, tag."""
-
-    def gradient_seen(self, path: str, leaf: str, gradient: Tensor, ticket: Ticket) -> None:
-        """Take the gradient of a module's output in the ticket's call."""
-
-
 class Hook:
     """A hook of an exporter: goes through the gate, and calls its site's method.
 
@@ -434,16 +424,14 @@ class Hook:
 
     def ticket(self) -> Ticket:
         """The ticket of the call that this hook has just observed after the forward."""
-        owner = self._owner()
-        return (
-            NOBODY if owner is None or self.role is not Role.AFTER_FORWARD else cast("Calls", owner).ticket(self.name)
-        )
+        owner: Any = self._owner()
+        return NOBODY if owner is None or self.role is not Role.AFTER_FORWARD else owner.ticket(self.name)
 
     def gradient_seen(self, leaf: str, gradient: Tensor, ticket: Ticket) -> None:
         """Take the gradient of a tensor that this hook observed in a call."""
-        owner = self._owner()
+        owner: Any = self._owner()
         if owner is not None and not self.off:
-            cast("Calls", owner).gradient_seen(self.name, leaf, gradient, ticket)
+            owner.gradient_seen(self.name, leaf, gradient, ticket)
 
     def lacks(self, kind: str, why: str) -> None:
         """Note that messages of a kind are missing, if anybody listens."""

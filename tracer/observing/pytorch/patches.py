@@ -191,13 +191,6 @@ class Scaling(Protocol):
         """Note that a GradScaler skipped an optimizer's step."""
 
 
-class Compiling(Protocol):
-    """A watcher of `COMPILING`."""
-
-    def compile_called(self) -> None:
-        """Note that ``compile()`` was called on some module."""
-
-
 Watcher = TypeVar("Watcher")
 
 
@@ -270,8 +263,8 @@ def _replace_backward() -> None:
 
 SCRIPTING: Patch[object] = Patch(_replace_scripting)
 """Hides hooks and stand-ins from ``torch.jit.script``, which compiles everything that it finds."""
-COMPILING: Patch[Compiling] = Patch(_replace_compiling)
-"""Reports each ``compile()`` of a module, which decides which modules may have hooks."""
+COMPILING: Patch[Any] = Patch(_replace_compiling)
+"""Calls `compile_called` of its watchers at each ``compile()`` of a module: it decides which modules may have hooks."""
 SCALERS: Patch[Scaling] = Patch(_replace_scalers)
 """Reports losses that a GradScaler multiplies, and steps that it skips, for which torch calls no optimizer hooks.
 
