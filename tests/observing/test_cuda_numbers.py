@@ -20,7 +20,7 @@ from tracer.numbers.statistics import ENTRIES
 from tracer.observing.capture import BESIDE
 from tracer.observing.device import reading
 from tracer.observing.device.launching import statistics_by_operations
-from tracer.observing.device.reading import Table
+from tracer.observing.device.reading import DeviceTable
 from tracer.observing.reductions import PIECE, REDUCTIONS
 
 pytestmark = [
@@ -222,7 +222,7 @@ def test_rows_of_a_recorded_training(tmp_path: Path, triton: None) -> None:
 
 def test_what_is_noted_on_several_streams(triton: None) -> None:
     """Is read on the stream on which it was noted, and united on the current one."""
-    table, side = Table(torch.device(DEVICE, torch.cuda.current_device())), torch.cuda.Stream()
+    table, side = DeviceTable(torch.device(DEVICE, torch.cuda.current_device())), torch.cuda.Stream()
     expected = [torch.arange(2_000_000, dtype=torch.float32) + number for number in range(4)]
     read = []
     for number, one in enumerate(expected):
@@ -240,7 +240,7 @@ def test_what_is_noted_on_several_streams(triton: None) -> None:
 def test_a_table_of_all_cases_is_read_at_once(triton: None) -> None:
     """With changes in place after a flush, which the device does after the reading."""
     given = [(name, x) for cases in CASES.values() for name, x in cases() if not x.is_complex()]
-    table = Table(torch.device(DEVICE, torch.cuda.current_device()))
+    table = DeviceTable(torch.device(DEVICE, torch.cuda.current_device()))
     own = [moved(x) for _, x in given]
     read = [table.read(x) for x in own]
     table.flush()

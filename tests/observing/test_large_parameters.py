@@ -21,7 +21,7 @@ from tracer.observing import parameters
 from tracer.observing.clock import Clock, Problems
 from tracer.observing.profiles import options_of
 from tracer.observing.publisher import Publisher
-from tracer.observing.wanted_parameters import Candidate, Turns
+from tracer.observing.wanted_parameters import Candidate, UpdateTurns
 from tracer.trace.writer import TraceWriter
 
 OF_PARAMETERS = tuple(kind for kind, entry in KINDS.items() if not (entry.network or entry.per_call or entry.state))
@@ -360,13 +360,13 @@ def test_nothing_waits_where_messages_are_dropped(tmp_path: Path) -> None:
 UPDATES = ("weight_updates", "bias_updates")
 
 
-def turns(bound: int) -> tuple[Turns, Problems]:
+def turns(bound: int) -> tuple[UpdateTurns, Problems]:
     """Turns, and where they note that there are any."""
     problems = Problems(Clock(), strict=False)
-    return Turns(bound, problems), problems
+    return UpdateTurns(bound, problems), problems
 
 
-def chosen(of: Turns, steps: int, *sizes: int, copied: bool = False) -> list[str]:
+def chosen(of: UpdateTurns, steps: int, *sizes: int, copied: bool = False) -> list[str]:
     """Which of parameters of these sizes, called a, b and so on, have their turns in each step."""
     candidates = [Candidate(name, size, copied) for name, size in zip("abcdef", sizes, strict=False)]
     return ["".join(sorted(of.of(step, lambda: candidates))) for step in range(steps)]

@@ -40,7 +40,7 @@ Aside: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 _WITH_SECOND = "; attention within torch.nn.attention.sdpa_kernel(SDPBackend.MATH) can be"
 
 
-class Rows:
+class OutputRows:
     """The network output that a loss function got, as a position in the graph. Its rows are the datapoints.
 
     Parameters
@@ -63,7 +63,7 @@ class Derivatives:
         One element, with its graph.
     parameters : mapping of str to Tensor
         The trained parameters, by path.
-    outputs : sequence of Rows
+    outputs : sequence of OutputRows
         The outputs that loss functions got since the last backward.
     aside : callable
         See `Aside`.
@@ -77,7 +77,7 @@ class Derivatives:
         self,
         loss: Tensor,
         parameters: Mapping[str, Tensor],
-        outputs: Sequence[Rows],
+        outputs: Sequence[OutputRows],
         aside: Aside,
         step: int,
         hindrance: str = "",
@@ -127,7 +127,7 @@ class Derivatives:
 
     # -- how they are computed ------------------------------------------------------------------------------
 
-    def _only_output(self) -> Rows:
+    def _only_output(self) -> OutputRows:
         """The only output of a loss function that this loss is made of."""
         if not self._looked:
             nodes = {*behind(self._graph)} if self._outputs else set()
@@ -141,7 +141,7 @@ class Derivatives:
             )
         return self._outputs[0]
 
-    def _checked_gradient_of(self, output: Rows) -> Tensor:
+    def _checked_gradient_of(self, output: OutputRows) -> Tensor:
         """The gradient of the loss with respect to an output, if the loss depends on the parameters only through it."""
         (found,) = torch.autograd.grad(self._graph, (output.edge,), retain_graph=True)
         whole = self._joined(self._pulled_back((self._graph,), (torch.ones_like(self._graph),)))
@@ -154,7 +154,7 @@ class Derivatives:
             )
         return found
 
-    def _of_rows(self, output: Rows, gradient: Tensor, weights_n: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _of_rows(self, output: OutputRows, gradient: Tensor, weights_n: NDArray[np.float64]) -> NDArray[np.float64]:
         weights = torch.as_tensor(weights_n, device="cpu").to(gradient).reshape(-1, *[1] * (gradient.ndim - 1))
         return self._joined(self._pulled_back((output.edge,), (gradient * weights,)))
 
@@ -228,7 +228,7 @@ class Differentiable(Part):
     def __init__(self, ground: Ground, ranks: Ranks) -> None:
         super().__init__(ground)
         self.ranks = ranks
-        self._outputs: list[Rows] = []  # the outputs that loss functions got since the last backward
+        self._outputs: list[OutputRows] = []  # the outputs that loss functions got since the last backward
         self._of_step = -1  # the step of these outputs
 
     def asking(self) -> list[Receiver]:
@@ -246,7 +246,7 @@ class Differentiable(Part):
         step = self.clock.now().global_step
         if step != self._of_step:
             self._outputs, self._of_step = [], step
-        self._outputs.append(Rows(output))
+        self._outputs.append(OutputRows(output))
 
     def forget(self) -> None:
         """Release graphs."""
@@ -279,7 +279,7 @@ class Differentiable(Part):
             objective.close()
 
     def _objective(
-        self, tensors: Sequence[Tensor], scales: Sequence[Tensor | None], outputs: Sequence[Rows]
+        self, tensors: Sequence[Tensor], scales: Sequence[Tensor | None], outputs: Sequence[OutputRows]
     ) -> Derivatives:
         trained = {
             path: one

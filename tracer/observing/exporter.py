@@ -35,7 +35,7 @@ from tracer.observing.pytorch.patches import BACKWARD, COMPILING, SCALERS, SCRIP
 from tracer.observing.pytorch.structure import unwrap
 from tracer.observing.pytorch.tensors import arguments_of
 from tracer.observing.steps import OptimizerSteps, Retrospect, Steps
-from tracer.observing.wanted_parameters import Turns
+from tracer.observing.wanted_parameters import UpdateTurns
 
 
 class Parts(Part):
@@ -543,7 +543,7 @@ class Exporter:
 
     def take_turns(self, nbytes: int) -> None:
         """Keep at most this many bytes of weights per step for computing updates; the parameters take turns."""
-        self.parts.steps.parameters.asked.turns = Turns(nbytes, self.parts.problems)
+        self.parts.steps.parameters.asked.turns = UpdateTurns(nbytes, self.parts.problems)
 
     # -- callbacks for hand-written loops -------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from tracer import walking
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.observing.clock import At, StreamKey, UndecidedTag
 from tracer.observing.part import Ground, Part
-from tracer.observing.pulses import Rows
+from tracer.observing.pulses import PulseRows
 from tracer.observing.pytorch.autograd import backward_node, next_node
 from tracer.observing.pytorch.hooks import Told, on_gradient, on_gradient_once
 from tracer.observing.pytorch.tensors import unscaled
@@ -28,19 +28,19 @@ _RECOMPUTED = "recomputed"
 """Replaces the tag for calls that a compiled graph recomputes in a checkpoint of its own."""
 
 
-class Plan(NamedTuple):
+class CallPlan(NamedTuple):
     """What is kept of a module's small outputs and of their gradients, if that is only hashes and statistics.
 
     Attributes
     ----------
     plans : dict
         `Dues.plans`, while the plan holds.
-    outputs, gradients : Rows or None
+    outputs, gradients : PulseRows or None
     """
 
     plans: dict[tuple[Any, ...], Any]
-    outputs: Rows | None
-    gradients: Rows | None
+    outputs: PulseRows | None
+    gradients: PulseRows | None
 
 
 class Gradients(Part):
@@ -110,7 +110,7 @@ class Gradients(Part):
             stream = StreamKey(kind, path, tag, f"{leaf}.backward.{before}".lstrip("."))
         self.publisher.deliver(captures, stream, gradient, call, hook.at, owned=False, scale=self.scale)
 
-    def _take(self, hook: GradientHook, plan: Plan, gradient: Tensor) -> bool:
+    def _take(self, hook: GradientHook, plan: CallPlan, gradient: Tensor) -> bool:
         """Take the rows of a small gradient in the step of its forward; False: nothing was done."""
         at, clock, publisher = hook.at, self.clock, self.publisher
         if (
@@ -206,7 +206,7 @@ class GradientHook:
         call: int,
         at: At,
         scale: Tensor | None,
-        plan: Plan | None = None,
+        plan: CallPlan | None = None,
     ) -> None:
         self._owner = weakref.ref(owner)
         self.stream = stream

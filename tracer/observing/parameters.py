@@ -25,7 +25,7 @@ from tracer.observing.demand import Captures, OfParameters, is_beside_statistics
 from tracer.observing.device.reading import Noted
 from tracer.observing.models import Parameter
 from tracer.observing.part import Ground, Part
-from tracer.observing.pulses import Rows
+from tracer.observing.pulses import PulseRows
 from tracer.observing.pytorch.tensors import same_storage, unscaled
 from tracer.observing.wanted_parameters import Ranks, Small, SmallParameters, WantedParameters
 
@@ -328,12 +328,12 @@ class Parameters(Part):
     def publish(self, at: At) -> None:
         """Publish the kept values, gradients and updates of each parameter that are still wanted."""
         step, asked = self.clock.now().global_step, self.demand.of_parameters()
-        read: list[tuple[Rows, int]] = []
+        read: list[tuple[PulseRows, int]] = []
         pulses, rank = self.publisher.pulses, self.publisher.rank
         for parameter in self.table.all:
             path, of_step = parameter.path, self._kept.get(parameter.path)
             small, numbers = self._small.read.get(path, _UNREAD)
-            rows: Sequence[Rows | None] = () if small is None else small.rows
+            rows: Sequence[PulseRows | None] = () if small is None else small.rows
             if small is not None and asked is not self._small.asked:
                 rows = self._rows_still_wanted(small, asked, step)
             if small is not None and (of_step is None or of_step.gradient is None):  # nothing of it is kept alone
@@ -364,9 +364,9 @@ class Parameters(Part):
         if read:
             pulses.take_read(read, at, rank)
 
-    def _rows_still_wanted(self, small: Small, asked: OfParameters, step: int) -> list[Rows | None]:
+    def _rows_still_wanted(self, small: Small, asked: OfParameters, step: int) -> list[PulseRows | None]:
         """The rows of a parameter that was read before somebody who wants it came or went."""
-        parameter, tensor, found = small.wanted.parameter, small.wanted.parameter.tensor, list[Rows | None]()
+        parameter, tensor, found = small.wanted.parameter, small.wanted.parameter.tensor, list[PulseRows | None]()
         for kind, stream in zip(parameter.kinds, asked.get(small.path, (None, None, None)), strict=True):
             captures = () if stream is None else stream.wanted(step)
             if captures and tensor is not None and self.publisher.keeps_rows(kind, captures):

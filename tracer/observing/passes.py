@@ -19,11 +19,11 @@ from tracer import walking
 from tracer.errors import CaptureError
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, TRAIN_MODE
 from tracer.observing.clock import At, StreamKey, UndecidedTag, decided
-from tracer.observing.gradients import GradientHook, Plan
-from tracer.observing.guesses.batches import Samples
+from tracer.observing.gradients import CallPlan, GradientHook
+from tracer.observing.guesses.batches import SampleIds
 from tracer.observing.guesses.evaluations import UndecidedPass
 from tracer.observing.part import Ground, Part
-from tracer.observing.pulses import Rows
+from tracer.observing.pulses import PulseRows
 from tracer.observing.pytorch.autograd import (
     NO_BACKWARD,
     backward_running,
@@ -80,7 +80,7 @@ class Passes(Part):
         self.terms = steps.objectives.terms
         self.state = steps.state
         self.undecided = steps.undecided
-        self.samples = Samples(ground)
+        self.samples = SampleIds(ground)
         self.user_tag: str | None = None
         self.tag_with_gradients = DEFAULT_TAG
         self.offered: Callable[[nn.Module, bool, tuple[Any, ...], Mapping[str, Any]], bool] | None = None
@@ -460,18 +460,18 @@ class Calls(Part):
         if running.depth == 0 and type(tag) is UndecidedTag:
             self.passes.undecided.call_ended(tag, [one for _, one in observed])
 
-    def _plan(self, path: str, output: Tensor, now: At) -> Plan | None:
+    def _plan(self, path: str, output: Tensor, now: At) -> CallPlan | None:
         """What to do with a training's outputs like this one in steps with these dues; None: as with any others."""
-        found: list[Rows | None] = []
+        found: list[PulseRows | None] = []
         for kind in ("activations", "layer_gradients"):
             captures = self.demand.wanted(kind, path, DEFAULT_TAG, now)
             if not self.demand.is_steady(kind, path) or not self.publisher.keeps_rows(kind, captures):
                 return None
             stream = StreamKey(kind, path, DEFAULT_TAG, "")
             found.append(self.publisher.rows(captures, stream, output) if captures else None)
-        return Plan(self.demand.dues.plans, *found)
+        return CallPlan(self.demand.dues.plans, *found)
 
-    def _take(self, path: str, plan: Plan, output: Tensor, call: int, now: At) -> bool:
+    def _take(self, path: str, plan: CallPlan, output: Tensor, call: int, now: At) -> bool:
         """Take the rows of a small output, and watch for those of its gradient; False: nothing was done."""
         publisher = self.publisher
         if publisher.collecting is not None or (output.requires_grad and output.grad_fn is None):

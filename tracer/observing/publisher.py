@@ -21,7 +21,7 @@ from tracer.observing.clock import At, Clock, Held, Numbers, Problems, StreamKey
 from tracer.observing.datapoints import TOLD, Datapoints, asks
 from tracer.observing.demand import EVERYTHING, HELD, Captures, Demand, is_beside_statistics, stream_name
 from tracer.observing.device.reading import Noted
-from tracer.observing.pulses import Pulses, RowKind, Rows
+from tracer.observing.pulses import PulseRows, Pulses, RowKind
 from tracer.observing.pytorch.tensors import copied, leaves, ordinary, same_storage, space_for, unobservable, unscaled
 
 LARGE = 1 << 20
@@ -37,7 +37,7 @@ Returns whether to withhold the tensor for now.
 """
 
 
-class _Kept(NamedTuple):
+class _KeptOfStream(NamedTuple):
     """What captures keep of an ordinary tensor.
 
     Attributes
@@ -97,8 +97,8 @@ class Publisher:
         self._samplings: dict[tuple[Any, ...], dict[str, Any] | None] = {}
         # by the id of captures, which are kept here so that no others get it
         self._rows_only: dict[int, tuple[Captures, bool]] = {}
-        self._kept: dict[tuple[int, str], tuple[Captures, _Kept | None]] = {}
-        self._rows_of: dict[tuple[Any, ...], tuple[Captures, Rows]] = {}
+        self._kept: dict[tuple[int, str], tuple[Captures, _KeptOfStream | None]] = {}
+        self._rows_of: dict[tuple[Any, ...], tuple[Captures, PulseRows]] = {}
         # by torch's specification of a distributed tensor
         self._placements: dict[Any, dict[str, Any]] = {}
 
@@ -251,7 +251,7 @@ class Publisher:
             sampling = self.sampling(keeping, stream, source, placement, twice, axis)
             self.release(keeping, stream, chosen, source, number, at, sampling, owned=owned)
 
-    def _take_rows(self, kept: _Kept, stream: StreamKey, data: Tensor, call: int | None, at: At) -> bool:
+    def _take_rows(self, kept: _KeptOfStream, stream: StreamKey, data: Tensor, call: int | None, at: At) -> bool:
         """Have the rows of a small tensor leave in a pulse; False if nothing was done."""
         if stream.tag != DEFAULT_TAG:
             return False
@@ -264,7 +264,7 @@ class Publisher:
 
     def _send_whole(
         self,
-        kept: _Kept,
+        kept: _KeptOfStream,
         stream: StreamKey,
         data: Tensor,
         call: int | None,
@@ -290,7 +290,7 @@ class Publisher:
         elif kept.whole is not None:
             self._send(kept.whole, message)
 
-    def _parted(self, captures: Captures, kind: str) -> _Kept | None:
+    def _parted(self, captures: Captures, kind: str) -> _KeptOfStream | None:
         """What captures keep of a stream's ordinary tensors; None if it is more than rows of a pulse and the whole."""
         known = self._kept.get((id(captures), kind))
         if known is None or known[0] is not captures:
@@ -300,7 +300,7 @@ class Publisher:
             fits = (not beside or self.keeps_rows(kind, beside)) and (whole is None or whole.keeps_whole(kind))
             twice = whole is not None and is_beside_statistics(whole, captures, kind)
             told = {"beside": ["statistics"]} if twice else None
-            known = self._kept[id(captures), kind] = captures, _Kept(beside, whole, told) if fits else None
+            known = self._kept[id(captures), kind] = captures, _KeptOfStream(beside, whole, told) if fits else None
         return known[1]
 
     def keeps_rows(self, kind: str, captures: Captures) -> bool:
@@ -315,7 +315,7 @@ class Publisher:
 
     def rows(
         self, captures: Captures, stream: StreamKey, data: Tensor, placement: dict[str, Any] | None = None
-    ) -> Rows:
+    ) -> PulseRows:
         """The rows of a tensor for captures for which `keeps_rows` holds; computed once per number of axes."""
         key = id(captures), stream, data.ndim, data.is_floating_point(), id(placement)
         known = self._rows_of.get(key)
@@ -323,7 +323,7 @@ class Publisher:
             kind = stream.kind
             told = ((one, self.sampling(one, stream, data, placement, twice=False)) for one in captures)
             kinds = tuple(RowKind(str(one.beside(kind)), one.published(kind), sampling) for one, sampling in told)
-            known = self._rows_of[key] = captures, Rows(stream, kinds)
+            known = self._rows_of[key] = captures, PulseRows(stream, kinds)
         return known[1]
 
     def _hold(self, stream: StreamKey, data: Tensor, call: int | None, *, owned: bool) -> None:
@@ -546,7 +546,7 @@ def _limit(before: torch.dtype, after: torch.dtype) -> float | None:
     return limit if torch.finfo(before).max > limit else None
 
 
-class _Shown(Message):
+class _ShownMessage(Message):
     """A message whose data is copied on first access. The copy may be modified."""
 
     __slots__ = ()
@@ -563,11 +563,11 @@ class _Shown(Message):
         return given  # type: ignore[no-any-return]
 
 
-class _ShownOfNetwork(_Shown, NetworkMessage):
+class _ShownOfNetwork(_ShownMessage, NetworkMessage):
     __slots__ = ("about",)
 
 
-class _ShownOfModule(_Shown, ModuleMessage):
+class _ShownOfModule(_ShownMessage, ModuleMessage):
     __slots__ = ("about",)
 
 

@@ -32,7 +32,7 @@ _IDLE_STEPS = 16
 
 
 @dataclass(slots=True)
-class Epochs:
+class EpochState:
     """The state of the current epoch.
 
     Attributes
@@ -89,7 +89,7 @@ class Steps(Part):
         Whether the open step ends when the running backward is over.
     trained_in_eval_mode : int
         In how many steps a training pass ran while the model was in eval mode.
-    epochs : Epochs
+    epochs : EpochState
     """
 
     def __init__(self, ground: Ground) -> None:
@@ -104,7 +104,7 @@ class Steps(Part):
         self.over = False
         self.trained_in_eval_mode = 0
         self.first_in_eval_mode: int | None = None
-        self.epochs = Epochs()
+        self.epochs = EpochState()
         self._entries = -1  # how many times the gate's lock was taken when the last step began that nobody records
         self.between = Between()
 

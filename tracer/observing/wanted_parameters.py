@@ -21,7 +21,7 @@ from tracer.observing.demand import Captures, OfParameters
 from tracer.observing.models import Parameter
 from tracer.observing.part import Ground, Part
 from tracer.observing.publisher import Publisher
-from tracer.observing.pulses import Rows
+from tracer.observing.pulses import PulseRows
 from tracer.observing.pytorch.structure import wrapped_by
 
 
@@ -110,7 +110,7 @@ class Candidate(NamedTuple):
     copied: bool
 
 
-class Turns:
+class UpdateTurns:
     """Lets parameters take turns, the longest-waiting first, so that no step keeps more than a limit.
 
     A parameter above the limit is alone in its step, and has no turn in a step that also copies its weights for a
@@ -167,7 +167,7 @@ _FLOATING = (torch.float32, torch.float16)
 """The dtypes of parameters that are read together."""
 
 
-class Wanted(NamedTuple):
+class WantedParameter(NamedTuple):
     """A parameter that is wanted in a step.
 
     Attributes
@@ -189,16 +189,16 @@ class Small(NamedTuple):
     Attributes
     ----------
     path : str
-    wanted : Wanted
-    rows : tuple of (Rows or None)
+    wanted : WantedParameter
+    rows : tuple of (PulseRows or None)
         The rows of its values, gradients and updates.
     dtype, axes
         Of its tensor, for which the rows hold.
     """
 
     path: str
-    wanted: Wanted
-    rows: tuple[Rows | None, ...]
+    wanted: WantedParameter
+    rows: tuple[PulseRows | None, ...]
     dtype: torch.dtype
     axes: int
 
@@ -207,7 +207,7 @@ class Listed(NamedTuple):
     """The parameters that are wanted in a step: those that are read together, and the others."""
 
     together: list[Small]
-    alone: list[Wanted]
+    alone: list[WantedParameter]
 
 
 class WantedParameters(Part):
@@ -215,13 +215,13 @@ class WantedParameters(Part):
 
     Attributes
     ----------
-    turns : Turns or None
+    turns : UpdateTurns or None
         Chooses the parameters that have updates in a step; None: all of them.
     """
 
     def __init__(self, ground: Ground, ranks: Ranks) -> None:
         super().__init__(ground)
-        self.turns: Turns | None = None
+        self.turns: UpdateTurns | None = None
         self._replicas = ranks.replicas
         # the answer of `_is_steady`, and for each mask of due captures the wanted ones of all parameters
         self._steady: tuple[weakref.ref[OfParameters], bool] | None = None
@@ -266,7 +266,7 @@ class WantedParameters(Part):
         )
         return fit and self.demand.apart is None and all(one.steady for one in streams)
 
-    def _now(self, parameters: Iterable[Parameter], asked: OfParameters, step: int) -> Iterator[Wanted]:
+    def _now(self, parameters: Iterable[Parameter], asked: OfParameters, step: int) -> Iterator[WantedParameter]:
         for parameter in parameters:
             value, gradient, update = asked[parameter.path]
             values = () if value is None else value.wanted(step)
@@ -275,7 +275,7 @@ class WantedParameters(Part):
             if updates and not self._has_turn(parameter.path, step):
                 updates = ()
             if values or gradients or updates:
-                yield Wanted(parameter, values, gradients, updates)
+                yield WantedParameter(parameter, values, gradients, updates)
 
     def _has_turn(self, path: str, step: int) -> bool:
         """Whether a parameter's weights are kept in this step, to compute its update."""
@@ -295,7 +295,7 @@ class WantedParameters(Part):
                 copied = any(one.beside(parameter.values) is None for one in kept)
                 yield Candidate(parameter.path, _nbytes(tensor), copied)
 
-    def _small(self, one: Wanted) -> Small | None:
+    def _small(self, one: WantedParameter) -> Small | None:
         """How a parameter is read together with others; None if it is not small, or if more is kept of it."""
         parameter, publisher = one.parameter, self.publisher
         held = parameter.owner._parameters
@@ -346,10 +346,10 @@ class SmallParameters:
         """Drop all data of the step."""
         self.read, self._before, self.asked = {}, {}, None
 
-    def read_weights(self, parameters: Iterable[Small], asked: OfParameters) -> list[Wanted]:
+    def read_weights(self, parameters: Iterable[Small], asked: OfParameters) -> list[WantedParameter]:
         """Read weights before they change, at most once per step; returns the parameters that are to be kept alone."""
         self.asked = asked
-        fit, tensors, left = list[Small](), list[nn.Parameter](), list[Wanted]()
+        fit, tensors, left = list[Small](), list[nn.Parameter](), list[WantedParameter]()
         for one in parameters:
             if one.path not in self.read:
                 tensor = one.wanted.parameter.owner._parameters.get(one.wanted.parameter.attribute)
@@ -367,9 +367,9 @@ class SmallParameters:
                 self._before[one.path] = torch.from_numpy(read.copy).view(tensor.shape)
         return left
 
-    def read_gradients(self, parameters: Iterable[Small], final: Container[str]) -> list[Wanted]:
+    def read_gradients(self, parameters: Iterable[Small], final: Container[str]) -> list[WantedParameter]:
         """Read gradients that are not `final` yet; returns the parameters whose gradients are to be kept alone."""
-        fit, gradients, left = list[Small](), list[Tensor](), list[Wanted]()
+        fit, gradients, left = list[Small](), list[Tensor](), list[WantedParameter]()
         for one in parameters:
             if one.rows[1] is not None and one.path in self.read and one.path not in final:
                 tensor = one.wanted.parameter.owner._parameters.get(one.wanted.parameter.attribute)

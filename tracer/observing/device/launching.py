@@ -30,14 +30,14 @@ _MOST_SENT: Final = 16 << 20
 """The bytes of tables that are kept on the device."""
 
 
-class Rows(NamedTuple):
-    """The rows that `Launcher.read` stores of the pieces of a tensor: the address of the first, and how many pieces."""
+class StoredRows(NamedTuple):
+    """The rows that `KernelLauncher.read` stores of a tensor's pieces: the first address, and how many there are."""
 
     address: int
     pieces: int
 
 
-class Launcher:
+class KernelLauncher:
     """Launches the kernels on one device.
 
     Parameters
@@ -76,7 +76,7 @@ class Launcher:
     def _try(self) -> None:
         """Compile the kernels that all need, so that what fails does it here."""
         one, row = torch.zeros(1, device=self._device), self.space(1)
-        rows = Rows(row.data_ptr(), 1)
+        rows = StoredRows(row.data_ptr(), 1)
         self.read("float32", 4, [(one.data_ptr(), 4, *rows)])
         self.statistics([rows])
         self.hashes([(b"", rows)])
@@ -96,7 +96,7 @@ class Launcher:
             The bytes of an element.
         columns : list of (int, int, int, int)
             Of each tensor, whose elements lie in C order: the address, which is a multiple of 16, the number of bytes,
-            and its `Rows`.
+            and its `StoredRows`.
         """
         pieces = sum(count for _, _, _, count in columns)
         table = self._table((like, *columns), lambda: _of_tensors(columns))
@@ -105,14 +105,14 @@ class Launcher:
         parts = 8 if like == BYTES else 8 // itemsize
         self._run(self._kernels.read, programs, (table, len(columns), pieces, work, self._secret), (like, parts))
 
-    def statistics(self, all_rows: Sequence[Rows]) -> Tensor:
+    def statistics(self, all_rows: Sequence[StoredRows]) -> Tensor:
         """The entries of `tracer.numbers.statistics` of tensors whose rows are stored; float64 (tensors, 16)."""
         entries = torch.empty((len(all_rows), len(ENTRIES)), dtype=torch.float64, device=self._device)
         table = self._table(("statistics", *all_rows), lambda: np.array(all_rows, np.int64).reshape(-1))
         self._run(self._kernels.unite_statistics, len(all_rows), (table, entries))
         return entries
 
-    def hashes(self, tensors: Sequence[tuple[bytes, Rows]]) -> Tensor:
+    def hashes(self, tensors: Sequence[tuple[bytes, StoredRows]]) -> Tensor:
         """The hashes of tensors whose rows are stored, given with the texts they begin with; int64 (tensors,)."""
         sizes = [len(text) + 8 * rows.pieces for text, rows in tensors]
         # a message is followed by the sums of its blocks, of which a whole piece is stored at a time
@@ -161,7 +161,7 @@ def _of_tensors(columns: list[tuple[int, int, int, int]]) -> NDArray[np.int64]:
     return np.concatenate([each.reshape(-1), owners])
 
 
-def _of_texts(tensors: Sequence[tuple[bytes, Rows]], places: NDArray[np.int64]) -> NDArray[np.int64]:
+def _of_texts(tensors: Sequence[tuple[bytes, StoredRows]], places: NDArray[np.int64]) -> NDArray[np.int64]:
     """The table of the kernel `unite_hashes`."""
     lengths = [len(text) for text, _ in tensors]
     begins = np.cumsum(lengths) - lengths

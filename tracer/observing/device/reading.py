@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from tracer.errors import raised_by_signal, warn_only
-from tracer.observing.device.launching import BYTES, LIKE, Launcher, Rows, statistics_by_operations
+from tracer.observing.device.launching import BYTES, LIKE, KernelLauncher, StoredRows, statistics_by_operations
 from tracer.observing.reductions import hash_of, text_of
 
 
-class Watched(NamedTuple):
+class WatchedTensor(NamedTuple):
     """A tensor that may be changed in place.
 
     Attributes
@@ -47,7 +47,7 @@ class Watched(NamedTuple):
         return version_of(self.tensor) != self.version or self.tensor.data_ptr() != self.address
 
 
-class Changes:
+class InPlaceChanges:
     """Observes the first tensor of each key, to know whether its tensors are changed in place.
 
     Parameters
@@ -59,21 +59,21 @@ class Changes:
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
         self._calm: dict[Hashable, bool] = {}
-        self._observed: deque[Watched] = deque()
+        self._observed: deque[WatchedTensor] = deque()
         self._bytes = 0
 
     def calm(self, key: Hashable) -> bool | None:
         """Whether no tensor of the key was changed; None if none has been observed to the end."""
         return self._calm.get(key)
 
-    def observe(self, one: Watched) -> None:
+    def observe(self, one: WatchedTensor) -> None:
         """Begin to observe a tensor."""
         self._observed.append(one)
         self._bytes += one.tensor.nbytes
         while self._bytes - self._observed[0].tensor.nbytes > self._most:
             self._judge()
 
-    def found(self, one: Watched) -> None:
+    def found(self, one: WatchedTensor) -> None:
         """Note that a tensor was changed."""
         self._calm[one.key] = False
 
@@ -108,7 +108,7 @@ _CONVERTED: Final = {
 }
 """The other dtypes whose statistics the kernels compute, and what they are converted to."""
 
-_launchers: dict[torch.device, Launcher | None] = {}
+_launchers: dict[torch.device, KernelLauncher | None] = {}
 
 
 def stays(tensor: Tensor) -> bool:
@@ -136,15 +136,15 @@ def statistics_on_device(tensor: Tensor) -> Tensor:
     return statistics_by_operations(tensor) if found is None else found
 
 
-class _Asked(NamedTuple):
+class _AskedTensor(NamedTuple):
     """The table with the reading of the tensor that was asked for last."""
 
     tensor: weakref.ref[Tensor]
     version: int
-    table: Table
+    table: DeviceTable
 
 
-_last: list[_Asked] = []
+_last: list[_AskedTensor] = []
 
 
 def _asked(tensor: Tensor, what: str) -> Tensor | None:
@@ -153,26 +153,26 @@ def _asked(tensor: Tensor, what: str) -> Tensor | None:
     last = _last.pop() if _last else None  # used again only once: memory may change without a new version
     if last is not None and last.tensor() is tensor and last.version == version:
         return last.table.made(what, [0])[0]
-    table = Table(tensor.device, most_bytes=0)
+    table = DeviceTable(tensor.device, most_bytes=0)
     if table.read(tensor) is None:
         return None
-    _last.append(_Asked(weakref.ref(tensor), version, table))
+    _last.append(_AskedTensor(weakref.ref(tensor), version, table))
     return table.made(what, [0])[0]
 
 
 class Noted(NamedTuple):
     """A tensor that is read later: the number of its reading in a table."""
 
-    table: Table
+    table: DeviceTable
     number: int
 
 
-class _Reading(NamedTuple):
+class _DeviceReading(NamedTuple):
     """What is known of a tensor that was noted: the text of its hash, and the rows for hash and statistics."""
 
     text: bytes
-    hashed: Rows
-    counted: Rows
+    hashed: StoredRows
+    counted: StoredRows
 
 
 class _Waiting(NamedTuple):
@@ -184,11 +184,11 @@ class _Waiting(NamedTuple):
     number: int
     plain: Tensor
     flat: Tensor
-    rows: Rows
+    rows: StoredRows
     earlier: Tensor | None = None
 
 
-class Table:
+class DeviceTable:
     """Notes the tensors of a device and reads them together.
 
     A tensor that is noted is read later, with others. A tensor that the training changes in place before that is read
@@ -206,15 +206,15 @@ class Table:
     def __init__(self, device: torch.device, most_bytes: int | None = None) -> None:
         self.device = device
         self._most = most_bytes if most_bytes is not None else memory_of(device) >> _SHARE
-        self._readings: list[_Reading] = []
+        self._readings: list[_DeviceReading] = []
         self._answers: dict[int, tuple[Tensor, Tensor]] = {}  # hash and statistics of what the kernels failed at
         self._lost: dict[int, str] = {}
         # what waits, by dtype, and how many bytes; what has a key; the copies to make
         self._waiting: dict[str, list[_Waiting]] = {}
         self._bytes = 0
-        self._deferred: list[Watched] = []
+        self._deferred: list[WatchedTensor] = []
         self._copies: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-        self._changes = Changes(self._most)
+        self._changes = InPlaceChanges(self._most)
         # the memory for rows, the address of the next, how many are left, and the streams that write to them
         self._chunks: list[Tensor] = []
         self._next = self._left = 0
@@ -250,7 +250,7 @@ class Table:
         if dtype in _CONVERTED:
             wide = _CONVERTED[dtype]
             counted = self._note(launcher, number, plain, flat.to(wide), LIKE[wide])
-        self._readings.append(_Reading(text_of(dtype, plain.shape), hashed, counted))
+        self._readings.append(_DeviceReading(text_of(dtype, plain.shape), hashed, counted))
         if key is not None and flat is plain:
             self._watch(plain, address, key, number)
         if self._bytes > self._most:
@@ -269,7 +269,7 @@ class Table:
         self._follow_stream()
         number = len(self._readings)
         rows = self._note(launcher, number, now.detach(), before, like, before)
-        self._readings.append(_Reading(text_of(now.dtype, now.shape), rows, rows))
+        self._readings.append(_DeviceReading(text_of(now.dtype, now.shape), rows, rows))
         if self._bytes > self._most:
             self.flush()
         return number
@@ -282,8 +282,14 @@ class Table:
         return copied
 
     def _note(
-        self, launcher: Launcher, number: int, plain: Tensor, flat: Tensor, like: str, earlier: Tensor | None = None
-    ) -> Rows:
+        self,
+        launcher: KernelLauncher,
+        number: int,
+        plain: Tensor,
+        flat: Tensor,
+        like: str,
+        earlier: Tensor | None = None,
+    ) -> StoredRows:
         """Let a tensor wait; returns the rows that are made for it."""
         nbytes = flat.nbytes
         count = -(-nbytes // launcher.piece_bytes)
@@ -291,7 +297,7 @@ class Table:
             self._left = max(count, _CHUNK)
             self._chunks.append(launcher.space(self._left))
             self._next = self._chunks[-1].data_ptr()
-        rows = Rows(self._next, count)
+        rows = StoredRows(self._next, count)
         self._next += count * launcher.row_bytes
         self._left -= count
         self._waiting.setdefault(like, []).append(_Waiting(number, plain, flat, rows, earlier))
@@ -302,11 +308,11 @@ class Table:
         """Let a tensor wait, or read it at once."""
         calm = self._changes.calm(key)
         if calm and not tensor.is_inference():  # which has no version
-            self._deferred.append(Watched(tensor, tensor._version, address, key, number))
+            self._deferred.append(WatchedTensor(tensor, tensor._version, address, key, number))
             return
         self.flush()
         if calm is None:
-            self._changes.observe(Watched(tensor, version_of(tensor), address, key, number))
+            self._changes.observe(WatchedTensor(tensor, version_of(tensor), address, key, number))
 
     # -- reading --------------------------------------------------------------------------------------------
 
@@ -403,7 +409,7 @@ class Table:
         elsewhere = last is not None and last != torch.cuda.current_stream(self.device)
         return torch.cuda.stream(last) if elsewhere else contextlib.nullcontext()
 
-    def _ready(self) -> Launcher | None:
+    def _ready(self) -> KernelLauncher | None:
         """The launcher, when the rows are there for what is launched on the current stream."""
         self.flush()
         if self._streams:
@@ -422,11 +428,11 @@ def memory_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def launcher_of(device: torch.device) -> Launcher | None:
+def launcher_of(device: torch.device) -> KernelLauncher | None:
     """The launcher of a device; None if there are no kernels, which a warning has said."""
     if device not in _launchers:
         try:
-            _launchers[device] = Launcher(device)
+            _launchers[device] = KernelLauncher(device)
         except Exception as error:  # from Triton, a compiler or a driver
             if not _is_theirs(error):
                 raise

@@ -31,7 +31,7 @@ _COMPARED: Final = 8
 
 
 @dataclass(slots=True, eq=False)
-class Source:
+class BatchSource:
     """An iterator of a DataLoader.
 
     Attributes
@@ -61,7 +61,7 @@ class Pulled:
         Its number among the batches of all iterators.
     forwards : int
         How many forwards there had been when it was yielded.
-    source : Source
+    source : BatchSource
         The iterator that yielded it.
     place : int
         Its number among the batches of its iterator.
@@ -70,7 +70,7 @@ class Pulled:
     ids: Sequence[int]
     number: int
     forwards: int
-    source: Source
+    source: BatchSource
     place: int
     _memory: list[tuple[StorageWeakRef, int, int]] = field(default_factory=list)
     _elements: list[tuple[torch.Size, Tensor]] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Pulls:
 
     def __init__(self) -> None:
         self._last: deque[Pulled] = deque(maxlen=_KEPT)
-        self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
+        self._sources: weakref.WeakKeyDictionary[Any, BatchSource] = weakref.WeakKeyDictionary()
         self._count = 0
         self._used = -1  # the number of the batch that the last forward used
         self._copied: tuple[Pulled, int] | None = None  # the last batch used through a copy, and the forward's number
@@ -150,7 +150,7 @@ class Pulls:
         forwards : int
             How many forwards of the model there have been.
         """
-        source = self._sources.setdefault(iterator, Source())
+        source = self._sources.setdefault(iterator, BatchSource())
         source.in_turn &= source.forwards != forwards
         source.forwards = forwards
         pulled = Pulled(ids, self._count, forwards, source, source.given)
@@ -254,7 +254,7 @@ class _Given(NamedTuple):
     step: int
 
 
-class Samples(Part):
+class SampleIds(Part):
     """Publishes the sample ids of each forward: those the user gave, or those of the DataLoader's batch."""
 
     def __init__(self, ground: Ground) -> None:

@@ -144,7 +144,7 @@ _LOOKS = 8
 
 
 @dataclass(slots=True)
-class _Aside:
+class _LossAside:
     """The result of a loss function in a pass outside the training, which may still compute other terms."""
 
     value: Tensor
@@ -168,7 +168,7 @@ class Terms(Part):
         super().__init__(ground)
         self.single: bool | None = None
         self._names: OrderedDict[Node, str] = OrderedDict()  # removes its oldest entry faster than a dict
-        self._asides: dict[int, _Aside] = {}  # by thread
+        self._asides: dict[int, _LossAside] = {}  # by thread
         self._numbers: dict[tuple[str, int], int] = {}  # by tag and step: how many losses outside the training
         self._logged: set[str] = set()  # tags for which the user logs the loss
         self._guessed: int | None = None  # the first step whose evaluation had a loss before any training loss
@@ -240,7 +240,7 @@ class Terms(Part):
             return
         self.settle()
         at = self.demand.at(tag)
-        self._asides[threading.get_ident()] = _Aside(value.detach().clone(), at, tag, name, node_of(value))
+        self._asides[threading.get_ident()] = _LossAside(value.detach().clone(), at, tag, name, node_of(value))
 
     def whole(self, value: Tensor, tag: str) -> None:
         """Publish a complete loss of a pass outside the training.
@@ -299,7 +299,7 @@ class Terms(Part):
 
 
 @dataclass(slots=True)
-class _Objective:
+class _TrainingLoss:
     """A tensor that was differentiated in the open step."""
 
     value: Tensor
@@ -328,9 +328,9 @@ class Objectives(Part):
         self.terms = Terms(ground)
         self._logged = False  # whether the user logs the loss
         self._latest: tuple[At | None, list[Tensor]] = None, []  # the losses of the last step that had any
-        self._seen: list[_Objective] = []  # of the open step
-        self._held: list[_Objective] = []  # losses of the open step that are not yet published
-        self._by_hand: list[_Objective] = []  # tensors that `autograd.grad` differentiated in the open step
+        self._seen: list[_TrainingLoss] = []  # of the open step
+        self._held: list[_TrainingLoss] = []  # losses of the open step that are not yet published
+        self._by_hand: list[_TrainingLoss] = []  # tensors that `autograd.grad` differentiated in the open step
         self._derivable = False  # whether the last of these kept a graph of its derivatives
         self._apart: str | None = None  # the property that distinguishes a step's losses, once needed
         self._naming = True  # whether to look up the variable of a step's first loss
@@ -357,7 +357,7 @@ class Objectives(Part):
             return
         asked = self._apart == "variable" or (self._looks > 0 and (self._naming or bool(self._seen)))
         variable = differentiated_name() if asked else ""
-        one = _Objective(value.detach().clone(), at, variable, term or "")
+        one = _TrainingLoss(value.detach().clone(), at, variable, term or "")
         self._seen.append(one)
         if hold:
             self._held.append(one)
@@ -374,7 +374,7 @@ class Objectives(Part):
             return
         if self.demand.wanted("loss", None, DEFAULT_TAG, at):
             term = self.terms.only_term_of(loss)
-            self._by_hand.append(_Objective(loss.detach().clone(), at, "", term or ""))
+            self._by_hand.append(_TrainingLoss(loss.detach().clone(), at, "", term or ""))
             self._derivable = derivable
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -414,11 +414,11 @@ class Objectives(Part):
         for one in held:
             self._publish(one)
 
-    def _owner(self, one: _Objective) -> str:
+    def _owner(self, one: _TrainingLoss) -> str:
         """The name of what the loss's optimizer trains; "" if unknown."""
         return "" if one.owner is None else self.models.trained_by(one.owner)
 
-    def _publish(self, one: _Objective) -> None:
+    def _publish(self, one: _TrainingLoss) -> None:
         if self._apart is None:
             leaf = self._later_model(one)
         else:
@@ -428,7 +428,7 @@ class Objectives(Part):
         self._latest[1].append(one.value)
         self.publisher.publish("loss", None, one.value, DEFAULT_TAG, leaf, at=one.at)
 
-    def _later_model(self, one: _Objective) -> str:
+    def _later_model(self, one: _TrainingLoss) -> str:
         """The name of the model that a loss trains; "" if it is the model that was trained first."""
         only = self.optimizers.all[0] if len(self.optimizers.all) == 1 else None
         owner = one.owner or only

@@ -148,7 +148,7 @@ def output_and_labels(
     return output, labels
 
 
-class Differentiation(Protocol):
+class DifferentiationWatcher(Protocol):
     """A watcher of `BACKWARD`."""
 
     gate: Gate
@@ -171,7 +171,7 @@ class Differentiation(Protocol):
         """Take a tensor that ``autograd.grad`` differentiates, the inputs, and whether the result is differentiable."""
 
 
-class Scaling(Protocol):
+class ScalerWatcher(Protocol):
     """A watcher of `SCALERS`."""
 
     gate: Gate
@@ -265,12 +265,12 @@ SCRIPTING: Patch[object] = Patch(_replace_scripting)
 """Hides hooks and stand-ins from ``torch.jit.script``, which compiles everything that it finds."""
 COMPILING: Patch[Any] = Patch(_replace_compiling)
 """Calls `compile_called` of its watchers at each ``compile()`` of a module: it decides which modules may have hooks."""
-SCALERS: Patch[Scaling] = Patch(_replace_scalers)
+SCALERS: Patch[ScalerWatcher] = Patch(_replace_scalers)
 """Reports losses that a GradScaler multiplies, and steps that it skips, for which torch calls no optimizer hooks.
 
 Subclasses may override the methods, as FSDP's does.
 """
-BACKWARD: Patch[Differentiation] = Patch(_replace_backward)
+BACKWARD: Patch[DifferentiationWatcher] = Patch(_replace_backward)
 """Reports the tensors that ``backward`` is called on and that ``autograd.grad`` differentiates."""
 
 
@@ -422,7 +422,7 @@ def _nobody_listens() -> bool:
 run_uncompiled(_nobody_listens)
 
 
-def _tell(tell: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Differentiation]:
+def _tell(tell: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DifferentiationWatcher]:
     """Tell all watchers of a backward; returns those that wait for its end."""
     waiting = []
     for one in list(BACKWARD.watchers):
@@ -437,13 +437,13 @@ def _tell(tell: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, An
 run_uncompiled(_tell)
 
 
-def _tell_of_backward(watcher: Differentiation, tensors: Any, *args: Any, **kwargs: Any) -> None:
+def _tell_of_backward(watcher: DifferentiationWatcher, tensors: Any, *args: Any, **kwargs: Any) -> None:
     roots = _as_tuple(tensors)
     if roots and all(isinstance(one, Tensor) for one in roots):  # graph edges have no values
         watcher.backward(*roots)
 
 
-def _tell_of_grad(watcher: Differentiation, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+def _tell_of_grad(watcher: DifferentiationWatcher, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
     roots = _as_tuple(outputs)
     if len(roots) == 1 and isinstance(roots[0], Tensor):
         derivable = bool(args[2] if len(args) > 2 else kwargs.get("create_graph"))

@@ -18,7 +18,7 @@ from tracer.format.journal import MAX_AXES
 from tracer.memory import SMALLEST, Memory, new_memory
 
 
-class Named(dict[str, Any]):
+class NamedTensors(dict[str, Any]):
     """Tensors by path, as made by `below`, of a structure that no longer exists."""
 
 
@@ -96,7 +96,7 @@ def arguments_of(args: Any, kwargs: Any) -> Any:
     """
     if not kwargs:
         return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
-    if type(kwargs) is Named:
+    if type(kwargs) is NamedTensors:
         return kwargs
     named = {_argument(name): value for name, value in kwargs.items()}
     return {**{str(index): value for index, value in enumerate(args)}, **named}
@@ -126,7 +126,7 @@ def leaves(value: Any) -> list[tuple[str, Tensor]]:
     """
     if type(value) is Tensor:  # the common case
         return [("", value)]
-    if type(value) is Named:
+    if type(value) is NamedTensors:
         return list(value.items())
     found: list[tuple[str, Tensor]] = []
     collect(value, "", found)
