@@ -299,20 +299,6 @@ def test_a_kind_that_is_no_name_is_refused(kind: Any) -> None:
 # -- what an exporter tells of unusual models and tensors: sparse, narrow, lazy, without values, or ----------
 
 
-def test_a_sparse_gradient_is_told_dense() -> None:
-    """The sparse gradient of an embedding comes as the dense tensor it stands for."""
-    model = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = watch(model, optimizer)
-    model(torch.tensor([1, 1, 4])).sum().backward()
-    expected = model[0].weight.grad.to_dense()
-    optimizer.step()
-    exporter.detach()
-    (gradient,) = data_of(heard, "weight_gradients", "0")
-    assert torch.equal(gradient, expected)
-    assert gradient.layout is torch.strided
-
-
 def test_attention_is_watched_as_far_as_it_can_be(tmp_path: Path) -> None:
     """A transformer layer trains on; in_proj_weight is a stream; modules that torch bypasses are reported as silent."""
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1, enable_nested_tensor=False)
@@ -361,19 +347,6 @@ def test_the_original_of_a_parametrized_bias_is_a_bias() -> None:
     assert {one.key for one in heard.of("bias_updates")} == {"0.parametrizations.bias.original"}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
-def test_dtypes_are_told_as_they_are(dtype: torch.dtype) -> None:
-    """Half-precision and complex networks give messages of their own dtype."""
-    model = nn.Sequential(nn.Linear(3, 2, dtype=dtype))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = watch(model, optimizer)
-    model(torch.randn(4, 3).to(dtype)).abs().float().sum().backward()
-    optimizer.step()
-    exporter.detach()
-    kinds = ("activations", "layer_gradients", "weights", "weight_gradients", "weight_updates")
-    assert {data_of(heard, kind, "0")[0].dtype for kind in kinds} == {dtype}
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -409,20 +382,6 @@ def test_views_are_told_as_dense_copies(make: Callable[[Tensor], Tensor]) -> Non
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     assert torch.equal(got, expected)
     assert not got.numel() or got.untyped_storage().data_ptr() != output.untyped_storage().data_ptr()
-
-
-def test_autocast_is_told_as_it_is() -> None:
-    """Under autocast activations have the lower precision and weights the higher, as in the training."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = watch(model, optimizer)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = model(torch.randn(4, 3))
-    output.float().sum().backward()
-    optimizer.step()
-    exporter.detach()
-    assert data_of(heard, "activations", "0")[0].dtype is torch.bfloat16
-    assert data_of(heard, "weights", "0")[0].dtype is torch.float32
 
 
 class Counting(TorchDispatchMode):
@@ -508,20 +467,6 @@ def test_lazy_modules_are_watched_once_they_have_a_shape(tmp_path: Path) -> None
         assert shapes == [None, None, [2, 4], [2]]
         assert trace.array("weights", "0")[0].tolist() == [1, 2]
         assert len(trace.array("activations", "0")[0]) == 3
-
-
-def test_batches_of_different_sizes(tmp_path: Path) -> None:
-    """A smaller last batch is recorded in its own shape."""
-    model, heard = mlp(), Collect()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tracer.record(tmp_path / "run.h5", model, optimizer, receivers=[heard], strict=True, capture=tracer.Capture()):
-        for size in (4, 4, 1):
-            model(torch.randn(size, 3)).sum().backward()
-            optimizer.step()
-    _, activations = tracer.open(tmp_path / "run.h5").array("activations", "1")
-    assert [one.shape for one in activations] == [(4, 4), (4, 4), (1, 4)]
-    for got, expected in zip(activations, data_of(heard, "activations", "1"), strict=True):
-        assert (got == expected.numpy()).all()
 
 
 def test_affine_free_and_parameterless_models() -> None:

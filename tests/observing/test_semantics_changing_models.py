@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from tests import processes
 from tests.endings import same
-from tests.observing.oracles import batches, descended, mlp, of_mlp, simple, unchanged
+from tests.observing.oracles import batches, descended, like_mlp, mlp, of_mlp, simple, unchanged
 from tests.observing.recorded import data_of, find, only, sgd, watch
 from tests.recording.launching.recorded_programs import ENVIRONMENT, of, record, run, script, values
 from tracer import Capture, Collect, Exporter, Message, walking
@@ -287,9 +287,7 @@ def test_submodules_replaced_in_mid_run() -> None:
     _, exporter, heard = unchanged(mlp, train)
     assert [tuple(one.shape) for one in data_of(heard, "activations", "2")] == [(4, 2), (4, 2), (4, 5), (4, 5)]
     assert [tuple(one.shape) for one in data_of(heard, "weights", "2")] == [(2, 3), (2, 3), (5, 3), (5, 3)]
-    for step, x in enumerate(batches(4)):
-        for (kind, module), value in of_mlp(heard, x, step, lr=0.1).items():
-            assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
+    like_mlp(heard, batches(4), lr=0.1)
     assert not kept[0]._forward_hooks
     assert exporter.silent == []
 
@@ -315,9 +313,7 @@ def test_ema_copies_and_saved_models(tmp_path: Path) -> None:
 
     model, _, heard = unchanged(mlp, train)
     assert [one.call for one in find(heard, "activations", "0")] == [0, 0]
-    for step, x in enumerate(batches(2)):
-        for (kind, module), value in of_mlp(heard, x, step, lr=0.1).items():
-            assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
+    like_mlp(heard, batches(2), lr=0.1)
     x = batches(1)[0]
     assert torch.equal(kept[1](x), model(x))
     assert torch.equal(kept[2](x), model(x))

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tracer
 from tests.endings import same
-from tests.observing.oracles import batches, descended, mlp, of_mlp, simple, unchanged
+from tests.observing.oracles import batches, descended, like_mlp, mlp, of_mlp, simple, unchanged
 from tests.observing.recorded import find, only, problems, sgd
 from tracer import Collect, Exporter
 from tracer.messaging.messages import KINDS
@@ -303,7 +303,8 @@ def test_structured_outputs_and_keyword_inputs(form: str) -> None:
         optimizer.step()
 
     _, _, heard = unchanged(lambda: Shaped(form), train, modules="*")
-    assert [one.leaf for one in find(heard, "activations", "")] == names
+    for kind, module in (("activations", ""), ("network_output", None)):
+        assert [one.leaf for one in find(heard, kind, module)] == names
     y = F.linear(x * mask, only(heard, "weights", "layer"), only(heard, "biases", "layer"))
     second = y * 2
     assert same(only(heard, "activations", "", leaf=names[0]), y)
@@ -316,10 +317,9 @@ def test_structured_outputs_and_keyword_inputs(form: str) -> None:
         expected[names[1]] = torch.full((4, 2), 3.0)
     assert gradients.keys() == expected.keys()
     assert all(same(gradients[name], value) for name, value in expected.items() if gradients[name] is not None)
-    assert [(one.leaf, tuple(one.data.shape)) for one in find(heard, "layer_inputs", "")] == [
-        ("0", (4, 3)),
-        ("mask", (3,)),
-    ]
+    for kind, module in (("layer_inputs", ""), ("input_data", None)):
+        shapes = [(one.leaf, tuple(one.data.shape)) for one in find(heard, kind, module)]
+        assert shapes == [("0", (4, 3)), ("mask", (3,))]
     assert same(only(heard, "layer_inputs", "", leaf="mask"), mask)
     assert same(only(heard, "weight_gradients", "layer"), expected[names[0]].T @ (x * mask))
     assert same(only(heard, "bias_gradients", "layer"), expected[names[0]].sum(0))
@@ -609,9 +609,7 @@ def test_data_parallel() -> None:
         assert (one.kind, one.key, one.global_step, one.call) == (other.kind, other.key, other.global_step, other.call)
         assert (one.data is None and other.data is None) or same(one.data, other.data)
     assert {one.key for one in heard.of("layer_gradients")} == {"0", "1", "2"}
-    for step, x in enumerate(batches(2)):
-        for (kind, module), value in of_mlp(heard, x, step, lr=0.1).items():
-            assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
+    like_mlp(heard, batches(2), lr=0.1)
 
 
 def test_cuda_graphs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -657,6 +655,4 @@ def test_a_recorded_module_cannot_be_made_a_graph() -> None:
         simple(model, optimizer)
 
     _, _, heard = unchanged(mlp, train, calls=True)  # the refusal leaves the training and the recording as they are
-    for step, x in enumerate(batches(2)):
-        for (kind, module), value in of_mlp(heard, x, step, lr=0.1).items():
-            assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
+    like_mlp(heard, batches(2), lr=0.1)
