@@ -22,9 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tracer
 from tests.observing.recorded import data_of, find, mlp, train, watch
-from tracer import Capture, CaptureError, Collect, Exporter, MessageError
+from tracer import CaptureError, Collect, Exporter, MessageError
 from tracer.memory import SMALLEST, Memory
-from tracer.messaging.messages import DATA_KINDS
 from tracer.observing.pytorch.tensors import copied
 
 # -- losses ---------------------------------------------------------------------------------------------------
@@ -297,27 +296,6 @@ def test_a_kind_that_is_no_name_is_refused(kind: Any) -> None:
 
 
 # -- what an exporter tells of unusual models and tensors: sparse, narrow, lazy, without values, or ----------
-
-
-def test_attention_is_watched_as_far_as_it_can_be(tmp_path: Path) -> None:
-    """A transformer layer trains on; in_proj_weight is a stream; modules that torch bypasses are reported as silent."""
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1, enable_nested_tensor=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=Capture(kinds=DATA_KINDS), strict=True):
-        for _ in range(2):
-            model(torch.randn(2, 3, 4)).sum().backward()
-            optimizer.step()
-        model.eval()
-        model(torch.randn(2, 3, 4))
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        streams = {(one.kind, one.module) for one in trace.streams}
-        assert ("weights", "layers.0.self_attn.in_proj_weight") in streams
-        assert ("biases", "layers.0.self_attn.in_proj_bias") in streams
-        assert ("weights", "layers.0.self_attn.out_proj") in streams
-        assert ("activations", "layers.0.self_attn") in streams
-        assert ("activations", "layers.0.self_attn.out_proj") not in streams
-        silent = [note["silent"] for note in trace.notes if "silent" in note]
-        assert silent == [["layers.0.self_attn.out_proj"]]
 
 
 @pytest.mark.parametrize("form", ["weight_norm", "spectral_norm"])

@@ -399,10 +399,7 @@ class OptimizerSteps(Part):
     def quiet_after(self, args: tuple[Any, ...]) -> bool:
         """Whether this ends a step that nobody records. If so, end it here, as `after` would."""
         optimizer: Optimizer = args[0]
-        known = self.optimizers
-        if not self.clock.idle or optimizer is not known.ender or known.nest or self.steps.over:
-            return False
-        if known.found and (not known.is_settled or known.is_beside(optimizer)):
+        if not self.clock.idle or self.steps.over or not self.optimizers.is_known_to_end(optimizer):
             return False
         if getattr(optimizer, "found_inf", None) is not None or backward_running() != NO_BACKWARD:
             return False
