@@ -31,6 +31,7 @@ from tracer.messaging.receiver import Receiver
 from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.autograd import behind
 from tracer.observing.pytorch.patches import BACKWARD
+from tracer.observing.pytorch.tensors import summed
 from tracer.observing.state import restored
 from tracer.observing.wanted_parameters import Ranks
 
@@ -292,9 +293,7 @@ class Differentiable(Part):
                 one.reshape(()) if by is None else one.reshape(()) / by.to(one.device)
                 for one, by in zip(tensors, scales, strict=True)
             ]
-            whole = parts[0]
-            for one in parts[1:]:
-                whole = whole + one.to(whole.device)
+            whole = summed(parts)
         step = self.clock.now().global_step
         return Derivatives(whole, trained, outputs, self._aside, step, self._hindrance(trained.values()))
 

@@ -35,7 +35,7 @@ from tracer.observing.pytorch.patches import (
     unpatch,
 )
 from tracer.observing.pytorch.structure import unwrap
-from tracer.observing.pytorch.tensors import leaves
+from tracer.observing.pytorch.tensors import leaves, summed
 
 _OF_LOSSES = ("loss", "loss_terms", "input_labels", "network_output")
 """The kinds of messages that a call of a loss may produce."""
@@ -277,9 +277,7 @@ class Differentiation(Part):
             for one in values:
                 terms.whole(one, user_tag)
             return
-        whole = values[0].detach()
-        for one in values[1:]:
-            whole = whole + one.detach().to(whole.device)
+        whole = summed([one.detach() for one in values])
         with self.differentiable.told(tensors, [None if one is None else one[1] for one in scaled]):
             self.objectives.differentiated(tensors, whole, hold=len(self.optimizers.all) > 1)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tracer.messaging.messages import DEFAULT_TAG
-from tracer.observing.clock import At, StreamKey, UndecidedTag
+from tracer.observing.clock import At
 from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.autograd import Node, is_made_of, multiple_of, node_of
 from tracer.observing.pytorch.tensors import unobservable
@@ -186,12 +186,7 @@ class Terms(Part):
     def publish(self, name: str, value: Tensor, tag: str) -> None:
         """Publish the result of a loss function or module by name, and remember its graph node."""
         self.note(name, value)
-        at, stream = self.demand.at(tag), StreamKey("loss_terms", None, tag, name)
-        captures = self.demand.wanted("loss_terms", None, tag, at)
-        if captures:
-            self.publisher.deliver(captures, stream, value, None, at, owned=False)
-        elif tag != DEFAULT_TAG and type(tag) is not UndecidedTag:
-            self.numbers.message(stream, None)
+        self.publisher.publish("loss_terms", None, value, tag, name, owned=False)
 
     def note(self, name: str, value: Tensor) -> None:
         """Remember the graph node of a result, but not the result itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -244,6 +244,14 @@ _NUMPY: dict[torch.dtype, type[np.generic]] = {
     torch.int32: np.int32,
     torch.uint8: np.uint8,
 }
+
+
+def summed(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors on any devices, on the device of the first."""
+    whole = tensors[0]
+    for one in tensors[1:]:
+        whole = whole + one.to(whole.device)
+    return whole
 
 
 def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
