@@ -17,8 +17,7 @@ from tracer.errors import (
 from tracer.messaging.actor import Actor
 from tracer.messaging.bus import MessageBus, get_default_bus
 from tracer.messaging.messages import KINDS, Message, MessageBundle, ModuleMessage, NetworkMessage, derived
-from tracer.messaging.objective import Objective
-from tracer.messaging.receiver import Collect, Receiver
+from tracer.messaging.receiver import Collect, Objective, Receiver
 from tracer.messaging.stacks import Stack, Stretch
 from tracer.messaging.subscriber import CallbackSubscriber, Subscriber
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription

@@ -20,10 +20,8 @@ from numpy.typing import NDArray
 from analyze.batching.questions import KNOWN_SCOPES, Question
 from analyze.batching.units import Module, stride_of
 from tracer.format.journal import Column
-from tracer.replaying.audience import Audience
-from tracer.replaying.due import Due, due_windows
-from tracer.replaying.filters import Filters
-from tracer.replaying.wanted import wanted_of
+from tracer.replaying.filters import Audience, Filters
+from tracer.replaying.wanted import Due, due_windows, wanted_of
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from analyze import registry
 from tracer.errors import CaptureError, MessageError
-from tracer.messaging.objective import refusal
-from tracer.messaging.receiver import Scope, describe
+from tracer.messaging.receiver import Scope, describe, refusal
 from tracer.messaging.subscriber import Subscriber
 
 KNOWN_SCOPES: Final = ("message", "stream", "step")

@@ -31,7 +31,7 @@ from tracer.messaging.messages import Message
 from tracer.messaging.receiver import Around, Receiver, describe
 from tracer.messaging.stacks import Stack, Stretch
 from tracer.messaging.subscriber import Subscriber
-from tracer.replaying.audience import Audience
+from tracer.replaying.filters import Audience
 from tracer.replaying.replay import replay
 from tracer.replaying.wanted import wanted_of
 from tracer.trace.reader import TraceReader

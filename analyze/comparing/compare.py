@@ -15,7 +15,7 @@ from analyze.tables.results import Results
 from tracer.errors import CaptureError, MessageError
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import unmet
-from tracer.replaying.audience import Audience
+from tracer.replaying.filters import Audience
 from tracer.replaying.plan import opened
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader

@@ -33,7 +33,7 @@ def hashes_at(reader: TraceReader, rows: NDArray[np.int64], kept: bool) -> NDArr
     """
 
     def of(data: Any) -> int:
-        from tracer.observing.hashes import hash_of
+        from tracer.observing.reductions import hash_of
 
         return hash_of(data)
 

@@ -25,8 +25,7 @@ from tracer.messaging.receiver import Receiver
 from tracer.messaging.subscriber import can_run_again, run_again
 from tracer.messaging.subscription import is_doubled
 from tracer.observing.probes import PROBE
-from tracer.replaying.audience import Audience
-from tracer.replaying.filters import Filters
+from tracer.replaying.filters import Audience, Filters
 from tracer.replaying.replay import replay
 from tracer.replaying.wanted import wanted_of
 from tracer.stores.locations import Anywhere

@@ -17,7 +17,7 @@ from analyze import TotalNorm
 from tests.observing.oracles import batches, mlp
 from tests.observing.recorded import problems, sgd, watch
 from tracer import Capture, Collect, Message, replay
-from tracer.observing.gradient_norms import total_norm
+from tracer.observing.gradients import total_norm
 
 CLOSE = {"rel": 2e-6}
 """The sums of squares are in float32."""

@@ -203,8 +203,7 @@ def test_updates_are_derived_as_afterwards(tmp_path: Path, suffix: str) -> None:
 
 def test_streams_are_declared_before_they_have_messages(tmp_path: Path) -> None:
     """A follower may look between the commit of the declarations and that of the first rows."""
-    from tracer.replaying.audience import Audience
-    from tracer.replaying.filters import Filters
+    from tracer.replaying.filters import Audience, Filters
     from tracer.replaying.updates import settled
     from tracer.replaying.wanted import wanted_of
 

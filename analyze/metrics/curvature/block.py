@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import CaptureError
-from tracer.messaging.objective import Objective
+from tracer.messaging.receiver import Objective
 
 Products: TypeAlias = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """Maps k vectors, the rows of (k, P), to their products with a symmetric matrix (P, P)."""

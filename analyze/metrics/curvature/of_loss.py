@@ -14,7 +14,7 @@ from analyze.metrics.metric import PerMessage
 from analyze.metrics.spectra.lanczos import generator_of
 from tracer.errors import CaptureError
 from tracer.messaging.messages import Message
-from tracer.messaging.objective import Objective
+from tracer.messaging.receiver import Objective
 
 
 class OfLoss(PerMessage):

@@ -25,7 +25,7 @@ from analyze.metrics.similarity.similarity import Kept
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, with_data
 from tracer.numbers.arrays import Array, as_array
-from tracer.observing.sketches import Sketch
+from tracer.observing.reductions import Sketch
 
 LEAST = 16
 """The fewest columns from which an interval can be estimated."""

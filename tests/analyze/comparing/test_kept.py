@@ -21,7 +21,7 @@ from tests.analyze.rules.trainings import Fault, Training
 from tracer.messaging.messages import Message, ModuleMessage
 from tracer.numbers.statistics import ENTRIES, statistics_of
 from tracer.observing.capture import DEFAULT_KINDS, Capture
-from tracer.observing.hashes import hash_of
+from tracer.observing.reductions import hash_of
 
 BASE = Training("mlp", "mlp", steps=8)
 HASH, STATISTICS = Capture(reduce="hash"), Capture(reduce="statistics")

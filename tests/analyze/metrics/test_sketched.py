@@ -25,7 +25,7 @@ from analyze.registry import parse
 from tests.analyze.metrics.invariances import INVARIANCES
 from tests.analyze.metrics.layers import INF, NAN, SKETCHED, centred, message, said, value_of
 from tracer import Capture, MessageError
-from tracer.observing.sketches import Sketch, projection
+from tracer.observing.reductions import Sketch, projection
 from tracer.replaying.plan import plan
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import tracer
-from tracer.observing.profiles import options_of
-from tracer.observing.spreading import EACH_DOUBLING
+from tracer.observing.profiles import EACH_DOUBLING, options_of
 from tracer.recording.pacing.keyframes import KeyframeSpread
 from tracer.recording.pacing.overhead import OverheadBound
 from tracer.recording.pacing.schedule import Schedule

@@ -12,8 +12,8 @@ import pytest
 
 import tracer
 from tests.recording.reenacting.test_reenact import trace, values
-from tracer.observing.hashes import hash_of
 from tracer.observing.profiles import settings_of
+from tracer.observing.reductions import hash_of
 from tracer.recording.reenacting.comparison import Coverage, Verdict
 from tracer.recording.reenacting.recorded import COMPARABLE
 

@@ -25,7 +25,7 @@ from tests.recording.reenacting.scripts import HEAD, SCRIPTS, TWO_RANKS
 from tracer import CaptureError, Collect
 from tracer.messaging.messages import STATE_KINDS
 from tracer.observing.capture import DEFAULT_KINDS
-from tracer.observing.hashes import hash_of
+from tracer.observing.reductions import hash_of
 from tracer.recording.pacing.bound import Wish
 from tracer.recording.pacing.overhead import OverheadBound
 

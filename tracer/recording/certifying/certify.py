@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from tracer.errors import CaptureError, TracerError, summary
 from tracer.observing.exporter import Exporter
-from tracer.observing.optimizers import observable, steps_within
+from tracer.observing.guesses.optimizers import observable, steps_within
 from tracer.observing.pytorch.autograd import recomputing
-from tracer.observing.pytorch.wrappers import unwrap
+from tracer.observing.pytorch.structure import unwrap
 from tracer.recording import environment
 from tracer.recording.certifying.fingerprint import fingerprint, generators, set_generators
 from tracer.recording.certifying.verdict import Enough, Rehearsal, Steps, compare

@@ -22,9 +22,9 @@ from tracer.errors import TracerError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.observing.capture import Capture, observed
-from tracer.observing.optimizers import steps_within
+from tracer.observing.guesses.optimizers import steps_within
 from tracer.observing.probes import PROBE
-from tracer.observing.pytorch.loss_graph import behind
+from tracer.observing.pytorch.autograd import behind
 from tracer.recording.certifying.fingerprint import fingerprint
 from tracer.recording.certifying.rehearsal import Request
 from tracer.recording.certifying.verdict import Rehearsal

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracer.observing.exporter import Exporter
-from tracer.observing.pytorch.identity import WeakIdentitySet
+from tracer.observing.pytorch.structure import WeakIdentitySet
 
 
 @dataclass(slots=True)

@@ -22,8 +22,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from tracer.errors import CaptureError, TraceError
 from tracer.messaging.receiver import Receiver
 from tracer.observing.capture import Capture
-from tracer.observing.pytorch.hanging import before_any_step
-from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS
+from tracer.observing.pytorch.hooks import before_any_step
+from tracer.observing.pytorch.patches import LOSS_FUNCTIONS
 from tracer.recording import termination
 from tracer.recording.family import Member
 from tracer.recording.launching import children

@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 
 from tracer import walking
 from tracer.errors import CaptureError
-from tracer.observing.callers import variables_of
 from tracer.observing.exporter import Exporter
+from tracer.observing.guesses.losses import variables_of
 from tracer.observing.models import Tensors
 from tracer.observing.pytorch.autograd import frames
-from tracer.observing.pytorch.identity import WeakIdentitySet
-from tracer.observing.pytorch.wrappers import unwrap
+from tracer.observing.pytorch.structure import WeakIdentitySet, unwrap
 
 _FEW = 8
 """For each of the first optimizers, up to this many, models are searched."""

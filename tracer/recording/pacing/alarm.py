@@ -8,7 +8,7 @@ from typing import Final, final
 
 from tracer.messaging.messages import DEFAULT_TAG, Message
 from tracer.messaging.receiver import Receiver
-from tracer.observing.gradient_norms import GRADIENT_NORMS
+from tracer.observing.gradients import GRADIENT_NORMS
 from tracer.recording.triggers import Usual
 
 _HEARD: Final = {"loss": "loss", GRADIENT_NORMS: "norm of all gradients"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from tracer.observing.spreading import EACH_DOUBLING, spread_factor
+from tracer.observing.profiles import EACH_DOUBLING, spread_factor
 from tracer.recording.pacing.bound import Wish
 from tracer.recording.pacing.schedule import GROUPS, Schedule
 from tracer.recording.recorder import Recorder

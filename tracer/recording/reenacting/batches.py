@@ -10,8 +10,8 @@ from typing import Any
 from torch import is_grad_enabled
 
 from tracer.observing.exporter import Exporter
-from tracer.observing.pulls import Pulls
-from tracer.observing.pytorch.leaves import arguments_of
+from tracer.observing.guesses.batches import Pulls
+from tracer.observing.pytorch.tensors import arguments_of
 from tracer.recording.reenacting.recorded import BatchOf
 
 

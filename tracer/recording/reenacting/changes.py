@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tracer.observing.hashes import hash_of
 from tracer.observing.pytorch.optimizer_states import SCALE, hyperparameters
+from tracer.observing.reductions import hash_of
 from tracer.observing.state import SCALER
 from tracer.recording.reenacting.recorded import Recorded
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tracer.messaging.messages import DEFAULT_TAG, Message, kept_of
 from tracer.messaging.receiver import Receiver
-from tracer.observing.hashes import hash_of
+from tracer.observing.reductions import hash_of
 from tracer.recording.reenacting.recorded import COMPARABLE, OF_STATE, Place, Recorded, RecordedStep
 
 Outcome: TypeAlias = Literal["identical", "partial", "different", "unfinished"]

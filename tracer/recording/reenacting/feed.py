@@ -20,13 +20,12 @@ from tracer.errors import CaptureError
 from tracer.format.placement import local
 from tracer.observing.exporter import Exporter
 from tracer.observing.pytorch import generators
-from tracer.observing.pytorch.hanging import before_any_step
-from tracer.observing.pytorch.leaves import arguments_of
+from tracer.observing.pytorch.hooks import before_any_step
 from tracer.observing.pytorch.loaders import LOADERS
-from tracer.observing.pytorch.loss_functions import output_and_labels
 from tracer.observing.pytorch.optimizer_states import SCALE, put_state, scale_of, set_hyperparameters, set_scale
-from tracer.observing.pytorch.tensors import leaves
-from tracer.observing.pytorch.wrappers import unwrap
+from tracer.observing.pytorch.patches import output_and_labels
+from tracer.observing.pytorch.structure import unwrap
+from tracer.observing.pytorch.tensors import arguments_of, leaves
 from tracer.observing.state import LEFT, SCALER
 from tracer.recording.launching.stand_ins import replaced
 from tracer.recording.reenacting.batches import Batches

@@ -13,7 +13,7 @@ from tracer.errors import CaptureError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, EVAL_MODE, KINDS, Message, clock_of, kept_of
 from tracer.observing.clock import At
-from tracer.observing.hashes import hash_of
+from tracer.observing.reductions import hash_of
 from tracer.stores.locations import Anywhere, location
 from tracer.trace.claiming import this_process
 from tracer.trace.reader import TraceReader

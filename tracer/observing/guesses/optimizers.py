@@ -1,4 +1,4 @@
-"""The optimizers of a training, and which of them ends a step.
+"""Which of several optimizers ends a step.
 
 A user passes optimizers in the order in which they step; the last one ends a step. A launcher finds them when they are
 created, and learns the order from their steps: the first step waits for all that have work in it. Replaced optimizers
@@ -100,10 +100,11 @@ class Optimizers:
         after = self.all[self._place + 1 :]
         return (*self.all[: self._place], *after, self.all[self._place]) if after else self.all
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the ender was given as the last by the user, or has been seen to step."""
-        return not self.found or self._place in self._stepped
+    def is_known_to_end(self, optimizer: Optimizer) -> bool:
+        """Whether each step of an optimizer ends a step: the user gave it as the last, or it has been seen to step."""
+        if self.nest or not self.all or optimizer is not self.all[self._place]:
+            return False
+        return not self.found or (self._place in self._stepped and not self.is_beside(optimizer))
 
     def trains(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has an observed parameter."""

@@ -1,28 +1,141 @@
-"""Publishes the losses that a training differentiates, and the loss terms that loss functions compute.
+"""The losses that a training differentiates, the loss terms that loss functions compute, and their names.
 
 ``loss`` is the tensor that ``backward`` is called on. ``loss_terms`` are the results of loss functions and modules, in
 training and in evaluation. An evaluation differentiates nothing; the result of its loss function is also published
 as ``loss``, unless it turns out to be only one of several terms.
+
+The program's name for a loss is read from the source code of the call of ``backward``. Reading the variables of a
+running function has side effects before Python 3.13: it keeps their values alive, and changes what an earlier
+``locals()`` returned.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import itertools
+import linecache
 import math
+import sys
+import textwrap
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from tracer.messaging.messages import DEFAULT_TAG
-from tracer.observing.callers import differentiated_name
 from tracer.observing.clock import At
-from tracer.observing.numbers import StreamKey
 from tracer.observing.part import Ground, Part
-from tracer.observing.pytorch.loss_graph import Node, is_made_of, multiple_of, node_of
+from tracer.observing.pytorch.autograd import Node, is_made_of, multiple_of, node_of
 from tracer.observing.pytorch.tensors import unobservable
-from tracer.observing.tags import UndecidedTag
+
+_FRAMES = 24
+"""How many of the program's calls are inspected, from the innermost outwards."""
+_LIBRARIES = frozenset({"torch", "tracer", "accelerate", "lightning", "pytorch_lightning", "transformers", "ignite"})
+"""Packages whose calls are skipped, because their variables do not name the loss."""
+
+
+def differentiated_name() -> str:
+    """The program's name for the tensor of the running ``x.backward()`` or ``backward(x)``; "" if it has none.
+
+    If a function differentiates one of its parameters, the name is that of the argument in the function's call.
+    """
+    frame = _caller(sys._getframe(1))
+    name = ""
+    argument: str | None = None  # the parameter that holds the tensor, in the last inspected frame
+    code: CodeType | None = None
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        call = _call(frame.f_code, frame.f_lasti)
+        if call is None:
+            break
+        given = _root(call) if code is None else _given(call, code, argument)
+        found = _name(given)
+        if not found:
+            break
+        name, argument, code = found, found, frame.f_code
+        if not isinstance(given, ast.Name) or argument not in _parameters(code):
+            break
+        frame = _caller(frame.f_back)
+    return name
+
+
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """A copy of the variables of a running function or module. The frame does not keep the values alive."""
+    found = frame.f_locals
+    copied = dict(found)
+    # if only the frame, this function and the call refer to the dictionary, it was made for us and can be emptied
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(found) is dict and sys.getrefcount(found) <= 3:
+        found.clear()
+    return copied
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """The first frame, from the given one outwards, that does not belong to a library."""
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    return frame
+
+
+@functools.lru_cache(256)
+def _call(code: CodeType, instruction: int) -> ast.Call | None:
+    """The parsed source of the call that an instruction makes; None without source."""
+    position = next(itertools.islice(code.co_positions(), instruction // 2, None), None)
+    first, last, begin, end = position or (None, None, None, None)
+    if first is None or last is None or begin is None or end is None:
+        return None
+    lines = [linecache.getline(code.co_filename, number).encode() for number in range(first, last + 1)]
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][begin:]
+    try:
+        parsed = ast.parse("(" + textwrap.dedent(b"".join(lines).decode()) + ")", mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+    return parsed if isinstance(parsed, ast.Call) else None
+
+
+def _parameters(code: CodeType) -> tuple[str, ...]:
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _root(call: ast.Call) -> ast.expr | None:
+    """The expression that a call differentiates: its first argument, or the object of the method."""
+    if call.args and _name(call.args[0]):
+        return call.args[0]
+    return call.func.value if isinstance(call.func, ast.Attribute) else None
+
+
+def _given(call: ast.Call, code: CodeType, parameter: str | None) -> ast.expr | None:
+    """The expression that a call passes for a parameter of the code that it calls."""
+    for keyword in call.keywords:
+        if keyword.arg == parameter:
+            return keyword.value
+    names = _parameters(code)[: code.co_argcount]
+    if parameter not in names or any(isinstance(one, ast.Starred) for one in call.args):
+        return None
+    place = names.index(parameter) - (names[:1] == ("self",))
+    return call.args[place] if 0 <= place < len(call.args) else None
+
+
+def _name(expression: ast.expr | None) -> str:
+    """The name of a variable, an attribute or an entry. For a call with one argument, the name of the argument."""
+    found = ""
+    if isinstance(expression, ast.Name):
+        found = expression.id
+    elif isinstance(expression, ast.Attribute):
+        found = expression.attr
+    elif isinstance(expression, ast.Subscript) and isinstance(expression.slice, ast.Constant):
+        found = str(expression.slice.value)
+    elif isinstance(expression, ast.Call) and len(expression.args) == 1:  # as scaler.scale(loss) is
+        found = _name(expression.args[0])
+    return "" if found.startswith("_") else found
+
 
 _TERMS = 256
 """How many of the latest results of loss functions are remembered, by their graph nodes."""
@@ -31,7 +144,7 @@ _LOOKS = 8
 
 
 @dataclass(slots=True)
-class _Aside:
+class _LossAside:
     """The result of a loss function in a pass outside the training, which may still compute other terms."""
 
     value: Tensor
@@ -55,7 +168,7 @@ class Terms(Part):
         super().__init__(ground)
         self.single: bool | None = None
         self._names: OrderedDict[Node, str] = OrderedDict()  # removes its oldest entry faster than a dict
-        self._asides: dict[int, _Aside] = {}  # by thread
+        self._asides: dict[int, _LossAside] = {}  # by thread
         self._numbers: dict[tuple[str, int], int] = {}  # by tag and step: how many losses outside the training
         self._logged: set[str] = set()  # tags for which the user logs the loss
         self._guessed: int | None = None  # the first step whose evaluation had a loss before any training loss
@@ -73,12 +186,7 @@ class Terms(Part):
     def publish(self, name: str, value: Tensor, tag: str) -> None:
         """Publish the result of a loss function or module by name, and remember its graph node."""
         self.note(name, value)
-        at, stream = self.demand.at(tag), StreamKey("loss_terms", None, tag, name)
-        captures = self.demand.wanted("loss_terms", None, tag, at)
-        if captures:
-            self.publisher.deliver(captures, stream, value, None, at, owned=False)
-        elif tag != DEFAULT_TAG and type(tag) is not UndecidedTag:
-            self.numbers.message(stream, None)
+        self.publisher.publish("loss_terms", None, value, tag, name, owned=False)
 
     def note(self, name: str, value: Tensor) -> None:
         """Remember the graph node of a result, but not the result itself."""
@@ -127,7 +235,7 @@ class Terms(Part):
             return
         self.settle()
         at = self.demand.at(tag)
-        self._asides[threading.get_ident()] = _Aside(value.detach().clone(), at, tag, name, node_of(value))
+        self._asides[threading.get_ident()] = _LossAside(value.detach().clone(), at, tag, name, node_of(value))
 
     def whole(self, value: Tensor, tag: str) -> None:
         """Publish a complete loss of a pass outside the training.
@@ -186,7 +294,7 @@ class Terms(Part):
 
 
 @dataclass(slots=True)
-class _Objective:
+class _TrainingLoss:
     """A tensor that was differentiated in the open step."""
 
     value: Tensor
@@ -215,9 +323,9 @@ class Objectives(Part):
         self.terms = Terms(ground)
         self._logged = False  # whether the user logs the loss
         self._latest: tuple[At | None, list[Tensor]] = None, []  # the losses of the last step that had any
-        self._seen: list[_Objective] = []  # of the open step
-        self._held: list[_Objective] = []  # losses of the open step that are not yet published
-        self._by_hand: list[_Objective] = []  # tensors that `autograd.grad` differentiated in the open step
+        self._seen: list[_TrainingLoss] = []  # of the open step
+        self._held: list[_TrainingLoss] = []  # losses of the open step that are not yet published
+        self._by_hand: list[_TrainingLoss] = []  # tensors that `autograd.grad` differentiated in the open step
         self._derivable = False  # whether the last of these kept a graph of its derivatives
         self._apart: str | None = None  # the property that distinguishes a step's losses, once needed
         self._naming = True  # whether to look up the variable of a step's first loss
@@ -244,7 +352,7 @@ class Objectives(Part):
             return
         asked = self._apart == "variable" or (self._looks > 0 and (self._naming or bool(self._seen)))
         variable = differentiated_name() if asked else ""
-        one = _Objective(value.detach().clone(), at, variable, term or "")
+        one = _TrainingLoss(value.detach().clone(), at, variable, term or "")
         self._seen.append(one)
         if hold:
             self._held.append(one)
@@ -261,7 +369,7 @@ class Objectives(Part):
             return
         if self.demand.wanted("loss", None, DEFAULT_TAG, at):
             term = self.terms.only_term_of(loss)
-            self._by_hand.append(_Objective(loss.detach().clone(), at, "", term or ""))
+            self._by_hand.append(_TrainingLoss(loss.detach().clone(), at, "", term or ""))
             self._derivable = derivable
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -301,11 +409,11 @@ class Objectives(Part):
         for one in held:
             self._publish(one)
 
-    def _owner(self, one: _Objective) -> str:
+    def _owner(self, one: _TrainingLoss) -> str:
         """The name of what the loss's optimizer trains; "" if unknown."""
         return "" if one.owner is None else self.models.trained_by(one.owner)
 
-    def _publish(self, one: _Objective) -> None:
+    def _publish(self, one: _TrainingLoss) -> None:
         if self._apart is None:
             leaf = self._later_model(one)
         else:
@@ -315,7 +423,7 @@ class Objectives(Part):
         self._latest[1].append(one.value)
         self.publisher.publish("loss", None, one.value, DEFAULT_TAG, leaf, at=one.at)
 
-    def _later_model(self, one: _Objective) -> str:
+    def _later_model(self, one: _TrainingLoss) -> str:
         """The name of the model that a loss trains; "" if it is the model that was trained first."""
         only = self.optimizers.all[0] if len(self.optimizers.all) == 1 else None
         owner = one.owner or only

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from tracer import walking
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
-from tracer.observing.clock import At
-from tracer.observing.objectives import Terms
+from tracer.observing.clock import At, UndecidedTag
+from tracer.observing.guesses.losses import Terms
 from tracer.observing.part import Ground, Part
-from tracer.observing.pytorch.hanging import Told, on_gradient_once
-from tracer.observing.pytorch.loss_graph import Node, is_made_within, next_of_thread, node_of
+from tracer.observing.pytorch.autograd import Node, is_made_within, next_of_thread, node_of
+from tracer.observing.pytorch.hooks import Told, on_gradient_once
 from tracer.observing.pytorch.tensors import leaves, unobservable
 from tracer.observing.state import Beginning, State
-from tracer.observing.tags import UndecidedTag
 
 
 class UndecidedPass:
@@ -107,15 +106,15 @@ class UndecidedPasses(Part):
         self.state = state
         self.terms = terms
         self.waiting: list[UndecidedPass] = []
-        self._trainable: dict[int, bool] = {}  # by id of a top; asked once a step
 
     def may_train(self, top: nn.Module) -> bool:
         """Whether the training may learn from a pass with gradients through a model in eval mode."""
         if self.optimizers.forwards_end_steps:
             return False
-        known = self._trainable.get(id(top))
+        trainable = self.clock.kept.trainable
+        known = trainable.get(id(top))
         if known is None:
-            known = self._trainable[id(top)] = any(one.requires_grad for one in walking.parameters(top))
+            known = trainable[id(top)] = any(one.requires_grad for one in walking.parameters(top))
         return known
 
     def begin(self, top: nn.Module, *, outside: bool) -> UndecidedPass:
@@ -169,10 +168,6 @@ class UndecidedPasses(Part):
         for one in [*self.waiting]:
             if not (one.is_running or (dead and one.is_alive)):
                 self._evaluate(one)
-
-    def step_ended(self) -> None:
-        """Ask anew which models can be trained."""
-        self._trainable = {}
 
     def forget(self) -> None:
         """Drop all waiting passes."""

@@ -1,20 +1,25 @@
-"""`Pulls`: the last batches that DataLoaders yielded, and the batch that each forward uses."""
+"""The datapoints of a batch: those that the user gave, or those of the batch of a DataLoader that a forward uses."""
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tracer.errors import MessageError
+from tracer.messaging.messages import DEFAULT_TAG
+from tracer.observing.clock import UndecidedTag
+from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.tensors import leaves
 
 _KEPT: Final = 16
@@ -26,7 +31,7 @@ _COMPARED: Final = 8
 
 
 @dataclass(slots=True, eq=False)
-class Source:
+class BatchSource:
     """An iterator of a DataLoader.
 
     Attributes
@@ -56,7 +61,7 @@ class Pulled:
         Its number among the batches of all iterators.
     forwards : int
         How many forwards there had been when it was yielded.
-    source : Source
+    source : BatchSource
         The iterator that yielded it.
     place : int
         Its number among the batches of its iterator.
@@ -65,7 +70,7 @@ class Pulled:
     ids: Sequence[int]
     number: int
     forwards: int
-    source: Source
+    source: BatchSource
     place: int
     _memory: list[tuple[StorageWeakRef, int, int]] = field(default_factory=list)
     _elements: list[tuple[torch.Size, Tensor]] = field(default_factory=list)
@@ -114,7 +119,7 @@ class Pulls:
 
     def __init__(self) -> None:
         self._last: deque[Pulled] = deque(maxlen=_KEPT)
-        self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
+        self._sources: weakref.WeakKeyDictionary[Any, BatchSource] = weakref.WeakKeyDictionary()
         self._count = 0
         self._used = -1  # the number of the batch that the last forward used
         self._copied: tuple[Pulled, int] | None = None  # the last batch used through a copy, and the forward's number
@@ -145,7 +150,7 @@ class Pulls:
         forwards : int
             How many forwards of the model there have been.
         """
-        source = self._sources.setdefault(iterator, Source())
+        source = self._sources.setdefault(iterator, BatchSource())
         source.in_turn &= source.forwards != forwards
         source.forwards = forwards
         pulled = Pulled(ids, self._count, forwards, source, source.given)
@@ -239,3 +244,116 @@ def _places(shape: torch.Size) -> tuple[Tensor, ...]:
     flat = np.random.Generator(np.random.PCG64(count)).integers(0, count, _ELEMENTS) if count > _ELEMENTS else None
     chosen = np.arange(count) if flat is None else np.sort(flat)
     return tuple(map(torch.from_numpy, np.unravel_index(chosen, tuple(shape))))
+
+
+class _Given(NamedTuple):
+    """Ids that the user gave, the number of training forwards until then, and the step."""
+
+    ids: Tensor
+    forwards: int
+    step: int
+
+
+class SampleIds(Part):
+    """Publishes the sample ids of each forward: those the user gave, or those of the DataLoader's batch."""
+
+    def __init__(self, ground: Ground) -> None:
+        super().__init__(ground)
+        self._pulls = Pulls()
+        self._given: _Given | None = None
+        self._calls: dict[str, int] = {}  # the number of training forwards in a step, by model name
+        self._step = -1  # the step of `_calls`
+        self._pid = os.getpid()
+
+    def chosen(self, iterator: object) -> Sequence[int] | None:
+        """Choose no ids (None): an observer leaves the loader's choice alone."""
+        return None
+
+    def pulled(self, iterator: object, ids: Sequence[int], batch: Any) -> None:
+        """Note a batch that a DataLoader yielded."""
+        if os.getpid() == self._pid:  # false in a worker process
+            self._pulls.add(iterator, ids, batch, self.forwards.seen)
+
+    def give(self, ids: Any) -> None:
+        """Publish these ids with the next training forward, instead of those of the DataLoader's batch.
+
+        Raises
+        ------
+        MessageError
+            If they are not integers in one dimension.
+        """
+        tensor = _as_ids(ids)
+        if self.gate.open:
+            with self.gate.lock:
+                self._given = _Given(tensor, self.forwards.training, self.clock.step)
+
+    def of_forward(self, name: str, arguments: Any) -> Tensor | None:
+        """The ids of a recorded forward that begins, if they are known; `name` is the model's, if there are several."""
+        tag = self.gate.passes.now.tag
+        if self.publisher.collecting is not None or not self.demand.wanted("sample_ids", None, tag):
+            return None
+        training = tag == DEFAULT_TAG
+        ids = self._taken(name, counted=training) if training or type(tag) is UndecidedTag else None
+        if ids is None:
+            ids = self._pulled(name, arguments)
+        if ids is not None and training:
+            self.publisher.datapoints.batch_is(len(ids))
+        return ids
+
+    def publish(self, name: str, ids: Tensor | None) -> None:
+        """Publish the ids of a recorded forward, after its inputs."""
+        running = self.gate.passes.now
+        call = self._count(name) if running.tag == DEFAULT_TAG else running.batch
+        if ids is not None:
+            self.publisher.publish("sample_ids", None, ids, running.tag, name, call)
+
+    def _pulled(self, name: str, arguments: Any) -> Tensor | None:
+        """The ids of the batch that a forward uses."""
+        pulled = self._pulls.of_forward(arguments, None if name else self.forwards.seen) if self._pulls else None
+        return None if pulled is None else torch.tensor(pulled.ids, dtype=torch.int64, device="cpu")
+
+    def _count(self, name: str) -> int:
+        """Count a training forward of a model; returns its number in the step."""
+        step = self.clock.began.global_step
+        if step != self._step:
+            self._step, self._calls = step, {}
+        call = self._calls.get(name, 0)
+        self._calls[name] = call + 1
+        return call
+
+    def _taken(self, name: str, *, counted: bool) -> Tensor | None:
+        """The ids that the user gave for this forward. Ids for a forward that is not recorded are dropped.
+
+        `counted`: whether the forward is already counted among those of the training.
+        """
+        given, self._given = self._given, None
+        if given is None:
+            return None
+        # forwards of several models are not counted
+        due = given.step == self.clock.step if name else given.forwards == self.forwards.training - counted
+        return given.ids if due else None
+
+    def forget(self) -> None:
+        """Forget all batches."""
+        self._pulls = Pulls()
+        self._given = None
+
+
+def _as_ids(given: Any) -> Tensor:
+    """Ids as a tensor of shape (batch,), int64.
+
+    Examples
+    --------
+    >>> _as_ids([3, 1]), _as_ids(np.array([7], np.int32))
+    (tensor([3, 1]), tensor([7]))
+    """
+    try:
+        array = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        array = None
+    if array is None or array.ndim != 1 or not (np.issubdtype(array.dtype, np.integer) or not array.size):
+        found = type(given).__name__ if array is None else f"{array.dtype} of shape {array.shape}"
+        raise MessageError(f"sample ids are integers in one dimension, one for each datapoint of a batch, not {found}")
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise MessageError(f"sample ids are below 2**63, and one is {array.max()}")
+    return torch.from_numpy(array.astype(np.int64))
