@@ -259,7 +259,7 @@ def origin(text: str) -> list[str]:
     Examples
     --------
     >>> origin("ratio:order=1")
-    ['analyze.metrics.gradients.ratio:Ratio', '1']
+    ['analyze.metrics.lengths:Ratio', '1']
     """
     wish = _Wish.of(text)
     cls = find(wish.name)

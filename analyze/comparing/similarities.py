@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.similarity.bases import STATUSES, Status
+from analyze.metrics.similarity.datapoints import STATUSES, Status
 from analyze.tables.arrays import flags, words
 from analyze.tables.plotting import Matrix, matrices_of
 from analyze.tables.writing import pandas, xarray

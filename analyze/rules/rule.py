@@ -9,9 +9,8 @@ from typing import Any, ClassVar, TypedDict
 
 import numpy as np
 
-from analyze.metrics.checks import check, is_whole
-from analyze.metrics.metric import Metric
-from analyze.metrics.streams import Series, series_of
+from analyze.metrics.inputs import check, is_whole
+from analyze.metrics.metric import Metric, Series, series_of
 from analyze.rules.coverage import Judged
 from analyze.rules.episodes import Episode, Episodes, Measured, Place
 from analyze.rules.finding import Finding, Severity

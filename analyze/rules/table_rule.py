@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from analyze.metrics.streams import Series
+from analyze.metrics.metric import Series
 from analyze.rules.episodes import Measured
 from analyze.rules.rule import Rule
 from analyze.rules.tables import Bools, Numbers, OfKind, Table, Tables

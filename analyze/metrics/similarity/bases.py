@@ -9,21 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from analyze.metrics.checks import check, is_number
+from analyze.metrics.inputs import check, is_number
+from analyze.metrics.metric import restored, stored
 from analyze.metrics.similarity.covariance import Moments, Triangle, negligible, scale_near
-from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, frequencies, lowest, multiplicity
-from analyze.metrics.streams import restored, stored
+from analyze.metrics.similarity.datapoints import (
+    Channels,
+    Positions,
+    Sheet,
+    Status,
+    frequencies,
+    lowest,
+    multiplicity,
+)
 from tracer.numbers.arrays import Array
-
-Status = Literal["ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch"]
-STATUSES: tuple[Status, ...] = ("ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch")
-"""The statuses of a similarity; a status is published as its index in this tuple."""
 
 EXACTLY = 1 - 1e-6
 """Above this threshold a covariance is not precise enough, so the data itself is decomposed."""

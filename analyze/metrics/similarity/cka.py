@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.checks import check, check_word, is_number, is_whole
-from analyze.metrics.similarity.bases import Status, centred
+from analyze.metrics.inputs import check, check_word, is_number, is_whole
+from analyze.metrics.similarity.bases import centred
 from analyze.metrics.similarity.canonical import refuse, sheets
+from analyze.metrics.similarity.covariance import Joint
 from analyze.metrics.similarity.datapoints import (
     ROWS,
     Channels,
     Positions,
     Sheet,
+    Status,
     check_positions,
 )
-from analyze.metrics.similarity.gathering import ByMoments, Gathering
-from analyze.metrics.similarity.joint import Joint
-from analyze.metrics.similarity.similarity import Compared, Kept, Similarity, code
+from analyze.metrics.similarity.similarity import ByMoments, Compared, Gathering, Kept, Similarity, code
 from tracer.numbers.arrays import Array
 
 Kernel = Literal["linear", "rbf"]

@@ -12,13 +12,12 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from analyze.metrics.checks import check, is_number
-from analyze.metrics.similarity.bases import Basis, Status, centred, of_sheet
+from analyze.metrics.inputs import check, is_number
+from analyze.metrics.similarity.bases import Basis, centred, of_sheet
 from analyze.metrics.similarity.canonical import null_baseline, refuse, sheets
 from analyze.metrics.similarity.cka import UNLIKE, Alignment, AlignmentResult
-from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, check_positions
-from analyze.metrics.similarity.gathering import ByMoments, ByTriangle, Gathering
-from analyze.metrics.similarity.similarity import Compared, Kept
+from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, Status, check_positions
+from analyze.metrics.similarity.similarity import ByMoments, ByTriangle, Compared, Gathering, Kept
 from tracer.numbers.arrays import Array
 
 _CLOSE = 0.99

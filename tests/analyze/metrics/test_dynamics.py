@@ -23,8 +23,8 @@ from torch import Tensor, nn
 import analyze
 import tracer
 from analyze import registry
-from analyze.metrics.gradients.cosine import cosine
-from analyze.metrics.predictions.classification_report import correctness
+from analyze.metrics.classification_report import correctness
+from analyze.metrics.directions import cosine
 from tests.analyze.metrics.invariances import FAMILY, INVARIANCES
 from tests.examples import examples
 from tracer import Collect, Message, MessageError, ModuleMessage, NetworkMessage, Subscriber

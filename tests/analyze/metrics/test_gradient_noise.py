@@ -20,7 +20,7 @@ from torch.func import functional_call, grad, vmap
 
 import analyze
 import tracer
-from analyze.metrics.gradients.sample_gram import SampleGram, bias_gram, conv_gram, linear_gram
+from analyze.metrics.sample_gram import SampleGram, bias_gram, conv_gram, linear_gram
 from tests.examples import examples
 from tracer import Capture, Collect, Message, MessageError, ModuleMessage, NetworkMessage
 from tracer.messaging.messages import DATA_KINDS

@@ -18,8 +18,9 @@ import analyze
 import tracer
 from analyze.comparing.pairs import Bases
 from analyze.metrics.similarity import similarity
-from analyze.metrics.similarity.bases import STATUSES, Basis, basis
+from analyze.metrics.similarity.bases import Basis, basis
 from analyze.metrics.similarity.canonical import compare, null_baseline
+from analyze.metrics.similarity.datapoints import STATUSES
 from analyze.metrics.similarity.similarity import Similarity
 from analyze.registry import parse
 from tests.analyze.metrics.layers import FUNCTIONS, NAMES, NAN, images, layers, message, said, value_of

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 import analyze
 from analyze.metrics.spectra import lanczos
-from analyze.metrics.spectra.lanczos import largest, product, seeded
-from analyze.metrics.spectra.spectral_norm import STATUSES
+from analyze.metrics.spectral_norm import STATUSES, largest, product, seeded
 from tests.analyze.metrics.matrices import INF, NAN, message, orthogonal, overtaken, said, with_spectrum
 from tests.examples import examples
 from tracer import MessageError

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import analyze
+from analyze.metrics.counts import sketch
 from analyze.metrics.elementwise import sharing
-from analyze.metrics.elementwise.formulas import FORMULAS, derive, needs_of
-from analyze.metrics.elementwise.sketch import sketch
-from analyze.metrics.elementwise.statistics import channel_axis
+from analyze.metrics.moments import FORMULAS, derive, needs_of
+from analyze.metrics.statistics import channel_axis
 from tests.analyze.metrics.invariances import ELEMENTWISE, INVARIANCES, SUMS
 from tests.analyze.metrics.tensors import INF, NAN, message, of
 from tests.examples import examples
