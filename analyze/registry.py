@@ -180,7 +180,7 @@ def describe(name: str) -> dict[str, Any]:
     --------
     >>> about = describe("spectral_norm")
     >>> about["class"], about["needs"], about["produces"]
-    ('analyze.metrics.spectra.spectral_norm.SpectralNorm', ['weights'], ['weights_spectral_norm',
+    ('analyze.metrics.spectral_norm.SpectralNorm', ['weights'], ['weights_spectral_norm',
      'weights_spectral_norm_residual', 'weights_spectral_norm_status'])
     >>> [(one["name"], one["default"]) for one in about["parameters"]]
     [('kind', 'weights'), ('exact', False), ('tolerance', 1e-06), ('certify', 100), ('tag', 'default'),

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.metric import At, OfSteps, OneNumber
+from analyze.metrics.metric import At, OfSteps, OneNumber, Tagged, restored
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, MessageBundle
+from tracer.messaging.messages import Message, MessageBundle
 from tracer.numbers.arrays import Array, as_array
 
 IGNORED = -100
@@ -130,7 +129,7 @@ train_accuracy = accuracy
 
 
 @final
-class TrainAccuracy(OneNumber):
+class TrainAccuracy(OneNumber, Tagged):
     r"""Accuracy on each batch: correct / total.
 
     Answers ``train_accuracy``: a float64 scalar from 0 to 1, for each forward pass that has outputs and labels.
@@ -179,18 +178,13 @@ class TrainAccuracy(OneNumber):
     name = "train_accuracy"
     invariances = ("rows",)
 
-    def __init__(
-        self,
-        kind: str = "network_output",
-        *,
-        labels: str = "input_labels",
-        ignore_index: int = IGNORED,
-        threshold: float = 0.0,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-    ) -> None:
-        super().__init__((kind, labels), "train_accuracy", tag=tag, subsample=subsample)
-        self.kind, self.labels, self.ignore_index, self.threshold = kind, labels, ignore_index, threshold
+    takes = ("kind", "labels")
+    gives = ("train_accuracy",)
+    kind: str = "network_output"
+    _: KW_ONLY
+    labels: str = "input_labels"
+    ignore_index: int = IGNORED
+    threshold: float = 0.0
 
     def value(self, bundle: MessageBundle) -> float:
         """The accuracy of one batch."""
@@ -247,7 +241,7 @@ class _AccuracyPass(At):
 
 
 @final
-class TestAccuracy(OfSteps[_AccuracyPass]):
+class TestAccuracy(OfSteps[_AccuracyPass], Tagged):
     r"""Accuracy of each evaluation pass: correct / total over all its batches, not the mean of the batches' accuracies.
 
     A pass is all forward passes of one tag at one global step. Answers ``test_accuracy``: a float64 scalar from 0 to
@@ -305,23 +299,18 @@ class TestAccuracy(OfSteps[_AccuracyPass]):
     __test__ = False  # else pytest would collect the class, because its name begins with Test
     name = "test_accuracy"
     gathered = _AccuracyPass
-    stored_as = "passes"
     scope = "step"
     mergeable = True
     invariances = ("rows",)
 
-    def __init__(
-        self,
-        kind: str = "network_output",
-        *,
-        labels: str = "input_labels",
-        ignore_index: int = IGNORED,
-        threshold: float = 0.0,
-        tag: str | None = "!default",
-        subsample: int = 1,
-    ) -> None:
-        super().__init__((kind, labels), "test_accuracy", tag=tag, subsample=subsample)
-        self.kind, self.labels, self.ignore_index, self.threshold = kind, labels, ignore_index, threshold
+    takes = ("kind", "labels")
+    gives = ("test_accuracy",)
+    kind: str = "network_output"
+    _: KW_ONLY
+    labels: str = "input_labels"
+    ignore_index: int = IGNORED
+    threshold: float = 0.0
+    tag: str | None = "!default"
 
     def hear(self, now: _AccuracyPass, bundle: MessageBundle) -> None:
         """Count one batch."""
@@ -343,17 +332,15 @@ class TestAccuracy(OfSteps[_AccuracyPass]):
         MessageError
             If the two are in different passes of one tag.
         """
-        for tag, other in state["passes"].items():
-            mine = self.steps.setdefault(tag, _AccuracyPass(**{**other, "correct": 0, "total": 0}))
-            if mine.global_step != other["global_step"]:
+        for tag, other in restored(state["steps"]).items():
+            mine = self.steps.setdefault(tag, replace(other, correct=0, total=0))
+            if mine.global_step != other.global_step:
                 raise MessageError(
-                    f"the passes of tag {tag!r} at global steps {mine.global_step} and {other['global_step']} are two"
+                    f"the passes of tag {tag!r} at global steps {mine.global_step} and {other.global_step} are two"
                 )
-            mine.correct, mine.total = mine.correct + other["correct"], mine.total + other["total"]
-            mine.fits = mine.fits and other["fits"]
-            mine.train_step, mine.epoch = max(
-                (mine.train_step, mine.epoch), (other["train_step"], other["epoch"]), key=lambda at: (at[1], at[0])
-            )
+            mine.correct, mine.total = mine.correct + other.correct, mine.total + other.total
+            mine.fits = mine.fits and other.fits
+            mine.epoch, mine.train_step = max((mine.epoch, mine.train_step), (other.epoch, other.train_step))
 
     def numbers(self, over: _AccuracyPass) -> tuple[float]:
         """The accuracy of a pass."""
@@ -427,7 +414,7 @@ class _ChurnPass(At):
 
 
 @final
-class Churn(OfSteps[_ChurnPass]):
+class Churn(OfSteps[_ChurnPass], Tagged):
     r"""Prediction churn: the share of datapoints whose predicted class changed since the pass before.
 
     Answers ``{kind}_churn``: a float64 scalar from 0 to 1, without unit, for each pass (all forward passes of one tag
@@ -475,21 +462,14 @@ class Churn(OfSteps[_ChurnPass]):
 
     name = "churn"
     gathered = _ChurnPass
-    stored_as = "passes"
     scope = "stream"
     same_inputs = True
     invariances = ("rows",)
 
-    def __init__(
-        self,
-        kind: str = "network_output",
-        *,
-        class_axis: int = 1,
-        tag: str | None = "!default",
-        subsample: int = 1,
-    ) -> None:
-        super().__init__(kind, f"{kind}_churn", tag=tag, subsample=subsample)
-        self.class_axis = class_axis
+    kind: str = "network_output"
+    _: KW_ONLY
+    class_axis: int = 1
+    tag: str | None = "!default"
 
     def following(self, over: _ChurnPass, message: Message) -> _ChurnPass:
         """The same record, with the predictions of the pass that is over as those of the pass before."""
@@ -504,18 +484,6 @@ class Churn(OfSteps[_ChurnPass]):
         except MessageError:  # no scores of classes: there is nothing to compare, and the replay goes on
             now.now[message.call, message.leaf] = np.zeros(0, np.int64)
 
-    def pack(self, now: _ChurnPass) -> dict[str, Any]:
-        """The predictions of a tag's current pass and of the pass before."""
-        before = None if now.before is None else _listed(now.before)
-        return {"at": now.counters(), "before": before, "now": _listed(now.now)}
-
-    def unpack(self, told: Mapping[str, Any]) -> _ChurnPass:
-        """The inverse of `pack`."""
-        one = _ChurnPass(*told["at"])
-        one.before = None if told["before"] is None else _by_batch(told["before"])
-        one.now = _by_batch(told["now"])
-        return one
-
     def numbers(self, over: _ChurnPass) -> tuple[float, ...]:
         """The churn of a pass; empty for the first pass."""
         if over.before is None:
@@ -526,11 +494,3 @@ class Churn(OfSteps[_ChurnPass]):
             if earlier is not None and earlier.shape == classes.shape:
                 changed, total = changed + int(np.count_nonzero(earlier != classes)), total + classes.size
         return (changed / total if total else math.nan,)
-
-
-def _listed(batches: Mapping[tuple[int, str], NDArray[np.int64]]) -> list[dict[str, Any]]:
-    return [{"call": call, "leaf": leaf, "classes": torch.from_numpy(one)} for (call, leaf), one in batches.items()]
-
-
-def _by_batch(state: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str], NDArray[np.int64]]:
-    return {(one["call"], one["leaf"]): one["classes"].numpy() for one in state}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Unpack, final
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import final
 
 from analyze.metrics.inputs import check, is_number, is_whole, single_number
-from analyze.metrics.metric import At, OfSteps, OneNumber, Where, Within
+from analyze.metrics.metric import At, OfSteps, OneNumber, Selected, memory
 from tracer.messaging.messages import Message
 
 
@@ -59,7 +59,7 @@ def _check_freezing(threshold: object, patience: object) -> None:
 
 
 @final
-class Freeze(OneNumber):
+class Freeze(OneNumber, Selected):
     r"""Freezing rule of SVCCA: a layer whose similarity to itself stays at or above `threshold` would be frozen.
 
     From the bottom up: a layer is frozen only after all that were heard of before it in a pass. Answers
@@ -115,21 +115,18 @@ class Freeze(OneNumber):
     name = "freeze"
     scope = "everything"
 
-    def __init__(
-        self,
-        kind: str = "activations_svcca",
-        *,
-        threshold: float = 0.99,
-        patience: int = 1,
-        bottom_up: bool = True,
-        tag: str | None = "probe",
-        **within: Unpack[Within],
-    ) -> None:
-        _check_freezing(threshold, patience)
-        super().__init__(kind, f"{kind}_freeze", tag=tag, **within)
-        self.threshold, self.patience, self.bottom_up = threshold, patience, bottom_up
-        # tag → module, in the order of a pass → [consecutive converged probes, whether frozen]
-        self._layers: dict[str, dict[str | None, list[int]]] = {}
+    kind: str = "activations_svcca"
+    _: KW_ONLY
+    threshold: float = 0.99
+    patience: int = 1
+    bottom_up: bool = True
+    tag: str | None = "probe"
+    # tag → module, in the order of a pass → [consecutive converged probes, whether frozen]
+    _layers: dict[str, dict[str | None, list[int]]] = memory(dict)
+
+    def check(self) -> None:
+        """Raise `MessageError` unless threshold and patience are positive."""
+        _check_freezing(self.threshold, self.patience)
 
     def value(self, message: Message) -> float:
         """Whether the layer would be frozen by now, after this similarity: 1 or 0."""
@@ -143,22 +140,6 @@ class Freeze(OneNumber):
             if layer[0] >= self.patience and (not self.bottom_up or all(frozen for _, frozen in before)):
                 layer[1] = 1
         return layer[1]
-
-    def state_dict(self) -> dict[str, Any]:
-        """For each tag the layers in the order of a pass: how many probes in a row converged, and whether frozen."""
-        return {
-            "tags": {
-                tag: [{"module": key, "streak": streak, "frozen": frozen} for key, (streak, frozen) in layers.items()]
-                for tag, layers in self._layers.items()
-            }
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        self._layers = {
-            tag: {one["module"]: [one["streak"], one["frozen"]] for one in layers}
-            for tag, layers in state["tags"].items()
-        }
 
 
 def learning_rate_from_ratio(ratios: Iterable[float], *, target: float = 1e-3, max_factor: float = 2.0) -> float:
@@ -210,7 +191,7 @@ class _RatioWindow(At):
 
 
 @final
-class LearningRateFromRatio(OfSteps[_RatioWindow]):
+class LearningRateFromRatio(OfSteps[_RatioWindow], Selected):
     r"""Learning rate from the update/weight ratio: the factor :math:`\tau / \bar r` that would bring it to its target.
 
     Answers ``{kind}_learning_rate_factor``, for the whole network and after each `window` steps, when a later step
@@ -266,28 +247,25 @@ class LearningRateFromRatio(OfSteps[_RatioWindow]):
     name = "learning_rate_from_ratio"
     scope = "everything"
     gathered = _RatioWindow
-    stored_as = "windows"
 
-    def __init__(
-        self,
-        kind: str = "weight_updates_weights_ratio",
-        *,
-        target: float = 1e-3,
-        window: int = 5,
-        max_factor: float = 2.0,
-        **where: Unpack[Where],
-    ) -> None:
-        _check_rate(target, max_factor, window)
-        super().__init__(kind, f"{kind}_learning_rate_factor", **where)
-        self.target, self.window, self.max_factor = target, window, max_factor
+    gives = ("{kind}_learning_rate_factor",)
+    kind: str = "weight_updates_weights_ratio"
+    _: KW_ONLY
+    target: float = 1e-3
+    window: int = 5
+    max_factor: float = 2.0
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the parameters are in their ranges."""
+        _check_rate(self.target, self.max_factor, self.window)
 
     def is_over(self, now: _RatioWindow, message: Message) -> bool:
         """Whether the window is full and a ratio begins another step."""
-        return now.steps == self.window and now.counters() != At.of(message).counters()
+        return now.steps == self.window and not now.is_at(message)
 
     def hear(self, now: _RatioWindow, message: Message) -> None:
         """Keep one ratio, and count its step if the step is new."""
-        if now.counters() != At.of(message).counters():
+        if not now.is_at(message):
             now.steps += 1
             now.move_to(message)
         ratio = single_number(message.data)
@@ -299,13 +277,3 @@ class LearningRateFromRatio(OfSteps[_RatioWindow]):
         if over.steps < self.window:
             return []
         return [learning_rate_from_ratio(over.ratios, target=self.target, max_factor=self.max_factor)]
-
-    def pack(self, now: _RatioWindow) -> dict[str, Any]:
-        """A window as plain values."""
-        return {"steps": now.steps, "ratios": list(now.ratios), "at": now.counters()}
-
-    def unpack(self, told: Mapping[str, Any]) -> _RatioWindow:
-        """The inverse of `pack`."""
-        window = _RatioWindow(*told["at"])
-        window.steps, window.ratios = told["steps"], list(told["ratios"])
-        return window

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Unpack, final
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 from analyze.metrics.inputs import answer, check, check_which, is_whole, real_numbers
 from analyze.metrics.metric import (
     At,
-    Metric,
+    Record,
+    Selected,
     Series,
-    Where,
-    packed_series,
+    memory,
     restored,
     series_of,
     stored,
-    unpacked_series,
 )
 from analyze.metrics.moments import FORMULAS, derive, derived_number, needs_of
 from analyze.metrics.statistics import StatisticsResult, interpolated, quantiles
@@ -50,7 +49,7 @@ def _middles(bins: NDArray[np.int64]) -> NDArray[np.float64]:
     return np.where(bins >= 0, moduli, -moduli) + 0.0
 
 
-class Reducer:
+class Reducer(Record):
     """Statistics of a set of real numbers that grows.
 
     Quantiles of up to `KEPT` numbers are exact; of more, they are precise to 0.05 % of the neighbouring numbers. All
@@ -253,7 +252,7 @@ class _AggregateWindow(At):
 
 
 @final
-class Aggregate(Metric):
+class Aggregate(Selected):
     r"""Statistics of a published number, such as a loss or a norm, over each epoch, window of steps, or the run.
 
     Answers ``{kind}_aggregate_{reduction}`` for each of `which`, such as ``loss_aggregate_median``: a float64 scalar,
@@ -315,19 +314,20 @@ class Aggregate(Metric):
     mergeable = True
     invariances = ("order",)
 
-    def __init__(
-        self,
-        kind: str = "loss",
-        *,
-        over: int | str = "epoch",
-        which: str | Iterable[str] = BOX,
-        **where: Unpack[Where],
-    ) -> None:
-        names = check_reductions(which)
-        check_window(over)
-        super().__init__(kind, [f"{kind}_aggregate_{name}" for name in names], **where)
-        self.over, self.which = over, names
-        self._open: dict[Series, dict[int, _AggregateWindow]] = {}
+    kind: str = "loss"
+    _: KW_ONLY
+    over: int | str = "epoch"
+    which: str | Iterable[str] = BOX
+    _open: dict[Series, dict[int, _AggregateWindow]] = memory(dict)
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the reductions and the window are known."""
+        self.which = check_reductions(self.which)
+        check_window(self.over)
+
+    def produced(self) -> list[str]:
+        """A kind for each reduction."""
+        return [f"{self.kind}_aggregate_{name}" for name in self.which]
 
     def compute(self, message: Message) -> Iterator[Message]:
         """Keep the numbers of one message; if it begins another window, first answer for the window before."""
@@ -349,39 +349,15 @@ class Aggregate(Metric):
             for window in windows.values():
                 yield from self._answers(key, window)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The open windows of each series."""
-        return {
-            "windows": [
-                {
-                    **packed_series(key),
-                    "window": number,
-                    "global_step": window.global_step,
-                    "train_step": window.train_step,
-                    "epoch": window.epoch,
-                    "numbers": window.reducer.state(),
-                }
-                for key, windows in self._open.items()
-                for number, window in windows.items()
-            ]
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of a metric with the same parameters."""
-        self._open = {}
-        self.merge(state)
-
     def merge(self, state: Mapping[str, Any]) -> None:
         """Add the open windows of another metric's state, whose messages came after those of this one."""
-        for one in state["windows"]:
-            windows = self._open.setdefault(unpacked_series(one), {})
-            at = one["global_step"], one["train_step"], one["epoch"], one["rank"]
-            heard = _AggregateWindow(*at, Reducer.of_state(one["numbers"]))
-            before = windows.get(one["window"])
-            if before is not None:
-                before.reducer.merge(heard.reducer)
-                heard.reducer = before.reducer
-            windows[one["window"]] = heard
+        for series, others in restored(state["open"]).items():
+            windows = self._open.setdefault(series, {})
+            for number, heard in others.items():
+                if number in windows:
+                    windows[number].reducer.merge(heard.reducer)
+                    heard.reducer = windows[number].reducer
+                windows[number] = heard
 
     def _number(self, message: Message) -> int:
         """The number of the window of a message; it depends on the message alone."""

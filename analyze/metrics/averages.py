@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, Unpack, final
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -18,17 +18,14 @@ from analyze.metrics.metric import (
     At,
     OfSteps,
     PerMessage,
+    Record,
+    Selected,
     Series,
     Stream,
-    Where,
-    packed,
-    packed_series,
+    memory,
     restored,
     series_of,
-    stored,
     stream_of,
-    unpacked,
-    unpacked_series,
 )
 from analyze.metrics.norm import norm
 from tracer.errors import MessageError
@@ -81,8 +78,8 @@ def check_decay(decay: object) -> None:
     check(is_number(decay) and 0 <= decay < 1, "the decay of an average is a number from 0 to less than 1", decay)
 
 
-@dataclass(slots=True, eq=False)
-class _Average:
+@dataclass(eq=False)
+class _Average(Record):
     """The weighted sum of numbers, the first of them, and their count; for each element of an array."""
 
     total: NDArray[np.float64]
@@ -118,7 +115,7 @@ def _power(decay: float, count: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 @final
-class EMA(PerMessage):
+class EMA(PerMessage, Selected):
     r"""Exponential moving average of a published number, such as a loss: recent messages weigh most.
 
     Answers ``{kind}_ema`` for each message: float64 of the shape of its data, in its unit, with the average up to this
@@ -176,18 +173,15 @@ class EMA(PerMessage):
     spoiled_by = ("reduce",)
     mergeable = True
 
-    def __init__(
-        self,
-        kind: str = "loss",
-        *,
-        decay: float = 0.9,
-        bias_correction: bool = True,
-        **where: Unpack[Where],
-    ) -> None:
-        check_decay(decay)
-        super().__init__(kind, f"{kind}_ema", **where)
-        self.decay, self.bias_correction = decay, bias_correction
-        self._averages: dict[Series, _Average] = {}
+    kind: str = "loss"
+    _: KW_ONLY
+    decay: float = 0.9
+    bias_correction: bool = True
+    _averages: dict[Series, _Average] = memory(dict)
+
+    def check(self) -> None:
+        """Raise `MessageError` unless `decay` is in its range."""
+        check_decay(self.decay)
 
     def measure(self, message: Message) -> tuple[Tensor]:
         """The average after this message."""
@@ -197,20 +191,9 @@ class EMA(PerMessage):
             average = self._averages[key] = _Average.new(value.shape)
         return (torch.from_numpy(np.asarray(average.add(value, self.decay, self.bias_correction))),)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The average of each series."""
-        return {"averages": [{**packed_series(key), **stored(asdict(one))} for key, one in self._averages.items()]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of a metric with the same parameters."""
-        self._averages = {}
-        self.merge(state)
-
     def merge(self, state: Mapping[str, Any]) -> None:
         """Add the averages of another metric's state, whose messages came after those of this one."""
-        for one in state["averages"]:
-            key = unpacked_series(one)
-            later = _Average(*(restored(one[name]) for name in ("total", "first", "count")))
+        for key, later in restored(state["averages"]).items():
             before = self._averages.get(key)
             if before is not None and before.total.shape == later.total.shape:
                 before.merge(later, self.decay)
@@ -267,20 +250,20 @@ def adam_moments(
     [5.0, 18.357559751, 0.029166667, 0.029166667, 0.141421356]
     """
     _check_adam(learning_rate, beta1, beta2, eps)
-    memory: _Memory | None = None
+    known: _Memory | None = None
     found = Moments(math.nan, math.nan, math.nan, math.nan, math.nan)
     for gradient in gradients:
         g = as_float64(gradient)
-        if memory is None:
-            memory = _Memory(np.zeros_like(g), np.zeros(g.shape))
-        if memory.first.shape != g.shape:
-            raise MessageError(f"gradients of a parameter are of one shape, not {memory.first.shape} and {g.shape}")
-        memory.take(g, beta1, beta2)
-        found = memory.moments(learning_rate, beta1, beta2, eps)
+        if known is None:
+            known = _Memory(np.zeros_like(g), np.zeros(g.shape))
+        if known.first.shape != g.shape:
+            raise MessageError(f"gradients of a parameter are of one shape, not {known.first.shape} and {g.shape}")
+        known.take(g, beta1, beta2)
+        found = known.moments(learning_rate, beta1, beta2, eps)
     return found
 
 
-class _Memory:
+class _Memory(Record):
     """The moments of one parameter, before the bias correction."""
 
     def __init__(self, first: NDArray[Any], second: NDArray[np.float64], steps: int = 0) -> None:
@@ -311,7 +294,7 @@ def _check_adam(learning_rate: object, beta1: object, beta2: object, eps: object
 
 
 @final
-class AdamMoments(PerMessage):
+class AdamMoments(PerMessage, Selected):
     r"""Adam's moments of each gradient, :math:`\hat m_t` and :math:`\hat v_t`, whatever optimizer the run had.
 
     Answers for each message, float64 scalars: ``{kind}_adam_first_norm`` and ``{kind}_adam_second_norm``,
@@ -363,37 +346,27 @@ class AdamMoments(PerMessage):
     spoiled_by = ("elements", "reduce")
     invariances = ("order", "sign")
 
-    def __init__(
-        self,
-        kind: str = "weight_gradients",
-        *,
-        learning_rate: float = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        **where: Unpack[Where],
-    ) -> None:
-        _check_adam(learning_rate, beta1, beta2, eps)
-        super().__init__(kind, [f"{kind}_adam_{what}" for what in Moments._fields], **where)
-        self.learning_rate, self.beta1, self.beta2, self.eps = learning_rate, beta1, beta2, eps
-        self._memories: dict[Stream, _Memory] = {}
+    gives = tuple(f"{{kind}}_adam_{what}" for what in Moments._fields)
+    kind: str = "weight_gradients"
+    _: KW_ONLY
+    learning_rate: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    _memories: dict[Stream, _Memory] = memory(dict)
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the parameters are in their ranges."""
+        _check_adam(self.learning_rate, self.beta1, self.beta2, self.eps)
 
     def measure(self, message: Message) -> Moments:
         """The moments after this gradient, and the step that Adam would take."""
         stream, g = stream_of(message), as_float64(as_array(message.data))
-        memory = self._memories.get(stream)
-        if memory is None or memory.first.shape != g.shape or memory.first.dtype != g.dtype:
-            memory = self._memories[stream] = _Memory(np.zeros_like(g), np.zeros(g.shape))
-        memory.take(g, self.beta1, self.beta2)
-        return memory.moments(self.learning_rate, self.beta1, self.beta2, self.eps)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The moments of each stream, and the number of its gradients."""
-        return {"memories": packed({stream: vars(one) for stream, one in self._memories.items()})}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        self._memories = {stream: _Memory(**one) for stream, one in unpacked(state["memories"]).items()}
+        known = self._memories.get(stream)
+        if known is None or known.first.shape != g.shape or known.first.dtype != g.dtype:
+            known = self._memories[stream] = _Memory(np.zeros_like(g), np.zeros(g.shape))
+        known.take(g, self.beta1, self.beta2)
+        return known.moments(self.learning_rate, self.beta1, self.beta2, self.eps)
 
 
 def message_mean(values: Iterable[float]) -> float:
@@ -432,7 +405,7 @@ class _MeanStep(At):
 
 
 @final
-class MessageMean(OfSteps[_MeanStep]):
+class MessageMean(OfSteps[_MeanStep], Selected):
     r"""Mean, or another statistic, of a published number over the modules of one step: :math:`\frac1L \sum_l x_l`.
 
     Answers ``{kind}_message_mean`` (``_message_max`` and so on for other statistics): a float64 scalar, in the unit of
@@ -485,16 +458,17 @@ class MessageMean(OfSteps[_MeanStep]):
     spoiled_by = ("reduce",)
     mergeable = True
 
-    def __init__(
-        self,
-        kind: str = "weight_updates_weights_ratio",
-        *,
-        which: str | Iterable[str] = "mean",
-        **where: Unpack[Where],
-    ) -> None:
-        names = check_reductions(which)
-        super().__init__(kind, [f"{kind}_message_{name}" for name in names], **where)
-        self.which = names
+    kind: str = "weight_updates_weights_ratio"
+    _: KW_ONLY
+    which: str | Iterable[str] = "mean"
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the reductions are known."""
+        self.which = check_reductions(self.which)
+
+    def produced(self) -> list[str]:
+        """A kind for each reduction."""
+        return [f"{self.kind}_message_{name}" for name in self.which]
 
     def hear(self, now: _MeanStep, message: Message) -> None:
         """Keep one number."""
@@ -509,13 +483,13 @@ class MessageMean(OfSteps[_MeanStep]):
         MessageError
             If the two are in different steps of one tag.
         """
-        for tag, other in state["steps"].items():
-            mine = self.steps.setdefault(tag, _MeanStep(**{**other, "values": []}))
-            if mine.global_step != other["global_step"]:
+        for tag, other in restored(state["steps"]).items():
+            mine = self.steps.setdefault(tag, replace(other, values=[]))
+            if mine.global_step != other.global_step:
                 raise MessageError(
-                    f"the global steps {mine.global_step} and {other['global_step']} of tag {tag!r} are two"
+                    f"the global steps {mine.global_step} and {other.global_step} of tag {tag!r} are two"
                 )
-            mine.values += other["values"]
+            mine.values += other.values
 
     def numbers(self, over: _MeanStep) -> Iterable[float]:
         """The statistics of the numbers of a step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from analyze.metrics.accuracy import IGNORED, class_axis, yes_no
 from analyze.metrics.inputs import check, check_word, is_whole
-from analyze.metrics.metric import At, Metric, OfSteps, restored, stored
+from analyze.metrics.metric import At, OfSteps, Record, Tagged, memory, restored
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, MessageBundle
 from tracer.numbers.arrays import Array, as_array
@@ -146,7 +146,7 @@ def _empty() -> NDArray[Any]:
 
 
 @dataclass
-class Tally:
+class Tally(Record):
     """Counts and sums over datapoints; two tallies can be added."""
 
     classes: int = 0
@@ -253,7 +253,7 @@ class _ReportPass(At):
 
 
 @final
-class ClassificationReport(Metric):
+class ClassificationReport(Tagged):
     r"""How good the classifications of each pass (or epoch) are, over all its datapoints together: correct / total.
 
     Answers, for each pass: ``{kind}_accuracy``, ``{kind}_top{k}_accuracy`` and ``{kind}_calibration_error``, float64
@@ -324,26 +324,26 @@ class ClassificationReport(Metric):
     mergeable = True
     invariances = ("rows",)
 
-    def __init__(
-        self,
-        kind: str = "network_output",
-        *,
-        labels: str = "input_labels",
-        k: int = 5,
-        bins: int = 15,
-        outputs: Outputs = "logits",
-        per: Per = "pass",
-        ignore_index: int = IGNORED,
-        tag: str | None = "!default",
-        subsample: int = 1,
-    ) -> None:
-        _check(k, bins, outputs)
-        check_per(per)
-        whats = [name.replace("top_k", f"top{k}") for name in Report._fields[:-1]]
-        super().__init__((kind, labels), [f"{kind}_{what}" for what in whats], tag=tag, subsample=subsample)
-        self.kind, self.labels, self.k, self.bins, self.outputs = kind, labels, k, bins, outputs
-        self.per, self.ignore_index = per, ignore_index
-        self._passes: dict[tuple[str, int], _ReportPass] = {}
+    takes = ("kind", "labels")
+    kind: str = "network_output"
+    _: KW_ONLY
+    labels: str = "input_labels"
+    k: int = 5
+    bins: int = 15
+    outputs: Outputs = "logits"
+    per: Per = "pass"
+    ignore_index: int = IGNORED
+    tag: str | None = "!default"
+    _passes: dict[tuple[str, int], _ReportPass] = memory(dict)
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the parameters are in their ranges."""
+        _check(self.k, self.bins, self.outputs)
+        check_per(self.per)
+
+    def produced(self) -> list[str]:
+        """A kind for each part of a `Report` but the total."""
+        return [f"{self.kind}_{what.replace('top_k', f'top{self.k}')}" for what in Report._fields[:-1]]
 
     def compute(self, bundle: MessageBundle) -> Iterator[Message]:
         """Count one batch; if it begins another pass, first answer with the report of the pass before."""
@@ -365,20 +365,6 @@ class ClassificationReport(Metric):
         for (tag, _), last in passes.items():
             yield from self._answers(tag, last)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The counts of the current passes."""
-        return {
-            "passes": [
-                {"tag": tag, "number": number, "at": one.counters(), "tally": stored(vars(one.tally))}
-                for (tag, number), one in self._passes.items()
-            ]
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        self._passes = {}
-        self.merge(state)
-
     def merge(self, state: Mapping[str, Any]) -> None:
         """Add the counts of another metric's state, which heard other batches.
 
@@ -387,12 +373,11 @@ class ClassificationReport(Metric):
         MessageError
             If the numbers of classes in the two halves of a pass differ.
         """
-        for one in state["passes"]:
-            at = one["tag"], one["number"]
-            mine = self._passes.setdefault(at, _ReportPass(*one["at"]))
-            mine.tally.plus(Tally(**restored(one["tally"])))
+        for key, other in restored(state["passes"]).items():
+            mine = self._passes.setdefault(key, replace(other, tally=Tally()))
+            mine.tally.plus(other.tally)
             mine.global_step, mine.train_step, mine.epoch = max(
-                [mine.global_step, mine.train_step, mine.epoch], list(one["at"][:3])
+                [mine.global_step, mine.train_step, mine.epoch], [other.global_step, other.train_step, other.epoch]
             )
 
     def _answers(self, tag: str, over: _ReportPass) -> Iterator[Message]:
@@ -457,7 +442,7 @@ def forgetting(correct: Array) -> Forgotten:
     return Forgotten(learning.events, unforgettable, unlearned)
 
 
-class _Learning:
+class _Learning(Record):
     """For each datapoint, by slot: the last correctness (-1: none), whether it was ever correct, its events."""
 
     def __init__(self, size: int = 0) -> None:
@@ -505,7 +490,7 @@ class _ForgettingPass(At):
 
 
 @final
-class Forgetting(OfSteps[_ForgettingPass]):
+class Forgetting(OfSteps[_ForgettingPass], Tagged):
     r"""Forgetting events: :math:`\sum_i [\mathrm{correct}_i^{(t-1)}]\,[\neg\,\mathrm{correct}_i^{(t)}]`.
 
     Answers for each pass, as soon as a later pass of that tag begins or the run ends, float64 scalars:
@@ -568,27 +553,29 @@ class Forgetting(OfSteps[_ForgettingPass]):
 
     name = "forgetting"
     gathered = _ForgettingPass
-    stored_as = "tags"
     scope = "stream"
     same_inputs = True
     invariances = ("rows",)
 
-    def __init__(
-        self,
-        kind: str = "network_output",
-        *,
-        labels: str = "input_labels",
-        ids: str | None = None,
-        per: Per = "pass",
-        ignore_index: int = IGNORED,
-        tag: str | None = "!default",
-        subsample: int = 1,
-    ) -> None:
-        check_per(per)
-        whats = ("forgotten", "forgetting_events", "unforgettable", "unlearned", "forgetting_counts")
-        kinds = (kind, labels) if ids is None else (kind, labels, ids)
-        super().__init__(kinds, [f"{kind}_{what}" for what in whats], tag=tag, subsample=subsample)
-        self.kind, self.labels, self.ids, self.per, self.ignore_index = kind, labels, ids, per, ignore_index
+    gives = tuple(
+        f"{{kind}}_{what}"
+        for what in ("forgotten", "forgetting_events", "unforgettable", "unlearned", "forgetting_counts")
+    )
+    kind: str = "network_output"
+    _: KW_ONLY
+    labels: str = "input_labels"
+    ids: str | None = None
+    per: Per = "pass"
+    ignore_index: int = IGNORED
+    tag: str | None = "!default"
+
+    def check(self) -> None:
+        """Raise `MessageError` unless `per` is known."""
+        check_per(self.per)
+
+    def kinds(self) -> tuple[str, ...]:
+        """Outputs and labels, and the ids where they are given."""
+        return self.kind, self.labels, *(() if self.ids is None else (self.ids,))
 
     def is_over(self, now: _ForgettingPass, bundle: MessageBundle) -> bool:
         """Whether a batch begins another pass (or epoch, by `per`)."""
@@ -633,24 +620,6 @@ class Forgetting(OfSteps[_ForgettingPass]):
                 counts = [last.batches[0, ""].counts(np.argsort(np.array(list(last.slots)), kind="stable"))]
             all_counts = np.concatenate([np.zeros(0, np.int64), *counts])
             yield last.network_message(self.produces[4], tag, torch.from_numpy(all_counts))
-
-    def pack(self, now: _ForgettingPass) -> dict[str, Any]:
-        """The record of a tag as plain values and tensors."""
-        batches = [
-            {"call": call, "leaf": leaf, **stored(vars(learning))} for (call, leaf), learning in now.batches.items()
-        ]
-        told = {"forgotten": now.forgotten, "fits": now.fits, "ids": list(now.slots), "batches": batches}
-        return {"at": now.counters(), **told}
-
-    def unpack(self, told: Mapping[str, Any]) -> _ForgettingPass:
-        """The inverse of `pack`."""
-        one = _ForgettingPass(*told["at"])
-        one.forgotten, one.fits = told["forgotten"], told["fits"]
-        one.slots = {known: slot for slot, known in enumerate(told["ids"])}
-        for batch in restored(told["batches"]):
-            learning = one.batches[batch.pop("call"), batch.pop("leaf")] = _Learning()
-            vars(learning).update(batch)
-        return one
 
     def numbers(self, over: _ForgettingPass) -> list[float]:
         """The answers for a pass."""

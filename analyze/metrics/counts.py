@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, final, get_args
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.inputs import check, check_word, is_number, is_whole
-from analyze.metrics.metric import PerMessage, Stream, Where, packed, stream_of, unpacked
+from analyze.metrics.metric import PerMessage, Selected, Stream, memory, stream_of
 from analyze.metrics.moments import shared
 from analyze.metrics.statistics import statistics
 from tracer.errors import MessageError
@@ -281,7 +281,7 @@ _DETAILS = ("zeros", "nan", "inf")
 
 
 @final
-class Histogram(PerMessage):
+class Histogram(PerMessage, Selected):
     r"""Histogram of each tensor of a kind: how many elements lie in each of `bins` equal bins.
 
     Answers, for each message, ``{kind}_histogram``: int64 counts of shape (bins,), and ``{kind}_histogram_edges``:
@@ -338,21 +338,22 @@ class Histogram(PerMessage):
     spoiled_by = ("reduce",)
     invariances = ("order",)
 
-    def __init__(
-        self,
-        kind: str = "weights",
-        *,
-        bins: int = 50,
-        low: float | None = None,
-        high: float | None = None,
-        method: Method = "exact",
-        details: bool = False,
-        **where: Unpack[Where],
-    ) -> None:
-        _check_bins(bins, low, high, method)
-        produces = [f"{kind}_histogram{suffix}" for suffix in ("", "_edges", *(f"_{name}" for name in _DETAILS))]
-        super().__init__(kind, produces if details else produces[:2], **where)
-        self.bins, self.low, self.high, self.method, self.details = bins, low, high, method, details
+    kind: str = "weights"
+    _: KW_ONLY
+    bins: int = 50
+    low: float | None = None
+    high: float | None = None
+    method: Method = "exact"
+    details: bool = False
+
+    def check(self) -> None:
+        """Raise `MessageError` unless bins, range and method are in order."""
+        _check_bins(self.bins, self.low, self.high, self.method)
+
+    def produced(self) -> list[str]:
+        """The counts and the edges; with `details` also the further numbers."""
+        suffixes = ("", "_edges", *(f"_{name}" for name in _DETAILS if self.details))
+        return [f"{self.kind}_histogram{suffix}" for suffix in suffixes]
 
     def measure(self, message: Message) -> list[Tensor]:
         """The counts and the edges; with `details` also how many elements are zero, NaN and infinite."""
@@ -448,7 +449,7 @@ def _check_units(threshold: object, units: object) -> None:
 
 
 @final
-class ActivationRate(PerMessage):
+class ActivationRate(PerMessage, Selected):
     r"""Activation rate and death rate of each layer: :math:`\frac1C\sum_c r_c` and :math:`\frac1C\,\#\{c: r_c=0\}`.
 
     :math:`r_c` is the share of active elements of unit c over the last `window` messages. Answers
@@ -505,23 +506,22 @@ class ActivationRate(PerMessage):
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign")
 
-    def __init__(
-        self,
-        kind: str = "activations",
-        *,
-        threshold: float = 1e-8,
-        units: Units = "auto",
-        window: int = 1,
-        **where: Unpack[Where],
-    ) -> None:
-        _check_units(threshold, units)
-        check(is_whole(window, 1), "the window of an activation rate is a positive integer", window)
-        self.takes_statistics = "too" if threshold <= _NOTHING else False
-        super().__init__(kind, (f"{kind}_activation_rate", f"{kind}_death_rate"), **where)
-        self.threshold, self.units, self.window = threshold, units, window
-        of_parameter = kind in KINDS and not KINDS[kind].batched
-        self._units: Units = "first" if units == "auto" and of_parameter else units
-        self._past: dict[str, _Past] = {"past": {}, "statistics": {}}
+    gives = ("{kind}_activation_rate", "{kind}_death_rate")
+    kind: str = "activations"
+    _: KW_ONLY
+    threshold: float = 1e-8
+    units: Units = "auto"
+    window: int = 1
+    _past: _Past = memory(dict)
+    _statistics: _Past = memory(dict)
+
+    def check(self) -> None:
+        """Raise `MessageError` unless threshold, units and window are in order."""
+        _check_units(self.threshold, self.units)
+        check(is_whole(self.window, 1), "the window of an activation rate is a positive integer", self.window)
+        self.takes_statistics = "too" if self.threshold <= _NOTHING else False
+        of_parameter = self.kind in KINDS and not KINDS[self.kind].batched
+        self._units: Units = "first" if self.units == "auto" and of_parameter else self.units
 
     def compute(self, message: Message) -> Iterator[Message]:
         """Answer with both rates, but split them if a tensor and its statistics both come.
@@ -536,9 +536,9 @@ class ActivationRate(PerMessage):
 
     def measure(self, message: Message) -> tuple[float, float]:
         """The rates over the window that ends with this message."""
-        past = self._past["past"]
+        past = self._past
         if are_statistics(message.sampling):
-            past, nan, count = self._past["statistics"], shared(message, "nan"), int(shared(message, "count"))
+            past, nan, count = self._statistics, shared(message, "nan"), int(shared(message, "count"))
             active = np.array([math.nan if nan else count - shared(message, "zeros")])
         else:
             array = as_array(message.data)
@@ -554,26 +554,3 @@ class ActivationRate(PerMessage):
             count = sum(size for _, size in window)
         found = _activity(active, count)
         return found.activation_rate, found.death_rate
-
-    def state_dict(self) -> dict[str, Any]:
-        """The counts of the last messages of each stream."""
-        return {what: _packed(past) for what, past in self._past.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        self._past = {what: self._unpacked(state.get(what, ())) for what in self._past}
-
-    def _unpacked(self, state: Iterable[Mapping[str, Any]]) -> _Past:
-        return {
-            stream: deque(zip(one["active"], one["counts"], strict=True), maxlen=self.window)
-            for stream, one in unpacked(state).items()
-        }
-
-
-def _packed(past: _Past) -> list[dict[str, Any]]:
-    return packed(
-        {
-            stream: {"active": [active for active, _ in window], "counts": [size for _, size in window]}
-            for stream, window in past.items()
-        }
-    )

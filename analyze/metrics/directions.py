@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Unpack, final
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.inputs import answer, blocks, carries_data
-from analyze.metrics.metric import At, Metric, OfSteps, OneNumber, Stream, Where, packed, stream_of, unpacked
+from analyze.metrics.metric import (
+    At,
+    OfSteps,
+    OneNumber,
+    Selected,
+    Stream,
+    memory,
+    stream_of,
+)
 from analyze.metrics.norm import norm
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, MessageBundle, derived
@@ -100,7 +108,7 @@ def descent_cosine(update: Array, gradient: Array) -> float:
 
 
 @final
-class DescentCosine(OneNumber):
+class DescentCosine(OneNumber, Selected):
     r"""Cosine between each update and its negative gradient: :math:`\cos(u_t, -g_t)`.
 
     1 says that the optimizer went down the steepest descent, as SGD without momentum does; 0 that it went across, below
@@ -149,13 +157,15 @@ class DescentCosine(OneNumber):
     spoiled_by = ("reduce",)
     invariances = ("order", "sign", "scale")
 
-    def __init__(
-        self, kind: str = "weight_updates", *, gradients: str = "weight_gradients", **where: Unpack[Where]
-    ) -> None:
-        carries_data(kind)
-        carries_data(gradients)
-        super().__init__((kind, gradients), f"{kind}_descent_cosine", **where)
-        self.kind, self.gradients = kind, gradients
+    takes = ("kind", "gradients")
+    kind: str = "weight_updates"
+    _: KW_ONLY
+    gradients: str = "weight_gradients"
+
+    def check(self) -> None:
+        """Raise `MessageError` unless both kinds carry data."""
+        carries_data(self.kind)
+        carries_data(self.gradients)
 
     def value(self, bundle: MessageBundle) -> float:
         """The cosine of the update and the negative gradient."""
@@ -204,7 +214,7 @@ def gradient_geometry(now: Array, before: Array | None = None) -> Geometry:
 
 
 @final
-class GradientGeometry(Metric):
+class GradientGeometry(Selected):
     r"""Length and turn of each gradient: :math:`\|g_t\|_2` and :math:`\cos(g_t, g_{t-1})`.
 
     Answers, for each message, ``{kind}_geometry_norm`` and ``{kind}_geometry_rms``, in the unit of the data, and, for
@@ -258,9 +268,9 @@ class GradientGeometry(Metric):
     spoiled_by = ("elements", "reduce")
     invariances = ("order", "sign")
 
-    def __init__(self, kind: str = "weight_gradients", **where: Unpack[Where]) -> None:
-        super().__init__(kind, [f"{kind}_geometry_{what}" for what in Geometry._fields], **where)
-        self._last: dict[Stream, NDArray[Any]] = {}
+    gives = tuple(f"{{kind}}_geometry_{what}" for what in Geometry._fields)
+    kind: str = "weight_gradients"
+    _last: dict[Stream, NDArray[Any]] = memory(dict)
 
     def compute(self, message: Message) -> Iterator[Message]:
         """Answer one message with its length, and with its turn if there was a message before."""
@@ -272,14 +282,6 @@ class GradientGeometry(Metric):
         if before is not None:
             yield derived(message, self.produces[2], answer(found.cosine))
         self._last[stream] = now
-
-    def state_dict(self) -> dict[str, Any]:
-        """The last tensor of each stream."""
-        return {"last": packed({stream: {"data": last} for stream, last in self._last.items()})}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        self._last = {stream: one["data"] for stream, one in unpacked(state["last"]).items()}
 
 
 def alpha(slope: float, slope_after: float) -> float:
@@ -313,7 +315,7 @@ class _SlopeStep(At):
 
 
 @final
-class Alpha(OfSteps[_SlopeStep]):
+class Alpha(OfSteps[_SlopeStep], Selected):
     r"""Normalised step length: :math:`\alpha_t = -\langle g_{t+1}, u_t\rangle / \langle g_t, u_t\rangle`.
 
     0 says that the step went into the minimum along its direction, 1 that it went over to the other side at equal
@@ -374,22 +376,26 @@ class Alpha(OfSteps[_SlopeStep]):
     spoiled_by = ("elements", "reduce")
     invariances = ("order", "sign")
 
-    def __init__(
-        self,
-        kind: str = "weight_updates",
-        *,
-        gradients: str = "weight_gradients",
-        bias_updates: str = "bias_updates",
-        bias_gradients: str = "bias_gradients",
-        bias: bool = True,
-        **where: Unpack[Where],
-    ) -> None:
-        pairs = [(kind, gradients), *([(bias_updates, bias_gradients)] if bias else [])]
-        kinds = [one for pair in pairs for one in pair]
-        super().__init__(tuple(kinds), (f"{kind}_alpha", f"{kind}_slope"), **where)
-        if len(set(kinds)) != len(kinds):
-            raise MessageError(f"alpha needs different kinds, not {', '.join(kinds)}")
-        self._pairs = pairs
+    gives = ("{kind}_alpha", "{kind}_slope")
+    kind: str = "weight_updates"
+    _: KW_ONLY
+    gradients: str = "weight_gradients"
+    bias_updates: str = "bias_updates"
+    bias_gradients: str = "bias_gradients"
+    bias: bool = True
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the kinds are different."""
+        of_biases = [(self.bias_updates, self.bias_gradients)] if self.bias else []
+        self._pairs = [(self.kind, self.gradients), *of_biases]
+        for kind in self.kinds():
+            carries_data(kind)
+        if len(set(self.kinds())) != len(self.kinds()):
+            raise MessageError(f"alpha needs different kinds, not {', '.join(self.kinds())}")
+
+    def kinds(self) -> tuple[str, ...]:
+        """Updates and gradients, of weights and of biases."""
+        return tuple(kind for pair in self._pairs for kind in pair)
 
     def following(self, over: _SlopeStep, message: Message) -> _SlopeStep:
         """A record that refers to the step before, but to no earlier step."""
@@ -418,19 +424,6 @@ class Alpha(OfSteps[_SlopeStep]):
                 if kind == updates and now is not None and then is not None and update.shape == now.shape == then.shape:
                     slope, slope_after = slope + _product(update, now), slope_after + _product(update, then)
         return alpha(slope, slope_after), slope
-
-    def pack(self, now: _SlopeStep) -> list[dict[str, Any]]:
-        """The records of the step before and of the step, in this order."""
-        heard = [{"kind": kind, "module": module, "data": x} for (kind, module), x in now.heard.items()]
-        return [*(self.pack(now.before) if now.before else ()), {"at": now.counters(), "heard": heard}]
-
-    def unpack(self, told: Sequence[Mapping[str, Any]]) -> _SlopeStep:
-        """The inverse of `pack`."""
-        *before, last = told
-        step = _SlopeStep(*last["at"])
-        step.heard = {(one["kind"], one["module"]): one["data"] for one in last["heard"]}
-        step.before = self.unpack(before) if before else None
-        return step
 
 
 def _product(one: Tensor, other: Tensor) -> float:

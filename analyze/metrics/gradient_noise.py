@@ -1,15 +1,15 @@
 """Signal and noise in the gradient of a batch, from a trace alone: tests of whether the batch is large enough.
 
-All are functions of the inner products of the per-sample gradients, which `analyze.metrics.gradients.layer_grams`
+All are functions of the inner products of the per-sample gradients, which `analyze.metrics.sample_gram`
 computes for each layer from its inputs and the gradients of its outputs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, final, get_args
+from collections.abc import Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +18,14 @@ from torch import Tensor
 from analyze.metrics.inputs import (
     as_float64,
     axis_of_datapoints,
+    carries_data,
     check,
     check_word,
     datapoints_first,
     is_number,
     is_whole,
 )
-from analyze.metrics.metric import At, OfSteps, Where
+from analyze.metrics.metric import At, OfSteps, Selected
 from analyze.metrics.sample_gram import ConvGeometry, SampleGram, layer_grams, linear_gram, may_have_time_first  # noqa: F401 - for the example
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
@@ -180,7 +181,7 @@ _TRIES = 8
 
 
 @final
-class GradientNoise(OfSteps[_NoiseStep]):
+class GradientNoise(OfSteps[_NoiseStep], Selected):
     r"""Signal and noise in the gradient of each batch: the norm, inner-product and orthogonality tests, and more.
 
     From per-sample gradients :math:`g_b`, of which no one is stored or recorded: of a layer with inputs a and output
@@ -270,36 +271,38 @@ class GradientNoise(OfSteps[_NoiseStep]):
     spoiled_by = ("elements", "reduce")
     invariances = ("rows",)
 
-    def __init__(
-        self,
-        kind: str = "layer_gradients",
-        *,
-        inputs: str = "layer_inputs",
-        weights: str = "weight_gradients",
-        biases: str = "bias_gradients",
-        loss: str = "loss",
-        bias: bool = True,
-        reduction: Reduction = "mean",
-        learning_rate: float = 1.0,
-        eps: float = 1e-5,
-        stride: int | None = None,
-        padding: int | None = None,
-        dilation: int | None = None,
-        **where: Unpack[Where],
-    ) -> None:
-        kinds = (kind, inputs, weights, loss, *((biases,) if bias else ()))
-        whats = (*Noise._fields, "coverage", "residual", "axis", "ranks")
-        super().__init__(kinds, [f"{kind}_{what}" for what in whats], **where)
-        if len(set(kinds)) != len(kinds):
-            raise MessageError(f"gradient noise needs different kinds, not {', '.join(kinds)}")
-        check_word("reduction", reduction, get_args(Reduction))
-        for what, number in (("learning_rate", learning_rate), ("eps", eps)):
+    gives = tuple(f"{{kind}}_{what}" for what in (*Noise._fields, "coverage", "residual", "axis", "ranks"))
+    kind: str = "layer_gradients"
+    _: KW_ONLY
+    inputs: str = "layer_inputs"
+    weights: str = "weight_gradients"
+    biases: str = "bias_gradients"
+    loss: str = "loss"
+    bias: bool = True
+    reduction: Reduction = "mean"
+    learning_rate: float = 1.0
+    eps: float = 1e-5
+    stride: int | None = None
+    padding: int | None = None
+    dilation: int | None = None
+
+    def kinds(self) -> tuple[str, ...]:
+        """Inputs and gradients of layers, gradients of parameters, and the loss."""
+        return self.kind, self.inputs, self.weights, self.loss, *((self.biases,) if self.bias else ())
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the kinds are different, and the other parameters in their ranges."""
+        for kind in self.kinds():
+            carries_data(kind)
+        if len(set(self.kinds())) != len(self.kinds()):
+            raise MessageError(f"gradient noise needs different kinds, not {', '.join(self.kinds())}")
+        check_word("reduction", self.reduction, get_args(Reduction))
+        for what in ("learning_rate", "eps"):
+            number = getattr(self, what)
             check(is_number(number) and number >= 0, f"{what} is a number from 0 on", number)
-        for what, size, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
+        for what, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
+            size = getattr(self, what)
             check(size is None or is_whole(size, least), f"{what} is an integer from {least} on, or None", size)
-        self.kind, self.inputs, self.weights, self.biases, self.loss = kind, inputs, weights, biases, loss
-        self.bias, self.reduction, self.learning_rate, self.eps = bias, reduction, learning_rate, eps
-        self.stride, self.padding, self.dilation = stride, padding, dilation
 
     def hear(self, now: _NoiseStep, message: Message) -> None:
         """Keep one message."""
@@ -312,26 +315,6 @@ class GradientNoise(OfSteps[_NoiseStep]):
                 placement = message.sampling.get("placement") or {}
                 now.ranks = max(now.ranks, len(placement.get("replicas", ())))
             now.heard.setdefault(message.kind, {}).setdefault(message.key, {})[message.call] = message.data
-
-    def pack(self, now: _NoiseStep) -> dict[str, Any]:
-        """The counters of a step, and one entry for each of its messages."""
-        heard = [
-            {"kind": kind, "module": module, "call": call, "data": data}
-            for kind, of_kind in now.heard.items()
-            for module, calls in of_kind.items()
-            for call, data in calls.items()
-        ]
-        axes = [{"module": module, "axis": axis} for module, axis in now.axes.items()]
-        return {"at": now.counters(), "heard": heard, "axes": axes, "ranks": now.ranks}
-
-    def unpack(self, told: Mapping[str, Any]) -> _NoiseStep:
-        """The inverse of `pack`."""
-        now = _NoiseStep(*told["at"])
-        for one in told["heard"]:
-            now.heard.setdefault(one["kind"], {}).setdefault(one["module"], {})[one["call"]] = one["data"]
-        now.axes = {one["module"]: one["axis"] for one in told["axes"]}
-        now.ranks = told["ranks"]
-        return now
 
     def numbers(self, over: _NoiseStep) -> list[float]:
         """The numbers of `gradient_noise`, and how far they can be believed; see the class."""

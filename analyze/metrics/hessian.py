@@ -6,8 +6,9 @@ import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import KW_ONLY
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, TypeAlias, Unpack, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import scipy
@@ -16,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.inputs import check, is_number, is_whole
-from analyze.metrics.metric import PerMessage, Within
+from analyze.metrics.metric import PerMessage
 from analyze.metrics.spectral_norm import generator_of, seeded
 from tracer.errors import CaptureError
-from tracer.messaging.messages import Message
+from tracer.messaging.messages import DEFAULT_TAG, Message
 from tracer.messaging.objective import Objective
 
 Products: TypeAlias = Callable[[NDArray[np.float64]], NDArray[np.float64]]
@@ -162,19 +163,25 @@ class OfLoss(PerMessage):
 
     needs_model = True
 
-    def __init__(
-        self,
-        produces: Iterable[str],
-        *,
-        exact: int,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        check_exact(exact)
-        super().__init__("loss", produces, subsample=subsample)
-        self.exact = exact
-        self.modules = (modules,) if isinstance(modules, str) else None if modules is None else tuple(modules)
+    kind = "loss"
+    _: KW_ONLY
+    exact: int = 512
+    subsample: int = 1
+    modules: str | Iterable[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        modules = self.modules
+        self._globs = (modules,) if isinstance(modules, str) else None if modules is None else tuple(modules)
         self._objective: Objective | None = None
+
+    def check(self) -> None:
+        """Raise `MessageError` unless `exact` is in its range."""
+        check_exact(self.exact)
+
+    def where(self) -> tuple[str, int, None]:
+        """Every loss of the training; `modules` choose parameters, not messages."""
+        return DEFAULT_TAG, self.subsample, None
 
     def know_objective(self, objective: Objective | None) -> None:
         """Keep the objective of the next loss; None after its message was delivered."""
@@ -194,7 +201,7 @@ class OfLoss(PerMessage):
                 "is called next, not what is logged, and not those of several optimizers, which are told apart when "
                 "the step ends"
             )
-        return self.of(Block(self._objective, self.modules), generator_of(message))
+        return self.of(Block(self._objective, self._globs), generator_of(message))
 
     @abstractmethod
     def of(self, block: Block, random: np.random.Generator) -> Iterable[float | Tensor]:
@@ -381,11 +388,15 @@ class HessianTrace(OfLoss):
 
     name = "hessian_trace"
 
-    def __init__(self, *, exact: int = 512, probes: int = PROBES, **within: Unpack[Within]) -> None:
-        check_probes(probes)
-        ends = ("", "_low", "_high")
-        super().__init__((f"loss_hessian_trace{end}" for end in ends), exact=exact, **within)
-        self.probes = probes
+    gives = ("loss_hessian_trace", "loss_hessian_trace_low", "loss_hessian_trace_high")
+    _: KW_ONLY
+    exact: int = 512
+    probes: int = PROBES
+
+    def check(self) -> None:
+        """Raise `MessageError` unless `exact` and `probes` are in their ranges."""
+        check_probes(self.probes)
+        super().check()
 
     def of(self, block: Block, random: np.random.Generator) -> Estimated:
         """The trace and its interval."""
@@ -612,13 +623,16 @@ class HessianEigen(OfLoss):
 
     name = "hessian_eigen"
 
-    def __init__(
-        self, *, k: int = 1, exact: int = 512, tolerance: float = 1e-6, steps: int = 100, **within: Unpack[Within]
-    ) -> None:
-        _check(k, exact, tolerance, steps)
-        answers = ("", "_max", "_min", "_residual")
-        super().__init__((f"loss_hessian_eigen{one}" for one in answers), exact=exact, **within)
-        self.k, self.tolerance, self.steps = k, tolerance, steps
+    gives = tuple(f"loss_hessian_eigen{what}" for what in ("", "_max", "_min", "_residual"))
+    _: KW_ONLY
+    k: int = 1
+    exact: int = 512
+    tolerance: float = 1e-6
+    steps: int = 100
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the parameters are in their ranges."""
+        _check(self.k, self.exact, self.tolerance, self.steps)
 
     def of(self, block: Block, random: np.random.Generator) -> Iterable[float | Tensor]:
         """The largest eigenvalues in magnitude, the greatest, the least, and the residual."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Unpack, final
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,17 @@ from analyze.metrics.inputs import (
     power_of_two,
     real_numbers,
 )
-from analyze.metrics.metric import At, OfSteps, OneNumber, PerMessage, Stream, Where, packed, stream_of, unpacked
-from analyze.metrics.norm import SHARED, check_order, norm, norm_of, suffix
+from analyze.metrics.metric import (
+    At,
+    OfSteps,
+    OneNumber,
+    PerMessage,
+    Selected,
+    Stream,
+    memory,
+    stream_of,
+)
+from analyze.metrics.norm import SHARED, check_order, norm, norm_of
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, MessageBundle
 from tracer.numbers.arrays import Array, as_array
@@ -72,7 +81,7 @@ def sample_norm(x: Array) -> SampleNorms:
 
 
 @final
-class SampleNorm(PerMessage):
+class SampleNorm(PerMessage, Selected):
     r"""Mean norm of a datapoint: :math:`\frac1n \sum_b \|y_b\|_2`, which does not grow with the batch.
 
     Answers ``{kind}_sample_norm`` and ``{kind}_sample_rms``, the same over the root of the elements of a datapoint:
@@ -117,8 +126,8 @@ class SampleNorm(PerMessage):
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign")
 
-    def __init__(self, kind: str = "activations", **where: Unpack[Where]) -> None:
-        super().__init__(kind, (f"{kind}_sample_norm", f"{kind}_sample_rms"), **where)
+    gives = ("{kind}_sample_norm", "{kind}_sample_rms")
+    kind: str = "activations"
 
     def measure(self, message: Message) -> SampleNorms:
         """The mean norm of the datapoints, and the same divided by the root of the elements of a datapoint."""
@@ -159,7 +168,7 @@ class _NormStep(At):
 
 
 @final
-class TotalNorm(OfSteps[_NormStep]):
+class TotalNorm(OfSteps[_NormStep], Selected):
     r"""Norm of all gradients of a model together, before clipping and after it: :math:`\sqrt{\sum_l \|g_l\|_2^2}`.
 
     Answers ``total_norm_before`` and ``total_norm_after``: float64 scalars, in the unit of the gradients, for the whole
@@ -220,17 +229,15 @@ class TotalNorm(OfSteps[_NormStep]):
     spoiled_by = ("elements", "reduce")
     invariances = ("order", "sign")
 
-    def __init__(
-        self,
-        kind: str = "gradient_norms",
-        *,
-        weights: str = "weight_gradients",
-        biases: str = "bias_gradients",
-        **where: Unpack[Where],
-    ) -> None:
-        recorded = (kind,) if where.get("modules") is None else ()
-        super().__init__((*recorded, weights, biases), [f"total_norm_{when}" for when in _WHEN], **where)
-        self.kind = kind
+    gives = ("total_norm_before", "total_norm_after")
+    kind: str = "gradient_norms"
+    _: KW_ONLY
+    weights: str = "weight_gradients"
+    biases: str = "bias_gradients"
+
+    def kinds(self) -> tuple[str, ...]:
+        """The recorded norms, unless modules are chosen; and the gradients."""
+        return *((self.kind,) if self.modules is None else ()), self.weights, self.biases
 
     def hear(self, now: _NormStep, message: Message) -> None:
         """Keep the recorded norms, or the norm of a gradient."""
@@ -288,7 +295,7 @@ def _quotient(above: float, below: float) -> float:
 
 
 @final
-class Ratio(OneNumber):
+class Ratio(OneNumber, Selected):
     r"""Ratio of the norms of two tensors of one module: :math:`\|a\|_p / \|b\|_p`, by default the update/weight ratio.
 
     With the defaults :math:`\|W_{t+1}-W_t\|_2/\|W_t\|_2`, of which about 1e-3 is healthy. Answers
@@ -339,21 +346,22 @@ class Ratio(OneNumber):
     spoiled_by = ("reduce",)
     invariances = ("order", "sign", "scale")
 
-    def __init__(
-        self,
-        dividend: str = "weight_updates",
-        divisor: str = "weights",
-        *,
-        order: float = 2,
-        **where: Unpack[Where],
-    ) -> None:
-        carries_data(dividend)
-        carries_data(divisor)
-        check_order(order)
-        self.takes_statistics = order in SHARED
-        suffix_of_order = "" if order == 2 else suffix(order)
-        super().__init__((dividend, divisor), f"{dividend}_{divisor}_ratio{suffix_of_order}", **where)
-        self.dividend, self.divisor, self.order = dividend, divisor, order
+    takes = ("dividend", "divisor")
+    dividend: str = "weight_updates"
+    divisor: str = "weights"
+    _: KW_ONLY
+    order: float = 2
+
+    def check(self) -> None:
+        """Raise `MessageError` unless both kinds carry data and `order` is a positive number."""
+        carries_data(self.dividend)
+        carries_data(self.divisor)
+        check_order(self.order)
+        self.takes_statistics = self.order in SHARED
+
+    def produced(self) -> tuple[str]:
+        """Both kinds, and the order unless it is 2."""
+        return (f"{self.dividend}_{self.divisor}_ratio{'' if self.order == 2 else f'{self.order:g}'}",)
 
     def value(self, bundle: MessageBundle) -> float:
         """The ratio of the two norms."""
@@ -406,7 +414,7 @@ def distance(now: Array, beginning: Array) -> Displacement:
 
 
 @final
-class Distance(PerMessage):
+class Distance(PerMessage, Selected):
     r"""Distance of each weight from its initialisation: :math:`\|W_t - W_0\|_2`.
 
     Answers ``{kind}_distance``, in the unit of the data, and ``{kind}_distance_relative``, the same over
@@ -455,23 +463,15 @@ class Distance(PerMessage):
     spoiled_by = ("elements", "reduce")
     invariances = ("order", "sign")
 
-    def __init__(self, kind: str = "weights", **where: Unpack[Where]) -> None:
-        super().__init__(kind, (f"{kind}_distance", f"{kind}_distance_relative"), **where)
-        self._first: dict[Stream, NDArray[Any]] = {}
+    gives = ("{kind}_distance", "{kind}_distance_relative")
+    kind: str = "weights"
+    _first: dict[Stream, NDArray[Any]] = memory(dict)
 
     def measure(self, message: Message) -> Displacement:
         """The distance from the first message of its stream."""
         now = as_array(message.data)
         first = self._first.setdefault(stream_of(message), now)
         return distance(now, first) if now.shape == first.shape else Displacement(math.nan, math.nan)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The first tensor of each stream."""
-        return {"first": packed({stream: {"data": first} for stream, first in self._first.items()})}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        self._first = {stream: one["data"] for stream, one in unpacked(state["first"]).items()}
 
 
 def path_length(updates: Iterable[Array]) -> float:
@@ -498,7 +498,7 @@ def path_length(updates: Iterable[Array]) -> float:
 
 
 @final
-class PathLength(OneNumber):
+class PathLength(OneNumber, Selected):
     r"""Length of the path of each weight so far: :math:`\sum_{s \le t} \|W_{s+1} - W_s\|_2`.
 
     Answers ``{kind}_path_length``: a float64 scalar, in the unit of the data, for each message. Over the distance from
@@ -547,9 +547,8 @@ class PathLength(OneNumber):
     mergeable = True
     invariances = ("order", "sign")
 
-    def __init__(self, kind: str = "weight_updates", **where: Unpack[Where]) -> None:
-        super().__init__(kind, f"{kind}_path_length", **where)
-        self._lengths: dict[Stream, float] = {}
+    kind: str = "weight_updates"
+    _lengths: dict[Stream, float] = memory(dict)
 
     def value(self, message: Message) -> float:
         """The length of the stream's path so far."""
@@ -557,15 +556,7 @@ class PathLength(OneNumber):
         length = self._lengths[stream] = self._lengths.get(stream, 0.0) + norm(as_array(message.data))
         return length
 
-    def state_dict(self) -> dict[str, Any]:
-        """The length of each stream's path so far."""
-        return {"lengths": packed({stream: {"length": length} for stream, length in self._lengths.items()})}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        self._lengths = {stream: one["length"] for stream, one in unpacked(state["lengths"]).items()}
-
     def merge(self, state: Mapping[str, Any]) -> None:
         """Add the paths of another metric's state."""
-        for stream, one in unpacked(state["lengths"]).items():
-            self._lengths[stream] = self._lengths.get(stream, 0.0) + one["length"]
+        for stream, length in state["lengths"].items():
+            self._lengths[stream] = self._lengths.get(stream, 0.0) + length

@@ -6,8 +6,8 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Unpack, final
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.inputs import check, is_whole
-from analyze.metrics.metric import OneNumber, Where
+from analyze.metrics.metric import OneNumber, Selected
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack
 from tracer.numbers.arrays import Array, as_array
@@ -251,14 +251,13 @@ def shared_moments(data: Tensor, kind: str, need: int, *, each: bool = False) ->
     return found
 
 
-class OneStatistic(OneNumber):
+class OneStatistic(OneNumber, Selected):
     """Answers each message with the statistic of the metric's name, from the pass that subscribers share."""
 
     takes_many = takes_statistics = True
     ddof = 1
 
-    def __init__(self, kind: str = "activations", **where: Unpack[Where]) -> None:
-        super().__init__(kind, f"{kind}_{self.name}", **where)
+    kind: str = "activations"
 
     def value(self, message: Message) -> float:
         """The statistic of a message."""
@@ -482,10 +481,12 @@ class Variance(OneStatistic):
     version = 3
     invariances = ("order", "shift", "sign")
 
-    def __init__(self, kind: str = "activations", *, ddof: int = 1, **where: Unpack[Where]) -> None:
-        super().__init__(kind, **where)
-        check_ddof(ddof)
-        self.ddof = ddof
+    _: KW_ONLY
+    ddof: int = 1
+
+    def check(self) -> None:
+        """Raise `MessageError` unless `ddof` is an integer from 0 on."""
+        check_ddof(self.ddof)
 
     def value(self, message: Message) -> float:
         """The variance, from the pass that subscribers share; complex data needs a pass of its own."""
@@ -520,7 +521,7 @@ def loss(x: Array) -> float:
 
 
 @final
-class Loss(OneNumber):
+class Loss(OneNumber, Selected):
     r"""Value of each recorded loss :math:`\ell`; of one that was not reduced, the mean over its elements.
 
     Answers ``{kind}_value``: a float64 scalar, in the unit of the loss, for each message.
@@ -559,8 +560,8 @@ class Loss(OneNumber):
     takes_many = True
     spoiled_by = ("reduce",)
 
-    def __init__(self, kind: str = "loss", **where: Unpack[Where]) -> None:
-        super().__init__(kind, f"{kind}_value", **where)
+    gives = ("{kind}_value",)
+    kind: str = "loss"
 
     def value(self, message: Message) -> float:
         """The mean of the loss's elements."""

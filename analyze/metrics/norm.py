@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Unpack, final
+from dataclasses import KW_ONLY
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import blocks, check, is_number, power_of_two
-from analyze.metrics.metric import OneNumber, Where
+from analyze.metrics.metric import OneNumber, Selected
 from analyze.metrics.moments import shared, shared_by_all, statistic
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack
@@ -109,7 +110,7 @@ def norm_of(message: Message, order: float) -> float:
 
 
 @final
-class Norm(OneNumber):
+class Norm(OneNumber, Selected):
     r"""p-norm of each tensor of a kind: :math:`(\sum_i |x_i|^p)^{1/p}`; for p = inf, :math:`\max_i |x_i|`.
 
     Answers ``{kind}_norm2`` (``_norm1``, ``_norminf``, …): a float64 scalar, in the unit of the data, for each message.
@@ -158,11 +159,15 @@ class Norm(OneNumber):
     version = 2
     invariances = ("order", "sign")
 
-    def __init__(self, kind: str = "weights", *, order: float = 2, **where: Unpack[Where]) -> None:
-        check_order(order)
-        self.takes_statistics = order in SHARED
-        super().__init__(kind, f"{kind}_norm{suffix(order)}", **where)
-        self.order = order
+    gives = ("{kind}_norm{order:g}",)
+    kind: str = "weights"
+    _: KW_ONLY
+    order: float = 2
+
+    def check(self) -> None:
+        """Raise `MessageError` unless `order` is a positive number."""
+        check_order(self.order)
+        self.takes_statistics = self.order in SHARED
 
     def value(self, message: Message) -> float:
         """The norm."""

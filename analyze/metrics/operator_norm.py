@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Unpack, final
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import check, is_whole, power_of_two
-from analyze.metrics.metric import PerMessage, Where
+from analyze.metrics.metric import PerMessage, Selected, memory
 from analyze.metrics.spectra import code
 from analyze.metrics.spectral_norm import (
     SINGLE,
@@ -449,7 +449,7 @@ def _largest_modulus(array: NDArray[Any]) -> float:
 
 
 @final
-class OperatorNorm(PerMessage):
+class OperatorNorm(PerMessage, Selected):
     r"""Operator norm of each layer: :math:`\max_{|x|=1} |W * x|`, of a convolution at the size of its recorded input.
 
     Answers ``{kind}_operator_norm``: a float64 scalar, in the unit of the data, for each message; beside it
@@ -518,46 +518,41 @@ class OperatorNorm(PerMessage):
     version = 4
     invariances = ("rows", "sign")
 
-    def __init__(
-        self,
-        kind: str = "weights",
-        *,
-        input_hw: int | tuple[int, ...] | None = None,
-        stride: int | tuple[int, ...] | None = None,
-        padding: int | str | tuple[int, ...] | None = None,
-        padding_mode: str | None = None,
-        dilation: int | tuple[int, ...] | None = None,
-        groups: int | None = None,
-        tolerance: float = 1e-6,
-        certify: int = 100,
-        **where: Unpack[Where],
-    ) -> None:
-        check_tolerance(tolerance)
-        check_certify(certify)
-        if kind in _SIZES:
-            raise MessageError(f"operator_norm takes the weights of layers, not their {kind}")
-        for what, given, least in (
-            ("input_hw", input_hw, 1),
-            ("stride", stride, 1),
-            ("dilation", dilation, 1),
-            ("padding", None if isinstance(padding, str) else padding, 0),
-            ("groups", groups, 1),
-        ):
-            if given is not None:
+    gives = ("{kind}_operator_norm", "{kind}_operator_norm_residual", "{kind}_operator_norm_status")
+    kind: str = "weights"
+    _: KW_ONLY
+    input_hw: int | tuple[int, ...] | None = None
+    stride: int | tuple[int, ...] | None = None
+    padding: int | str | tuple[int, ...] | None = None
+    padding_mode: str | None = None
+    dilation: int | tuple[int, ...] | None = None
+    groups: int | None = None
+    tolerance: float = 1e-6
+    certify: int = 100
+    _sizes: dict[tuple[str, str | None], tuple[int, ...]] = memory(dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.input_hw is None:
+            (weights,) = self.subscriptions
+            self.subscriptions = weights, Subscription(_SIZES, None, weights.subsample, weights.modules)
+        self._convolutions: dict[Any, Mapping[str, Any]] = {}
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the parameters are in their ranges."""
+        check_tolerance(self.tolerance)
+        check_certify(self.certify)
+        if self.kind in _SIZES:
+            raise MessageError(f"operator_norm takes the weights of layers, not their {self.kind}")
+        padding = self.padding
+        for what, least in (("input_hw", 1), ("stride", 1), ("dilation", 1), ("padding", 0), ("groups", 1)):
+            given = getattr(self, what)
+            if given is not None and not (what == "padding" and isinstance(padding, str)):
                 per_axis(given, len(given) if isinstance(given, tuple) else 1, what, least)
         good = not isinstance(padding, str) or padding in ("same", "valid", "circular")
         check(good, "padding is a number, one for each axis, 'same', 'valid' or 'circular'", padding)
-        good = padding_mode is None or padding_mode in MODES
-        check(good, f"padding_mode is one of {', '.join(map(repr, MODES))}", padding_mode)
-        metric = f"{kind}_operator_norm"
-        super().__init__(kind, (metric, f"{metric}_residual", f"{metric}_status"), **where)
-        if input_hw is None:
-            (weights,) = self.subscriptions
-            self.subscriptions = weights, Subscription(_SIZES, None, weights.subsample, weights.modules)
-        self.input_hw, self.stride, self.padding, self.dilation = input_hw, stride, padding, dilation
-        self.groups, self.padding_mode, self.tolerance, self.certify = groups, padding_mode, tolerance, certify
-        self._sizes: dict[tuple[str, str | None], tuple[int, ...]] = {}
-        self._convolutions: dict[Any, Mapping[str, Any]] = {}
+        good = self.padding_mode is None or self.padding_mode in MODES
+        check(good, f"padding_mode is one of {', '.join(map(repr, MODES))}", self.padding_mode)
 
     def know_model(self, model: Mapping[str, Any]) -> None:
         """Keep what the recording's header says about convolutions."""
@@ -660,12 +655,3 @@ class OperatorNorm(PerMessage):
         if not size and outputs and stride is not None and padding is not None:
             return inputs_of(outputs[-axes:], kernel, *layout)
         return size
-
-    def state_dict(self) -> dict[str, Any]:
-        """The last input and output shape of each layer."""
-        sizes = [{"kind": kind, "module": module, "shape": list(of)} for (kind, module), of in self._sizes.items()]
-        return {"sizes": sizes}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of a metric with the same parameters."""
-        self._sizes = {(one["kind"], one["module"]): tuple(one["shape"]) for one in state["sizes"]}

@@ -7,15 +7,15 @@ eigenvalues of W'W, its squared singular values.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal, Unpack, final, get_args
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Literal, final, get_args
 
 import numpy as np
 import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import check, check_word, power_of_two
-from analyze.metrics.metric import PerMessage, Where
+from analyze.metrics.metric import PerMessage, Selected
 from analyze.metrics.spectra import (
     Spectrum,
     Status,
@@ -406,7 +406,7 @@ def randomized(w: Array | None, *, conv: Conv = "slices", random: np.random.Gene
 
 
 @final
-class PowerLaw(PerMessage):
+class PowerLaw(PerMessage, Selected):
     r"""Power law in the spectrum of each weight: :math:`\rho(\lambda) \sim \lambda^{-\alpha}` from :math:`x_{min}` on.
 
     :math:`\lambda` are the eigenvalues of W'W. Answers ``{kind}_power_law_alpha``, without unit; ``_xmin``, where the
@@ -459,17 +459,14 @@ class PowerLaw(PerMessage):
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "orthogonal")
 
-    def __init__(
-        self,
-        kind: str = "weights",
-        *,
-        conv: Conv = "slices",
-        **where: Unpack[Where],
-    ) -> None:
-        check_conv(conv)
-        names = ("alpha", "xmin", "D", "sigma", "num_spikes", "status")
-        super().__init__(kind, [f"{kind}_power_law_{one}" for one in names], **where)
-        self.conv: Conv = conv
+    gives = tuple(f"{{kind}}_power_law_{what}" for what in ("alpha", "xmin", "D", "sigma", "num_spikes", "status"))
+    kind: str = "weights"
+    _: KW_ONLY
+    conv: Conv = "slices"
+
+    def check(self) -> None:
+        """Raise `MessageError` unless `conv` is known."""
+        check_conv(self.conv)
 
     def measure(self, message: Message) -> tuple[float, ...]:
         """Answer one message with the power law of its spectrum."""
@@ -478,7 +475,7 @@ class PowerLaw(PerMessage):
 
 
 @final
-class WeightWatcher(PerMessage):
+class WeightWatcher(PerMessage, Selected):
     r"""WeightWatcher's board for each weight: alpha, norms, ranks and entropy of its spectrum :math:`\lambda(W'W)`.
 
     Answers ``{kind}_weightwatcher_alpha`` and the same with ``_xmin``, ``_D``, ``_sigma``, ``_num_spikes``,
@@ -539,20 +536,20 @@ class WeightWatcher(PerMessage):
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "orthogonal")
 
-    def __init__(
-        self,
-        kind: str = "weights",
-        *,
-        conv: Conv = "slices",
-        randomize: bool = False,
-        **where: Unpack[Where],
-    ) -> None:
-        check_conv(conv)
-        check(isinstance(randomize, bool), "randomize is True or False", randomize)
-        names = (*BOARD, "status", *(("rand_distance", "ww_softrank", "traps") if randomize else ()))
-        super().__init__(kind, [f"{kind}_weightwatcher_{one}" for one in names], **where)
-        self.conv: Conv = conv
-        self.randomize = randomize
+    kind: str = "weights"
+    _: KW_ONLY
+    conv: Conv = "slices"
+    randomize: bool = False
+
+    def check(self) -> None:
+        """Raise `MessageError` unless `conv` is known and `randomize` is a truth value."""
+        check_conv(self.conv)
+        check(isinstance(self.randomize, bool), "randomize is True or False", self.randomize)
+
+    def produced(self) -> list[str]:
+        """A kind for each number of the board, and of the randomized weight."""
+        names = (*BOARD, "status", *(("rand_distance", "ww_softrank", "traps") if self.randomize else ()))
+        return [f"{self.kind}_weightwatcher_{name}" for name in names]
 
     def measure(self, message: Message) -> list[float]:
         """Answer one message with the numbers of its spectrum."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any, Unpack, final
+from dataclasses import KW_ONLY
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.inputs import check, is_whole
-from analyze.metrics.metric import PerMessage, Where
+from analyze.metrics.metric import PerMessage, Selected
 from analyze.metrics.similarity.datapoints import Channels, check_channels
 from analyze.metrics.spectra import OfSpectrum, Spectrum, Status, of_data, singular
 from tracer.messaging.messages import Message
@@ -84,7 +85,7 @@ def _condition(found: Spectrum, *, min_side: bool) -> tuple[float, Status]:
 
 
 @final
-class SingularValues(PerMessage):
+class SingularValues(PerMessage, Selected):
     r"""Singular values of each tensor of a kind: :math:`\sigma_1 \ge \sigma_2 \ge \dots` of W, a row for each output.
 
     Answers ``{kind}_singular_values``: a float64 vector (min(o, i),), in the unit of the data, for each message; of the
@@ -129,10 +130,15 @@ class SingularValues(PerMessage):
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "orthogonal")
 
-    def __init__(self, kind: str = "weights", *, top: int | None = None, **where: Unpack[Where]) -> None:
-        check(top is None or is_whole(top, 1), "top is a positive number of singular values or None", top)
-        super().__init__(kind, f"{kind}_singular_values", **where)
-        self.top = top
+    kind: str = "weights"
+    _: KW_ONLY
+    top: int | None = None
+
+    def check(self) -> None:
+        """Raise `MessageError` unless `top` is a positive number or None."""
+        check(
+            self.top is None or is_whole(self.top, 1), "top is a positive number of singular values or None", self.top
+        )
 
     def measure(self, message: Message) -> tuple[Tensor]:
         """Answer one message with its singular values."""

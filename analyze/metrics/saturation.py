@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Unpack, final, get_args
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal, cast, final, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import answer, check, check_word, is_number
-from analyze.metrics.metric import Metric, Series, Where, packed_series, restored, series_of, stored, unpacked_series
+from analyze.metrics.metric import (
+    Record,
+    Selected,
+    Series,
+    memory,
+    restored,
+    series_of,
+    stored,
+)
 from analyze.metrics.similarity.datapoints import Channels, channels_first, check_channels, neurons_last
 from analyze.metrics.spectra import Scatter, Spectrum, Status, code, once, real_neurons, spread
 from tracer.errors import MessageError
@@ -157,7 +165,7 @@ def measured(found: Spectrum, threshold: float) -> SaturationResult:
 
 
 @final
-class Saturation(Metric):
+class Saturation(Selected):
     r"""Saturation of each layer: :math:`k(\tau)/d`, the share of its directions that hold the share τ of the variance.
 
     :math:`k` is the smallest number with :math:`\sum_{i \le k} \lambda_i \ge \tau \sum_i \lambda_i`, where
@@ -221,31 +229,27 @@ class Saturation(Metric):
     """
 
     name = "saturation"
-    scope: Scope = "stream"
+    scope = cast("Scope", "stream")
     version = 3
     spoiled_by = ("elements", "reduce")
     mergeable = True
     invariances = ("rows", "sign", "scale", "offset", "orthogonal")
 
-    def __init__(
-        self,
-        kind: str = "activations",
-        *,
-        threshold: float = 0.99,
-        window: Window = "message",
-        channels: Channels = "auto",
-        positions: Positions = "datapoints",
-        **where: Unpack[Where],
-    ) -> None:
-        _check(threshold, channels, positions)
-        check_word("window", window, get_args(Window))
-        metric = f"{kind}_saturation"
-        companions = (f"{metric}_{companion}" for companion in ("k", "trace", "log_det", "status"))
-        super().__init__(kind, (metric, *companions), **where)
-        self.threshold, self.window, self.channels, self.positions = threshold, window, channels, positions
-        if window == "message":
+    gives = tuple(f"{{kind}}_saturation{what}" for what in ("", "_k", "_trace", "_log_det", "_status"))
+    kind: str = "activations"
+    _: KW_ONLY
+    threshold: float = 0.99
+    window: Window = "message"
+    channels: Channels = "auto"
+    positions: Positions = "datapoints"
+    _open: dict[Series, _Epoch] = memory(dict)
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the parameters are in their ranges."""
+        _check(self.threshold, self.channels, self.positions)
+        check_word("window", self.window, get_args(Window))
+        if self.window == "message":
             self.scope = "message"
-        self._open: dict[Series, _Epoch] = {}
 
     def compute(self, message: Message) -> Iterator[Message]:
         """Answer a message with its saturation; with epochs, add it, and answer for the epoch that it ends, if any."""
@@ -274,30 +278,9 @@ class Saturation(Metric):
         for kind, number in zip(self.produces, numbers, strict=True):
             yield derived(message, kind, answer(number))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Number, mean and scatter of the datapoints of each open epoch; empty if the window is the message."""
-        if not self._open:
-            return {}
-        return {
-            "open": [
-                {
-                    **packed_series(key),
-                    **{field: getattr(one.last, field) for field in _COUNTERS},
-                    "kind": one.last.kind,
-                    "status": one.status,
-                    **(_NO_SCATTER if one.scatter is None else stored(vars(one.scatter))),
-                }
-                for key, one in self._open.items()
-            ]
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of a metric with the same parameters."""
-        self._open = dict(map(_restored, state.get("open", ())))
-
     def merge(self, state: Mapping[str, Any]) -> None:
         """Add the datapoints of another metric's state, which come later in the same epochs of the same streams."""
-        for key, one in map(_restored, state.get("open", ())):
+        for key, one in restored(state["open"]).items():
             there = self._open.get(key)
             if there is None:
                 self._open[key] = one
@@ -309,12 +292,13 @@ class Saturation(Metric):
                 there.join(one)
 
 
-_COUNTERS = ("global_step", "train_step", "epoch", "call")
-_NO_SCATTER = {"count": 0, "finite": True, "mean": None, "rest": None, "products": None}
 """The entry of a state for an epoch without a `Scatter`."""
 
 
-class _Epoch:
+_PLACE = ("kind", "global_step", "train_step", "epoch", "tag", "call", "leaf", "rank")
+
+
+class _Epoch(Record):
     """The datapoints of a series in one epoch."""
 
     def __init__(self, last: Message, scatter: Scatter | None, status: Status) -> None:
@@ -352,14 +336,13 @@ class _Epoch:
             return _nothing(n, d, "mismatch")
         return measured(self.scatter.spectrum(), threshold)
 
+    def state(self) -> dict[str, Any]:
+        """The place of the last message, and the scatter so far."""
+        last = {name: getattr(self.last, name) for name in _PLACE}
+        return {"module": self.last.key, "last": last, "scatter": stored(self.scatter), "status": self.status}
 
-def _restored(told: Mapping[str, Any]) -> tuple[Series, _Epoch]:
-    key = unpacked_series(told)
-    fields = {field: told[field] for field in ("kind", "tag", "leaf", "rank", *_COUNTERS)}
-    fields["data"] = torch.zeros((), device="cpu")
-    last = message_of(key[0], **fields)
-    scatter = None
-    if told["mean"] is not None:
-        scatter = Scatter(len(told["mean"]))
-        vars(scatter).update(restored({name: told[name] for name in _NO_SCATTER}))
-    return key, _Epoch(last, scatter, told["status"])
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> _Epoch:
+        """The inverse of `state`."""
+        last = message_of(state["module"], **state["last"], data=torch.zeros((), device="cpu"))
+        return cls(last, restored(state["scatter"]), state["status"])

@@ -10,8 +10,8 @@ import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, Unpack
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import scipy
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.inputs import as_float64, check, power_of_two
-from analyze.metrics.metric import PerMessage, Where
+from analyze.metrics.metric import PerMessage, Record, Selected
 from analyze.metrics.similarity.datapoints import Channels, check_channels, neurons, neurons_last
 from tracer.errors import MessageError
 from tracer.messaging.messages import KINDS, Message
@@ -142,7 +142,7 @@ def singular_of_matrix(w: NDArray[Any]) -> Spectrum:
     return Spectrum(values, scale, rows, columns)
 
 
-class Scatter:
+class Scatter(Record):
     """Number, mean and scatter matrix of datapoints that come in parts; two scatters can be joined.
 
     Parameters
@@ -288,25 +288,23 @@ def pieces(w: NDArray[Any]) -> Iterator[NDArray[Any]]:
         yield np.ascontiguousarray(flat[:, :, place])
 
 
-class OfSpectrum(PerMessage):
+class OfSpectrum(PerMessage, Selected):
     """A metric that is one number of the spectrum of a weight, or of the covariance of activations, and its status."""
 
     version = 2
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "scale", "orthogonal")
 
-    def __init__(
-        self,
-        kind: str = "weights",
-        *,
-        centre: bool | None = None,
-        channels: Channels = "auto",
-        **where: Unpack[Where],
-    ) -> None:
-        check_channels(channels)
-        metric = f"{kind}_{self.name}"
-        super().__init__(kind, (metric, f"{metric}_status"), **where)
-        self.centre, self.channels = centred(kind, centre), channels
+    gives = ("{kind}_{name}", "{kind}_{name}_status")
+    kind: str = "weights"
+    _: KW_ONLY
+    centre: bool | None = None
+    channels: Channels = "auto"
+
+    def check(self) -> None:
+        """Raise `MessageError` unless `centre` and `channels` are known."""
+        check_channels(self.channels)
+        self.centre = centred(self.kind, self.centre)
 
     @abstractmethod
     def number(self, found: Spectrum) -> tuple[float, Status]:
@@ -315,5 +313,5 @@ class OfSpectrum(PerMessage):
     def measure(self, message: Message) -> tuple[float, float]:
         """The number, and the code of its status."""
         data = neurons_last(message, self.channels).data
-        number, status = self.number(of_data(data, self.centre, self.channels))
+        number, status = self.number(of_data(data, bool(self.centre), self.channels))
         return number, code(status)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Unpack, final
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, final
 
 import numpy as np
 import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import as_float64, check, is_number, is_whole, power_of_two
-from analyze.metrics.metric import PerMessage, Where, stream_of
+from analyze.metrics.metric import PerMessage, Selected, stream_of
 from analyze.metrics.spectra import code, matrix
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import Array, as_array
@@ -401,7 +401,7 @@ def _certified(a_mn: NDArray[Any], value: float, tolerance: float) -> bool:
 
 
 @final
-class SpectralNorm(PerMessage):
+class SpectralNorm(PerMessage, Selected):
     r"""Spectral norm of each tensor of a kind: :math:`\sigma_1(W) = \max_{|v|=1} |Wv|`, W with one row for each output.
 
     Answers ``{kind}_spectral_norm``: a float64 scalar, in the unit of the data, for each message; beside it
@@ -467,20 +467,17 @@ class SpectralNorm(PerMessage):
     version = 4
     invariances = ("rows", "sign", "orthogonal")
 
-    def __init__(
-        self,
-        kind: str = "weights",
-        *,
-        exact: bool = False,
-        tolerance: float = 1e-6,
-        certify: int = 100,
-        **where: Unpack[Where],
-    ) -> None:
-        check_tolerance(tolerance)
-        check_certify(certify)
-        metric = f"{kind}_spectral_norm"
-        super().__init__(kind, (metric, f"{metric}_residual", f"{metric}_status"), **where)
-        self.exact, self.tolerance, self.certify = exact, tolerance, certify
+    gives = ("{kind}_spectral_norm", "{kind}_spectral_norm_residual", "{kind}_spectral_norm_status")
+    kind: str = "weights"
+    _: KW_ONLY
+    exact: bool = False
+    tolerance: float = 1e-6
+    certify: int = 100
+
+    def check(self) -> None:
+        """Raise `MessageError` unless `tolerance` and `certify` are in their ranges."""
+        check_tolerance(self.tolerance)
+        check_certify(self.certify)
 
     def measure(self, message: Message) -> tuple[float, float, float]:
         """Answer one message with its spectral norm, its residual and its status."""

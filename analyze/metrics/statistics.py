@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, Unpack, final, get_args
+from dataclasses import KW_ONLY
+from typing import Any, Literal, final, get_args
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.inputs import as_float64, check, check_which, check_word, is_number
-from analyze.metrics.metric import PerMessage, Where
+from analyze.metrics.metric import PerMessage, Selected
 from analyze.metrics.moments import FORMULAS, check_ddof, derive, needs_of, shared, shared_by_all
 from analyze.metrics.norm import norm
 from analyze.metrics.similarity.datapoints import neurons_last
@@ -255,7 +256,7 @@ def interpolated(
 
 
 @final
-class Quantiles(PerMessage):
+class Quantiles(PerMessage, Selected):
     r"""Quantiles of each tensor of a kind: the numbers below which given shares of the elements lie.
 
     Answers ``{kind}_quantiles``: float64 of shape (probabilities,), in the unit of the data, for each message.
@@ -304,19 +305,17 @@ class Quantiles(PerMessage):
     version = 2
     invariances = ("order",)
 
-    def __init__(
-        self,
-        kind: str = "weights",
-        *,
-        probabilities: float | str | Iterable[float] = "0+0.25+0.5+0.75+1",
-        **where: Unpack[Where],
-    ) -> None:
-        super().__init__(kind, f"{kind}_quantiles", **where)
-        self.probabilities = check_probabilities(_read(probabilities))
+    kind: str = "weights"
+    _: KW_ONLY
+    probabilities: float | str | Iterable[float] = "0+0.25+0.5+0.75+1"
+
+    def check(self) -> None:
+        """Raise `MessageError` unless each probability is from 0 to 1."""
+        self.probabilities = self._wanted = check_probabilities(_read(self.probabilities))
 
     def measure(self, message: Message) -> tuple[Tensor]:
         """The quantiles of a message, as one answer."""
-        found = quantiles(as_array(None) if message.data is None else message.data, self.probabilities)
+        found = quantiles(as_array(None) if message.data is None else message.data, self._wanted)
         return (torch.from_numpy(found),)
 
     def measure_many(self, stack: Stack) -> Sequence[NDArray[np.float64]] | None:
@@ -324,7 +323,7 @@ class Quantiles(PerMessage):
         if stack.data is None:
             return None
         array = as_array(stack.data)
-        return (quantiles_of_tensors(array.reshape(len(array), math.prod(array.shape[1:])), self.probabilities),)
+        return (quantiles_of_tensors(array.reshape(len(array), math.prod(array.shape[1:])), self._wanted),)
 
 
 def _read(probabilities: float | str | Iterable[float]) -> Iterable[Any]:
@@ -552,7 +551,7 @@ _PARAMETERS = ("weight", "bias")
 
 
 @final
-class Statistics(PerMessage):
+class Statistics(PerMessage, Selected):
     r"""Several statistics of each tensor of a kind, or of each of its channels, in one pass over the data.
 
     Answers, for each message and each statistic of `which`, ``{kind}_statistics_{statistic}``, such as
@@ -627,23 +626,25 @@ class Statistics(PerMessage):
     version = 2
     invariances = ("order",)
 
-    def __init__(
-        self,
-        kind: str = "weights",
-        *,
-        which: str | Iterable[str] = "+".join(SEVEN),
-        per: Per = "tensor",
-        channels: Channels = "auto",
-        ddof: int = 1,
-        precision: Literal["double", "single"] = "double",
-        **where: Unpack[Where],
-    ) -> None:
-        names = check_names(which)
-        _check(per, ddof, precision)
-        check_word("channels", channels, get_args(Channels))
-        self.takes_statistics = per == "tensor" and has(NEED, needs_of(names)) and all(one in FORMULAS for one in names)
-        super().__init__(kind, [f"{kind}_statistics_{name}" for name in names], **where)
-        self.which, self.per, self.channels, self.ddof, self.precision = names, per, channels, ddof, precision
+    kind: str = "weights"
+    _: KW_ONLY
+    which: str | Iterable[str] = "+".join(SEVEN)
+    per: Per = "tensor"
+    channels: Channels = "auto"
+    ddof: int = 1
+    precision: Literal["double", "single"] = "double"
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the statistics, and how they are taken, are known."""
+        self.which = names = check_names(self.which)
+        _check(self.per, self.ddof, self.precision)
+        check_word("channels", self.channels, get_args(Channels))
+        of_moments = self.per == "tensor" and has(NEED, needs_of(names)) and all(one in FORMULAS for one in names)
+        self.takes_statistics = of_moments
+
+    def produced(self) -> list[str]:
+        """A kind for each statistic."""
+        return [f"{self.kind}_statistics_{name}" for name in self.which]
 
     def measure(self, message: Message) -> list[Tensor]:
         """The statistics in the order of `which`."""

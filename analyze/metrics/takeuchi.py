@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Unpack, final
+from dataclasses import KW_ONLY
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.hessian import PROBES, Block, Estimated, OfLoss, check_probes, mean_of, signs, trace_of
 from analyze.metrics.inputs import check, is_number
-from analyze.metrics.metric import Within
 from tracer.errors import CaptureError
 from tracer.numbers.arrays import Array, as_array
 
@@ -131,13 +131,17 @@ class TICTrace(OfLoss):
 
     name = "tictrace"
 
-    def __init__(
-        self, *, exact: int = 512, probes: int = PROBES, epsilon: float = EPSILON, **within: Unpack[Within]
-    ) -> None:
-        check_probes(probes)
-        check_epsilon(epsilon)
-        super().__init__((f"loss_tictrace{end}" for end in ("", "_low", "_high")), exact=exact, **within)
-        self.probes, self.epsilon = probes, epsilon
+    gives = ("loss_tictrace", "loss_tictrace_low", "loss_tictrace_high")
+    _: KW_ONLY
+    exact: int = 512
+    probes: int = PROBES
+    epsilon: float = EPSILON
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the parameters are in their ranges."""
+        check_probes(self.probes)
+        check_epsilon(self.epsilon)
+        super().check()
 
     def of(self, block: Block, random: np.random.Generator) -> Estimated:
         """The quotient of the traces and its interval."""
@@ -253,10 +257,15 @@ class TICDiag(OfLoss):
 
     name = "ticdiag"
 
-    def __init__(self, *, exact: int = 4096, epsilon: float = EPSILON, **within: Unpack[Within]) -> None:
-        check_epsilon(epsilon)
-        super().__init__(("loss_ticdiag",), exact=exact, **within)
-        self.epsilon = epsilon
+    gives = ("loss_ticdiag",)
+    _: KW_ONLY
+    exact: int = 4096
+    epsilon: float = EPSILON
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the parameters are in their ranges."""
+        check_epsilon(self.epsilon)
+        super().check()
 
     def of(self, block: Block, random: np.random.Generator) -> tuple[float]:
         """The sum."""

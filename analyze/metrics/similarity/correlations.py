@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Unpack, final
+from dataclasses import KW_ONLY
+from typing import Any, ClassVar, final
 
 from analyze.metrics.similarity.bases import EXACTLY, Basis, basis, check_threshold, no_basis
 from analyze.metrics.similarity.canonical import Average, CanonicalResult, canonical, compare
@@ -13,7 +14,6 @@ from analyze.metrics.similarity.similarity import (
     ByTriangle,
     Calls,
     Gathering,
-    Rows,
     Similarity,
     code,
 )
@@ -109,7 +109,7 @@ def pwcca(
 class ByCorrelations(Similarity):
     """A `Similarity` by the canonical correlations of the directions that hold a share of the variance."""
 
-    threshold: float = 1.0
+    threshold = 1.0
     average: ClassVar[Average]
     companions: ClassVar[tuple[str, ...]] = ("_k", "_m", "_null", "_forced_ones", "_cut_gap", "_status")
     fourier = True
@@ -450,23 +450,22 @@ class SVCCA(ByCorrelations):
     version = 2
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
 
-    def __init__(
-        self,
-        kind: str = "activations",
-        *,
-        threshold: float = 0.99,
-        lag: int = 1,
-        against: Against = "past",
-        calls: Calls = "apart",
-        details: bool = True,
-        rho: bool = False,
-        **rows: Unpack[Rows],
-    ) -> None:
-        check_threshold(threshold)
-        super().__init__(kind, lag=lag, against=against, calls=calls, details=details, **rows)
-        self.threshold, self.rho = threshold, rho
-        if rho:
-            self.produces = (*self.produces, f"{kind}_svcca_rho")
+    _: KW_ONLY
+    threshold: float = 0.99
+    lag: int = 1
+    against: Against = "past"
+    calls: Calls = "apart"
+    details: bool = True
+    rho: bool = False
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the parameters are in their ranges."""
+        check_threshold(self.threshold)
+        super().check()
+
+    def produced(self) -> list[str]:
+        """The value, its companions, and with `rho` all correlations."""
+        return [*super().produced(), *([f"{self.kind}_svcca_rho"] if self.rho else [])]
 
     def numbers(self, found: CanonicalResult) -> tuple[Any, ...]:
         """The value, its companions, and rho."""

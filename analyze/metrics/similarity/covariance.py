@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import power_of_two
-from analyze.metrics.metric import restored, stored
+from analyze.metrics.metric import Record
 from analyze.metrics.similarity.datapoints import ROWS, Sheet, Status, together
 from tracer.errors import MessageError
 
@@ -52,7 +52,7 @@ def negligible(n: int, largest_d: NDArray[np.float64]) -> float:
     return n * len(largest_d) * (8 * _EPS * float(largest_d.max(initial=0))) ** 2
 
 
-class Moments:
+class Moments(Record):
     """Number, mean and scatter of datapoints, one chunk at a time.
 
     Notes
@@ -168,17 +168,12 @@ class Moments:
         """The sum of squares that rounding leaves of constant neurons, once their mean is subtracted."""
         return negligible(self.n, self.largest_d[columns])
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state as tensors and plain numbers."""
-        sums = {"shift": self._shift_d, "sum": self._sum_d, "scatter": self._scatter_dd}
-        state: dict[str, Any] = stored({"n": self.n, "scale": self.scale, "largest": self.largest_d, **sums})
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        state = restored(state)
-        self.n, self.scale, self.largest_d = state["n"], state["scale"], state["largest"]
-        self._shift_d, self._sum_d, self._scatter_dd = state["shift"], state["sum"], np.asfortranarray(state["scatter"])
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> Self:
+        """The inverse of `state`."""
+        made = super().of_state(state)
+        made._scatter_dd = np.asfortranarray(made._scatter_dd)  # as BLAS updates it in place
+        return made
 
 
 def add_product(a_dm: NDArray[np.float64], b_em: NDArray[np.float64], to_de: NDArray[np.float64]) -> Any:
@@ -202,7 +197,7 @@ def add_product(a_dm: NDArray[np.float64], b_em: NDArray[np.float64], to_de: NDA
     )
 
 
-class Triangle:
+class Triangle(Record):
     """The triangular factor of the QR of all datapoints, one chunk at a time (TSQR).
 
     A covariance squares the condition number of the data; this factor has the condition of the data, so it keeps all
@@ -281,18 +276,6 @@ class Triangle:
         """R (min(n, d + 1) - 1, d), where R'R is the centred scatter matrix of the neurons divided by `scale_d`."""
         self._fold()
         return self._r[1:, 1:]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as tensors and plain numbers."""
-        arrays = {"scale": self.scale_d, "largest": self.largest_d, "shift": self._shift_d, "r": self._r}
-        state: dict[str, Any] = stored({"n": self.n, **arrays, "waiting": self._waiting})
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        state = restored(state)
-        self.n, self.scale_d, self.largest_d = state["n"], state["scale"], state["largest"]
-        self._shift_d, self._r, self._waiting = state["shift"], state["r"], state["waiting"]
 
 
 _BESIDE = 1 << 16

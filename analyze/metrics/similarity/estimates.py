@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Unpack, final
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import scipy
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import check, is_whole
-from analyze.metrics.metric import PerMessage, Where
+from analyze.metrics.metric import PerMessage, Selected
 from analyze.metrics.similarity.bases import centred
 from analyze.metrics.similarity.datapoints import (
     Channels,
@@ -471,7 +471,7 @@ def moments(g_kk: NDArray[np.float64], k: int) -> tuple[NDArray[np.float64], NDA
 
 
 @final
-class SketchedRank(PerMessage):
+class SketchedRank(PerMessage, Selected):
     r"""Participation ratio and stable rank of each wide layer's activations, estimated from random projections.
 
     Answers ``{kind}_sketched_rank``, an estimate of ``participation_ratio``: a float64 scalar from 1, without unit, for
@@ -533,24 +533,22 @@ class SketchedRank(PerMessage):
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "scale", "offset")
 
-    def __init__(
-        self,
-        kind: str = "activations",
-        *,
-        k: int = SIZE,
-        seed: int = 0,
-        channels: Channels = "auto",
-        positions: Positions = "datapoints",
-        **where: Unpack[Where],
-    ) -> None:
-        check_sketch(k, seed)
-        check_channels(channels)
-        check_positions(positions, fourier=False)
-        metric = f"{kind}_sketched_rank"
-        companions = ("_low", "_high", "_stable_low", "_stable_high", "_status")
-        super().__init__(kind, (metric, *(f"{metric}{one}" for one in companions)), **where)
-        self.k, self.seed, self.channels, self.positions = k, seed, channels, positions
-        self.reduction = f"sketch:k={k}"
+    gives = tuple(
+        f"{{kind}}_sketched_rank{what}" for what in ("", "_low", "_high", "_stable_low", "_stable_high", "_status")
+    )
+    kind: str = "activations"
+    _: KW_ONLY
+    k: int = SIZE
+    seed: int = 0
+    channels: Channels = "auto"
+    positions: Positions = "datapoints"
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the parameters are in their ranges."""
+        check_sketch(self.k, self.seed)
+        check_channels(self.channels)
+        check_positions(self.positions, fourier=False)
+        self.reduction = f"sketch:k={self.k}"
 
     def measure(self, message: Message) -> Iterable[float]:
         """The ranks of a message."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Unpack, final
+from dataclasses import KW_ONLY, dataclass
+from typing import final
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from analyze.metrics.similarity.estimates import (
     taken,
     trace_product,
 )
-from analyze.metrics.similarity.similarity import Compared, Kept, Similarity, code
+from analyze.metrics.similarity.similarity import Kept, Similarity, code
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import Array
 
@@ -145,13 +145,16 @@ class OfSketches(Similarity):
     """A `Similarity` estimated from sketches of k columns."""
 
     companions = ("_low", "_high", "_null", "_status")
-    representation = Kept
 
-    def __init__(self, kind: str, k: int, seed: int, **compared_by_kernels: Unpack[Compared]) -> None:
-        check_sketch(k, seed)
-        super().__init__(kind, **compared_by_kernels)
-        self.k, self.seed = k, seed
-        self.reduction = f"sketch:k={k}"
+    _: KW_ONLY
+    k: int = SIZE
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the parameters are in their ranges."""
+        check_sketch(self.k, self.seed)
+        super().check()
+        self.reduction = f"sketch:k={self.k}"
 
     def taken(self, message: Message) -> Message:
         """A message with the sketch of its layer, or with the layer itself if it has fewer than k neurons."""
@@ -238,11 +241,6 @@ class SketchedCKA(OfSketches):
 
     name = "sketched_cka"
     invariances = ("rows", "scale", "shift", "offset")
-
-    def __init__(
-        self, kind: str = "activations", *, k: int = SIZE, seed: int = 0, **compared_by_kernels: Unpack[Compared]
-    ) -> None:
-        super().__init__(kind, k, seed, **compared_by_kernels)
 
     def compare(self, one: Kept, other: Kept) -> SketchedResult:
         """The similarity of a layer at two steps, or of two layers."""
@@ -425,18 +423,15 @@ class SketchedSVCCA(OfSketches):
     version = 2
     invariances = ("rows", "scale", "shift", "offset")
 
-    def __init__(
-        self,
-        kind: str = "activations",
-        *,
-        threshold: float = 0.99,
-        k: int = SIZE,
-        seed: int = 0,
-        **compared_by_directions: Unpack[Compared],
-    ) -> None:
-        check_threshold(threshold)
-        super().__init__(kind, k, seed, **compared_by_directions)
-        self.threshold = threshold
+    _: KW_ONLY
+    threshold: float = 0.99
+    k: int = SIZE
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the parameters are in their ranges."""
+        check_threshold(self.threshold)
+        super().check()
 
     def compare(self, one: Kept, other: Kept) -> SketchedResult:
         """The similarity of a layer at two steps, or of two layers."""

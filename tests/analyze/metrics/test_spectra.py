@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import analyze
+from analyze.metrics import spectra
 from analyze.metrics.similarity import bases
-from analyze.metrics.spectra import spectra
 from analyze.metrics.spectral_norm import STATUSES
 from tests.analyze.metrics.invariances import INVARIANCES
 from tests.analyze.metrics.matrices import INF, NAMES, NAN, message, said, with_spectrum

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import analyze
+from analyze.metrics import moments as sharing
 from analyze.metrics.counts import sketch
-from analyze.metrics.elementwise import sharing
 from analyze.metrics.moments import FORMULAS, derive, needs_of
 from analyze.metrics.statistics import channel_axis
 from tests.analyze.metrics.invariances import ELEMENTWISE, INVARIANCES, SUMS
