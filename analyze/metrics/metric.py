@@ -1,4 +1,4 @@
-"""The base classes of metrics: which messages a metric takes, and how the numbers of its formula become answers."""
+"""The base classes of metrics: their parameters, the messages they take, their memory, and how numbers become answers."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def series_of(source: Message | MessageBundle) -> Series:
     return source.key, source.tag, source.leaf, source.rank
 
 
-_IS = "is"
-"""The entry of a stored value that names what it is, where that is neither a plain value nor an array."""
+_IS = ("is",)
+"""The key that names what a stored value is, where that is neither plain nor an array; no module or tag is a tuple."""
 
 
 class Record:

@@ -43,7 +43,7 @@ def check_threshold(threshold: object) -> None:
     check(good, "threshold is the share of the variance to keep, above 0 and at most 1", threshold)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Spectrum(Record):
     """The eigenvalues of a scatter matrix, and how many of them are kept.
 
@@ -150,7 +150,7 @@ def _of_tridiagonal(diagonal: NDArray[np.float64], off: NDArray[np.float64], k: 
     return np.asfortranarray(vectors[:, ::-1])
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Basis(Record):
     """An orthonormal basis of the directions of most variance of a set of activations.
 

@@ -174,7 +174,7 @@ WIDE = 16384
 """The most neurons of all layers whose products are accumulated: their matrix takes 2 GiB."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Kept(Record):
     """The activations of a layer at one step, as they were recorded.
 
@@ -209,7 +209,7 @@ class Kept(Record):
         return self.status == other.status == "ok" and comparable(self.rows, other.rows)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Origin(Record):
     """The origin of activations: the fields of their message that say where they are from."""
 
