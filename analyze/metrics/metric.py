@@ -1,4 +1,4 @@
-"""The base classes of metrics: their parameters, the messages they take, their memory, and how numbers become answers."""
+"""The base classes of metrics: their parameters, which messages they take, their memory, and their answers."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ class Selected(Tagged):
 class PerMessage(Metric):
     """Answers each message, or bundle, with the numbers of a formula: one for each kind in `produces`."""
 
-    scope = cast("Scope", "message")
+    scope = cast("Scope", "message")  # type: ignore[redundant-cast] # else no other scope may take its place
 
     @abstractmethod
     def measure(self, message: Any) -> Iterable[float | Tensor]:

@@ -229,7 +229,7 @@ class Saturation(Selected):
     """
 
     name = "saturation"
-    scope = cast("Scope", "stream")
+    scope = cast("Scope", "stream")  # type: ignore[redundant-cast] # else no other scope may take its place
     version = 3
     spoiled_by = ("elements", "reduce")
     mergeable = True

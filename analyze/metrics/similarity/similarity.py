@@ -261,7 +261,7 @@ class Similarity(Tagged):
     symmetric: ClassVar[bool] = True
     fourier: ClassVar[bool] = False
     is_distance: ClassVar[bool] = False
-    scope = cast("Scope", "stream")
+    scope = cast("Scope", "stream")  # type: ignore[redundant-cast] # else no other scope may take its place
     same_inputs = True
     spoiled_by = ("elements", "reduce")
 
