@@ -49,7 +49,7 @@ class Similarities:
     values : array (items, items)
         The similarity of each pair; NaN if it could not be computed.
     codes : array (items, items) of int8
-        The status of each pair, as an index into `analyze.metrics.similarity.bases.STATUSES`.
+        The status of each pair, as an index into `analyze.metrics.similarity.datapoints.STATUSES`.
     k : array (items,)
         The number of directions that are kept of each item; 0 for measures that keep all activations.
     n : array (items,)
