@@ -29,7 +29,7 @@ from analyze.batching.manifest import conclude
 from analyze.batching.part_files import remove_spoiled
 from analyze.batching.units import Pairs
 from analyze.batching.work import Work
-from analyze.metrics.checks import is_whole
+from analyze.metrics.inputs import is_whole
 from analyze.tables.writing import PathLike, not_installed
 from tracer.errors import CaptureError
 from tracer.stores.locations import Anywhere

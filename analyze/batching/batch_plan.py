@@ -17,7 +17,7 @@ from analyze.batching.planning import plan_trace, unplanned, where
 from analyze.batching.questions import Question, questions
 from analyze.batching.traces import find_traces
 from analyze.batching.units import Failure, Pairs, Task, TracePlan, Unit, sentence_of
-from analyze.metrics.checks import is_whole
+from analyze.metrics.inputs import is_whole
 from tracer.errors import CaptureError
 from tracer.replaying.filters import Filters
 from tracer.stores.locations import Anywhere, Url, location

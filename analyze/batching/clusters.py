@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from analyze.batching.engines import Death, Document, cores
-from analyze.metrics.checks import is_whole
+from analyze.metrics.inputs import is_whole
 from tracer.errors import MessageError, TracerError
 
 NO_DASHBOARD: Final = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}

@@ -20,7 +20,7 @@ from typing import Final, final
 
 from analyze.batching.engines import ONE_THREAD, Death, Document, is_own_program
 from analyze.batching.starter import REQUEST, is_alone, serve_here
-from analyze.metrics.checks import is_whole
+from analyze.metrics.inputs import is_whole
 from tracer.errors import CaptureError, TracerError
 
 POLL_SECONDS: Final = 0.2

@@ -21,14 +21,13 @@ from numpy.typing import NDArray
 from analyze.comparing.compare import aligned, observed
 from analyze.comparing.similarities import Item, Similarities, codes_of_pairs
 from analyze.comparing.sketched_pairs import Sketches
-from analyze.metrics.checks import check_word
-from analyze.metrics.similarity.bases import STATUSES, Basis, Status, basis, check_threshold
+from analyze.metrics.inputs import check_word
+from analyze.metrics.similarity.bases import Basis, basis, check_threshold
 from analyze.metrics.similarity.canonical import Average, null_baseline
-from analyze.metrics.similarity.cca import CCA, R2CCA
-from analyze.metrics.similarity.datapoints import Channels, Positions, as_many, comparable_pairs
+from analyze.metrics.similarity.correlations import CCA, R2CCA, SVCCA
+from analyze.metrics.similarity.datapoints import STATUSES, Channels, Positions, Status, as_many, comparable_pairs
 from analyze.metrics.similarity.similarity import Origin, Similarity
-from analyze.metrics.similarity.sketched_cka import OfSketches, SketchedCKA
-from analyze.metrics.similarity.svcca import SVCCA
+from analyze.metrics.similarity.sketched import OfSketches, SketchedCKA
 from analyze.registry import instances
 from tracer.errors import CaptureError, MessageError
 from tracer.numbers.arrays import Array

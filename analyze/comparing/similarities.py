@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.similarity.bases import STATUSES, Status
+from analyze.metrics.similarity.datapoints import STATUSES, Status
 from analyze.tables.arrays import flags, words
 from analyze.tables.plotting import Matrix, matrices_of
 from analyze.tables.writing import pandas, xarray
@@ -49,7 +49,7 @@ class Similarities:
     values : array (items, items)
         The similarity of each pair; NaN if it could not be computed.
     codes : array (items, items) of int8
-        The status of each pair, as an index into `analyze.metrics.similarity.bases.STATUSES`.
+        The status of each pair, as an index into `analyze.metrics.similarity.datapoints.STATUSES`.
     k : array (items,)
         The number of directions that are kept of each item; 0 for measures that keep all activations.
     n : array (items,)

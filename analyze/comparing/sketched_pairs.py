@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.comparing.similarities import Similarities, codes_of_pairs
-from analyze.metrics.similarity.bases import STATUSES, Status
-from analyze.metrics.similarity.datapoints import as_many, comparable_pairs
+from analyze.metrics.similarity.datapoints import STATUSES, Status, as_many, comparable_pairs
 from analyze.metrics.similarity.estimates import (
     Columns,
     alignments,

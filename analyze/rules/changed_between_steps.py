@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.streams import Series, series_of
+from analyze.metrics.metric import Series, series_of
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Looking
 from analyze.rules.table_rule import TableRule, columns_of, grown, taken

@@ -8,7 +8,7 @@ from typing import Unpack, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.checks import check, is_number, is_whole
+from analyze.metrics.inputs import check, is_number, is_whole
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Looking, Rule

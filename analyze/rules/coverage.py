@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.streams import Series
+from analyze.metrics.metric import Series
 from tracer.messaging.messages import DEFAULT_TAG
 
 Steps = NDArray[np.int64]

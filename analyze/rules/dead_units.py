@@ -9,9 +9,9 @@ from typing import Any, Unpack, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.checks import check, is_number, is_whole
-from analyze.metrics.elementwise.sharing import shared
-from analyze.metrics.streams import Series
+from analyze.metrics.inputs import check, is_number, is_whole
+from analyze.metrics.metric import Series
+from analyze.metrics.moments import shared
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
 from analyze.rules.header import modules_of

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.streams import Series, series_of
+from analyze.metrics.metric import Series, series_of
 from analyze.rules.finding import Severity
 from tracer.messaging.messages import Message, message_of
 

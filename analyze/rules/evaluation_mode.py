@@ -8,8 +8,8 @@ from typing import Any, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.checks import check, is_whole
-from analyze.metrics.streams import Series, series_of
+from analyze.metrics.inputs import check, is_whole
+from analyze.metrics.metric import Series, series_of
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
 from analyze.rules.header import modules_of

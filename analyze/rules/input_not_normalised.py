@@ -8,9 +8,9 @@ from typing import Unpack, final
 
 import numpy as np
 
-from analyze.metrics.checks import check, is_number
-from analyze.metrics.elementwise.sharing import shared
-from analyze.metrics.streams import Series, series_of
+from analyze.metrics.inputs import check, is_number
+from analyze.metrics.metric import Series, series_of
+from analyze.metrics.moments import shared
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Looking, Rule

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple, Unpack, final
 
-from analyze.metrics.checks import check, is_number, is_whole
+from analyze.metrics.inputs import check, is_number, is_whole
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Looking, Rule

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Unpack, final
 
-from analyze.metrics.checks import check, is_number
-from analyze.metrics.elementwise.sharing import Extent, shared
+from analyze.metrics.inputs import check, is_number
+from analyze.metrics.moments import Extent, shared
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Looking, Rule

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Unpack, final
 
-from analyze.metrics.checks import check, is_number, is_whole
-from analyze.metrics.inputs import single_number
-from analyze.metrics.streams import Series, series_of
+from analyze.metrics.inputs import check, is_number, is_whole, single_number
+from analyze.metrics.metric import Series, series_of
 from analyze.rules.classification import Classification
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Looking, Rule

@@ -7,7 +7,7 @@ from typing import Any, Unpack, final
 
 import numpy as np
 
-from analyze.metrics.checks import check, is_whole
+from analyze.metrics.inputs import check, is_whole
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.header import entries

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Unpack, final
 
-from analyze.metrics.checks import check, is_number, is_whole
-from analyze.metrics.gradients.gradient_noise import GradientNoise
-from analyze.metrics.inputs import single_number
+from analyze.metrics.gradient_noise import GradientNoise
+from analyze.metrics.inputs import check, is_number, is_whole, single_number
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Looking, Rule

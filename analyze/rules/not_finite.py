@@ -10,8 +10,8 @@ from typing import TypeAlias, final
 import numpy as np
 import torch
 
-from analyze.metrics.elementwise.sharing import Extent, shared
-from analyze.metrics.streams import Series
+from analyze.metrics.metric import Series
+from analyze.metrics.moments import Extent, shared
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.table_rule import TableRule

@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Iterator
 from typing import final
 
-from analyze.metrics.checks import check, is_number, is_whole
-from analyze.metrics.inputs import single_number
+from analyze.metrics.inputs import check, is_number, is_whole, single_number
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Rule

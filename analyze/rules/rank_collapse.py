@@ -7,7 +7,7 @@ from typing import Unpack, final
 
 import numpy as np
 
-from analyze.metrics.checks import check, is_number
+from analyze.metrics.inputs import check, is_number
 from analyze.rules.episodes import Place
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Looking, Rule

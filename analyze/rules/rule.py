@@ -9,9 +9,8 @@ from typing import Any, ClassVar, TypedDict
 
 import numpy as np
 
-from analyze.metrics.checks import check, is_whole
-from analyze.metrics.metric import Metric
-from analyze.metrics.streams import Series, series_of
+from analyze.metrics.inputs import check, is_whole
+from analyze.metrics.metric import Registered, Series, series_of
 from analyze.rules.coverage import Judged
 from analyze.rules.episodes import Episode, Episodes, Measured, Place
 from analyze.rules.finding import Finding, Severity
@@ -34,7 +33,7 @@ class Looking(TypedDict, total=False):
     modules: str | Iterable[str] | None
 
 
-class Rule(Metric):
+class Rule(Registered):
     """A subscriber that looks for a fault, and publishes each finding twice, as ``{name}_finding``.
 
     The first message comes as soon as the condition has held for `patience` steps, so that a live run can be stopped.
@@ -83,7 +82,6 @@ class Rule(Metric):
     judges: str
     numbers: ClassVar[tuple[str, ...]] = ()
     memory: ClassVar[tuple[str, ...]] = ()
-    bundled = False
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from analyze.metrics.streams import Series
+from analyze.metrics.metric import Series
 from analyze.rules.episodes import Measured
 from analyze.rules.rule import Rule
 from analyze.rules.tables import Bools, Numbers, OfKind, Table, Tables
@@ -33,7 +33,7 @@ class TableRule(Rule):
     Attributes
     ----------
     statistics : tuple of str
-        The statistics of a tensor that the tables have, as `analyze.metrics.elementwise.sharing.shared` names them.
+        The statistics of a tensor that the tables have, as `analyze.metrics.moments.shared` names them.
     whole : frozenset of str
         The kinds of which the rule takes whole tensors as messages, where they are recorded: by `look_at_data`.
     tables : Tables

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.elementwise.formulas import FORMULAS, derive
-from analyze.metrics.elementwise.sharing import Extent, moments_of_all, shared
-from analyze.metrics.streams import Series, series_of
+from analyze.metrics.metric import Series, series_of
+from analyze.metrics.moments import FORMULAS, Extent, derive, moments_of_all, shared
 from analyze.rules.episodes import Place
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import COUNTERS, Heads, Source, Stack

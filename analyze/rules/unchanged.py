@@ -9,7 +9,7 @@ from typing import Any, Unpack, final
 
 import numpy as np
 
-from analyze.metrics.streams import Series
+from analyze.metrics.metric import Series
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.header import entries
 from analyze.rules.rule import Looking

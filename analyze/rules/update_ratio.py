@@ -8,7 +8,7 @@ from typing import Unpack, final
 
 import numpy as np
 
-from analyze.metrics.checks import check, is_number, is_whole
+from analyze.metrics.inputs import check, is_number, is_whole
 from analyze.rules.finding import Finding
 from analyze.rules.rule import Looking
 from analyze.rules.table_rule import TableRule, columns_of, grown, latest, taken

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.elementwise.sharing import Extent, shared
-from analyze.metrics.gradients.layer_grams import Geometry, layer_grams, may_have_time_first
 from analyze.metrics.inputs import as_float64, datapoints_first
-from analyze.metrics.streams import Series, series_of
+from analyze.metrics.metric import Series, series_of
+from analyze.metrics.moments import Extent, shared
+from analyze.metrics.sample_gram import ConvGeometry, layer_grams, may_have_time_first
 from analyze.seeing.check import check
 from analyze.seeing.settings import Change, changes
 from tracer.errors import CaptureError
@@ -444,7 +444,7 @@ def _norms(heard: _Heard, likely: int, axes: _Axes) -> tuple[NDArray[np.float64]
         with np.errstate(all="ignore"):
             grams = layer_grams(
                 inputs.get(module, {}), gradients.get(module, {}), recorded,
-                passes=max(len(heard.get("loss", {}).get(None, {})), 1), summed=False, geometry=Geometry(),
+                passes=max(len(heard.get("loss", {}).get(None, {})), 1), summed=False, geometry=ConvGeometry(),
             )  # fmt: skip
         if grams:
             squares[module or ""] = np.sum([np.diagonal(gram.gram) for gram, _ in grams], axis=0)

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
-from analyze.metrics.elementwise.activation_rate import activation_rate
-from analyze.metrics.elementwise.sharing import Extent, shared
+from analyze.metrics.counts import activation_rate
+from analyze.metrics.moments import Extent, shared
 from analyze.metrics.similarity.similarity import Similarity
 from analyze.rules.rule import Rule
 from analyze.rules.table_rule import columns_of, grown, latest, taken

@@ -208,7 +208,7 @@ def _attributes(one: _Kind) -> dict[str, Any]:
 
 def flags() -> dict[str, Any]:
     """The meanings of similarity statuses as CF flags (climate and forecast conventions, CF 1.11, section 3.5)."""
-    from analyze.metrics.similarity.bases import STATUSES
+    from analyze.metrics.similarity.datapoints import STATUSES
 
     return {"flag_values": list(range(len(STATUSES))), "flag_meanings": " ".join(STATUSES)}
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics import BUILT_IN
-from analyze.metrics.similarity.bases import STATUSES
+from analyze.metrics.similarity.datapoints import STATUSES
 from analyze.metrics.similarity.similarity import Similarity
 from analyze.registry import find
 from analyze.seeing.gathered import Gathered, Key

@@ -372,7 +372,7 @@ THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(60,)
 )  # fmt: skip
 def test_only_a_command_of_one_thread_is_copied(program: str, is_copied: bool, runs: Path, tmp_path: Path) -> None:
     """Workers of ``trace batch`` are forked off it; those of a program, whatever it has, off a fresh interpreter."""
-    changed = "from analyze.metrics.reducing.loss import Loss; Loss.compute_many, Loss.compute = None, None"
+    changed = "from analyze.metrics.moments import Loss; Loss.compute_many, Loss.compute = None, None"
     text = program.format(runs=str(runs), spec="loss", out=str(tmp_path / "out"))
     done = processes.run(
         [sys.executable, "-c", f"{changed}; {text}"], env=environment(), capture_output=True, text=True

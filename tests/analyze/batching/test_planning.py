@@ -153,7 +153,7 @@ def test_an_id_changes_with_the_source_of_a_subscriber(trace: Path, tmp_path: Pa
 def test_an_id_changes_with_the_version_of_a_subscriber(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raising the version of a metric renews its answers, and those of what takes them; no others."""
     before = ids(trace, ["ratio", "message_mean", "norm"])
-    from analyze.metrics.gradients.ratio import Ratio
+    from analyze.metrics.lengths import Ratio
 
     monkeypatch.setattr(Ratio, "version", Ratio.version + 1)
     after = ids(trace, ["ratio", "message_mean", "norm"])

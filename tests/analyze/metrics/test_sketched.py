@@ -18,9 +18,8 @@ from torch import nn
 import analyze
 import tracer
 from analyze.comparing.sketched_pairs import Sketches
-from analyze.metrics.similarity.bases import STATUSES
-from analyze.metrics.similarity.estimates import Columns, jackknifed, kernel_product, sketched, trace_product
-from analyze.metrics.spectra.sketched_rank import moments
+from analyze.metrics.similarity.datapoints import STATUSES
+from analyze.metrics.similarity.estimates import Columns, jackknifed, kernel_product, moments, sketched, trace_product
 from analyze.registry import parse
 from tests.analyze.metrics.invariances import INVARIANCES
 from tests.analyze.metrics.layers import INF, NAN, SKETCHED, centred, message, said, value_of

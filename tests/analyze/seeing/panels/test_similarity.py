@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import analyze
-from analyze.metrics.similarity.bases import STATUSES
+from analyze.metrics.similarity.datapoints import STATUSES
 from analyze.seeing.gather import gather
 from analyze.seeing.layers import layers
 from analyze.seeing.panels import similarity
