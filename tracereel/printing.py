@@ -16,8 +16,7 @@ from tracer.shown import finite, in_json, printable
 from tracereel.errors import as_typed, harmless
 
 if TYPE_CHECKING:
-    from analyze.tables.layout import TextTable
-    from analyze.tables.results_table import ResultsTable
+    from analyze.tables.layout import ResultsTable, TextTable
     from tracer.trace.reader import TraceReader
     from tracer.trace.streams import StreamInfo
 

@@ -12,14 +12,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.comparing.amounts import Amount, amount
-from analyze.comparing.difference import Difference, Parting, StreamDifference, Uncompared
-from analyze.comparing.kept import Summaries, differing
-from analyze.comparing.matching import KEPT, Arrays, Matched, Name, Rows, first_of, values_of_pairs
+from analyze.comparing.amounts import HASH, STATISTICS, Amount, Summaries, Way, amount, differing, sampled, ways_of
+from analyze.comparing.difference import Difference, Parting, StreamDifference, StructureDifference, Uncompared
+from analyze.comparing.matching import INPUT, KEPT, Arrays, Matched, Name, Rows, Samples, first_of, values_of_pairs
 from analyze.comparing.noise import Judgement, Observed
-from analyze.comparing.samples import INPUT, Samples
-from analyze.comparing.structure import StructureDifference
-from analyze.comparing.ways import HASH, STATISTICS, Way, sampled, ways_of
 from tracer.errors import CaptureError
 from tracer.format.journal import NONE, Column
 from tracer.trace.reader import TraceReader

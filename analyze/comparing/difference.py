@@ -8,7 +8,30 @@ from typing import Any
 
 from analyze.comparing.amounts import Amount
 from analyze.comparing.matching import Name
-from analyze.comparing.structure import StructureDifference
+
+
+@dataclass(frozen=True, slots=True)
+class StructureDifference:
+    """A difference between the headers or the tables of two traces.
+
+    Attributes
+    ----------
+    what : str
+        What differs: ``"module"``, ``"parameter"``, ``"version"``, ``"seed"``, ``"argv"`` and so on.
+    name : str
+        The name of what differs; empty if there is only one of it.
+    one, other : JSON value
+        The value in each trace; None if it has none.
+    """
+
+    what: str
+    name: str
+    one: Any
+    other: Any
+
+    def as_json(self) -> dict[str, Any]:
+        """The difference in JSON values."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

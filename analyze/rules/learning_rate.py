@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Unpack, final
 
 from analyze.metrics.checks import check, is_number, is_whole
-from analyze.rules.episodes import Place
-from analyze.rules.finding import Finding, Severity
+from analyze.rules.finding import Finding, Place, Severity
 from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 from tracer.numbers.past import median
@@ -65,7 +64,6 @@ class LearningRate(Rule):
     """
 
     name = "learning_rate"
-    memory = ("last", "highest", "steps", "zeros", "now")
     judges = "hyperparameters with a learning rate"
     numbers = ("why", "usual", "groups", "step")
     advice = "look at what sets the learning rate: the schedule and its number of steps, or a group's own setting"

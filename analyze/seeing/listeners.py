@@ -10,10 +10,10 @@ import numpy as np
 from analyze.metrics.elementwise.activation_rate import activation_rate
 from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.similarity.similarity import Similarity
-from analyze.rules.rule import Rule
-from analyze.rules.table_rule import columns_of, grown, latest, taken
+from analyze.rules.rule import Rule, columns_of, grown, latest, taken
 from analyze.rules.tables import Bools, Floats, Numbers, OfKind, Table, Tables, Wholes
-from analyze.seeing.findings import Findings
+from analyze.seeing.check import Findings
+from analyze.seeing.course import Matrices, Role
 from analyze.seeing.gathered import (
     BAD,
     DEAD,
@@ -28,7 +28,6 @@ from analyze.seeing.gathered import (
     Key,
     layer_of,
 )
-from analyze.seeing.matrices import Matrices, Role
 from tracer.messaging.messages import DEFAULT_TAG, Message
 from tracer.messaging.receiver import Receiver, describe
 from tracer.messaging.subscriber import Subscriber

@@ -10,11 +10,20 @@ from numpy.typing import NDArray
 
 from analyze.tables import arrays
 from analyze.tables.columns import COLUMNS, Answers, Columns, Row
+from analyze.tables.layout import ResultsTable
 from analyze.tables.plotting import FORMATS, figure_of
-from analyze.tables.results_table import ResultsTable
 from analyze.tables.series import Series, series_of
-from analyze.tables.tensorboard import Clock, write_events
-from analyze.tables.writing import PathLike, new_file, pandas, write_csv, write_jsonl, write_parquet, write_trace
+from analyze.tables.writing import (
+    Clock,
+    PathLike,
+    new_file,
+    pandas,
+    write_csv,
+    write_events,
+    write_jsonl,
+    write_parquet,
+    write_trace,
+)
 from tracer.errors import UnknownNameError
 from tracer.messaging.messages import Message
 from tracer.messaging.receiver import Receiver, describe
@@ -338,7 +347,7 @@ class Results:
         ----------
         logdir : path
         times : mapping of str to callable, optional
-            Trace → the time of a global step, in seconds since 1970; see `analyze.tables.tensorboard.times_of`. By
+            Trace → the time of a global step, in seconds since 1970; see `analyze.tables.writing.times_of`. By
             default, the time of writing.
 
         Raises

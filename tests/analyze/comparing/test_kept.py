@@ -256,7 +256,7 @@ def test_statistics_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_bounds_hold_for_random_tensors(seed: int) -> None:
     """The bound from below of the relative difference, and what is beyond a tolerance for sure."""
-    from analyze.comparing.kept import Summaries
+    from analyze.comparing.amounts import Summaries
 
     draw = torch.Generator().manual_seed(seed)
     size = int(torch.randint(1, 50, (1,), generator=draw))

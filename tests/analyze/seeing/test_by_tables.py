@@ -16,8 +16,8 @@ from analyze.rules.rule import Rule
 from analyze.seeing import check as checking
 from analyze.seeing import gather as gathering
 from analyze.seeing.check import check
-from analyze.seeing.gather import gather
 from analyze.seeing.gathered import Gathered
+from analyze.seeing.report import gather
 from tracer.trace.reader import TraceReader
 
 FAULTS = ("none", "nan", "spike", "forgotten", "eval", "dead")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from analyze.seeing.course import COLUMNS, Course, Grid
-from analyze.seeing.decimate import against_past, cells
+from analyze.seeing.course import COLUMNS, Course, Grid, against_past, cells
 
 
 def course_of(steps: np.ndarray, values: np.ndarray, limit: int, windows: list[tuple[int, int]]) -> Course:

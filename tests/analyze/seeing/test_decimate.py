@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from analyze.seeing.decimate import LEAST, WINDOW, against_past, cells, extremes, width_for
+from analyze.seeing.course import LEAST, WINDOW, against_past, cells, extremes, width_for
 
 
 def series(seed: int, count: int = 900) -> tuple[np.ndarray, np.ndarray]:

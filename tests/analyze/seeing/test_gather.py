@@ -10,8 +10,8 @@ import torch
 
 from analyze.asking import analyze
 from analyze.seeing.check import check
-from analyze.seeing.gather import gather, reference
 from analyze.seeing.gathered import BAD, DEAD, GRADIENT, RATIO, WEIGHT, Frames
+from analyze.seeing.report import gather, reference
 from tests.analyze.seeing.runs import LAYERS, flip, messages, write
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from analyze.seeing.gather import gather
-from analyze.seeing.layers import layers
+from analyze.seeing.gathered import layers
+from analyze.seeing.report import gather
 from tests.analyze.seeing.runs import messages, write
 
 

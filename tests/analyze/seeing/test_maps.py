@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from analyze.seeing.course import Course, Grid
-from analyze.seeing.maps import ROWS, compared, drawn
+from analyze.seeing.panel import ROWS, compared, drawn
 
 
 def courses(values: dict[str, list[float]], every: int = 1) -> dict[str, Course]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from analyze.seeing import matrices
-from analyze.seeing.matrices import STEPS, Matrices
+from analyze.seeing.course import STEPS, Matrices
 
 
 def fill(made: Matrices, layers: list[str], steps: list[int]) -> None:

@@ -8,7 +8,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analyze.seeing.words import listed, number, plain, short, text
+from analyze.seeing.panel import listed, number, plain, short, text
 from tests.analyze.seeing.runs import HOSTILE
 
 NAMES = st.text() | st.sampled_from(HOSTILE) | st.text(alphabet="<>&\"'$\\()[]{}@/!-\u202e\x00 script")

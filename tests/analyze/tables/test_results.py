@@ -27,8 +27,8 @@ from rich.console import Console
 import analyze
 import tracer
 from analyze.tables.columns import COLUMNS, Row, as_json
-from analyze.tables.sparkline import sparkline
-from analyze.tables.tensorboard import times_of
+from analyze.tables.series import sparkline
+from analyze.tables.writing import times_of
 from tracer import (
     MessageBus,
     MessageError,

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
+from analyze.seeing.check import Checked
 from analyze.seeing.course import Grid
-from analyze.seeing.findings import Checked
-from analyze.seeing.gather import gather
-from analyze.seeing.gathered import RATIO, Frames, Gathered, Key
-from analyze.seeing.layers import layers
-from analyze.seeing.panels.arrays import NUMBERS, arrays_of
-from analyze.seeing.panels.curves import POINTS, lines_of
-from analyze.seeing.panels.zoom import PLACES, places
+from analyze.seeing.curves import NUMBERS, POINTS, arrays_of, lines_of
+from analyze.seeing.gathered import RATIO, Frames, Gathered, Key, layers
+from analyze.seeing.heat import PLACES, places
+from analyze.seeing.report import gather
 from tests.analyze.seeing.panels.test_panel import unpacked
 from tests.analyze.seeing.runs import LAYERS, messages, write
 

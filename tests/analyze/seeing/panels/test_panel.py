@@ -7,7 +7,7 @@ import base64
 import numpy as np
 import pytest
 
-from analyze.seeing.panels.panel import LABELS, blend, drawing, height_of, name_rows, packed
+from analyze.seeing.panel import LABELS, blend, drawing, height_of, name_rows, packed
 
 pytest.importorskip("bokeh")
 

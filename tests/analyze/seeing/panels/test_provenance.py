@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from analyze.seeing.gather import gather
-from analyze.seeing.panels.provenance import facts, panel
+from analyze.seeing.report import gather
+from analyze.seeing.sections import facts, panel
 from tests.analyze.seeing.runs import messages, write
 
 INFO: dict[str, Any] = {

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from analyze.seeing.panels import similarity
 
 import analyze
 from analyze.metrics.similarity.bases import STATUSES
-from analyze.seeing.gather import gather
-from analyze.seeing.layers import layers
-from analyze.seeing.panels import similarity
-from analyze.seeing.panels.panel import Panel
+from analyze.seeing.gathered import layers
+from analyze.seeing.panel import Panel
+from analyze.seeing.report import gather
 from tests.analyze.seeing.panels.test_panel import unpacked
 from tests.analyze.seeing.runs import HOSTILE, LAYERS, messages, probes, write
 

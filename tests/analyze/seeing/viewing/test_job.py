@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from analyze.seeing.viewing.job import CANCELLED, DONE, FAILED, RUNNING, Job
-from analyze.seeing.viewing.turns import Turns
+from analyze.seeing.view import CANCELLED, DONE, FAILED, RUNNING, Job, Turns
 from tests.analyze.seeing.runs import messages, write
 from tracer.errors import CaptureError
 from tracer.messaging.receiver import Collect

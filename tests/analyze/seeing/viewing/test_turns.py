@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from analyze.seeing.viewing.turns import Turns
+from analyze.seeing.view import Turns
 
 
 def test_a_reader_sees_whole_messages_and_is_not_kept_waiting() -> None:

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from analyze.seeing.gather import gather
-from analyze.seeing.gathered import RATIO, Gathered
 from analyze.seeing.viewing import view as viewing
-from analyze.seeing.viewing.job import CANCELLED, DONE
-from analyze.seeing.viewing.view import View
+
+from analyze.seeing.gathered import RATIO, Gathered
+from analyze.seeing.report import gather
+from analyze.seeing.view import CANCELLED, DONE, View
 from tests.analyze.seeing.runs import LAYERS, messages, write, write_ranks
 from tracer.errors import CaptureError, MessageError, UnknownNameError
 from tracer.messaging.messages import Message
@@ -231,7 +230,7 @@ def looked(view: View, first: int, last: int) -> Gathered:
 
 def test_a_long_run_is_thinned_and_then_looked_at_by_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where something was left out, a closer look needs a replay."""
-    monkeypatch.setattr("analyze.seeing.gather.LONGEST", 512)
+    monkeypatch.setattr("analyze.seeing.report.LONGEST", 512)
     path = write(tmp_path / "long.zarr", [one for one in messages(("fc",), 700) if one.kind in KINDS])
     view = View(path)
     view.start()

@@ -1,21 +1,23 @@
-"""Gradients that vanish or explode on their way back through the layers, or from one step to the next."""
+"""Rules about gradients: those that vanish, explode, add up over steps, or are mostly noise."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Unpack, final
 
 import numpy as np
 
 from analyze.metrics.checks import check, is_number, is_whole
+from analyze.metrics.gradients.gradient_noise import GradientNoise
+from analyze.metrics.inputs import single_number
 from analyze.metrics.streams import Series
-from analyze.rules.finding import Finding
-from analyze.rules.rule import Looking
-from analyze.rules.table_rule import TableRule
-from analyze.rules.tables import Bools, Floats, OfKind, Table
+from analyze.rules.finding import Finding, Place, Severity
+from analyze.rules.rule import Looking, Rule, TableRule, grown
+from analyze.rules.tables import Bools, Column, Floats, OfKind, Table
 from tracer.messaging.messages import Message
-from tracer.numbers.past import Past
+from tracer.numbers.past import Past, median
 
 _BEYOND_START = 10.0
 """An exploding gradient is at least this many times as large as any gradient of the warm-up."""
@@ -151,7 +153,6 @@ class ExplodingGradient(TableRule):
 
     name = "exploding_gradient"
     statistics = ("norm2",)
-    memory = ("past", "steps")
     numbers = ("usual", "of_past")
     advice = (
         "clip the norm of the gradients (torch.nn.utils.clip_grad_norm_), lower the learning rate or warm it up, or "
@@ -268,3 +269,234 @@ def _several_losses(table: Table) -> Bools:
         of_leaf[leaf] = of_leaf.get(leaf, there) | there
     several: Bools = np.sum([np.zeros(len(table), np.int64), *of_leaf.values()], axis=0) > 1
     return several
+
+
+_NEAR = 0.01
+"""How far a sum may be from what is expected, beside the smaller of its parts."""
+_TELLING = 1e-4
+"""A sum tells something if it is at least this share of the sum of the moduli; the rest is rounding."""
+_CLIPPED = 3
+"""Of so many layers or more, clipping by the norm of all gradients is known by its one factor for all of them."""
+
+
+@final
+class AccumulatedGradients(TableRule):
+    r"""Gradients that still contain those of the step before, as without ``optimizer.zero_grad()``.
+
+    Parameters
+    ----------
+    patience : int
+        At how many recorded steps in a row.
+    tag, modules
+        As in `tracer.Subscription`.
+
+    Notes
+    -----
+    *Fires* where the gradient of a bias, summed over its elements, is what the step before used plus what arrived in
+    this step. What arrives is the gradient of the layer's outputs: a bias is added to each of them, so both have the
+    same sum. Micro-batches that are accumulated for one step all arrive in this step. After clipping by the norm of all
+    gradients, the sums of three layers or more have one factor.
+    *Needs* ``layer_gradients`` and ``bias_gradients`` of the same modules at consecutive steps.
+    *Source*: the chain rule; PyTorch's documentation of ``Optimizer.zero_grad``.
+    """
+
+    name = "accumulated_gradients"
+    statistics = ("sum", "norm1")
+    judges = "gradients of biases, and of the outputs of their layers, at consecutive steps"
+    numbers = ("layers",)
+    advice = "call optimizer.zero_grad() before each backward, or after each step"
+
+    def __init__(self, *, patience: int = 5, **where: Unpack[Looking]) -> None:
+        super().__init__(["layer_gradients", "bias_gradients"], patience=patience, **where)
+        self.step = -2  # the last step, if it had gradients of biases
+        self.before: Floats = np.zeros(0)  # by column: the sum of each bias gradient in that step
+
+    def judge_table(self, table: Table) -> Iterator[Message]:
+        """Judge the sums of each step."""
+        of = table.of("bias_gradients")
+        if not of.columns:
+            self.step = -2
+            return
+        now, there = of["sum"], of.there
+        arrived, moduli = self._arrived(table, of)
+        before = np.concatenate([grown(self.before, len(of.columns), np.nan)[None], now])
+        last = np.append(self.step, np.where(there.any(axis=1), table.steps, -2))
+        self.before, self.step = before[-1], int(last[-1])
+        sums = _Sums(now, np.nan_to_num(before[:-1], nan=0.0), arrived, there & (last[:-1] == table.steps - 1)[:, None])
+        sums.told &= np.isfinite(now + before[:-1] + arrived) & (sums.smaller > _TELLING * moduli)
+        kept = _accumulated(sums)
+        new = sums.told & (np.abs(now - arrived) <= _NEAR * sums.smaller)
+        count = kept.sum(axis=1)
+        self.cover(table, of, sums.told & (new | (count > 0)[:, None]))
+        _, tag, _, rank = of.columns[0].series
+        judged = (count > 0) | new.any(axis=1)
+        network = OfKind(
+            of.kind, (Column((None, tag, "", rank), 0, 0, 0, True),), of.places.max(axis=1, keepdims=True), {}
+        )
+        bad, layers = (count > 0)[:, None], count[:, None]
+        yield from self.judge_all(table, network, judged[:, None], bad, layers, 0.0, layers)
+
+    @staticmethod
+    def _arrived(table: Table, of: OfKind) -> tuple[Floats, Floats]:
+        """The sums over the gradients of the outputs of each bias's layer, and over their moduli; infinity without."""
+        outputs = table.of("layer_gradients")
+        sums, moduli = np.zeros((2, *of.there.shape))
+        layers: dict[tuple[object, ...], list[int]] = {}
+        for number, column in enumerate(outputs.columns):
+            module, tag, _, rank = column.series
+            layers.setdefault((module, tag, rank), []).append(number)
+        for number, column in enumerate(of.columns):
+            module, tag, _, rank = column.series
+            columns = layers.get((module, tag, rank), [])
+            there = outputs.there[:, columns]
+            sums[:, number] = np.where(there, outputs["sum"][:, columns], 0.0).sum(axis=1)
+            of_layer = np.where(there, outputs["norm1"][:, columns], 0.0).sum(axis=1)
+            moduli[:, number] = np.where(there.any(axis=1), of_layer, np.inf)
+        return sums, moduli
+
+    def evidence(self, found: Finding) -> str:
+        layers = int(found.numbers["layers"])
+        of = f"{layers} layers" if layers > 1 else "a layer"
+        return f"at {found.steps} recorded steps the gradients of {of} were those of the step before plus the new ones"
+
+
+@dataclass
+class _Sums:
+    """Sums over the elements of bias gradients, now and in the step before, and of the gradients of outputs.
+
+    All are (steps, columns); `told` says where they tell from where a gradient is.
+    """
+
+    now: Floats
+    before: Floats
+    arrived: Floats
+    told: Bools
+
+    @property
+    def smaller(self) -> Floats:
+        """The smaller modulus of the two parts of accumulated gradients."""
+        return np.minimum(np.abs(self.before), np.abs(self.arrived))
+
+
+def _accumulated(sums: _Sums) -> Bools:
+    """The layers whose gradient is that of the step before plus the new one, whole or clipped; (steps, columns)."""
+    expected = sums.before + sums.arrived
+    with np.errstate(all="ignore"):
+        found: Bools = sums.told & (np.abs(sums.now - expected) <= _NEAR * sums.smaller)
+        unclear = ~found.any(axis=1) & (sums.told.sum(axis=1) >= _CLIPPED)
+        clipped = unclear & _are_in_proportion(sums, expected, _NEAR)
+        # a step that repeats the one before has the same proportions, whether or not its gradients are accumulated
+        clipped &= ~_are_in_proportion(sums, sums.arrived, 10 * _NEAR)
+    found[clipped] = sums.told[clipped]
+    return found
+
+
+def _are_in_proportion(sums: _Sums, expected: Floats, near: float) -> Bools:
+    """At which steps one factor below 1 makes the expected sums those of all layers."""
+    now, expected = np.where(sums.told, sums.now, 0.0), np.where(sums.told, expected, 0.0)
+    squares = np.square(expected).sum(axis=1)
+    factor = np.where(squares > 0, (now * expected).sum(axis=1) / squares, 0.0)[:, None]
+    apart = ~sums.told | (np.abs(now - factor * expected) <= near * factor * sums.smaller)
+    found: Bools = apart.all(axis=1) & (factor[:, 0] > 0) & (factor[:, 0] < 1)
+    return found
+
+
+_RESIDUAL = 0.1
+"""How far the reconstructed gradient may be from the recorded one, beside its norm."""
+_AVERAGED = "the recorded gradients are averages over ranks, of which each sees only its own datapoints"
+_UNLIKE = (
+    "the gradients of the datapoints do not add up to the recorded gradient, as after clipping or with shared weights"
+)
+_NO_AXIS = "nothing settles which axis the datapoints have"
+
+
+@final
+class NoisyGradient(Rule):
+    r"""A batch so small that its gradient is mostly noise.
+
+    Parameters
+    ----------
+    factor : float
+        How many times as large as the batch the noise scale is.
+    every : int
+        Of which steps the noise is measured, because per-sample gradients cost as much as a backward.
+    steps : int
+        Over how many of these steps the median is taken.
+    tag, modules
+        As in `tracer.Subscription`.
+
+    Notes
+    -----
+    *Fires* where the median of :math:`\mathrm{tr}\,\Sigma / \|g\|^2`, as `gradient_noise` measures it, is more than
+    `factor` batches. It is a note: late in a training all gradients are noisy. Steps whose reconstructed gradient is
+    off by more than a tenth (``residual`` of `gradient_noise`) are not judged: there the samples' gradients are wrong,
+    or the gradient was clipped. Nor are steps in which nothing settles which axis the datapoints have, and steps whose
+    gradients are averages over ranks: a rank does not see all datapoints.
+    *Needs* ``layer_gradients``, ``layer_inputs``, ``weight_gradients`` and the loss, of all datapoints of a batch.
+    *Source*: S. McCandlish, J. Kaplan, D. Amodei, "An Empirical Model of Large-Batch Training", arXiv:1812.06162: below
+    the noise scale, a batch twice as large takes half the steps.
+    """
+
+    name = "noisy_gradient"
+    severity = Severity.NOTE
+    judges = "inputs and gradients of linear or convolutional layers, with all datapoints"
+    numbers = ("batch",)
+    advice = "accumulate gradients over several batches, take larger ones, or lower the learning rate"
+
+    def __init__(self, *, factor: float = 30.0, every: int = 10, steps: int = 5, **where: Unpack[Looking]) -> None:
+        check(is_number(factor) and factor > 0, "the factor of noisy_gradient is a positive number", factor)
+        check(is_whole(every, 1), "every is a positive integer", every)
+        check(is_whole(steps, 1), "steps are a positive integer", steps)
+        super().__init__(["layer_gradients", "layer_inputs", "weight_gradients", "loss"], every=every, **where)
+        self.factor, self.steps = factor, steps
+        self.noise = GradientNoise(bias=False, subsample=every, **where)
+        self.scales: list[float] = []
+        self.left_out: dict[str, int] = {}  # by reason: how many measured steps are not judged
+
+    def look(self, message: Message) -> Iterator[Message]:
+        """Pass a message to the metric, and judge its answers."""
+        yield from self.heard(list(self.noise.receive(message)))
+
+    def conclude(self) -> Iterator[Message]:
+        """Judge the last measured step."""
+        yield from self.heard(list(self.noise.finish()))
+        yield from super().conclude()
+
+    def heard(self, answers: list[Message]) -> Iterator[Message]:
+        """Judge the answers of the metric."""
+        said = {one.kind.removeprefix("layer_gradients_"): one for one in answers}
+        if "noise_scale" not in said:
+            return
+        scale, samples = single_number(said["noise_scale"].data), single_number(said["samples"].data)
+        if scale is None or not math.isfinite(scale) or not samples or samples < 2:
+            return
+        residual, axis, ranks = (single_number(said[name].data) for name in ("residual", "axis", "ranks"))
+        why = ""
+        if ranks != 1:
+            why = _AVERAGED
+        elif residual is None or not residual <= _RESIDUAL:
+            why = _UNLIKE
+        elif axis is None or math.isnan(axis):
+            why = _NO_AXIS
+        if why:
+            self.left_out[why] = self.left_out.get(why, 0) + 1
+            return
+        place = Place.of(said["noise_scale"])._replace(kind="weight_gradients")
+        self.weigh(place)
+        self.scales.append(scale)
+        del self.scales[: -self.steps]
+        if len(self.scales) == self.steps:
+            usual, bound = median(self.scales), self.factor * samples
+            yield from self.judge(place, usual > bound, usual, bound, samples)
+
+    def unjudged(self) -> str:
+        why = super().unjudged()
+        if not why or not self.left_out:
+            return why
+        return "; ".join(f"at {steps} steps {reason}" for reason, steps in self.left_out.items())
+
+    def evidence(self, found: Finding) -> str:
+        return (
+            f"the noise scale is {found.value:,.0f} datapoints around step {found.worst}, and a batch has "
+            f"{found.numbers['batch']:.0f}"
+        )

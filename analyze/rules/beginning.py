@@ -1,4 +1,4 @@
-"""A network that is initialised badly."""
+"""Rules about what a training begins with: its inputs, its labels, and its initial weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.streams import Series, series_of
-from analyze.rules.chance import cross_entropies
-from analyze.rules.episodes import Place
-from analyze.rules.finding import Finding
-from analyze.rules.header import entries
+from analyze.rules.finding import Finding, Place
 from analyze.rules.loss_arguments import CROSS_ENTROPY
-from analyze.rules.rule import Looking, Rule
+from analyze.rules.losses import cross_entropies
+from analyze.rules.rule import Looking, Rule, entries
 from tracer.messaging.messages import Message
 from tracer.messaging.subscription import is_doubled
 from tracer.numbers.arrays import as_array
@@ -62,7 +60,6 @@ class PoorInitialisation(Rule):
 
     name = "poor_initialisation"
     takes_statistics = "too"
-    memory = ("scales", "output", "given", "exact", "equal", "reached")
     judges = "the first step of the run"
     numbers = ("why", "other")
     advice = "initialise the layers for the nonlinearity that follows: torch.nn.init.kaiming_normal_, xavier_uniform_"
@@ -209,3 +206,182 @@ def _are_alike(message: Message, data: Any) -> bool | None:
     with np.errstate(all="ignore"):
         apart, norm = float(np.linalg.norm(x - x[0])), float(np.linalg.norm(x))
     return apart <= _ALIKE * norm
+
+
+_OFFSET, _SCALE, _FEATURES, _ZERO = range(4)
+
+
+@final
+class InputNotNormalised(Rule):
+    """Inputs whose mean is far from zero, whose scale is far from one, or that are all zero.
+
+    Parameters
+    ----------
+    offset : float
+        How many standard deviations the mean may be from zero.
+    scale : float
+        How large the root mean square may be.
+    features : float
+        How many times the standard deviation of one feature may be that of another; of inputs of two axes.
+    patience : int
+        At how many recorded steps in a row.
+    tag, modules
+        As in `tracer.Subscription`.
+
+    Notes
+    -----
+    *Fires* where the mean, the scale or the features exceed their bound, or where all inputs of a step are zero. Whole
+    numbers, such as words, are not judged.
+    *Needs* ``input_data`` of floating-point numbers.
+    *Source*: Y. LeCun, L. Bottou, G. Orr, K.-R. Müller, "Efficient BackProp", 1998, section 4.3. smdebug's
+    ``NotNormalizedData`` takes a mean above 0.2.
+    """
+
+    name = "input_not_normalised"
+    judges = "input_data of floating-point numbers"
+    numbers = ("why",)
+    advice = "subtract the mean of the training data and divide by its standard deviation, feature by feature"
+
+    def __init__(
+        self,
+        *,
+        offset: float = 3.0,
+        scale: float = 10.0,
+        features: float = 1e3,
+        patience: int = 3,
+        **where: Unpack[Looking],
+    ) -> None:
+        for name, bound in (("offset", offset), ("scale", scale), ("features", features)):
+            check(is_number(bound) and bound > 0, f"{name} is a positive number", bound)
+        super().__init__(["input_data"], patience=patience, **where)
+        self.offset, self.scale, self.features = offset, scale, features
+        self.zero: dict[Series, Place] = {}  # the inputs of this step that are zero
+        self.other = False  # whether there are others
+
+    def look(self, message: Message) -> Iterator[Message]:
+        """Judge one batch."""
+        data = message.data
+        if data is None or not data.is_floating_point() or data.numel() < 8:
+            self.other = self.other or data is not None
+            return
+        mean, rms = shared(message, "mean"), shared(message, "rms")
+        if rms == 0:
+            self.zero[series_of(message)] = Place.of(message)
+            return
+        self.other = True
+        if not math.isfinite(rms):
+            return
+        spread = math.sqrt(max(rms * rms - mean * mean, 0.0))
+        found = [(rms / self.scale, rms, self.scale, _SCALE)]
+        if spread > 1e-6 * abs(mean):
+            found.append((abs(mean) / spread / self.offset, abs(mean) / spread, self.offset, _OFFSET))
+        if data.ndim == 2 and data.shape[0] >= 8:
+            with np.errstate(all="ignore"):
+                spreads = as_array(data).std(axis=0, dtype=np.float64)
+            spreads = spreads[spreads > 0]
+            if len(spreads) > 1:
+                ratio = float(spreads.max() / spreads.min())
+                found.append((ratio / self.features, ratio, self.features, _FEATURES))
+        excess, value, bound, why = max(found)
+        yield from self.judge(message, excess > 1, value, bound, why)
+
+    def look_back(self) -> Iterator[Message]:
+        """Judge the inputs of a step that are zero: a state that begins at zero is, beside another input."""
+        for place in self.zero.values():
+            yield from self.judge(place, not self.other, 0.0, 0.0, _ZERO)
+        self.zero, self.other = {}, False
+
+    def evidence(self, found: Finding) -> str:
+        what = (
+            f"the mean is {found.value:.3g} standard deviations from zero",
+            f"the root mean square is {found.value:.3g}",
+            f"one feature varies {found.value:.3g} times as much as another",
+            "every number is zero",
+        )
+        return f"{what[int(found.numbers['why'])]} in step {found.worst}"
+
+
+@final
+class ClassImbalance(Rule):
+    """A class that is far rarer than another, and that the network does not get right.
+
+    Parameters
+    ----------
+    ratio : float
+        How many times as often one class occurs as another.
+    recall : float
+        The share of the rare class that is predicted right, below which it counts as not learned.
+    datapoints : int
+        After how many datapoints it is judged, again and again.
+    tag, modules
+        As in `tracer.Subscription`.
+
+    Notes
+    -----
+    *Fires* where both hold for a class of the network's output, over the last `datapoints`. Networks whose input are
+    whole numbers are not judged: the words of a language are of different frequency.
+    *Needs* ``input_labels`` and ``network_output`` of a classifier, and its ``input_data``.
+    *Source*: smdebug's ``ClassImbalance``: a ratio of 10, and 70 % of the rare class mispredicted.
+    """
+
+    name = "class_imbalance"
+    numbers = ("class", "count", "recall")
+    advice = "weight the classes in the loss, or draw them evenly (torch.utils.data.WeightedRandomSampler)"
+
+    def __init__(
+        self, *, ratio: float = 10.0, recall: float = 0.3, datapoints: int = 1000, **where: Unpack[Looking]
+    ) -> None:
+        check(is_number(ratio) and ratio > 1, "a ratio is a number above 1", ratio)
+        check(is_number(recall) and 0 < recall <= 1, "a recall is a number from 0 to 1", recall)
+        check(is_whole(datapoints, 1), "datapoints are a positive integer", datapoints)
+        super().__init__(["input_labels", "network_output", "input_data"], **where)
+        self.ratio, self.recall, self.datapoints = ratio, recall, datapoints
+        self.judges = f"labels and outputs of a classifier for {datapoints:,} datapoints"
+        self.words = False
+        self.output: tuple[int, int, NDArray[np.int64]] | None = None  # the call, the number of classes, predictions
+        self.labels: tuple[int, NDArray[np.int64]] | None = None
+        self.seen: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.right: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def look(self, message: Message) -> Iterator[Message]:
+        """Count the labels of a pass, and those that were predicted; judge after `datapoints`."""
+        data = message.data
+        if data is None:
+            return
+        if message.kind == "input_data":
+            self.words = self.words or not data.is_floating_point()
+            return
+        if message.kind == "network_output":
+            fits = data.ndim == 2 and data.shape[1] > 1 and data.is_floating_point()
+            self.output = (message.call, data.shape[1], as_array(data).argmax(axis=1)) if fits else None
+        else:
+            fits = data.ndim == 1 and not data.is_floating_point() and not data.is_complex()
+            self.labels = (message.call, as_array(data).astype(np.int64)) if fits else None
+        if self.words or self.output is None or self.labels is None or self.output[0] != self.labels[0]:
+            return
+        (_, classes, predicted), (_, labels) = self.output, self.labels
+        place = Place.of(message)._replace(kind="input_labels")
+        self.output = self.labels = None
+        if len(labels) != len(predicted) or len(labels) == 0 or not 0 <= labels.min() <= labels.max() < classes:
+            return
+        if len(self.seen) != classes:
+            self.seen, self.right = np.zeros(classes, np.int64), np.zeros(classes, np.int64)
+        self.weigh(place)
+        self.seen += np.bincount(labels, minlength=classes)
+        self.right += np.bincount(labels[labels == predicted], minlength=classes)
+        if self.seen.sum() < self.datapoints:
+            return
+        rare = int(self.seen.argmin())
+        count, most = int(self.seen[rare]), int(self.seen.max())
+        recall = self.right[rare] / count if count else 0.0
+        ratio = most / max(count, 1)
+        self.seen[:], self.right[:] = 0, 0
+        bad = ratio > self.ratio and recall < self.recall
+        yield from self.judge(place, bad, ratio, self.ratio, rare, count, recall)
+
+    def evidence(self, found: Finding) -> str:
+        name, count, recall = (found.numbers[one] for one in self.numbers)
+        return (
+            f"class {name:.0f} came {count:.0f} times among {self.datapoints:,} datapoints, {found.value:.3g} times "
+            f"less often than the most frequent one, and {recall:.0%} of them were predicted right"
+        )

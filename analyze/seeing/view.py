@@ -3,25 +3,186 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from types import TracebackType
+from typing import NamedTuple, Self, final
 
 from analyze.registry import instances, subscribers
 from analyze.seeing.check import Wanted, rules_of
 from analyze.seeing.course import Grid
-from analyze.seeing.gather import Gathering, rank_shown, reference, without_damage
 from analyze.seeing.gathered import Gathered
 from analyze.seeing.listeners import Answers
-from analyze.seeing.viewing.job import CANCELLED, DONE, RUNNING, Job
-from analyze.seeing.viewing.turns import Turns
+from analyze.seeing.report import Gathering, rank_shown, reference, without_damage
 from tracer.errors import CaptureError, TracerError, UnknownNameError
-from tracer.messaging.receiver import describe
+from tracer.messaging.messages import Message
+from tracer.messaging.receiver import Receiver, describe
 from tracer.messaging.subscriber import Subscriber
 from tracer.replaying.replay import replay
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
+
+
+@final
+class Turns:
+    """A lock with two sides: replays change the gathered data; a reader never sees a half-made change.
+
+    Replays do not exclude each other, since each has its own series. A waiting reader goes first, so that fast replays
+    cannot starve it.
+
+    Examples
+    --------
+    >>> turns = Turns()
+    >>> with turns:  # the turn of a replay
+    ...     pass
+    >>> with turns.reading():
+    ...     pass
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._writing = self._reading = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            while self._reading:
+                self._changed.wait()
+            self._writing += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._changed:
+            self._writing -= 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """The reader's side of the lock."""
+        with self._changed:
+            self._reading += 1
+            while self._writing:
+                self._changed.wait()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._reading -= 1
+                self._changed.notify_all()
+
+
+RUNNING, DONE, FAILED, CANCELLED = "running", "done", "failed", "cancelled"
+
+
+class _Cancelled(BaseException):
+    """Ends the replay of a cancelled job."""
+
+
+@final
+class Guard:
+    """A context manager that raises in the replay of a cancelled job; see `Job.guard`."""
+
+    def __init__(self, cancelled: threading.Event, turns: Turns | None) -> None:
+        self._cancelled, self._turns = cancelled, turns
+
+    def __enter__(self) -> None:
+        if self._turns is not None:
+            self._turns.__enter__()
+        if self._cancelled.is_set():
+            self.__exit__(None, None, None)
+            raise _Cancelled
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._turns is not None:
+            self._turns.__exit__(kind, error, trace)
+
+
+class Job(Receiver):
+    """A replay in its own thread.
+
+    The job is also a receiver, to note the progress of the replay. Its guards end the replay after a cancellation.
+
+    Parameters
+    ----------
+    title : str
+        What the job does, for the user.
+    work : callable
+        Called with the job, in the thread.
+
+    Attributes
+    ----------
+    state : str
+        ``running``, ``done``, ``failed`` or ``cancelled``.
+    reached : int
+        The last step that the replay has reached; -1 before the first.
+    heard : int
+        How many messages were received.
+    error : str
+        Why the job failed; empty if it did not.
+    """
+
+    passive = True
+    scope = "message"
+    name = "progress"
+
+    def __init__(self, title: str, work: Callable[[Job], None]) -> None:
+        self.title = title
+        self.state = RUNNING
+        self.reached, self.heard = -1, 0
+        self.error = ""
+        self._cancelled = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(work,), name=title, daemon=True)
+
+    def start(self) -> Self:
+        """Start the thread; returns the job."""
+        self._thread.start()
+        return self
+
+    def cancel(self, state: str = CANCELLED) -> None:
+        """End the replay at the next message. `state` is set at once."""
+        self._cancelled.set()
+        if self.state == RUNNING:
+            self.state = state
+
+    def guard(self, turns: Turns | None = None) -> Guard:
+        """A context manager that ends the job if it is cancelled; with `turns`, it also takes a replay's turn."""
+        return Guard(self._cancelled, turns)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the thread ends."""
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def _run(self, work: Callable[[Job], None]) -> None:
+        try:
+            work(self)
+            state = DONE
+        except _Cancelled:
+            state = CANCELLED
+        except TracerError as error:
+            state, self.error = FAILED, str(error)
+        except Exception as error:  # noqa: BLE001 - a metric may raise anything; the page shows it and goes on
+            state, self.error = FAILED, f"{type(error).__name__}: {error}"
+        if self.state == RUNNING:
+            self.state = state
+
+    # -- progress -----------------------------------------------------------------------------------------------
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """True: every message that other receivers request."""
+        return True
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Note its step."""
+        self.reached = message.global_step
+        self.heard += 1
+        return ()
+
 
 JOBS = 8
 """How many metrics are computed at once, at most."""

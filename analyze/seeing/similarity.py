@@ -6,17 +6,32 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from bokeh.models import ColumnDataSource, FixedTicker, LinearColorMapper, NoOverlap, Range1d
+from bokeh.palettes import Cividis256
 from numpy.typing import NDArray
 
 from analyze.metrics import BUILT_IN
 from analyze.metrics.similarity.bases import STATUSES
 from analyze.metrics.similarity.similarity import Similarity
 from analyze.registry import find
-from analyze.seeing.gathered import Gathered, Key
-from analyze.seeing.layers import Layer
-from analyze.seeing.matrices import Matrices
-from analyze.seeing.panels.panel import AWAY, Panel, blend, drawing, height_of, legend, packed, tell
-from analyze.seeing.words import TO_COMPARE, number, plain, text, titled
+from analyze.seeing.check import TO_COMPARE
+from analyze.seeing.course import Matrices
+from analyze.seeing.gathered import Gathered, Key, Layer
+from analyze.seeing.panel import (
+    AWAY,
+    Panel,
+    blend,
+    drawing,
+    height_of,
+    legend,
+    number,
+    packed,
+    part,
+    plain,
+    sentences,
+    tell,
+    titled,
+)
 
 NUMBERS = 20_000
 """How many numbers all matrices have together, at most."""
@@ -76,7 +91,7 @@ class Sheet(NamedTuple):
         return np.triu(np.ones(shape, bool), 1) if self.symmetric else ~np.eye(len(self.rows), dtype=bool)
 
 
-def panel(found: Gathered, order: Sequence[Layer]) -> Panel:
+def similarity_panel(found: Gathered, order: Sequence[Layer]) -> Panel:
     """The panel of similarities."""
     sheets = _sheets(found, order)
     title = "Similarity of layers"
@@ -84,19 +99,12 @@ def panel(found: Gathered, order: Sequence[Layer]) -> Panel:
         none = "No metric that compares layers was asked, such as svcca:against=layers or cka:against=final."
         if not found.checked.probed:
             none += f" {TO_COMPARE[0].upper()}{TO_COMPARE[1:]}."
-        return Panel(name="similarity", title=title, before=f"<p>{none}</p>")
-    options = "".join(f'<option value="{at}">{text(one.title)}</option>' for at, one in enumerate(sheets))
+        return sentences("similarity", title, none)
     last = len(sheets[0].numbers["value"]) - 1
     return Panel(
         name="similarity",
         title=title,
-        before=f'<label>Show <select id="similarity-what">{options}</select></label> '
-        "<fieldset><legend>as</legend>"
-        '<label><input type="radio" name="similarity-view" value="value" checked> value</label>'
-        '<label><input type="radio" name="similarity-view" value="beyond"> how far beyond its null</label>'
-        f'</fieldset><label>at step <input type="range" id="similarity-step" min="0" max="{last}" value="{last}" '
-        'step="1"> <span id="similarity-at"></span></label>'
-        '<p id="similarity-note" class="note" aria-live="polite"></p>',
+        before=part("similarity", [one.title for one in sheets], last),
         picture=_picture(sheets),
         alternative=_in_words(sheets[0]),
         data={
@@ -237,14 +245,10 @@ def _digits(codes: NDArray[np.float64]) -> str:
 
 
 def _alike() -> list[str]:
-    from bokeh.palettes import Cividis256
-
     return list(Cividis256)
 
 
 def _picture(sheets: Sequence[Sheet]) -> Any:
-    from bokeh.models import ColumnDataSource, FixedTicker, LinearColorMapper, NoOverlap, Range1d
-
     rows = max(len(one.rows) for one in sheets)
     # room for the longest name, so that the matrix does not move when another sheet is shown
     below = 45 + 6 * min(NAME, max(len(name) for one in sheets for name in one.columns))

@@ -1,33 +1,41 @@
-"""Panel of the heat map: the update/weight ratio of all layers over all steps."""
+"""Panels of layers over the steps: the heat map of the whole run, and the steps around a finding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from bokeh.models import ColorMapper, ColumnDataSource, CustomJSHover, LinearColorMapper, LogColorMapper, Range1d
+from bokeh.palettes import Viridis256
+from bokeh.plotting import figure
 
-from analyze.seeing.gathered import GRADIENT, RATIO, SIGNAL, Gathered
-from analyze.seeing.layers import Layer
-from analyze.seeing.maps import Map, compared, drawn
-from analyze.seeing.panels.panel import (
+from analyze.seeing.course import Course
+from analyze.seeing.gathered import GRADIENT, RATIO, SIGNAL, Gathered, Layer, times
+from analyze.seeing.listeners import AROUND
+from analyze.seeing.panel import (
     AWAY,
     FARTHEST,
     NOT_FINITE,
+    Map,
     Panel,
     blend,
+    compared,
     drawing,
+    drawn,
     height_of,
     legend,
+    listed,
     mark_layers,
     name_rows,
+    number,
+    packed,
+    part,
+    plain,
+    sentences,
     tell,
 )
-from analyze.seeing.words import number, plain, text, times
-
-if TYPE_CHECKING:
-    from bokeh.models import ColorMapper
-    from bokeh.plotting import figure
 
 CELLS = 36_000
 """How many cells each map has, at most."""
@@ -45,18 +53,12 @@ MODES = {
 }
 
 
-APART = (
-    '<p class="note">The reference run has no layer with the same steps, or was recorded at others, so the two are not '
-    "compared here.</p>"
-)
-
-
 def measure_of(found: Gathered) -> str | None:
     """The measure that the heat map shows: the ratio, or else the best recorded substitute."""
     return next((what for what in (RATIO, GRADIENT, SIGNAL) if found.of(what)), None)
 
 
-def panel(found: Gathered, reference: Gathered | None, order: Sequence[Layer], steps: Any) -> Panel:
+def heat_panel(found: Gathered, reference: Gathered | None, order: Sequence[Layer], steps: Any) -> Panel:
     """The panel of the heat map.
 
     Parameters
@@ -71,7 +73,7 @@ def panel(found: Gathered, reference: Gathered | None, order: Sequence[Layer], s
     what = measure_of(found)
     if what is None:
         lacking = "Neither updates of weights nor gradients were recorded of any layer, so there is no map of them."
-        return Panel(name="heat", title="Layers over the steps", before=f"<p>{lacking}</p>")
+        return sentences("heat", "Layers over the steps", lacking)
     maps = _maps(found, reference, what)
     first = maps["value"]
     rows = len(first.layers)
@@ -87,9 +89,9 @@ def panel(found: Gathered, reference: Gathered | None, order: Sequence[Layer], s
     return Panel(
         name="heat",
         title=f"{what[0].upper()}{what[1:]} of each layer",
-        before=_controls(maps, what) + ("" if reference is None or "reference" in maps else APART),
+        before=_controls(maps, what, apart=reference is not None and "reference" not in maps),
         picture=picture,
-        alternative=_in_words(what, order, first),
+        alternative=_map_in_words(what, order, first),
         data={
             "modes": list(maps),
             "rows": [list(group) for group in first.layers],
@@ -113,9 +115,6 @@ def _maps(found: Gathered, reference: Gathered | None, what: str) -> dict[str, M
 
 def colours_of(mode: str, cells: np.ndarray) -> ColorMapper:
     """The colour mapper of a map."""
-    from bokeh.models import LinearColorMapper, LogColorMapper
-    from bokeh.palettes import Viridis256
-
     if mode != "value":
         return LinearColorMapper(
             palette=blend(AWAY["light"]),
@@ -137,8 +136,6 @@ def colours_of(mode: str, cells: np.ndarray) -> ColorMapper:
 
 
 def _draw(picture: figure, mode: str, one: Map, what: str, *, visible: bool) -> None:
-    from bokeh.models import ColumnDataSource, CustomJSHover
-
     width = float(one.last - one.grid.first)
     source = ColumnDataSource(
         {"image": [one.cells], "x": [one.grid.first - 0.5], "y": [-0.5], "dw": [width], "dh": [len(one.layers)]}
@@ -171,8 +168,6 @@ def _draw(picture: figure, mode: str, one: Map, what: str, *, visible: bool) -> 
 
 def _draw_bad(picture: figure, one: Map) -> None:
     """Cover the cells with non-finite values; in comparisons such cells have no colour of their own."""
-    from bokeh.models import LinearColorMapper
-
     bad = np.isinf(one.cells)
     if bad.any():
         picture.image(
@@ -181,32 +176,18 @@ def _draw_bad(picture: figure, one: Map) -> None:
         )  # fmt: skip
 
 
-def _controls(maps: dict[str, Map], what: str) -> str:
-    """The radio buttons that switch between the maps."""
-    options = []
-    for mode in ("past", "value", "reference"):
-        if mode in maps:
-            checked = " checked" if mode == "past" else ""
-            options.append(
-                f'<label><input type="radio" name="heat-mode" value="{mode}"{checked}> {text(MODES[mode][0])}</label>'
-            )
-    notes = [
-        f'<p class="note" data-mode="{mode}"{"" if mode == "past" else " hidden"}>'
-        f"{text(MODES[mode][1].format(what=what))}</p>"
-        for mode in maps
-    ]
+def _controls(maps: dict[str, Map], what: str, *, apart: bool) -> str:
+    """The radio buttons that switch between the maps, and notes; `apart`: the reference run cannot be compared."""
+    choices = [(mode, MODES[mode][0]) for mode in ("past", "value", "reference") if mode in maps]
+    notes = [(mode, MODES[mode][1].format(what=what)) for mode in maps]
     shared = max(len(group) for group in maps["value"].layers)
     width = maps["value"].grid.width
     cells = [f"a column is {width} steps" if width > 1 else "", f"a row is {shared} layers" if shared > 1 else ""]
-    told = " and ".join(one for one in cells if one)
-    remark = f'<p class="note">In this map {told}; of what they share the greatest is shown.</p>' if told else ""
-    if np.isinf(maps["value"].cells).any():
-        sign = f'<span style="color:{NOT_FINITE}">■</span>'
-        remark += f'<p class="note">{sign} holds something that is not finite.</p>'
-    return f"<fieldset><legend>Show it</legend>{''.join(options)}</fieldset>{''.join(notes)}{remark}"
+    not_finite = NOT_FINITE if np.isinf(maps["value"].cells).any() else ""
+    return part("heat", choices, notes, " and ".join(filter(None, cells)), not_finite, apart)
 
 
-def _in_words(what: str, order: Sequence[Layer], one: Map) -> str:
+def _map_in_words(what: str, order: Sequence[Layer], one: Map) -> str:
     count = sum(map(len, one.layers))
     told = f"A heat map of the {what} of {count:,} layers, in recorded order from the top. "
     if what == RATIO:
@@ -218,3 +199,126 @@ def _in_words(what: str, order: Sequence[Layer], one: Map) -> str:
             if far.away_step is not None:
                 told += f"Farthest from its own past is {far.name}: {times(far.away)} it, at step {far.away_step}."
     return told
+
+
+PLACES = 8
+"""How many places the user can choose from, at most."""
+ZOOM_ROWS = 48
+"""How many layers are shown, at most: the most anomalous."""
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """A step to look at, and why."""
+
+    step: int
+    why: str
+
+
+def places(found: Gathered, order: Sequence[Layer]) -> list[_Spot]:
+    """The findings, worst first; without any, the steps at which ratios left their past; else the end of the run."""
+    worst = sorted(found.checked.findings, key=lambda one: (-one.severity, one.first))
+    chosen: dict[int, str] = {}
+    for one in worst:
+        chosen.setdefault(one.first, f"{one.rule}, {one.place}")
+    if not chosen:
+        for layer in order:
+            if layer.odd is not None:
+                chosen.setdefault(layer.odd, f"{layer.name}: {layer.why}")
+    if not chosen:
+        for layer in order[:PLACES]:
+            if layer.away_step is not None:
+                chosen.setdefault(layer.away_step, f"{layer.name}: the farthest that it went from its past")
+    if not chosen and found.span is not None:
+        chosen[found.span[1]] = "the end of the run"
+    return [_Spot(step, why) for step, why in list(chosen.items())[:PLACES]]
+
+
+def zoom_panel(found: Gathered, order: Sequence[Layer]) -> Panel:
+    """The panel of the steps around a finding."""
+    what = measure_of(found)
+    looked = places(found, order)
+    title = f"{AROUND} steps before and after"
+    if what is None or not looked:
+        return sentences("zoom", title, "There is nothing of layers to look at closely.")
+    courses = found.of(what)
+    best = {layer.name: number for number, layer in enumerate(order)}
+    names = sorted(courses, key=lambda name: best.get(name, len(best)))[:ZOOM_ROWS]
+    shown = [name for name in found.layers if name in set(names)][::-1]
+    views = [_view(one, shown, courses) for one in looked]
+    start = looked[0].step
+    picture = drawing(
+        Range1d(start - AROUND - 0.5, start + AROUND + 0.5, name="zoom-steps"),
+        height_of(len(shown)),
+        y_range=(-0.5, len(shown) - 0.5),
+    )
+    name_rows(picture, shown, [shown.index(name) for name in names[:6]])
+    source = ColumnDataSource(
+        {name: [] for name in ("step", "row", "name", "value", "shift", "shade")}, name="zoom-cells"
+    )
+    mapper = colours_of("zoom", np.empty(0))
+    marks = picture.rect(
+        "step", "row", _stride(courses, shown), 0.92, source=source, line_color=None,
+        fill_color={"field": "shade", "transform": mapper}, name="zoom-rects",
+    )  # fmt: skip
+    picture.vspan(x=[float(start)], name="zoom-step", line_dash="dashed", line_color="#888888", line_width=1.5)
+    mark_layers(picture, found.checked.findings, {name: row for row, name in enumerate(shown)}, "zoom")
+    told = [("layer", "@name"), ("step", "@step"), (what, "@value{%.6g}")]
+    tell(picture, [marks], [*told, ("powers of two from its past", "@shift{%.3g}")])
+    return Panel(
+        name="zoom",
+        title=title,
+        before=part(
+            "zoom", [f"step {one.step}: {one.why}" for one in looked], what, _left_out(len(courses), len(shown))
+        ),
+        picture=picture,
+        alternative=_zoom_in_words(looked[0], what, shown, courses),
+        data={"rows": shown, "names": [plain(name) for name in shown], "views": views},
+    )
+
+
+def _left_out(there: int, shown: int) -> str:
+    return "" if there == shown else f"; of {there:,} layers the {shown} most anomalous are shown"
+
+
+def _stride(courses: dict[str, Course], shown: Sequence[str]) -> float:
+    steps = np.unique(courses[shown[0]].points()[0])
+    return 0.94 * float(np.median(np.diff(steps[-64:]))) if len(steps) > 1 else 0.94
+
+
+def _near(course: Course, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    steps, values, shifts = course.points()
+    inside = (steps >= step - AROUND) & (steps <= step + AROUND)
+    return steps[inside], values[inside], shifts[inside]
+
+
+def _view(place: _Spot, shown: Sequence[str], courses: dict[str, Course]) -> dict[str, Any]:
+    """The cells around a place, for the page's script."""
+    parts = [_near(courses[name], place.step) for name in shown]
+    rows = np.concatenate([np.full(len(steps), row, np.int64) for row, (steps, _, _) in enumerate(parts)])
+    steps, values, shifts = (np.concatenate([part[number] for part in parts]) for number in range(3))
+    offsets = np.asarray(steps, np.int64) - place.step
+    return {
+        "step": place.step,
+        "rows": packed(rows),
+        "offsets": packed(offsets),
+        "values": packed(values),
+        "shifts": packed(shifts),
+    }
+
+
+def _zoom_in_words(place: _Spot, what: str, shown: Sequence[str], courses: dict[str, Course]) -> str:
+    """The layers that were farthest from their past at this step, in words."""
+    far = []
+    for name in shown:
+        steps, _, shifts = _near(courses[name], place.step)
+        at = np.flatnonzero((steps == place.step) & ~np.isnan(shifts))
+        if len(at):
+            far.append((abs(float(shifts[at[0]])), name, float(shifts[at[0]])))
+    far.sort(key=lambda one: -one[0])
+    told = [
+        f"{name} {times(shift)} its past" if np.isfinite(shift) else f"{name} not finite" for _, name, shift in far[:3]
+    ]
+    return f"The {what} around step {place.step} ({place.why}). " + (
+        f"At that step: {listed(told)}." if told else "At that step nothing can be compared with its past."
+    )

@@ -19,10 +19,9 @@ from jinja2 import Template
 
 from analyze.seeing.gathered import Gathered
 from analyze.seeing.page import bounds_of, data_of, header_of, html_of, panels_of, steps_of
-from analyze.seeing.panels import asking
-from analyze.seeing.panels.panel import Panel
-from analyze.seeing.viewing.job import RUNNING, Job
-from analyze.seeing.viewing.view import View
+from analyze.seeing.panel import Panel
+from analyze.seeing.sections import asking_panel
+from analyze.seeing.view import RUNNING, Job, View
 from tracer.errors import MessageError, TracerError
 
 TICK_MILLISECONDS = 400
@@ -107,7 +106,7 @@ class Session:
         """The HTML of the page when it opens."""
         panels = list(self.panels.values())
         at = next(number for number, one in enumerate(panels) if one.name == "curves")
-        panels.insert(at, asking.panel(self.view.metrics_to_ask()))
+        panels.insert(at, asking_panel(self.view.metrics_to_ask()))
         places = {}
         for root in item.roots:
             element = f'<div id="{root.elementid}" data-root-id="{root.id}" class="place"></div>'

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from analyze.seeing.check import Wanted
-from analyze.seeing.viewing.view import View
+from analyze.seeing.view import View
 from analyze.tables.writing import needed
 from tracer.errors import TracerError
 from tracer.messaging.subscriber import Subscriber
@@ -72,7 +72,7 @@ async def _serve(shown: View, port: int, opened: Callable[[str], object]) -> Non
     from tornado.httpserver import HTTPServer
     from tornado.ioloop import IOLoop
 
-    from analyze.seeing.viewing.session import application
+    from analyze.seeing.session import application
 
     for name in ("bokeh", "tornado.access"):
         logging.getLogger(name).setLevel(logging.ERROR)
