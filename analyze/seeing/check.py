@@ -15,7 +15,7 @@ from analyze.registry import instances
 from analyze.rules import RESULTS, RULES
 from analyze.rules.coverage import Coverage, in_table
 from analyze.rules.coverage import together as coverage_of
-from analyze.rules.finding import Finding, Severity
+from analyze.rules.finding import Finding, Severity, json_of
 from analyze.rules.rule import Rule, TableRule
 from analyze.rules.tables import ByTables
 from tracer.errors import MessageError, StopTraining, TraceCorruptError
@@ -173,20 +173,19 @@ class Checked:
 
     def as_json(self) -> dict[str, Any]:
         """All fields in JSON values, as `trace check --json` prints them."""
-        return {
-            "trace": self.trace,
-            "status": self.status,
-            "verdict": self.verdict,
-            "severity": None if self.severity is None else str(self.severity),
-            "steps": self.steps,
-            "span": self.span,
-            "findings": [one.as_json() for one in self.findings],
-            "coverage": {name: one.as_json() for name, one in self.coverage.items()},
-            "silent": list(self.silent),
-            "unjudged": dict(self.unjudged),
-            "damage": self.damage,
-            "probed": self.probed,
-        }
+        names = (
+            "trace",
+            "status",
+            "verdict",
+            "severity",
+            "steps",
+            "span",
+            "findings",
+            "coverage",
+            "silent",
+            "unjudged",
+        )
+        return json_of(self, *names, "damage", "probed")
 
 
 Wanted = str | Rule | Iterable[str | Rule]

@@ -14,6 +14,7 @@ from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
 
 from analyze.rules.finding import Finding
+from analyze.seeing import panel
 from analyze.seeing.course import Course, compact
 from analyze.seeing.gathered import (
     DEAD,
@@ -29,31 +30,7 @@ from analyze.seeing.gathered import (
     Key,
     Layer,
 )
-from analyze.seeing.panel import (
-    DASHES,
-    FINDING,
-    LINES,
-    MARKERS,
-    MARKS,
-    NOT_FINITE,
-    SHADES,
-    SLOTS,
-    Panel,
-    course_in_words,
-    drawing,
-    drawn,
-    in_columns,
-    legend,
-    listed,
-    name_rows,
-    packed,
-    part,
-    plain,
-    sentences,
-    short,
-    tell,
-    titled,
-)
+from analyze.seeing.panel import drawn
 from tracer.messaging.messages import DEFAULT_TAG
 
 LOSS_COLUMNS = 600
@@ -70,7 +47,7 @@ def losses(found: Gathered) -> dict[str, Course]:
     return dict(sorted(named.items(), key=lambda item: item[0] != "loss")[:COURSES])
 
 
-def loss_panel(found: Gathered, references: Sequence[Gathered], steps: Any) -> Panel:
+def loss_panel(found: Gathered, references: Sequence[Gathered], steps: Any) -> panel.Panel:
     """The panel of the loss.
 
     Parameters
@@ -83,13 +60,13 @@ def loss_panel(found: Gathered, references: Sequence[Gathered], steps: Any) -> P
     own = losses(found)
     if not own:
         return _lossless("No loss was recorded, so there is no curve of it.", found)
-    runs = [("", own), *((short(Path(one.checked.trace).name, 30), losses(one)) for one in references)]
+    runs = [("", own), *((panel.short(Path(one.checked.trace).name, 30), losses(one)) for one in references)]
     everything = np.concatenate([course.points()[1] for _, kinds in runs for course in kinds.values()])
     finite = everything[np.isfinite(everything)]
     if not len(finite):
         return _lossless(f"All {len(everything):,} losses are not finite.", found)
     log = bool((finite > 0).all())
-    drawn = drawing(steps, 300, y_axis_type="log" if log else "linear", y_axis_label="loss")
+    drawn = panel.drawing(steps, 300, y_axis_type="log" if log else "linear", y_axis_label="loss")
     _draw_losses(drawn, runs[::-1])  # the run's own curves are drawn last, above the others
     floor = float(finite.min())
     _mark_bad(drawn, own, floor)
@@ -101,8 +78,8 @@ def loss_panel(found: Gathered, references: Sequence[Gathered], steps: Any) -> P
     drawn.legend.orientation = "horizontal"
     drawn.legend.click_policy = "hide"
     drawn.add_layout(drawn.legend[0], "above")
-    scale = part("paragraphs", [] if log else ["The axis is linear, because some losses are not positive."])
-    return Panel(name="loss", title="Loss", before=scale, picture=drawn, alternative=_losses_in_words(own, found))
+    scale = panel.part("paragraphs", [] if log else ["The axis is linear, because some losses are not positive."])
+    return panel.Panel(name="loss", title="Loss", before=scale, picture=drawn, alternative=_losses_in_words(own, found))
 
 
 def _draw_losses(drawn: figure, runs: Sequence[tuple[str, Mapping[str, Course]]]) -> None:
@@ -110,17 +87,17 @@ def _draw_losses(drawn: figure, runs: Sequence[tuple[str, Mapping[str, Course]]]
     for number_of_run, (run, kinds) in zip(range(len(runs))[::-1], runs, strict=True):
         for number_of_kind, (name, course) in enumerate(kinds.items()):
             steps, values = course.outline(LOSS_COLUMNS)
-            label = plain(f"{name} of {run}" if run else name)
+            label = panel.plain(f"{name} of {run}" if run else name)
             columns = {"step": compact(steps), "loss": values, "name": [label] * len(steps)}
             source = ColumnDataSource(columns, name=f"loss-{number_of_run}-{number_of_kind}")
-            colour = LINES[number_of_run % len(LINES)]
+            colour = panel.LINES[number_of_run % len(panel.LINES)]
             style: dict[str, Any] = {"source": source, "color": colour, "legend_label": label}
             width = 2 if number_of_run == 0 else 4  # a reference with the same values stays visible below
             line = drawn.line("step", "loss", line_width=width, line_dash=dashes[number_of_kind % len(dashes)], **style)
             if len(steps) < 3 or number_of_kind:
                 drawn.scatter("step", "loss", size=6, **style)
             mode = "vline" if not number_of_run and not number_of_kind else "mouse"
-            tell(drawn, [line], [("", "@name"), ("step", "@step"), ("loss", "@loss{%.6g}")], mode=mode)
+            panel.tell(drawn, [line], [("", "@name"), ("step", "@step"), ("loss", "@loss{%.6g}")], mode=mode)
 
 
 def _mark_bad(drawn: figure, own: Mapping[str, Course], floor: float) -> None:
@@ -143,7 +120,7 @@ def _mark(drawn: figure, findings: Sequence[Finding], own: Mapping[str, Course],
     at, values, _ = next(iter(own.values())).points()
     finite = np.isfinite(values)
     at, values = at[finite], values[finite]
-    marked = sorted(findings, key=lambda one: -one.severity)[:MARKS]
+    marked = sorted(findings, key=lambda one: -one.severity)[: panel.MARKS]
     for severity in sorted({one.severity for one in marked}):
         these = [one for one in marked if one.severity == severity]
         heights = [float(np.interp(one.first, at, values)) if len(at) else floor for one in these]
@@ -151,23 +128,23 @@ def _mark(drawn: figure, findings: Sequence[Finding], own: Mapping[str, Course],
             {
                 "step": compact(np.array([one.first for one in these])),
                 "loss": heights,
-                **in_columns(these),
+                **panel.in_columns(these),
             },
             name=f"findings-{severity}",
         )
-        drawn.vspan(x="step", source=source, line_color=SHADES[severity], line_alpha=0.5, line_dash="dotted")
+        drawn.vspan(x="step", source=source, line_color=panel.SHADES[severity], line_alpha=0.5, line_dash="dotted")
         marks = drawn.scatter(
-            "step", "loss", source=source, marker=MARKERS[severity], size=12, color=SHADES[severity],
+            "step", "loss", source=source, marker=panel.MARKERS[severity], size=12, color=panel.SHADES[severity],
             line_color="#444444", legend_label=str(severity),
         )  # fmt: skip
-        tell(drawn, [marks], FINDING)
+        panel.tell(drawn, [marks], panel.FINDING)
 
 
-def _lossless(why: str, found: Gathered) -> Panel:
+def _lossless(why: str, found: Gathered) -> panel.Panel:
     """The panel without a curve, which names the steps of the findings."""
     steps = [f"step {one.first}" for one in found.checked.findings]
-    marks = [f"There are findings at {listed(steps, 8)}."] if steps else []
-    return sentences("loss", "Loss", why, *marks)
+    marks = [f"There are findings at {panel.listed(steps, 8)}."] if steps else []
+    return panel.sentences("loss", "Loss", why, *marks)
 
 
 def _losses_in_words(own: Mapping[str, Course], found: Gathered) -> str:
@@ -176,18 +153,18 @@ def _losses_in_words(own: Mapping[str, Course], found: Gathered) -> str:
     finite = np.isfinite(values)
     told = f"{name} at {course.count:,} steps"
     if finite.any():
-        told += f": {course_in_words(steps[finite], values[finite])}"
+        told += f": {panel.course_in_words(steps[finite], values[finite])}"
     if course.bad:
         told += f"; {course.bad:,} are not finite"
     marks = list(dict.fromkeys(f"{one.rule} at step {one.first}" for one in found.checked.findings))
-    return f"{told}. " + (f"Marked: {listed(marks, 5)}." if marks else "No finding is marked.")
+    return f"{told}. " + (f"Marked: {panel.listed(marks, 5)}." if marks else "No finding is marked.")
 
 
 CURVE_COLUMNS = 400
 """A curve is thinned to the extremes of this many columns."""
 
 
-def rates_panel(found: Gathered, steps: Any) -> Panel:
+def rates_panel(found: Gathered, steps: Any) -> panel.Panel:
     """The panel of the learning rates: a curve per parameter group of the optimizer.
 
     Parameters
@@ -195,14 +172,14 @@ def rates_panel(found: Gathered, steps: Any) -> Panel:
     found : Gathered
     steps : bokeh.models.Range1d
     """
-    rates = dict(list(found.of(LEARNING_RATE, DEFAULT_TAG).items())[:SLOTS])
+    rates = dict(list(found.of(LEARNING_RATE, DEFAULT_TAG).items())[: panel.SLOTS])
     if not rates:
-        return sentences(
+        return panel.sentences(
             "rates", "Learning rate", "No hyperparameters were recorded, so there is no curve of the learning rate."
         )
-    picture = drawing(steps, 180, y_axis_label="learning rate")
+    picture = panel.drawing(steps, 180, y_axis_label="learning rate")
     _draw_rates(picture, rates)
-    return Panel(name="rates", title="Learning rate", picture=picture, alternative=_rates_in_words(rates))
+    return panel.Panel(name="rates", title="Learning rate", picture=picture, alternative=_rates_in_words(rates))
 
 
 def _draw_rates(picture: Any, rates: Mapping[str, Course]) -> None:
@@ -211,18 +188,17 @@ def _draw_rates(picture: Any, rates: Mapping[str, Course]) -> None:
         picture.y_range.default_span = 2 * greatest  # a constant rate lies in the middle of an axis that begins at zero
     for place, (name, course) in enumerate(rates.items()):
         steps, values = course.outline(CURVE_COLUMNS)
-        columns = {"step": compact(steps), "rate": values, "name": [plain(name)] * len(steps)}
+        columns = {"step": compact(steps), "rate": values, "name": [panel.plain(name)] * len(steps)}
         source = ColumnDataSource(columns, name=f"rate-{place}")
-        line = picture.line(
-            "step", "rate", source=source, line_width=2, line_dash=DASHES[place], color=LINES[place % len(LINES)]
-        )
+        style = {"source": source, "color": panel.LINES[place % len(panel.LINES)]}
+        line = picture.line("step", "rate", line_width=2, line_dash=panel.DASHES[place], **style)
         if len(steps) < 3:
-            picture.scatter("step", "rate", source=source, size=6, color=LINES[place % len(LINES)])
-        tell(picture, [line], [("", "@name"), ("step", "@step"), ("learning rate", "@rate{%.6g}")])
+            picture.scatter("step", "rate", size=6, **style)
+        panel.tell(picture, [line], [("", "@name"), ("step", "@step"), ("learning rate", "@rate{%.6g}")])
 
 
 def _rates_in_words(rates: Mapping[str, Course]) -> str:
-    told = [f"{name}: {course_in_words(*course.points()[:2])}" for name, course in rates.items()]
+    told = [f"{name}: {panel.course_in_words(*course.points()[:2])}" for name, course in rates.items()]
     return f"The learning rate of each group of an optimizer's parameters. {'. '.join(told)}."
 
 
@@ -268,12 +244,12 @@ def lines_of(found: Gathered, order: Sequence[Layer]) -> tuple[list[dict[str, An
             if lines and spent + len(steps) > budget:
                 break
             spent += len(steps)
-            lines.append({"layer": name, "x": packed(steps), "y": packed(values)})
+            lines.append({"layer": name, "x": panel.packed(steps), "y": panel.packed(values)})
             kept.add(name)
         rows = [name for name in found.layers if name in courses] or [NETWORK]
         one = drawn(courses, rows, cells)
         pack: dict[str, Any] = {
-            "title": titled(what, tag),
+            "title": panel.titled(what, tag),
             "by": found.subscribers.get(what, ""),
             "lines": lines,
             "left_out": len(names) - len(lines),
@@ -281,11 +257,11 @@ def lines_of(found: Gathered, order: Sequence[Layer]) -> tuple[list[dict[str, An
         }
         if one is not None and len(one.layers) > 1:
             pack["map"] = {
-                "names": [plain(name) for name in one.names],
+                "names": [panel.plain(name) for name in one.names],
                 "first": one.grid.first,
                 "width": one.grid.width,
                 "columns": one.cells.shape[1],
-                "cells": packed(one.cells),
+                "cells": panel.packed(one.cells),
             }
         packs.append(pack)
     return packs, [layer.name for layer in order if layer.name in kept]
@@ -298,17 +274,17 @@ def _is_logarithmic(courses: Mapping[str, Course]) -> bool:
     return bool(len(values)) and bool(values.min() > 0) and bool(values.max() > 20 * values.min())
 
 
-def curves_panel(found: Gathered, packs: Sequence[Mapping[str, Any]], steps: Any) -> Panel:
+def curves_panel(found: Gathered, packs: Sequence[Mapping[str, Any]], steps: Any) -> panel.Panel:
     """The panel of curves and heat maps on demand."""
     if not packs:
-        return sentences("curves", "Curves", "Nothing was measured of any layer.")
-    return Panel(
+        return panel.sentences("curves", "Curves", "Nothing was measured of any layer.")
+    return panel.Panel(
         name="curves",
         title="Curves and maps on demand",
-        before=part("curves", [pack["title"] for pack in packs]),
+        before=panel.part("curves", [pack["title"] for pack in packs]),
         picture=_picture(steps),
         alternative=_curves_in_words(packs),
-        data={"measures": list(packs), "colours": list(LINES), "slots": SLOTS},
+        data={"measures": list(packs), "colours": list(panel.LINES), "slots": panel.SLOTS},
     )
 
 
@@ -321,29 +297,28 @@ def _picture(steps: Any) -> Any:
     """Linear curves, logarithmic curves and a heat map; the page shows one of them at a time."""
     pictures = []
     for scale in ("linear", "log"):
-        picture = drawing(steps, 340, y_axis_type=scale, name=f"curves-{scale}", visible=scale == "log")
+        picture = panel.drawing(steps, 340, y_axis_type=scale, name=f"curves-{scale}", visible=scale == "log")
         lines = []
-        for slot in range(SLOTS):
+        for slot in range(panel.SLOTS):
             source = ColumnDataSource({"x": [], "y": [], "name": []}, name=f"curve-{scale}-{slot}")
-            colour = LINES[slot % len(LINES)]
-            lines.append(picture.line("x", "y", source=source, line_width=2, line_color=colour, line_dash=DASHES[slot]))
-        tell(picture, lines, [("", "@name"), ("step", "@x{0}"), ("value", "@y{%.6g}")])
+            style = {"line_color": panel.LINES[slot % len(panel.LINES)], "line_dash": panel.DASHES[slot]}
+            lines.append(picture.line("x", "y", source=source, line_width=2, **style))
+        panel.tell(picture, lines, [("", "@name"), ("step", "@x{0}"), ("value", "@y{%.6g}")])
         pictures.append(picture)
     return column(*pictures, _map_picture(steps), sizing_mode="stretch_width")
 
 
 def _map_picture(steps: Any) -> Any:
     """An empty heat map, to be filled by the page's script."""
-    picture = drawing(steps, 340, y_range=(-0.5, 0.5), name="curve-map", visible=False)
-    name_rows(picture, [])
+    picture = panel.drawing(steps, 340, y_range=(-0.5, 0.5), name="curve-map", visible=False)
+    panel.name_rows(picture, [])
     cells = {"image": [np.zeros((1, 1), np.float32)], "x": [0.0], "y": [-0.5], "dw": [0.0], "dh": [0.0]}
     source = ColumnDataSource(cells, name="curve-map-cells")
-    mapper = LinearColorMapper(
-        palette=Viridis256, low=0, high=1, nan_color="rgba(0, 0, 0, 0)", high_color=NOT_FINITE, name="curve-map-colours"
-    )
+    colours = {"palette": Viridis256, "nan_color": panel.CLEAR, "high_color": panel.NOT_FINITE}
+    mapper = LinearColorMapper(low=0, high=1, name="curve-map-colours", **colours)
     image = picture.image("image", "x", "y", "dw", "dh", source=source, color_mapper=mapper)
-    tell(picture, [image], [("step", "$x{0}"), ("row", "$y{0}"), ("value", "@image{0.0000e+0}")])
-    legend(picture, mapper)
+    panel.tell(picture, [image], [("step", "$x{0}"), ("row", "$y{0}"), ("value", "@image{0.0000e+0}")])
+    panel.legend(picture, mapper)
     return picture
 
 
@@ -367,11 +342,11 @@ def arrays_of(found: Gathered, order: Sequence[Layer]) -> list[dict[str, Any]]:
             break
         left -= table.size
         pack = {
-            "what": titled(key.what, key.tag),
+            "what": panel.titled(key.what, key.tag),
             "layer": key.layer if key.layer is not None else NETWORK,
-            "steps": packed(steps),
+            "steps": panel.packed(steps),
             "width": table.shape[1],
-            "cells": packed(table),
+            "cells": panel.packed(table),
         }
         with_edges = edges.get(key._replace(what=f"{key.what}_edges"))
         if with_edges is not None:
@@ -389,18 +364,18 @@ def _edges(edges: Frames, key: Key, frames: Frames) -> dict[str, Any]:
     _, table = edges.points()
     if len(table) != len(frames.steps) or not table.size:
         return {}
-    return {"low": packed(table[:, 0]), "high": packed(table[:, -1])}
+    return {"low": panel.packed(table[:, 0]), "high": panel.packed(table[:, -1])}
 
 
-def arrays_panel(found: Gathered, order: Sequence[Layer], steps: Any) -> Panel:
+def arrays_panel(found: Gathered, order: Sequence[Layer], steps: Any) -> panel.Panel:
     """The panel of histograms and spectra."""
     packs = arrays_of(found, order)
     title = "Histograms and spectra over the steps"
     if not packs:
         none = "No metric was asked whose answers are arrays, such as histogram or singular_values."
-        return sentences("arrays", title, none)
+        return panel.sentences("arrays", title, none)
     kinds = list(dict.fromkeys(str(one["what"]) for one in packs))
-    picture = drawing(steps, 340, name="arrays")
+    picture = panel.drawing(steps, 340, name="arrays")
     names = ("left", "right", "bottom", "top", "value", "step", "at")
     source = ColumnDataSource({name: [] for name in names}, name="array-cells")
     mapper = LinearColorMapper(palette=Viridis256, low=0, high=1, name="array-colours")
@@ -408,14 +383,14 @@ def arrays_panel(found: Gathered, order: Sequence[Layer], steps: Any) -> Panel:
         "left", "right", "bottom", "top", source=source, line_color=None,
         fill_color={"field": "value", "transform": mapper},
     )  # fmt: skip
-    tell(picture, [marks], [("step", "@step"), ("at", "@at"), ("value", "@value{%.6g}")])
-    legend(picture, mapper)
+    panel.tell(picture, [marks], [("step", "@step"), ("at", "@at"), ("value", "@value{%.6g}")])
+    panel.legend(picture, mapper)
     there = sum(not key.what.endswith("_edges") for key in _series(found))
     left_out = f" Of {there:,} series, {len(packs):,} have room in the page." if there > len(packs) else ""
-    return Panel(
+    return panel.Panel(
         name="arrays",
         title=title,
-        before=part("arrays", kinds, left_out),
+        before=panel.part("arrays", kinds, left_out),
         picture=picture,
         alternative=_arrays_in_words(packs),
         data={"packs": packs},

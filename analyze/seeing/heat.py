@@ -11,31 +11,10 @@ from bokeh.models import ColorMapper, ColumnDataSource, CustomJSHover, LinearCol
 from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
 
+from analyze.seeing import panel
 from analyze.seeing.course import Course
-from analyze.seeing.gathered import GRADIENT, RATIO, SIGNAL, Gathered, Layer, times
-from analyze.seeing.listeners import AROUND
-from analyze.seeing.panel import (
-    AWAY,
-    FARTHEST,
-    NOT_FINITE,
-    Map,
-    Panel,
-    blend,
-    compared,
-    drawing,
-    drawn,
-    height_of,
-    legend,
-    listed,
-    mark_layers,
-    name_rows,
-    number,
-    packed,
-    part,
-    plain,
-    sentences,
-    tell,
-)
+from analyze.seeing.gathered import AROUND, GRADIENT, RATIO, SIGNAL, Gathered, Layer, times
+from analyze.seeing.panel import number, part
 
 CELLS = 36_000
 """How many cells each map has, at most."""
@@ -58,7 +37,7 @@ def measure_of(found: Gathered) -> str | None:
     return next((what for what in (RATIO, GRADIENT, SIGNAL) if found.of(what)), None)
 
 
-def heat_panel(found: Gathered, reference: Gathered | None, order: Sequence[Layer], steps: Any) -> Panel:
+def heat_panel(found: Gathered, reference: Gathered | None, order: Sequence[Layer], steps: Any) -> panel.Panel:
     """The panel of the heat map.
 
     Parameters
@@ -73,20 +52,20 @@ def heat_panel(found: Gathered, reference: Gathered | None, order: Sequence[Laye
     what = measure_of(found)
     if what is None:
         lacking = "Neither updates of weights nor gradients were recorded of any layer, so there is no map of them."
-        return sentences("heat", "Layers over the steps", lacking)
+        return panel.sentences("heat", "Layers over the steps", lacking)
     maps = _maps(found, reference, what)
     first = maps["value"]
     rows = len(first.layers)
-    picture = drawing(steps, height_of(rows), y_range=(-0.5, rows - 0.5))
+    picture = panel.drawing(steps, panel.height_of(rows), y_range=(-0.5, rows - 0.5))
     anomalous = {one.name: number_of for number_of, one in enumerate(order)}
     best = [min(anomalous.get(name, len(order)) for name in group) for group in first.layers]
-    name_rows(picture, first.names, [int(row) for row in np.argsort(best, kind="stable")])
+    panel.name_rows(picture, first.names, [int(row) for row in np.argsort(best, kind="stable")])
     for mode, one in maps.items():
         _draw(picture, mode, one, what, visible=mode == "past")
     _draw_bad(picture, first)
     places = {name: row for row, group in enumerate(first.layers) for name in group}
-    mark_layers(picture, found.checked.findings, places, "heat")
-    return Panel(
+    panel.mark_layers(picture, found.checked.findings, places, "heat")
+    return panel.Panel(
         name="heat",
         title=f"{what[0].upper()}{what[1:]} of each layer",
         before=_controls(maps, what, apart=reference is not None and "reference" not in maps),
@@ -95,19 +74,19 @@ def heat_panel(found: Gathered, reference: Gathered | None, order: Sequence[Laye
         data={
             "modes": list(maps),
             "rows": [list(group) for group in first.layers],
-            "away": {mode: blend(colours) for mode, colours in AWAY.items()},
+            "away": {mode: panel.blend(colours) for mode, colours in panel.AWAY.items()},
         },
     )
 
 
-def _maps(found: Gathered, reference: Gathered | None, what: str) -> dict[str, Map]:
+def _maps(found: Gathered, reference: Gathered | None, what: str) -> dict[str, panel.Map]:
     own = found.of(what)
-    value, past = drawn(own, found.layers, CELLS), drawn(own, found.layers, CELLS, shifts=True)
+    value, past = panel.drawn(own, found.layers, CELLS), panel.drawn(own, found.layers, CELLS, shifts=True)
     assert value is not None
     assert past is not None
     maps = {"value": value, "past": past}
-    other = drawn(reference.of(what), found.layers, CELLS) if reference is not None else None
-    both = None if other is None else compared(value, other)
+    other = panel.drawn(reference.of(what), found.layers, CELLS) if reference is not None else None
+    both = None if other is None else panel.compared(value, other)
     if both is not None and not np.isnan(both.cells).all():
         maps["reference"] = both
     return maps
@@ -117,17 +96,17 @@ def colours_of(mode: str, cells: np.ndarray) -> ColorMapper:
     """The colour mapper of a map."""
     if mode != "value":
         return LinearColorMapper(
-            palette=blend(AWAY["light"]),
-            low=-FARTHEST,
-            high=FARTHEST,
-            nan_color="rgba(0, 0, 0, 0)",
+            palette=panel.blend(panel.AWAY["light"]),
+            low=-panel.FARTHEST,
+            high=panel.FARTHEST,
+            nan_color=panel.CLEAR,
             name=f"away-{mode}",
             # in the heat map, values beyond the scale have its last colour; `_draw_bad` covers non-finite cells
-            **({"high_color": NOT_FINITE} if mode == "zoom" else {}),
+            **({"high_color": panel.NOT_FINITE} if mode == "zoom" else {}),
         )
     finite = cells[np.isfinite(cells)]
     positive = finite[finite > 0]
-    plainly = {"palette": Viridis256, "nan_color": "rgba(0, 0, 0, 0)", "high_color": NOT_FINITE}
+    plainly = {"palette": Viridis256, "nan_color": panel.CLEAR, "high_color": panel.NOT_FINITE}
     if len(positive) and (finite >= 0).all():
         low, high = float(np.quantile(positive, 0.01)), float(positive.max())
         return LogColorMapper(low=low, high=max(high, low * 1.001), low_color=Viridis256[0], **plainly)
@@ -135,7 +114,7 @@ def colours_of(mode: str, cells: np.ndarray) -> ColorMapper:
     return LinearColorMapper(low=low, high=max(high, low + 1e-12), **plainly)
 
 
-def _draw(picture: figure, mode: str, one: Map, what: str, *, visible: bool) -> None:
+def _draw(picture: figure, mode: str, one: panel.Map, what: str, *, visible: bool) -> None:
     width = float(one.last - one.grid.first)
     source = ColumnDataSource(
         {"image": [one.cells], "x": [one.grid.first - 0.5], "y": [-0.5], "dw": [width], "dh": [len(one.layers)]}
@@ -144,7 +123,7 @@ def _draw(picture: figure, mode: str, one: Map, what: str, *, visible: bool) -> 
     image = picture.image(
         "image", "x", "y", "dw", "dh", source=source, color_mapper=mapper, name=f"heat-{mode}", visible=visible
     )
-    names = [plain(name) for name in one.names]
+    names = [panel.plain(name) for name in one.names]
     grid = {"first": float(one.grid.first), "width": float(one.grid.width)}
     row = CustomJSHover(args={"names": names}, code="return names[Math.round(special_vars.y)] ?? ''")
     step = CustomJSHover(
@@ -159,35 +138,35 @@ def _draw(picture: figure, mode: str, one: Map, what: str, *, visible: bool) -> 
     unit = what if mode == "value" else "powers of two"
     told = [("layer", "$y{0}"), ("step", "$x{0}"), (unit, "@image{0}")]
     formats = {"$y": row, "$x": step, "@image": shown}
-    tell(picture, [image], told, formatters=formats, name=f"heat-hover-{mode}")
-    legend(
+    panel.tell(picture, [image], told, formatters=formats, name=f"heat-hover-{mode}")
+    panel.legend(
         picture, mapper, margin=0, visible=visible, name=f"heat-bar-{mode}", major_label_text_font_size="11px",
         height=int(picture.height * 0.55),
     )  # fmt: skip
 
 
-def _draw_bad(picture: figure, one: Map) -> None:
+def _draw_bad(picture: figure, one: panel.Map) -> None:
     """Cover the cells with non-finite values; in comparisons such cells have no colour of their own."""
     bad = np.isinf(one.cells)
     if bad.any():
         picture.image(
             [bad.astype(np.uint8)], one.grid.first - 0.5, -0.5, one.last - one.grid.first, len(one.layers),
-            color_mapper=LinearColorMapper(palette=["rgba(0, 0, 0, 0)", NOT_FINITE], low=0, high=1), name="heat-bad",
+            color_mapper=LinearColorMapper(palette=[panel.CLEAR, panel.NOT_FINITE], low=0, high=1), name="heat-bad",
         )  # fmt: skip
 
 
-def _controls(maps: dict[str, Map], what: str, *, apart: bool) -> str:
+def _controls(maps: dict[str, panel.Map], what: str, *, apart: bool) -> str:
     """The radio buttons that switch between the maps, and notes; `apart`: the reference run cannot be compared."""
     choices = [(mode, MODES[mode][0]) for mode in ("past", "value", "reference") if mode in maps]
     notes = [(mode, MODES[mode][1].format(what=what)) for mode in maps]
     shared = max(len(group) for group in maps["value"].layers)
     width = maps["value"].grid.width
     cells = [f"a column is {width} steps" if width > 1 else "", f"a row is {shared} layers" if shared > 1 else ""]
-    not_finite = NOT_FINITE if np.isinf(maps["value"].cells).any() else ""
+    not_finite = panel.NOT_FINITE if np.isinf(maps["value"].cells).any() else ""
     return part("heat", choices, notes, " and ".join(filter(None, cells)), not_finite, apart)
 
 
-def _map_in_words(what: str, order: Sequence[Layer], one: Map) -> str:
+def _map_in_words(what: str, order: Sequence[Layer], one: panel.Map) -> str:
     count = sum(map(len, one.layers))
     told = f"A heat map of the {what} of {count:,} layers, in recorded order from the top. "
     if what == RATIO:
@@ -234,25 +213,25 @@ def places(found: Gathered, order: Sequence[Layer]) -> list[_Spot]:
     return [_Spot(step, why) for step, why in list(chosen.items())[:PLACES]]
 
 
-def zoom_panel(found: Gathered, order: Sequence[Layer]) -> Panel:
+def zoom_panel(found: Gathered, order: Sequence[Layer]) -> panel.Panel:
     """The panel of the steps around a finding."""
     what = measure_of(found)
     looked = places(found, order)
     title = f"{AROUND} steps before and after"
     if what is None or not looked:
-        return sentences("zoom", title, "There is nothing of layers to look at closely.")
+        return panel.sentences("zoom", title, "There is nothing of layers to look at closely.")
     courses = found.of(what)
     best = {layer.name: number for number, layer in enumerate(order)}
     names = sorted(courses, key=lambda name: best.get(name, len(best)))[:ZOOM_ROWS]
     shown = [name for name in found.layers if name in set(names)][::-1]
     views = [_view(one, shown, courses) for one in looked]
     start = looked[0].step
-    picture = drawing(
+    picture = panel.drawing(
         Range1d(start - AROUND - 0.5, start + AROUND + 0.5, name="zoom-steps"),
-        height_of(len(shown)),
+        panel.height_of(len(shown)),
         y_range=(-0.5, len(shown) - 0.5),
     )
-    name_rows(picture, shown, [shown.index(name) for name in names[:6]])
+    panel.name_rows(picture, shown, [shown.index(name) for name in names[:6]])
     source = ColumnDataSource(
         {name: [] for name in ("step", "row", "name", "value", "shift", "shade")}, name="zoom-cells"
     )
@@ -262,10 +241,10 @@ def zoom_panel(found: Gathered, order: Sequence[Layer]) -> Panel:
         fill_color={"field": "shade", "transform": mapper}, name="zoom-rects",
     )  # fmt: skip
     picture.vspan(x=[float(start)], name="zoom-step", line_dash="dashed", line_color="#888888", line_width=1.5)
-    mark_layers(picture, found.checked.findings, {name: row for row, name in enumerate(shown)}, "zoom")
+    panel.mark_layers(picture, found.checked.findings, {name: row for row, name in enumerate(shown)}, "zoom")
     told = [("layer", "@name"), ("step", "@step"), (what, "@value{%.6g}")]
-    tell(picture, [marks], [*told, ("powers of two from its past", "@shift{%.3g}")])
-    return Panel(
+    panel.tell(picture, [marks], [*told, ("powers of two from its past", "@shift{%.3g}")])
+    return panel.Panel(
         name="zoom",
         title=title,
         before=part(
@@ -273,7 +252,7 @@ def zoom_panel(found: Gathered, order: Sequence[Layer]) -> Panel:
         ),
         picture=picture,
         alternative=_zoom_in_words(looked[0], what, shown, courses),
-        data={"rows": shown, "names": [plain(name) for name in shown], "views": views},
+        data={"rows": shown, "names": [panel.plain(name) for name in shown], "views": views},
     )
 
 
@@ -300,10 +279,10 @@ def _view(place: _Spot, shown: Sequence[str], courses: dict[str, Course]) -> dic
     offsets = np.asarray(steps, np.int64) - place.step
     return {
         "step": place.step,
-        "rows": packed(rows),
-        "offsets": packed(offsets),
-        "values": packed(values),
-        "shifts": packed(shifts),
+        "rows": panel.packed(rows),
+        "offsets": panel.packed(offsets),
+        "values": panel.packed(values),
+        "shifts": panel.packed(shifts),
     }
 
 
@@ -320,5 +299,5 @@ def _zoom_in_words(place: _Spot, what: str, shown: Sequence[str], courses: dict[
         f"{name} {times(shift)} its past" if np.isfinite(shift) else f"{name} not finite" for _, name, shift in far[:3]
     ]
     return f"The {what} around step {place.step} ({place.why}). " + (
-        f"At that step: {listed(told)}." if told else "At that step nothing can be compared with its past."
+        f"At that step: {panel.listed(told)}." if told else "At that step nothing can be compared with its past."
     )

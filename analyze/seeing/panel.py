@@ -254,6 +254,7 @@ AWAY = {"light": ("#0072B2", "#f4f4f4", "#D55E00"), "dark": ("#56B4E9", "#26282e
 FARTHEST = 4.0
 """The shift, in powers of two, at which the colours of `AWAY` end."""
 NOT_FINITE = "#CC79A7"
+CLEAR = "rgba(0, 0, 0, 0)"
 MARKS = 60
 """How many findings of a severity are marked in a picture, at most."""
 MARKERS = {1: "circle", 2: "inverted_triangle", 3: "star"}

@@ -14,8 +14,7 @@ from analyze.rules.rule import Rule, TableRule
 from analyze.rules.tables import ByTables
 from analyze.seeing.check import Checked, Wanted, by_tables, check, concluded, lacking, rules_of, together
 from analyze.seeing.course import COLUMNS, Grid
-from analyze.seeing.gathered import LONGEST, Gathered, layer_of
-from analyze.seeing.listeners import LOSSES, Answers, Measures, Reached, Windows
+from analyze.seeing.gathered import LONGEST, LOSSES, Answers, Gathered, Measures, Reached, Windows, layer_of
 from analyze.tables.writing import needed, new_file
 from tracer.errors import CaptureError, TraceCorruptError
 from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS, STATISTICS_SUFFIX

@@ -14,24 +14,11 @@ from analyze.metrics import BUILT_IN
 from analyze.metrics.similarity.bases import STATUSES
 from analyze.metrics.similarity.similarity import Similarity
 from analyze.registry import find
+from analyze.seeing import panel
 from analyze.seeing.check import TO_COMPARE
 from analyze.seeing.course import Matrices
 from analyze.seeing.gathered import Gathered, Key, Layer
-from analyze.seeing.panel import (
-    AWAY,
-    Panel,
-    blend,
-    drawing,
-    height_of,
-    legend,
-    number,
-    packed,
-    part,
-    plain,
-    sentences,
-    tell,
-    titled,
-)
+from analyze.seeing.panel import number
 
 NUMBERS = 20_000
 """How many numbers all matrices have together, at most."""
@@ -91,7 +78,7 @@ class Sheet(NamedTuple):
         return np.triu(np.ones(shape, bool), 1) if self.symmetric else ~np.eye(len(self.rows), dtype=bool)
 
 
-def similarity_panel(found: Gathered, order: Sequence[Layer]) -> Panel:
+def similarity_panel(found: Gathered, order: Sequence[Layer]) -> panel.Panel:
     """The panel of similarities."""
     sheets = _sheets(found, order)
     title = "Similarity of layers"
@@ -99,12 +86,12 @@ def similarity_panel(found: Gathered, order: Sequence[Layer]) -> Panel:
         none = "No metric that compares layers was asked, such as svcca:against=layers or cka:against=final."
         if not found.checked.probed:
             none += f" {TO_COMPARE[0].upper()}{TO_COMPARE[1:]}."
-        return sentences("similarity", title, none)
+        return panel.sentences("similarity", title, none)
     last = len(sheets[0].numbers["value"]) - 1
-    return Panel(
+    return panel.Panel(
         name="similarity",
         title=title,
-        before=part("similarity", [one.title for one in sheets], last),
+        before=panel.part("similarity", [one.title for one in sheets], last),
         picture=_picture(sheets),
         alternative=_in_words(sheets[0]),
         data={
@@ -112,7 +99,7 @@ def similarity_panel(found: Gathered, order: Sequence[Layer]) -> Panel:
             "statuses": list(STATUSES),
             "meanings": MEANINGS,
             "letters": NAME,
-            "away": {mode: blend(colours) for mode, colours in AWAY.items()},
+            "away": {mode: panel.blend(colours) for mode, colours in panel.AWAY.items()},
             "alike": _alike(),
         },
     )
@@ -127,9 +114,9 @@ def _sheets(found: Gathered, order: Sequence[Layer]) -> list[Sheet]:
 def _of_pairs(found: Gathered, key: Key, matrices: Matrices, order: Sequence[Layer]) -> Sheet:
     steps, layers, numbers = matrices.points()
     chosen = _most_anomalous(layers, order)
-    names = [plain(layers[at]) or "the root" for at in chosen]
+    names = [panel.plain(layers[at]) or "the root" for at in chosen]
     cut: dict[str, NDArray[np.float64]] = {role: values[:, chosen][:, :, chosen] for role, values in numbers.items()}
-    title = f"{titled(key.what, key.tag)}: each two layers"
+    title = f"{panel.titled(key.what, key.tag)}: each two layers"
     left_out, is_distance = len(layers) - len(chosen), matrices.is_distance
     return Sheet(title, matrices.measure, is_distance, steps, names, names, cut, True, matrices.symmetric, left_out)
 
@@ -151,8 +138,8 @@ def _of_time(found: Gathered, kind: str, tag: str, order: Sequence[Layer]) -> Sh
                 table[0, row, np.searchsorted(steps, at[known])] = values[known]
         if of_layers:
             numbers[role] = table
-    title = f"{titled(kind, tag)}: each layer with itself"
-    names = [plain(name) or "the root" for name in chosen]
+    title = f"{panel.titled(kind, tag)}: each layer with itself"
+    names = [panel.plain(name) or "the root" for name in chosen]
     columns = [str(step) for step in steps.tolist()]
     left_out, is_distance = len(layers) - len(chosen), _class_of(measure).is_distance
     return Sheet(title, measure, is_distance, steps, names, columns, numbers, False, True, left_out)
@@ -216,7 +203,7 @@ def _packs(sheets: Sequence[Sheet]) -> list[dict[str, Any]]:
             "frames": [],
         }
         for at in shown:
-            frame = {role: packed(one.numbers[role][at][:, columns][cells]) for role in roles}
+            frame = {role: panel.packed(one.numbers[role][at][:, columns][cells]) for role in roles}
             if one.pairs:
                 frame["step"] = str(int(one.steps[at]))
             if "status" in one.numbers:
@@ -253,7 +240,7 @@ def _picture(sheets: Sequence[Sheet]) -> Any:
     # room for the longest name, so that the matrix does not move when another sheet is shown
     below = 45 + 6 * min(NAME, max(len(name) for one in sheets for name in one.columns))
     columns = Range1d(-0.5, rows - 0.5, name="similarity-columns")
-    picture = drawing(columns, height_of(rows) - 70 + below, y_range=(-0.5, rows - 0.5), name="similarity")
+    picture = panel.drawing(columns, panel.height_of(rows) - 70 + below, y_range=(-0.5, rows - 0.5), name="similarity")
     picture.min_border_bottom = below
     picture.toolbar.tools, picture.toolbar.active_drag = [], None  # the columns are not steps: no zoom
     picture.xaxis.major_label_orientation = "vertical"
@@ -271,8 +258,8 @@ def _picture(sheets: Sequence[Sheet]) -> Any:
         fill_color={"field": "shade", "transform": mapper},
     )  # fmt: skip
     told = [("", "@row"), ("", "@column"), ("value", "@value"), ("null", "@null"), ("beyond its null", "@beyond")]
-    tell(picture, [marks], [*told, ("status", "@status")])
-    legend(picture, mapper)
+    panel.tell(picture, [marks], [*told, ("status", "@status")])
+    panel.legend(picture, mapper)
     return picture
 
 

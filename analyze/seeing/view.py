@@ -14,8 +14,7 @@ from typing import NamedTuple, Self, final
 from analyze.registry import instances, subscribers
 from analyze.seeing.check import Wanted, rules_of
 from analyze.seeing.course import Grid
-from analyze.seeing.gathered import Gathered
-from analyze.seeing.listeners import Answers
+from analyze.seeing.gathered import Answers, Gathered
 from analyze.seeing.report import Gathering, rank_shown, reference, without_damage
 from tracer.errors import CaptureError, TracerError, UnknownNameError
 from tracer.messaging.messages import Message

@@ -9,16 +9,92 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from analyze.seeing.viewing import view as viewing
 
+from analyze.seeing import view as viewing
 from analyze.seeing.gathered import RATIO, Gathered
 from analyze.seeing.report import gather
-from analyze.seeing.view import CANCELLED, DONE, View
+from analyze.seeing.view import CANCELLED, DONE, FAILED, RUNNING, Job, Turns, View
 from tests.analyze.seeing.runs import LAYERS, messages, write, write_ranks
 from tracer.errors import CaptureError, MessageError, UnknownNameError
 from tracer.messaging.messages import Message
+from tracer.messaging.receiver import Collect
 from tracer.messaging.subscriber import Subscriber
+from tracer.replaying.replay import replay
 from tracer.trace.writer import TraceWriter
+
+
+def test_a_reader_sees_whole_messages_and_is_not_kept_waiting() -> None:
+    """Two replays that never rest write pairs; a reader gets in between them, and finds each pair equal."""
+    turns, pairs, over = Turns(), [[0, 0], [0, 0]], threading.Event()
+
+    def write(pair: list[int]) -> None:
+        while not over.is_set():
+            with turns:
+                pair[0] += 1
+                pair[1] += 1
+
+    threads = [threading.Thread(target=write, args=(pair,)) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    seen = []
+    for _ in range(200):
+        with turns.reading():
+            assert all(first == second for first, second in pairs)
+            seen.append(tuple(first for first, _ in pairs))
+    over.set()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    assert all(list(numbers) == sorted(numbers) for numbers in zip(*seen, strict=True))
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace of 20 steps."""
+    return write(tmp_path_factory.mktemp("job") / "run.zarr", messages(steps=20))
+
+
+def test_a_job_tells_how_far_it_is(short_run: Path) -> None:
+    """It hears all that others ask for, step by step, and is done at the end."""
+    loss = Collect("loss")
+    job = Job("losses", lambda job: replay(short_run, loss, job, guard=job.guard(Turns()))).start()
+    job.join(20)
+    assert (job.state, job.reached, job.heard, len(loss)) == (DONE, 19, 20, 20)
+
+
+def test_a_cancelled_job_ends_at_the_next_message(short_run: Path) -> None:
+    """Nothing is published after that, and it is cancelled at once."""
+    heard, going = threading.Event(), threading.Event()
+
+    class Slow(Collect):
+        def receive(self, message):  # type: ignore[no-untyped-def]
+            heard.set()
+            assert going.wait(20)
+            return super().receive(message)
+
+    slow = Slow("loss")
+    job = Job("slow", lambda job: replay(short_run, slow, job, guard=job.guard())).start()
+    assert heard.wait(20)
+    assert job.state == RUNNING
+    job.cancel()
+    assert job.state == CANCELLED
+    going.set()
+    job.join(20)
+    assert (job.state, len(slow)) == (CANCELLED, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(CaptureError("nothing to hear"), "nothing to hear"), (KeyError("x"), "KeyError: 'x'")]
+)
+def test_a_job_that_fails_says_why(error: Exception, told: str) -> None:
+    """An error of this project is its sentence; any other has its class before it."""
+
+    def work(job: Job) -> None:
+        raise error
+
+    job = Job("failing", work).start()
+    job.join(20)
+    assert (job.state, job.error) == (FAILED, told)
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +206,7 @@ def test_a_metric_is_computed_when_it_is_asked(run: Path, shown: View) -> None:
 
 def test_a_cancelled_metric_leaves_nothing(shown: View, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it had answered is forgotten; it can be asked again."""
-    monkeypatch.setattr("analyze.seeing.listeners.Answers.receive", slowed(shown))
+    monkeypatch.setattr("analyze.seeing.gathered.Answers.receive", slowed(shown))
     shown.compute("ratio")
     until(shown, lambda: shown.found.of("weight_updates_weights_ratio"))
     shown.cancel(1)
@@ -146,7 +222,7 @@ def test_a_cancelled_metric_leaves_nothing(shown: View, monkeypatch: pytest.Monk
 
 def slowed(shown: View) -> Callable[..., object]:
     """`Answers.receive`, with a pause."""
-    from analyze.seeing.listeners import Answers
+    from analyze.seeing.gathered import Answers
 
     whole = Answers.receive
 

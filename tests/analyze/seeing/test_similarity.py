@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from analyze.seeing.panels import similarity
 
 import analyze
 from analyze.metrics.similarity.bases import STATUSES
+from analyze.seeing import similarity
 from analyze.seeing.gathered import layers
 from analyze.seeing.panel import Panel
 from analyze.seeing.report import gather
-from tests.analyze.seeing.panels.test_panel import unpacked
 from tests.analyze.seeing.runs import HOSTILE, LAYERS, messages, probes, write
+from tests.analyze.seeing.test_panels import unpacked
 
 pytest.importorskip("bokeh")
 
@@ -33,7 +33,7 @@ def panel_of(path: Path, *metrics: str) -> Panel:
     """The panel."""
     found = gather(path, metrics)
     assert found.remarks == []
-    return similarity.panel(found, layers(found))
+    return similarity.similarity_panel(found, layers(found))
 
 
 def answered(path: Path, metric: str) -> dict[tuple[str, str, int], float]:
@@ -112,7 +112,7 @@ def test_several_measures_and_no_nulls(run: Path) -> None:
     ]
     assert panel.before.count("<option") == 3
     found = gather(run, "spectral_norm")
-    panel = similarity.panel(found, layers(found))
+    panel = similarity.similarity_panel(found, layers(found))
     assert panel.picture is None
     assert "No metric that compares layers" in panel.before
 

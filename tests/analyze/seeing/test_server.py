@@ -1,4 +1,4 @@
-"""The page with a server behind it, in a browser: it follows, computes and looks closer, and opens to nobody else."""
+"""A page with a server."""
 
 from __future__ import annotations
 
