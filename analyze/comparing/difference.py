@@ -263,10 +263,9 @@ class Difference:
 
     def as_json(self) -> dict[str, Any]:
         """The result in JSON values."""
-        names = ("one", "other", "verdict", "identical", "parted", "complete", "compared", "by_hash", "by_statistics")
-        names += ("undecided", "differing", "parted_messages", "compared_streams", "steps", "tolerance", "first")
-        names += ("streams", "structure", "uncompared", "likely_renamings", "margins", "remarks")
-        return json_of(self, *names)
+        names = "one other verdict identical parted complete compared by_hash by_statistics undecided differing"
+        more = "parted_messages compared_streams steps tolerance first streams structure uncompared likely_renamings"
+        return json_of(self, *names.split(), *more.split(), "margins", "remarks")
 
 
 def counted(count: int, what: str) -> str:

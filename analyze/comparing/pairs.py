@@ -22,18 +22,11 @@ from numpy.typing import NDArray
 from analyze.comparing.compare import aligned, observed
 from analyze.comparing.similarities import Item, Similarities, codes_of_pairs
 from analyze.metrics.checks import check_word
+from analyze.metrics.similarity import estimates
 from analyze.metrics.similarity.bases import STATUSES, Basis, Status, basis, check_threshold
 from analyze.metrics.similarity.canonical import Average, null_baseline
 from analyze.metrics.similarity.cca import CCA, R2CCA
 from analyze.metrics.similarity.datapoints import Channels, Positions, as_many, comparable_pairs
-from analyze.metrics.similarity.estimates import (
-    Columns,
-    alignments,
-    columns_of,
-    kernel_product,
-    of_pairs,
-    trace_product,
-)
 from analyze.metrics.similarity.similarity import Kept, Origin, Similarity
 from analyze.metrics.similarity.sketched_cka import OfSketches, SketchedCKA
 from analyze.metrics.similarity.svcca import SVCCA
@@ -93,14 +86,14 @@ class Sketches:
     def add(self, key: Hashable, kept: Kept) -> None:
         """Store a sketch; no values in it raise an error."""
         self.keys.append(key)
-        columns = columns_of(kept, self.k)
+        columns = estimates.columns_of(kept, self.k)
         if isinstance(columns, str):
             self._known.append(_KnownSketch(len(kept.x_nd), kept.rows, columns, False, np.zeros(0), math.nan))
             self._kept.append(np.zeros((0, 0), np.float32))
             return
-        columns = Columns(columns.z_nk / np.linalg.norm(columns.z_nk), columns.drawn)
-        squares = kernel_product(columns, columns, self.k)
-        trace = float(trace_product(columns, columns, self.k)[0])
+        columns = estimates.Columns(columns.z_nk / np.linalg.norm(columns.z_nk), columns.drawn)
+        squares = estimates.kernel_product(columns, columns, self.k)
+        trace = float(estimates.trace_product(columns, columns, self.k)[0])
         status: Status = "ok" if squares.min() > 0 else "ill_posed"
         logs_1k = np.log(squares) if status == "ok" else np.zeros(0)
         directions = trace / float(squares[0]) if status == "ok" else math.nan
@@ -164,7 +157,7 @@ class Sketches:
         columns_bck = terms_bkcl.sum(axis=1).astype(np.float64)
         if all(drawn):
             diagonal_bck = np.einsum("bkck->bck", terms_bkcl)
-            sums_bc1k = of_pairs(rows_bck + columns_bck - 2 * diagonal_bck, k)
+            sums_bc1k = estimates.of_pairs(rows_bck + columns_bck - 2 * diagonal_bck, k)
         else:
             each_bck = rows_bck if drawn[0] else columns_bck
             total = each_bck.sum(axis=2, keepdims=True)
@@ -172,7 +165,7 @@ class Sketches:
             sums_bc1k = np.concatenate([total, without], axis=2)
         own = [np.stack([self._known[item].log_square_1k for item in items]) / 2 for items in (one, other)]
         with np.errstate(divide="ignore", invalid="ignore"):
-            return alignments(np.log(sums_bc1k) - own[0][:, None] - own[1])
+            return estimates.alignments(np.log(sums_bc1k) - own[0][:, None] - own[1])
 
 
 _BLOCK = 1 << 26

@@ -17,7 +17,7 @@ from analyze.rules.coverage import Coverage, in_table
 from analyze.rules.coverage import together as coverage_of
 from analyze.rules.finding import Finding, Severity, json_of
 from analyze.rules.rule import Rule, TableRule
-from analyze.rules.tables import ByTables
+from analyze.rules.tables import ByTables, Reader
 from tracer.errors import MessageError, StopTraining, TraceCorruptError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message
@@ -299,16 +299,30 @@ def _check_rank(reader: TraceReader, rules: Sequence[Rule], steps: Steps | None)
     """What rules find in a trace of one rank."""
     unjudged = {rule.name: lacking(rule, reader) for rule in rules}
     able = [rule for rule in rules if not unjudged[rule.name]]
-    findings, damage = Findings(able), ""
+    findings = Findings(able)
     tabled, others = by_tables(able, reader)
-    each: list[list[Receiver]] = [[ByTables(tabled, findings.receive)]] if tabled else []
-    each += [[*others, findings]] if others else []
-    for receivers in each:
+    damage = replayed(reader, tabled, [*others, findings] if others else [], findings, steps=steps)
+    return concluded(reader, able, unjudged, findings, steps=steps, damage=damage)
+
+
+def replayed(
+    trace: Anywhere | TraceReader, tabled: Sequence[Reader], others: Sequence[Receiver], findings: Findings, **how: Any
+) -> str:
+    """Replay a trace by tables for some rules, and by messages for other receivers.
+
+    Returns
+    -------
+    str
+        The damage that ended a replay; empty if there was none.
+    """
+    damage = ""
+    for receivers in ([ByTables(tabled, findings.receive)] if tabled else [], others):
         try:
-            replay(reader, *receivers, steps=steps)
+            if receivers:
+                replay(trace, *receivers, **how)
         except TraceCorruptError as error:
             damage = str(error)
-    return concluded(reader, able, unjudged, findings, steps=steps, damage=damage)
+    return damage
 
 
 def by_tables(rules: Sequence[Rule], reader: TraceReader) -> tuple[list[TableRule], list[Rule]]:

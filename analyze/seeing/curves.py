@@ -14,22 +14,8 @@ from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
 
 from analyze.rules.finding import Finding
-from analyze.seeing import panel
+from analyze.seeing import gathered, panel
 from analyze.seeing.course import Course, compact
-from analyze.seeing.gathered import (
-    DEAD,
-    GRADIENT,
-    LEARNING_RATE,
-    NETWORK,
-    RATIO,
-    SIGNAL,
-    TOTAL,
-    WEIGHT,
-    Frames,
-    Gathered,
-    Key,
-    Layer,
-)
 from analyze.seeing.panel import drawn
 from tracer.messaging.messages import DEFAULT_TAG
 
@@ -39,7 +25,7 @@ COURSES = 6
 """How many losses of a run are drawn, at most."""
 
 
-def losses(found: Gathered) -> dict[str, Course]:
+def losses(found: gathered.Gathered) -> dict[str, Course]:
     """The losses of a run by label, that of the training first; loss terms only if there is no whole loss."""
     whole = {tag: course for (name, tag), course in found.losses.items() if name == "loss"}
     chosen = whole or {f"{name} {tag}": course for (name, tag), course in found.losses.items()}
@@ -47,7 +33,7 @@ def losses(found: Gathered) -> dict[str, Course]:
     return dict(sorted(named.items(), key=lambda item: item[0] != "loss")[:COURSES])
 
 
-def loss_panel(found: Gathered, references: Sequence[Gathered], steps: Any) -> panel.Panel:
+def loss_panel(found: gathered.Gathered, references: Sequence[gathered.Gathered], steps: Any) -> panel.Panel:
     """The panel of the loss.
 
     Parameters
@@ -140,14 +126,14 @@ def _mark(drawn: figure, findings: Sequence[Finding], own: Mapping[str, Course],
         panel.tell(drawn, [marks], panel.FINDING)
 
 
-def _lossless(why: str, found: Gathered) -> panel.Panel:
+def _lossless(why: str, found: gathered.Gathered) -> panel.Panel:
     """The panel without a curve, which names the steps of the findings."""
     steps = [f"step {one.first}" for one in found.checked.findings]
     marks = [f"There are findings at {panel.listed(steps, 8)}."] if steps else []
     return panel.sentences("loss", "Loss", why, *marks)
 
 
-def _losses_in_words(own: Mapping[str, Course], found: Gathered) -> str:
+def _losses_in_words(own: Mapping[str, Course], found: gathered.Gathered) -> str:
     name, course = next(iter(own.items()))
     steps, values, _ = course.points()
     finite = np.isfinite(values)
@@ -164,7 +150,7 @@ CURVE_COLUMNS = 400
 """A curve is thinned to the extremes of this many columns."""
 
 
-def rates_panel(found: Gathered, steps: Any) -> panel.Panel:
+def rates_panel(found: gathered.Gathered, steps: Any) -> panel.Panel:
     """The panel of the learning rates: a curve per parameter group of the optimizer.
 
     Parameters
@@ -172,7 +158,7 @@ def rates_panel(found: Gathered, steps: Any) -> panel.Panel:
     found : Gathered
     steps : bokeh.models.Range1d
     """
-    rates = dict(list(found.of(LEARNING_RATE, DEFAULT_TAG).items())[: panel.SLOTS])
+    rates = dict(list(found.of(gathered.LEARNING_RATE, DEFAULT_TAG).items())[: panel.SLOTS])
     if not rates:
         return panel.sentences(
             "rates", "Learning rate", "No hyperparameters were recorded, so there is no curve of the learning rate."
@@ -211,21 +197,23 @@ MEASURES = 12
 SELECTED = 5
 """How many layers are selected at first."""
 
-ALWAYS = (RATIO, GRADIENT, WEIGHT, SIGNAL, DEAD)
+ALWAYS = (gathered.RATIO, gathered.GRADIENT, gathered.WEIGHT, gathered.SIGNAL, gathered.DEAD)
 
 
-def _measures(found: Gathered) -> dict[tuple[str, str], dict[str, Course]]:
+def _measures(found: gathered.Gathered) -> dict[tuple[str, str], dict[str, Course]]:
     """The courses of each measure and tag, by layer: the ratio, answers of metrics, norms of all gradients, others."""
     measures: dict[tuple[str, str], dict[str, Course]] = {}
     for key, course in found.courses.items():
-        if key.what in ALWAYS or key.what in found.subscribers or key.what.startswith(TOTAL):
-            measures.setdefault((key.what, key.tag), {})[key.layer if key.layer is not None else NETWORK] = course
+        if key.what in ALWAYS or key.what in found.subscribers or key.what.startswith(gathered.TOTAL):
+            measures.setdefault((key.what, key.tag), {})[key.layer if key.layer is not None else gathered.NETWORK] = (
+                course
+            )
     place = {what: number for number, what in enumerate(ALWAYS)}
     # answers of metrics precede measures of layers, since the user requested them; only the ratio stays first
     return dict(sorted(measures.items(), key=lambda one: place.get(one[0][0], 0.5))[:MEASURES])
 
 
-def lines_of(found: Gathered, order: Sequence[Layer]) -> tuple[list[dict[str, Any]], list[str]]:
+def lines_of(found: gathered.Gathered, order: Sequence[gathered.Layer]) -> tuple[list[dict[str, Any]], list[str]]:
     """The measures for the page's script, and the layers whose curves are in the page."""
     measures = _measures(found)
     if not measures:
@@ -246,7 +234,7 @@ def lines_of(found: Gathered, order: Sequence[Layer]) -> tuple[list[dict[str, An
             spent += len(steps)
             lines.append({"layer": name, "x": panel.packed(steps), "y": panel.packed(values)})
             kept.add(name)
-        rows = [name for name in found.layers if name in courses] or [NETWORK]
+        rows = [name for name in found.layers if name in courses] or [gathered.NETWORK]
         one = drawn(courses, rows, cells)
         pack: dict[str, Any] = {
             "title": panel.titled(what, tag),
@@ -274,7 +262,7 @@ def _is_logarithmic(courses: Mapping[str, Course]) -> bool:
     return bool(len(values)) and bool(values.min() > 0) and bool(values.max() > 20 * values.min())
 
 
-def curves_panel(found: Gathered, packs: Sequence[Mapping[str, Any]], steps: Any) -> panel.Panel:
+def curves_panel(found: gathered.Gathered, packs: Sequence[Mapping[str, Any]], steps: Any) -> panel.Panel:
     """The panel of curves and heat maps on demand."""
     if not packs:
         return panel.sentences("curves", "Curves", "Nothing was measured of any layer.")
@@ -326,7 +314,7 @@ NUMBERS = 45_000
 """How many numbers all arrays in the page have together, at most."""
 
 
-def arrays_of(found: Gathered, order: Sequence[Layer]) -> list[dict[str, Any]]:
+def arrays_of(found: gathered.Gathered, order: Sequence[gathered.Layer]) -> list[dict[str, Any]]:
     """The array answers for the page's script, the most anomalous layers first, as many as `NUMBERS` allows."""
     place = {layer.name: number for number, layer in enumerate(order)}
     series = _series(found)
@@ -343,7 +331,7 @@ def arrays_of(found: Gathered, order: Sequence[Layer]) -> list[dict[str, Any]]:
         left -= table.size
         pack = {
             "what": panel.titled(key.what, key.tag),
-            "layer": key.layer if key.layer is not None else NETWORK,
+            "layer": key.layer if key.layer is not None else gathered.NETWORK,
             "steps": panel.packed(steps),
             "width": table.shape[1],
             "cells": panel.packed(table),
@@ -355,11 +343,11 @@ def arrays_of(found: Gathered, order: Sequence[Layer]) -> list[dict[str, Any]]:
     return packs
 
 
-def _series(found: Gathered) -> dict[Key, Frames]:
-    return {key: one for key, one in found.frames.items() if isinstance(one, Frames)}
+def _series(found: gathered.Gathered) -> dict[gathered.Key, gathered.Frames]:
+    return {key: one for key, one in found.frames.items() if isinstance(one, gathered.Frames)}
 
 
-def _edges(edges: Frames, key: Key, frames: Frames) -> dict[str, Any]:
+def _edges(edges: gathered.Frames, key: gathered.Key, frames: gathered.Frames) -> dict[str, Any]:
     """The lowest and the highest edge of each histogram."""
     _, table = edges.points()
     if len(table) != len(frames.steps) or not table.size:
@@ -367,7 +355,7 @@ def _edges(edges: Frames, key: Key, frames: Frames) -> dict[str, Any]:
     return {"low": panel.packed(table[:, 0]), "high": panel.packed(table[:, -1])}
 
 
-def arrays_panel(found: Gathered, order: Sequence[Layer], steps: Any) -> panel.Panel:
+def arrays_panel(found: gathered.Gathered, order: Sequence[gathered.Layer], steps: Any) -> panel.Panel:
     """The panel of histograms and spectra."""
     packs = arrays_of(found, order)
     title = "Histograms and spectra over the steps"

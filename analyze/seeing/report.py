@@ -11,8 +11,7 @@ from pathlib import Path
 
 from analyze.registry import instances
 from analyze.rules.rule import Rule, TableRule
-from analyze.rules.tables import ByTables
-from analyze.seeing.check import Checked, Wanted, by_tables, check, concluded, lacking, rules_of, together
+from analyze.seeing.check import Checked, Wanted, by_tables, check, concluded, lacking, replayed, rules_of, together
 from analyze.seeing.course import COLUMNS, Grid
 from analyze.seeing.gathered import LONGEST, LOSSES, Answers, Gathered, Measures, Reached, Windows, layer_of
 from analyze.tables.writing import needed, new_file
@@ -22,7 +21,6 @@ from tracer.messaging.receiver import Receiver, describe
 from tracer.messaging.subscriber import Subscriber
 from tracer.messaging.subscription import is_doubled
 from tracer.replaying.plan import plan
-from tracer.replaying.replay import replay
 from tracer.stores.locations import Anywhere, Url
 from tracer.trace.reader import TraceReader
 
@@ -222,15 +220,9 @@ class Gathering:
             tabled = [*rules, *told]
         active: list[Receiver] = [*others, *self.metrics, *measures]
         passive = [self.findings, Answers(found, self.metrics), Reached(found), *heard]
-        for receivers in (
-            [ByTables(tabled, self.findings.receive)] if tabled else [],
-            [*active, *passive] if active else [],
-        ):
-            try:
-                if receivers:
-                    replay(trace, *receivers, kinds=self.only, steps=self.steps, rank=rank, follow=follow, guard=guard)
-            except TraceCorruptError as error:
-                found.damage = str(error)
+        how = {"kinds": self.only, "steps": self.steps, "rank": rank, "follow": follow, "guard": guard}
+        by_messages = [*active, *passive] if active else []
+        found.damage = replayed(trace, tabled, by_messages, self.findings, **how) or found.damage
         self.ended = True
 
     def conclude(self, reader: TraceReader) -> None:
