@@ -445,6 +445,32 @@ def latest(values: NDArray[Any], there: Bools, before: NDArray[Any]) -> NDArray[
     return found
 
 
+class LastValues:
+    """The last value that was there of each column of a kind, from table to table.
+
+    Parameters
+    ----------
+    fill : float or bool
+        The value before the first.
+    """
+
+    def __init__(self, fill: Any) -> None:
+        self.fill = fill
+        self.values: NDArray[Any] = np.full(0, fill)
+
+    def beside(self, target: OfKind, source: OfKind, values: NDArray[Any]) -> NDArray[Any]:
+        """The last value up to each step of the same series as each column of `target`, (steps, columns).
+
+        Parameters
+        ----------
+        target, source : OfKind
+        values : ndarray, (steps, columns of source)
+        """
+        known = latest(values, source.there, grown(self.values, len(source.columns), self.fill))
+        self.values = known[-1]
+        return taken(known, columns_of(source, target), self.fill)
+
+
 def columns_of(source: OfKind, target: OfKind) -> list[int]:
     """For each column of `target`, the first column of the same series in `source`; -1 if there is none."""
     return [source.series.get(column.series, [-1])[0] for column in target.columns]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Unpack, final
 
 import numpy as np
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.streams import Series, series_of
 from analyze.rules.finding import Finding, Place, Severity
-from analyze.rules.rule import Looking, TableRule, columns_of, entries, grown, latest, taken
+from analyze.rules.rule import LastValues, Looking, TableRule, columns_of, entries, grown, latest, taken
 from analyze.rules.tables import Bools, Column, Floats, OfKind, Table, Wholes
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import as_array
@@ -86,20 +85,21 @@ class UpdateRatio(TableRule):
         self.deviations, self.high, self.warm_up = deviations, high, warm_up
         self.judges = f"updates of weights over more than {warm_up} steps"
         self.least = math.log(factor)
-        self.weights: Floats = np.zeros(0)  # by column of weights: the last norm; NaN before the first
-        self.graded: Bools = np.zeros(0, np.bool_)  # by column of gradients: whether the last was not all zeros
+        self.weights = LastValues(math.nan)  # by column of weights: the norm
+        self.graded = LastValues(True)  # by column of gradients: whether it was not all zeros
         self.past = Pasts(window)  # by column of updates: the logarithms of ratios
         self.common = 0.0  # how far the layers have moved from their past together
         self.large: Wholes = np.zeros(0, np.int64)  # by column: steps in a row with a ratio of at least `high`
 
     def judge_table(self, table: Table) -> Iterator[Message]:
         """Judge the ratios of each step beside those before."""
-        of = table.of("weight_updates")
+        of, weights, gradients = (table.of(kind) for kind in ("weight_updates", "weights", "weight_gradients"))
         update = of["norm1"]
         there = of.there & of.where(_is_matrix)
         with np.errstate(all="ignore"):
-            ratio = update / self._weights(table, of)
-        left_out = there & ((of["zeros"] > _UNTOUCHED * of["count"]) | ~self._graded(table, of))
+            ratio = update / self.weights.beside(of, weights, weights["norm1"])
+        graded = self.graded.beside(of, gradients, gradients["zeros"] < gradients["count"])
+        left_out = there & ((of["zeros"] > _UNTOUCHED * of["count"]) | ~graded)
         usable = there & ~left_out & (ratio > 0) & (ratio < math.inf)
         logs = np.log(np.where(usable, ratio, 1.0))
         self.past.grow(len(of.columns))
@@ -134,22 +134,6 @@ class UpdateRatio(TableRule):
         moved = moved[~np.isnan(moved)]
         if len(moved) >= _FEW:
             self.common = median(moved.tolist())
-
-    def _weights(self, table: Table, of: OfKind) -> Floats:
-        """The last norm of the weight of each update, (steps, columns); NaN where none was recorded."""
-        weights = table.of("weights")
-        before = grown(self.weights, len(weights.columns), math.nan)
-        known = latest(weights["norm1"], weights.there, before)
-        self.weights = known[-1]
-        return taken(known, columns_of(weights, of), math.nan)
-
-    def _graded(self, table: Table, of: OfKind) -> Bools:
-        """Whether the last gradient of each update had a number that is not zero; also where none was recorded."""
-        gradients = table.of("weight_gradients")
-        before = grown(self.graded, len(gradients.columns), True)
-        known = latest(gradients["zeros"] < gradients["count"], gradients.there, before)
-        self.graded = known[-1]
-        return taken(known, columns_of(gradients, of), True)
 
     def evidence(self, found: Finding) -> str:
         usual = found.numbers["usual"]
@@ -445,30 +429,25 @@ _SUMMING = 1e-6
 """The error of a recorded sum, beside the sum of the moduli, with a margin of ten."""
 
 
-@dataclass
 class _Sums:
     """By column of weights: the sums of weights and updates of the last step, and how often they were compared.
 
     `total` is the sum over the elements, `moduli` that over their moduli, `rounding` by how much `total` may be off.
     """
 
-    step: int = -2
-    total: Floats = field(default_factory=lambda: np.zeros(0))
-    moduli: Floats = field(default_factory=lambda: np.zeros(0))
-    rounding: Floats = field(default_factory=lambda: np.zeros(0))
-    moved: Bools = field(default_factory=lambda: np.zeros(0, np.bool_))  # by an update
-    bad: Wholes = field(default_factory=lambda: np.zeros(0, np.int64))
-    steps: Wholes = field(default_factory=lambda: np.zeros(0, np.int64))
+    def __init__(self) -> None:
+        self.step = -2
+        self.total = self.moduli = self.rounding = np.zeros(0)
+        self.moved: Bools = np.zeros(0, np.bool_)  # by an update
+        self.bad: Wholes = np.zeros(0, np.int64)
+        self.steps: Wholes = np.zeros(0, np.int64)
 
     def grow(self, size: int) -> None:
         """Make room for more columns."""
-        for name, fill in (("total", np.nan), ("moduli", np.nan), ("rounding", np.nan)):
-            setattr(self, name, grown(getattr(self, name), size, fill))
-        self.moved, self.bad, self.steps = (
-            grown(self.moved, size, False),
-            grown(self.bad, size, 0),
-            grown(self.steps, size, 0),
+        self.total, self.moduli, self.rounding = (
+            grown(one, size, np.nan) for one in (self.total, self.moduli, self.rounding)
         )
+        self.moved, self.bad, self.steps = (grown(one, size, 0) for one in (self.moved, self.bad, self.steps))
 
 
 @final

@@ -15,7 +15,7 @@ from analyze.metrics.elementwise.activation_rate import activation_rate
 from analyze.metrics.elementwise.sharing import Extent, shared
 from analyze.metrics.similarity.similarity import Similarity
 from analyze.rules.finding import Finding
-from analyze.rules.rule import Rule, columns_of, grown, latest, taken
+from analyze.rules.rule import LastValues, Rule
 from analyze.rules.tables import Bools, Floats, Numbers, OfKind, Table, Tables, Wholes
 from analyze.seeing.check import Checked, Findings
 from analyze.seeing.course import Course, Grid, Matrices, Role, Steps, Values
@@ -384,7 +384,7 @@ class Measures(Subscriber):
         self.into = into
         self._tables = Tables(self.subscriptions, ("norm2", "nan", "inf"))
         self._step: int | None = None
-        self._weights = np.zeros(0)  # by column of weights: the last norm; 0 before the first
+        self._weights = LastValues(0.0)  # by column of weights: the norm
 
     def compute(self, message: Message) -> Iterator[Message]:
         """Measure one message; its norm comes when its step is over."""
@@ -437,7 +437,8 @@ class Measures(Subscriber):
             if of.kind in _NORMS:
                 self._keep(_NORMS[of.kind], table, of, of["norm2"], of_training)
             if of.kind == "weight_updates":
-                weight = self._last_weights(table, of)
+                weights = table.of("weights")
+                weight = self._weights.beside(of, weights, weights["norm2"])
                 with np.errstate(all="ignore"):
                     self._keep(RATIO, table, of, of["norm2"] / weight, of_training & (weight != 0))
         for key, parts in bad.items():
@@ -457,14 +458,6 @@ class Measures(Subscriber):
         for (module, tag, leaf, rank), columns in of.series.items():
             if some[columns].any():
                 yield Key(what, layer_of(module, leaf), tag, rank), of.cells(columns, chosen)
-
-    def _last_weights(self, table: Table, of: OfKind) -> Floats:
-        """The last norm of the weight of each update, (steps, columns); 0 before the first."""
-        weights = table.of("weights")
-        known = latest(weights["norm2"], weights.there, grown(self._weights, len(weights.columns), 0.0))
-        if len(known):
-            self._weights = known[-1]
-        return taken(known, columns_of(weights, of), 0.0)
 
     def _named(self, message: Message) -> None:
         """Add the learning rate of a parameter group, or the norms of all gradients of a model."""
