@@ -16,7 +16,8 @@ from tracer.shown import finite, in_json, printable
 from tracereel.errors import as_typed, harmless
 
 if TYPE_CHECKING:
-    from analyze.tables.layout import ResultsTable, TextTable
+    from analyze.tables.layout import TextTable
+    from analyze.tables.series import ResultsTable
     from tracer.trace.reader import TraceReader
     from tracer.trace.streams import StreamInfo
 

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from analyze.tables import arrays, writing
 from analyze.tables.columns import COLUMNS, Answers, Columns, Row
-from analyze.tables.layout import ResultsTable
 from analyze.tables.plotting import FORMATS, figure_of
-from analyze.tables.series import Series, series_of
+from analyze.tables.series import ResultsTable, Series, series_of
 from tracer.errors import UnknownNameError
 from tracer.messaging.messages import Message
 from tracer.messaging.receiver import Receiver, describe
