@@ -1,6 +1,6 @@
 """The rules: subscribers that each look for one fault of trainings; and the table of their names.
 
-A new rule needs its file and a line in this table. The table is ordered by cause: of two findings that begin at the
+A new rule needs a class and a line in this table. The table is ordered by cause: of two findings that begin at the
 same step, that of the earlier rule is named first.
 """
 

@@ -24,9 +24,9 @@ _COMPARING: Final = ("angular", "cca", "cka", "procrustes", "pwcca", "r2_cca", "
 """The metrics whose statuses are those of similarities."""
 _NETWORK: Final = ""
 """The label of the network's own answers, as in the column ``module``."""
-_FIELDS: Final = ("trace", "subscriber", "tag", "rank", "call")
+_FIELDS: Final[tuple[str, ...]] = ("trace", "subscriber", "tag", "rank", "call")
 """The fields of answers that become axes where they differ, besides the layer."""
-_AXES: Final = ("trace", "subscriber", "tag", "rank", "step", "call", "layer")
+_AXES: Final[tuple[str, ...]] = ("trace", "subscriber", "tag", "rank", "step", "call", "layer")
 _FIRST: Final = ("call", 0)
 _LARGE: Final = 1 << 27
 """A larger array (more than 1 GiB) is made only if answers fill at least a sixteenth of it."""
@@ -58,7 +58,9 @@ def dataset_of(answers: Columns, kinds: str | Iterable[str] | None = None) -> An
         axis: (axis, np.array(sorted(values), np.int64) if isinstance(values[0], int) else words(values))
         for axis, values in axes.items()
     }
-    together = {name: np.concatenate([all_[:0], *(of[name] for of in chosen.values())]) for name, all_ in there.items()}
+    together = {
+        name: np.concatenate([values[:0], *(of[name] for of in chosen.values())]) for name, values in there.items()
+    }
     steps = np.unique(together["step"])
     coordinates["step"] = ("step", steps, {"long_name": "global step"})
     coordinates.setdefault("layer", ("layer", words(())))
@@ -77,7 +79,9 @@ def _fields(answers: Columns) -> _Fields:
     """The fields of all answers, their positions, and how many numbers each has."""
     ids = np.array(answers.stream_ids, np.int64)
     of_streams = {name: name for name in ("kind", *_FIELDS[:-1])} | {"layer": "place"}
-    found = {name: words(getattr(one, field) for one in answers.streams)[ids] for name, field in of_streams.items()}
+    found: _Fields = {
+        name: words(getattr(one, field) for one in answers.streams)[ids] for name, field in of_streams.items()
+    }
     counters = {name: np.array(counter, np.int64) for name, counter in answers.counters.items()}
     found |= counters | {"step": counters["global_step"], "at": np.arange(len(ids))}
     starts = np.array(answers.starts, np.int64)
