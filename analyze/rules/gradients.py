@@ -322,7 +322,9 @@ class AccumulatedGradients(TableRule):
         before = np.concatenate([grown(self.before, len(of.columns), np.nan)[None], now])
         last = np.append(self.step, np.where(there.any(axis=1), table.steps, -2))
         self.before, self.step = before[-1], int(last[-1])
-        sums = _Sums(now, np.nan_to_num(before[:-1], nan=0.0), arrived, there & (last[:-1] == table.steps - 1)[:, None])
+        sums = _GradientSums(
+            now, np.nan_to_num(before[:-1], nan=0.0), arrived, there & (last[:-1] == table.steps - 1)[:, None]
+        )
         sums.told &= np.isfinite(now + before[:-1] + arrived) & (sums.smaller > _TELLING * moduli)
         kept = _accumulated(sums)
         new = sums.told & (np.abs(now - arrived) <= _NEAR * sums.smaller)
@@ -361,7 +363,7 @@ class AccumulatedGradients(TableRule):
 
 
 @dataclass
-class _Sums:
+class _GradientSums:
     """Sums over the elements of bias gradients, now and in the step before, and of the gradients of outputs.
 
     All are (steps, columns); `told` says where they tell from where a gradient is.
@@ -378,7 +380,7 @@ class _Sums:
         return np.minimum(np.abs(self.before), np.abs(self.arrived))
 
 
-def _accumulated(sums: _Sums) -> Bools:
+def _accumulated(sums: _GradientSums) -> Bools:
     """The layers whose gradient is that of the step before plus the new one, whole or clipped; (steps, columns)."""
     expected = sums.before + sums.arrived
     with np.errstate(all="ignore"):
@@ -391,7 +393,7 @@ def _accumulated(sums: _Sums) -> Bools:
     return found
 
 
-def _are_in_proportion(sums: _Sums, expected: Floats, near: float) -> Bools:
+def _are_in_proportion(sums: _GradientSums, expected: Floats, near: float) -> Bools:
     """At which steps one factor below 1 makes the expected sums those of all layers."""
     now, expected = np.where(sums.told, sums.now, 0.0), np.where(sums.told, expected, 0.0)
     squares = np.square(expected).sum(axis=1)

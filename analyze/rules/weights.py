@@ -429,7 +429,7 @@ _SUMMING = 1e-6
 """The error of a recorded sum, beside the sum of the moduli, with a margin of ten."""
 
 
-class _Sums:
+class _WeightSums:
     """By column of weights: the sums of weights and updates of the last step, and how often they were compared.
 
     `total` is the sum over the elements, `moduli` that over their moduli, `rounding` by how much `total` may be off.
@@ -485,7 +485,7 @@ class ChangedBetweenSteps(TableRule):
         self.share = share
         self.weights: dict[Series, tuple[int, NDArray[np.float64]]] = {}
         self.after: dict[Series, tuple[int, NDArray[np.float64], NDArray[np.float64]]] = {}
-        self.sums = _Sums()
+        self.sums = _WeightSums()
         self.times: dict[Series, tuple[int, int]] = {}
         self.trained: set[Series] = set()
 

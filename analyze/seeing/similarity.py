@@ -39,7 +39,7 @@ NAME = 14
 """Column labels are cut to this many letters by the page's script."""
 
 
-class Sheet(NamedTuple):
+class SimilaritySheet(NamedTuple):
     """The numbers of one measure: a matrix of pairs of layers per step, or one matrix of layers by steps.
 
     Attributes
@@ -105,23 +105,25 @@ def similarity_panel(found: Gathered, order: Sequence[Layer]) -> panel.Panel:
     )
 
 
-def _sheets(found: Gathered, order: Sequence[Layer]) -> list[Sheet]:
+def _sheets(found: Gathered, order: Sequence[Layer]) -> list[SimilaritySheet]:
     sheets = [_of_pairs(found, key, one, order) for key, one in found.frames.items() if isinstance(one, Matrices)]
     sheets += [_of_time(found, kind, tag, order) for kind, tag in _with_itself(found)]
     return [one for one in sheets if one.numbers.get("value") is not None and one.rows][:SHEETS]
 
 
-def _of_pairs(found: Gathered, key: Key, matrices: Matrices, order: Sequence[Layer]) -> Sheet:
+def _of_pairs(found: Gathered, key: Key, matrices: Matrices, order: Sequence[Layer]) -> SimilaritySheet:
     steps, layers, numbers = matrices.points()
     chosen = _most_anomalous(layers, order)
     names = [panel.plain(layers[at]) or "the root" for at in chosen]
     cut: dict[str, NDArray[np.float64]] = {role: values[:, chosen][:, :, chosen] for role, values in numbers.items()}
     title = f"{panel.titled(key.what, key.tag)}: each two layers"
     left_out, is_distance = len(layers) - len(chosen), matrices.is_distance
-    return Sheet(title, matrices.measure, is_distance, steps, names, names, cut, True, matrices.symmetric, left_out)
+    return SimilaritySheet(
+        title, matrices.measure, is_distance, steps, names, names, cut, True, matrices.symmetric, left_out
+    )
 
 
-def _of_time(found: Gathered, kind: str, tag: str, order: Sequence[Layer]) -> Sheet:
+def _of_time(found: Gathered, kind: str, tag: str, order: Sequence[Layer]) -> SimilaritySheet:
     measure = found.subscribers[kind]
     kinds = {"value": kind, "null": _companion(kind, measure, "_null"), "status": _companion(kind, measure, "_status")}
     courses = {role: found.of(one, tag) for role, one in kinds.items()}
@@ -142,7 +144,7 @@ def _of_time(found: Gathered, kind: str, tag: str, order: Sequence[Layer]) -> Sh
     names = [panel.plain(name) or "the root" for name in chosen]
     columns = [str(step) for step in steps.tolist()]
     left_out, is_distance = len(layers) - len(chosen), _class_of(measure).is_distance
-    return Sheet(title, measure, is_distance, steps, names, columns, numbers, False, True, left_out)
+    return SimilaritySheet(title, measure, is_distance, steps, names, columns, numbers, False, True, left_out)
 
 
 def _with_itself(found: Gathered) -> list[tuple[str, str]]:
@@ -178,7 +180,7 @@ def _most_anomalous(layers: Sequence[str], order: Sequence[Layer]) -> list[int]:
     return sorted(ranked[:MOST])
 
 
-def _packs(sheets: Sequence[Sheet]) -> list[dict[str, Any]]:
+def _packs(sheets: Sequence[SimilaritySheet]) -> list[dict[str, Any]]:
     """The sheets for the page's script, at as many steps as `NUMBERS` allows: evenly spaced, with first and last."""
     packs = []
     for one in sheets:
@@ -235,7 +237,7 @@ def _alike() -> list[str]:
     return list(Cividis256)
 
 
-def _picture(sheets: Sequence[Sheet]) -> Any:
+def _picture(sheets: Sequence[SimilaritySheet]) -> Any:
     rows = max(len(one.rows) for one in sheets)
     # room for the longest name, so that the matrix does not move when another sheet is shown
     below = 45 + 6 * min(NAME, max(len(name) for one in sheets for name in one.columns))
@@ -263,7 +265,7 @@ def _picture(sheets: Sequence[Sheet]) -> Any:
     return picture
 
 
-def _in_words(sheet: Sheet) -> str:
+def _in_words(sheet: SimilaritySheet) -> str:
     """The most and the least similar pair at the last step, in words."""
     values = np.where(sheet.cells, sheet.numbers["value"][-1], np.nan)
     count, steps = f"{len(sheet.rows):,} layers", f"{len(sheet.steps):,} step{'s' if len(sheet.steps) != 1 else ''}"

@@ -204,7 +204,7 @@ class _Look:
     progress: str = "Begins."
 
 
-class Asked(NamedTuple):
+class AskedMetric(NamedTuple):
     """A metric that was requested, at the start or in the page."""
 
     title: str
@@ -242,7 +242,7 @@ class View:
         Gathered data must be read within ``turns.reading()``.
     references : list of Gathered
         The other runs, as far as they are loaded.
-    asked : list of Asked
+    asked : list of AskedMetric
         The metrics that were requested, at the start or in the page.
     """
 
@@ -261,7 +261,7 @@ class View:
         self.rank = rank_shown(self.reader, rank)
         self.turns = Turns()
         self.references: list[Gathered] = []
-        self.asked: list[Asked] = []
+        self.asked: list[AskedMetric] = []
         self._last = _Look(self.reader.status, len(self.reader.streams))
         self._shown = self._next = self._gathering()
         self._gatherer = self._gather(self._next)
@@ -423,7 +423,7 @@ class View:
             raise CaptureError(f"{title} is shown already; the option as=NAME gives its answers another name")
         self.asked.append(self._ask(title, metric))
 
-    def _ask(self, title: str, metric: Subscriber) -> Asked:
+    def _ask(self, title: str, metric: Subscriber) -> AskedMetric:
         """Replay the trace through a metric. Only storing an answer takes a turn, since computing it may take long."""
         gathering, own = self._next, copy.deepcopy(metric)
         follow = gathering.found.grows
@@ -433,7 +433,7 @@ class View:
             listening = (own, answers, job)
             replay(self.path, *listening, kinds=gathering.only, rank=self.rank, follow=follow, guard=job.guard())
 
-        return Asked(title, metric, Job(title, work).start())
+        return AskedMetric(title, metric, Job(title, work).start())
 
     def cancel(self, number: int) -> None:
         """Stop computing the metric ``asked[number]`` and drop its answers."""
