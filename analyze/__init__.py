@@ -14,14 +14,14 @@ from analyze.metrics import BUILT_IN as _BUILT_IN
 
 HOMES: dict[str, str] = {
     "BatchResults": "analyze.batching.batch_results",
-    "Checked": "analyze.seeing.findings",
+    "Checked": "analyze.seeing.check",
     "Finding": "analyze.rules.finding",
     "Difference": "analyze.comparing.difference",
     "Results": "analyze.tables.results",
     "accuracy": "analyze.metrics.accuracy",
     "analyze": "analyze.asking",
-    "TrainingStopped": "analyze.seeing.watch",
-    "Watch": "analyze.seeing.watch",
+    "TrainingStopped": "analyze.seeing.check",
+    "Watch": "analyze.seeing.check",
     "batch": "analyze.batching.batch",
     "blame": "analyze.seeing.blame",
     "check": "analyze.seeing.check",
@@ -34,7 +34,7 @@ HOMES: dict[str, str] = {
     "statistics_of_tensors": "analyze.metrics.statistics",
     "statistics_over_time": "analyze.comparing.over_time",
     "subscribers": "analyze.registry",
-    "view": "analyze.seeing.viewing.server",
+    "view": "analyze.seeing.server",
 }
 """Public name → its module; the loop below adds the function and the class of each built-in metric."""
 

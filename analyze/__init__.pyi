@@ -57,11 +57,9 @@ from analyze.metrics.takeuchi import TICDiag, TICTrace, ticdiag, tictrace
 from analyze.registry import describe, parse, subscribers
 from analyze.rules.finding import Finding
 from analyze.seeing.blame import blame
-from analyze.seeing.check import check
-from analyze.seeing.findings import Checked
+from analyze.seeing.check import Checked, TrainingStopped, Watch, check
 from analyze.seeing.report import report
-from analyze.seeing.viewing.server import view
-from analyze.seeing.watch import TrainingStopped, Watch
+from analyze.seeing.server import view
 from analyze.tables.results import Results
 
 HOMES: dict[str, str]

@@ -122,7 +122,7 @@ def _check(path: Path) -> int:
 
 def _report(path: Path) -> int:
     """How many series a report draws."""
-    from analyze.seeing.gather import gather
+    from analyze.seeing.report import gather
 
     return len(gather(path).losses)
 

@@ -159,7 +159,7 @@ def replay(
         raise click.UsageError("--plan tells what there is to read, and --follow waits for more: give one of them")
     with tracer.open(trace, ranks=filters.ranks or None, verify=not no_verify) as reader, plain_warnings():
         from analyze.tables.results import Results
-        from analyze.tables.tensorboard import times_of
+        from analyze.tables.writing import times_of
 
         if follow and len(reader.ranks) > 1:
             ranks = ", ".join(map(str, reader.ranks))

@@ -16,8 +16,7 @@ from tracereel.options import Filters
 from tracereel.printing import complain, path_in_model, print_json, print_table, say, tell
 
 if TYPE_CHECKING:
-    from analyze.comparing.difference import Difference, StreamDifference, Uncompared
-    from analyze.comparing.structure import StructureDifference
+    from analyze.comparing.difference import Difference, StreamDifference, StructureDifference, Uncompared
 
 _ROWS = 20
 """How many streams are printed, at most."""

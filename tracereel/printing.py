@@ -17,7 +17,7 @@ from tracereel.errors import as_typed, harmless
 
 if TYPE_CHECKING:
     from analyze.tables.layout import TextTable
-    from analyze.tables.results_table import ResultsTable
+    from analyze.tables.series import ResultsTable
     from tracer.trace.reader import TraceReader
     from tracer.trace.streams import StreamInfo
 

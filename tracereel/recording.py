@@ -25,7 +25,7 @@ from tracereel.printing import few_shapes, path_in_model, print_json, print_tabl
 from tracereel.programs import MAIN, OPTIONS, ProgramCommand, module_option, program_argument, program_of, title_of
 
 if TYPE_CHECKING:
-    from analyze.seeing.watch import Watch
+    from analyze.seeing.check import Watch
     from tracer.messaging.receiver import Receiver
     from tracer.observing.capture import Capture
     from tracer.recording.flight import Flight
@@ -418,7 +418,7 @@ def _watch(stop_on: str | None, rules: tuple[str, ...], rehearsals: Rehearsals) 
     if rehearsals.only_dry_run:
         raise click.UsageError("--dry-run trains nothing that could be stopped: give --dry-run or --stop-on")
     need_analyze()
-    from analyze.seeing.watch import Watch
+    from analyze.seeing.check import Watch
 
     with wrong_usage():
         return Watch(rules or None, stop_on=stop_on)

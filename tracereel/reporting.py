@@ -112,7 +112,7 @@ def view(
     check_installed("bokeh", "report", "a view")
     with plain_warnings():
         from analyze.registry import instances
-        from analyze.seeing.viewing.server import view as serve
+        from analyze.seeing.server import view as serve
 
         with wrong_usage():
             metrics = instances(specs)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from analyze.rules.finding import Finding
     from analyze.rules.rule import Rule
     from analyze.seeing.blame import Suspect
-    from analyze.seeing.findings import Checked
+    from analyze.seeing.check import Checked
 
 _OF_A_RULE = 3
 """How many findings of a rule are printed; the others are counted."""
@@ -130,7 +130,7 @@ def _check_several(
 def _print(found: Checked, *, chosen: bool) -> None:
     """Print the verdict, the findings in order of time, and what each rule judged; `chosen`: the user named rules."""
     from analyze.rules.coverage import in_table
-    from analyze.seeing.words import TO_COMPARE
+    from analyze.seeing.check import TO_COMPARE
 
     tell(found.verdict)
     worst = found.worst

@@ -24,7 +24,7 @@ from analyze.batching.units import (
     sentence_of,
     stride_of,
 )
-from analyze.comparing.ranks import both_ranks, none_in_both
+from analyze.comparing.matching import both_ranks, none_in_both
 from analyze.metrics.similarity.similarity import Similarity
 from tracer.errors import CaptureError, MessageError, TracerError
 from tracer.format.journal import Column

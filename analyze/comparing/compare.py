@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from analyze.comparing.ranks import both_ranks, none_in_both
+from analyze.comparing.matching import both_ranks, none_in_both
 from analyze.metrics.similarity.similarity import Origin, Similarity
 from analyze.registry import instances
 from analyze.tables.results import Results
