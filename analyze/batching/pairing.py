@@ -10,14 +10,14 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.batching.cutting import Asked, Share, stretches
-from analyze.batching.planning import unplanned, where
-from analyze.batching.questions import Question
+from analyze.batching.planning import Asked, stretches, unplanned, where
 from analyze.batching.units import (
     SCHEMA,
     Failure,
     Pairs,
+    Question,
     Run,
+    Share,
     TracePlan,
     Unit,
     digest,

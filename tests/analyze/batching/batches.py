@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import analyze
-from analyze.batching.batch_results import BatchResults
+from analyze.batching.batch import BatchResults
 from analyze.tables.columns import Row
 from analyze.tables.results import Results
 from tracer import ModuleMessage, NetworkMessage, TraceWriter

@@ -17,7 +17,6 @@ import analyze
 from analyze.batching.batch import batch
 from analyze.batching.folder import folder_at
 from analyze.batching.traces import find_traces
-from tests import processes
 from tests.stores.served import served
 from tracer import ModuleMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError
@@ -110,8 +109,7 @@ def test_traces_and_results_on_an_object_store(bucket: Any, tmp_path: Path) -> N
     file = tmp_path / "large.py"
     file.write_text(LARGE)
     specs = ["norm", f"{file}:Large"]
-    with processes.forked():
-        results = batch(runs, specs, out, workers=1, table=tmp_path / "table.parquet")
+    results = batch(runs, specs, out, workers=1, table=tmp_path / "table.parquet")
     assert (results.computed, results.cached, results.failures) == (4, 0, [])
     rows = [row for row in results if row.subscriber == "norm"]
     expected = [row for trace in find_traces(runs) for row in analyze.analyze(trace, "norm")]
@@ -157,8 +155,7 @@ def test_shares_on_an_object_store(bucket: Any) -> None:
 
 def test_two_workers_may_compute_the_same(bucket: Any) -> None:
     """What is there is not put again, unless it is to be replaced."""
-    folder = folder_at(f"s3://{BUCKET}/folder")
-    try:
+    with folder_at(f"s3://{BUCKET}/folder") as folder:
         folder.write("parts/a.parquet", b"first", replace=False)
         folder.write("parts/a.parquet", b"second", replace=False)
         assert folder.read("parts/a.parquet") == b"first"
@@ -168,5 +165,3 @@ def test_two_workers_may_compute_the_same(bucket: Any) -> None:
         folder.remove(["parts/a.parquet"])
         assert folder.names("parts") == set()
         assert folder.read("parts/a.parquet") is None
-    finally:
-        folder.close()

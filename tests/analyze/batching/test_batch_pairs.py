@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import tracer
-from analyze.batching.batch import batch
-from analyze.batching.batch_results import BatchResults
+from analyze.batching.batch import BatchResults, batch
 from analyze.tables.columns import Row
 from tracer import ModuleMessage, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, MessageError

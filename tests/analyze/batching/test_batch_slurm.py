@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from analyze.batching.batch import batch
-from analyze.batching.processes import environment
+from analyze.batching.engines import environment
 from tracer import ModuleMessage, TraceWriter
 
 ROOT = Path(__file__).parents[3]
