@@ -34,7 +34,7 @@ import torch
 import analyze
 from analyze.batching.batch import batch
 from analyze.batching.batch_plan import plan_batch
-from analyze.batching.engines import Processes, Running, environment
+from analyze.batching.engines import Engine, Processes, Running, environment
 from analyze.batching.folder import folder_at
 from analyze.batching.tasks import run
 from analyze.batching.units import Outcome, Receipt, Task
@@ -165,22 +165,14 @@ def per_part(folder: Path, rounds: int) -> dict[str, float]:
 def handing_out(count: int = 300) -> float:
     """Seconds of the process that hands tasks out, for each: what a task costs it, but for the work."""
 
-    class Nothing:
+    class Nothing(Engine):
         """An engine whose workers take no time."""
-
-        room, blames_all = 1, False
 
         def submit(self, task: Task, out: str, replace: bool) -> Running:
             outcomes = [Outcome(unit.id, "computed", 1, 1.0) for unit in task.units]
             done: Running = Future()
             done.set_result(Receipt(outcomes, "nowhere"))
             return done
-
-        def receipt(self, task: Running) -> Receipt:
-            return task.result()
-
-        def check(self) -> None:
-            """Nothing waits."""
 
         def close(self) -> None:
             """Nothing is left."""

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, final
 
-from analyze.batching.engines import Running, cores
+from analyze.batching.engines import Engine, Running, cores
 from analyze.batching.units import Receipt, Task
 from analyze.metrics.checks import is_whole
 from tracer.errors import MessageError, TracerError
@@ -27,7 +27,7 @@ WORKERS_SECONDS: Final = 300.0
 
 
 @final
-class Dask:
+class Dask(Engine):
     """Dask workers: of a running scheduler, of this machine, or started by a batch system.
 
     Parameters

@@ -14,15 +14,16 @@ import signal
 import sys
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
-from multiprocessing import forkserver
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from analyze.batching.units import Receipt, Task
 from analyze.metrics.checks import is_whole
@@ -36,7 +37,7 @@ Running: TypeAlias = "Future[Receipt]"
 """A task that an engine has accepted."""
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """Something that computes tasks.
 
     Attributes
@@ -47,9 +48,10 @@ class Engine(Protocol):
         Whether a worker that dies may fail other tasks than the one that killed it.
     """
 
-    room: int
-    blames_all: bool
+    room: int = 1
+    blames_all: bool = False
 
+    @abstractmethod
     def submit(self, task: Task, out: str, replace: bool) -> Running:
         """Accept a task; parameters are those of `analyze.batching.tasks.run`."""
 
@@ -61,23 +63,22 @@ class Engine(Protocol):
         TracerError
             If the engine can compute no other task either.
         """
+        return task.result()
 
     def check(self) -> None:
         """Raise `TracerError` if the accepted tasks would wait for ever."""
 
+    @abstractmethod
     def close(self) -> None:
         """End all work."""
 
 
 @final
-class Inline:
+class Inline(Engine):
     """Computes in this process: for small work, for debugging, and where no other process may be started.
 
     From the first task until `close`, this process computes in one thread, as workers do.
     """
-
-    room = 1
-    blames_all = False
 
     def __init__(self) -> None:
         self._limits = contextlib.ExitStack()
@@ -94,12 +95,6 @@ class Inline:
             warnings.simplefilter("default")  # as in a worker, even if this process turns warnings into errors
             done.set_result(run(task, out, replace))
         return done
-
-    def receipt(self, task: Running) -> Receipt:
-        return task.result()
-
-    def check(self) -> None:
-        """Do nothing: no task waits."""
 
     def close(self) -> None:
         self._limits.close()
@@ -119,7 +114,7 @@ class _Worker(NamedTuple):
 
 
 @final
-class Processes:
+class Processes(Engine):
     """Processes of this machine, each with one task at a time. A process that dies is replaced; only its task fails.
 
     Processes are forked off the fork server of `multiprocessing`, which imports once what they need. It has one thread,
@@ -133,8 +128,6 @@ class Processes:
     modules : sequence of str
         Modules that the fork server imports for all workers, if it does not run yet.
     """
-
-    blames_all = False
 
     def __init__(self, workers: int, memory: int | None = None, modules: Sequence[str] = ()) -> None:
         if not is_whole(workers, 1):
@@ -152,16 +145,16 @@ class Processes:
 
         worker = self._idle.pop() if self._idle else self._new()
         try:
-            with _without_script():
+            with _starting():
                 running = worker.pool.submit(run, task, out, replace)
+                # before Python 3.14, a pool does not say how a process ended
+                worker.processes[:] = worker.pool._processes.values()
+                self.busy[running] = worker
         except BrokenProcessPool:  # it died while it was idle
             worker.end()
             return self.submit(task, out, replace)
         except (OSError, EOFError) as error:
             raise TracerError(f"no worker can be started: {error}; it would run {sys.executable}") from error
-        # before Python 3.14, a pool does not say how a process ended
-        worker.processes[:] = worker.pool._processes.values()
-        self.busy[running] = worker
         return running
 
     def receipt(self, task: Running) -> Receipt | str:
@@ -173,9 +166,6 @@ class Processes:
         self._ends_in_a_row = 0
         return task.result() if error is None else f"the worker raised {type(error).__name__}: {error}"
 
-    def check(self) -> None:
-        """Do nothing: a process that ends ends its task."""
-
     def close(self) -> None:
         for worker in (*self.busy.values(), *self._idle):
             worker.end()
@@ -184,8 +174,6 @@ class Processes:
 
     def _new(self) -> _Worker:
         """A pool whose process starts with its first task."""
-        with _environment():
-            forkserver.ensure_running()
         return _Worker(ProcessPoolExecutor(1, self._context, initializer=_begin, initargs=self._first), [])
 
     def _how_it_ended(self, worker: _Worker) -> str:
@@ -233,28 +221,27 @@ def environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """Give processes that start now the `environment` of workers, and no interrupts from the keyboard."""
-    before = dict(os.environ)
+def _starting() -> Iterator[None]:
+    """Start processes as workers: with their `environment`, without interrupts, and without the script of this process.
+
+    `multiprocessing` would run that script in each worker. An interrupt waits until the process has started, which the
+    end of this process would otherwise find half started.
+    """
+    resource_tracker.ensure_running()  # its start would let interrupts through again
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    script, variables = sys.modules["__main__"], {name: os.environ.get(name) for name in ("PYTHONPATH", *ONE_THREAD)}
     os.environ.update(environment())
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-@contextlib.contextmanager
-def _without_script() -> Iterator[None]:
-    """Hide the script of this process, which `multiprocessing` would otherwise run in each worker that starts now."""
-    script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
         sys.modules["__main__"] = script
+        for name, value in variables.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _one_thread() -> contextlib.AbstractContextManager[Any]:

@@ -207,9 +207,11 @@ def _compared(task: Task, unit: Unit, one: TraceReader) -> PartAnswers:
     (question,) = questions([unit.spec])
     with TraceReader(unit.other) as other:
         views = one.of_rank(unit.rank), other.of_rank(unit.other_rank)
-        pair = take(views[0], question, task.filters.steps), take(views[1], question, task.filters.steps)
-        places = (unit.trace, unit.rank), (unit.other, unit.other_rank)
-        _check_unchanged(unit, identity_of(*places, question, unit.steps, pair))
+        pair = (
+            take(views[0], unit.trace, question, task.filters.steps),
+            take(views[1], unit.other, question, task.filters.steps),
+        )
+        _check_unchanged(unit, identity_of(*pair, question, unit.steps))
         measure = registry.parse(unit.spec)
         answers = PartAnswers(unit, measure)
         answers.add_rows(compare(*views, measure, steps=unit.steps))  # type: ignore[arg-type]

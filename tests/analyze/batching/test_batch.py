@@ -27,7 +27,7 @@ from analyze.batching.folder import folder_at
 from analyze.batching.manifest import estimate
 from analyze.tables.columns import COLUMNS
 from tests import processes
-from tests.analyze.batching.batches import SPECS, TROUBLE, counted, said, whole, write
+from tests.analyze.batching.batches import SPECS, TROUBLE, counted, damage, said, whole, write
 from tracer import ModuleMessage, TraceWriter
 from tracer.errors import CaptureError, TraceError, TraceExistsError, UnknownNameError
 from tracereel.main import main
@@ -199,15 +199,6 @@ def test_what_is_asked_wrongly_is_refused_before_any_work(runs: Path, tmp_path: 
     (tmp_path / "file").write_text("")
     with pytest.raises(TraceExistsError, match="is a file"):
         batch(runs, "norm", tmp_path / "file", workers=0)
-
-
-def damage(trace: Path) -> None:
-    """Turn a bit near the end of the largest file of a trace."""
-    files = [path for path in trace.rglob("*") if path.is_file() and "weights" in str(path)]
-    largest = max(files, key=lambda path: path.stat().st_size)
-    data = bytearray(largest.read_bytes())
-    data[len(data) * 9 // 10] ^= 1
-    largest.write_bytes(data)
 
 
 def test_one_bad_trace_and_one_bad_subscriber_leave_the_rest(runs: Path, trouble: str, tmp_path: Path) -> None:

@@ -26,18 +26,6 @@ pytest.importorskip("obstore", reason="the extra s3 is not installed: pip instal
 pq = pytest.importorskip("pyarrow.parquet", reason="the extra tables is not installed: pip install 'tracereel[tables]'")
 
 BUCKET = "bucket"
-LARGE = """
-import torch
-from tracer import Subscriber, Subscription
-from tracer.messaging.messages import derived
-
-class Large(Subscriber):
-    scope = "message"
-    def __init__(self):
-        super().__init__(Subscription("weights"), produces="weights_large")
-    def compute(self, message):
-        yield derived(message, "weights_large", torch.full((70, 70), float(message.global_step)))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +63,10 @@ def write(path: str | Path, seed: int = 0, steps: int = 4) -> None:
             writer.write(ModuleMessage(kind="weights", data=torch.randn(5, 4, generator=generator), **at))
 
 
-def test_a_damaged_part_on_an_object_store_is_computed_again(bucket: Any, tmp_path: Path) -> None:
+def test_a_damaged_part_on_an_object_store_is_computed_again(bucket: Any, trouble: str) -> None:
     """An object that is not what was put is replaced, although nothing there is replaced unasked."""
     write(f"s3://{BUCKET}/spoiled/run.zarr")
-    file = tmp_path / "large.py"
-    file.write_text(LARGE)
-    specs, out = ["norm", f"{file}:Large"], f"s3://{BUCKET}/spoiled-results"
+    specs, out = ["norm", f"{trouble}:Large"], f"s3://{BUCKET}/spoiled-results"
     expected = list(batch(f"s3://{BUCKET}/spoiled/run.zarr", specs, out, workers=0))
     parts = keys(bucket, "spoiled-results/parts/")
     assert len(parts) == 2
@@ -97,7 +83,7 @@ def test_a_damaged_part_on_an_object_store_is_computed_again(bucket: Any, tmp_pa
     assert list(again) == expected
 
 
-def test_traces_and_results_on_an_object_store(bucket: Any, tmp_path: Path) -> None:
+def test_traces_and_results_on_an_object_store(bucket: Any, trouble: str, tmp_path: Path) -> None:
     """Found below a URL, computed by another process, put under names that say what they are, never twice."""
     for seed in range(2):
         write(f"s3://{BUCKET}/runs/deep/run{seed}.zarr", seed)
@@ -106,9 +92,7 @@ def test_traces_and_results_on_an_object_store(bucket: Any, tmp_path: Path) -> N
     assert find_traces(f"s3://{BUCKET}/runs/deep/*1.zarr") == [f"s3://{BUCKET}/runs/deep/run1.zarr"]
     with pytest.raises(CaptureError, match="no trace at"):
         find_traces(f"s3://{BUCKET}/absent")
-    file = tmp_path / "large.py"
-    file.write_text(LARGE)
-    specs = ["norm", f"{file}:Large"]
+    specs = ["norm", f"{trouble}:Large"]
     results = batch(runs, specs, out, workers=1, table=tmp_path / "table.parquet")
     assert (results.computed, results.cached, results.failures) == (4, 0, [])
     rows = [row for row in results if row.subscriber == "norm"]

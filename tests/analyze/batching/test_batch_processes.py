@@ -18,7 +18,7 @@ import pytest
 import analyze
 from analyze.batching.batch import batch
 from analyze.batching.batch_plan import plan_batch
-from analyze.batching.engines import Inline, Running, environment
+from analyze.batching.engines import Engine, Inline, Running, environment
 from analyze.batching.folder import folder_at
 from analyze.batching.units import Receipt, Task
 from analyze.batching.work import Work
@@ -110,7 +110,7 @@ def children(pid: int) -> list[int]:
 def test_what_died_beside_others_is_tried_alone(runs: Path, tmp_path: Path) -> None:
     """What was given up together is computed when nothing else is, and counts as failed only if it dies then, too."""
 
-    class Blaming:
+    class Blaming(Engine):
         """An engine that has no receipt for a task that began beside others, nor for that of a bad trace."""
 
         room, blames_all = 9, True
@@ -126,9 +126,6 @@ def test_what_died_beside_others_is_tried_alone(runs: Path, tmp_path: Path) -> N
 
         def receipt(self, task: Running) -> Receipt | str:
             return self.here.receipt(task) if self.alone[task] else "died"
-
-        def check(self) -> None:
-            """Nothing waits."""
 
         def close(self) -> None:
             self.here.close()
