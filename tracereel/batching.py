@@ -20,7 +20,7 @@ from tracereel.printing import plain_warnings, print_json, say, size, tell
 
 if TYPE_CHECKING:
     from analyze.batching.batch import BatchResults
-    from analyze.batching.units import Failure
+    from analyze.batching.units import UnitFailure
 
 
 @click.command(
@@ -177,7 +177,7 @@ def _print_results(results: BatchResults, unverified: Sequence[str], as_json: bo
         say(_failure_line(failure))
 
 
-def _failure_line(failure: Failure) -> str:
+def _failure_line(failure: UnitFailure) -> str:
     of = f" {failure.spec}" if failure.spec else ""
     return printable(f"{failure.status}: {failure.trace}{of}: {failure.reason}")
 

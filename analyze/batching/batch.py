@@ -202,7 +202,7 @@ class BatchResults(Results):
     ----------
     units : list of Unit
         All units of the plan, in the order of the traces, subscribers and ranks.
-    failures : list of Failure
+    failures : list of UnitFailure
         What could not be answered, and why.
     computed, cached : int
         How many units were computed now, and how many by earlier batches.

@@ -15,7 +15,7 @@ from analyze.batching.folder import folder_at
 from analyze.batching.part_files import stored
 from analyze.batching.planning import PART_BYTES, plan_trace, unplanned, where
 from analyze.batching.traces import find_traces
-from analyze.batching.units import Failure, Pairs, Question, Task, TracePlan, Unit, questions, sentence_of
+from analyze.batching.units import Pairs, Question, Task, TracePlan, Unit, UnitFailure, questions, sentence_of
 from analyze.metrics.checks import is_whole
 from tracer.errors import CaptureError
 from tracer.replaying.filters import Filters
@@ -68,7 +68,7 @@ class BatchPlan:
         return [unit for one in self.traces for unit in one.units]
 
     @property
-    def failures(self) -> list[Failure]:
+    def failures(self) -> list[UnitFailure]:
         """The failures that planning found."""
         return [failure for one in self.traces for failure in one.failures]
 

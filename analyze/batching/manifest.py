@@ -17,7 +17,7 @@ from analyze.batching.batch_plan import BatchPlan
 from analyze.batching.engines import cores
 from analyze.batching.folder import Folder, folder_at
 from analyze.batching.part_files import remove_outdated, state_of
-from analyze.batching.units import SCHEMA, Failure, Task
+from analyze.batching.units import SCHEMA, Task, UnitFailure
 from analyze.batching.work import Work
 from tracer.errors import TraceUnreachableError, TraceUnreadableError
 from tracer.format.parsing import parsed
@@ -46,7 +46,7 @@ def conclude(folder: Folder, planned: BatchPlan, work: Work, state: str) -> None
     folder.write(MANIFEST, json.dumps(told, indent=1, ensure_ascii=False).encode(errors="backslashreplace"))
 
 
-def _lines(failures: Sequence[Failure]) -> bytes:
+def _lines(failures: Sequence[UnitFailure]) -> bytes:
     lines = "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in failures)
     return lines.encode(errors="backslashreplace")  # because a path may not be UTF-8
 

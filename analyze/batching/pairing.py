@@ -10,16 +10,16 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.batching.planning import Asked, stretches, unplanned, where
+from analyze.batching.planning import RankQuestion, stretches, unplanned, where
 from analyze.batching.units import (
     SCHEMA,
-    Failure,
     Pairs,
+    PlannedRun,
     Question,
-    Run,
     Share,
     TracePlan,
     Unit,
+    UnitFailure,
     digest,
     sentence_of,
     stride_of,
@@ -117,18 +117,18 @@ def _check(asked: Iterable[Question], which: str, filters: Filters) -> None:
 
 
 def _opened(
-    names: Iterable[str], asked: Sequence[Question], steps: Steps | None, failures: list[Failure]
-) -> tuple[dict[str, Run], dict[tuple[str, str], dict[int, Taken]]]:
+    names: Iterable[str], asked: Sequence[Question], steps: Steps | None, failures: list[UnitFailure]
+) -> tuple[dict[str, PlannedRun], dict[tuple[str, str], dict[int, Taken]]]:
     """The run of each trace, and what each question reads of each of its ranks.
 
     A trace that cannot be opened or lacks the data becomes a failure in `failures`.
     """
-    runs: dict[str, Run] = {}
+    runs: dict[str, PlannedRun] = {}
     taken: dict[tuple[str, str], dict[int, Taken]] = {}
     for name in names:
         try:
             with TraceReader(name) as reader:
-                runs[name] = Run.of(name, reader)
+                runs[name] = PlannedRun.of(name, reader)
                 for question in asked:
                     try:
                         taken[name, question.spec] = take_ranks(reader, name, question, steps)
@@ -139,7 +139,9 @@ def _opened(
     return runs, taken
 
 
-def _nothing_in_common(one: str, other: str, question: Question, mine: Iterable[int], theirs: Iterable[int]) -> Failure:
+def _nothing_in_common(
+    one: str, other: str, question: Question, mine: Iterable[int], theirs: Iterable[int]
+) -> UnitFailure:
     """The failure of two traces that cannot be compared; `mine` and `theirs` are their ranks that have the data."""
     why = f"{one} and {other} have no step of a layer in common"
     if not both_ranks(mine, theirs):
@@ -182,7 +184,7 @@ def take(reader: TraceReader, trace: str, question: Question, steps: Steps | Non
         If the trace lacks the data.
     """
     (rank,) = reader.ranks
-    asked = Asked(reader, question, Filters(steps=steps), rank)
+    asked = RankQuestion(reader, question, Filters(steps=steps), rank)
     if asked.missing:
         raise CaptureError("; ".join(asked.missing))
     read = reader.fingerprint()
@@ -198,7 +200,7 @@ def take(reader: TraceReader, trace: str, question: Question, steps: Steps | Non
         for stream in reader.streams
         if stream.id in by_stream
     }
-    return Taken(trace, rank, streams, f"{Run.of('', reader).ended} {read.hexdigest()}")
+    return Taken(trace, rank, streams, f"{PlannedRun.of('', reader).ended} {read.hexdigest()}")
 
 
 def _summed(sizes: Sequence[_Sizes]) -> _Sizes:

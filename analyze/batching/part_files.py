@@ -19,7 +19,7 @@ import numpy as np
 
 from analyze.batching.folder import Folder, folder_at
 from analyze.batching.parquet import label_of, sealed, table_of
-from analyze.batching.units import Run, Unit
+from analyze.batching.units import PlannedRun, Unit
 from analyze.tables.columns import COLUMNS, COUNTERS, Columns, Row, Stream
 from analyze.tables.results import Results
 from tracer.errors import TraceCorruptError, TraceError, TraceNotFoundError, TraceUnreachableError
@@ -173,13 +173,13 @@ class PartAnswers(Receiver):
         self._large_at += [self._count + at for at in other._large_at]
         self._count += other._count
 
-    def write(self, folder: Folder, run: Run, seconds: float, *, complete: bool, replace: bool) -> int:
+    def write(self, folder: Folder, run: PlannedRun, seconds: float, *, complete: bool, replace: bool) -> int:
         """Write the answers, and return the number of rows.
 
         Parameters
         ----------
         folder : Folder
-        run : Run
+        run : PlannedRun
         seconds : float
             How long it took to compute the answers.
         complete : bool
@@ -211,7 +211,7 @@ class PartAnswers(Receiver):
             for message in self._large:
                 writer.write(message)
 
-    def _table(self, run: Run) -> Any:
+    def _table(self, run: PlannedRun) -> Any:
         """The answers as a `pyarrow.Table`; a large answer is one row with its place in the results trace."""
         table: dict[str, Any] = self._small.columns()
         array = [""] * len(self._small)

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from analyze.batching.units import (
     KNOWN_SCOPES,
     SCHEMA,
-    Failure,
     Module,
+    PlannedRun,
     Question,
-    Run,
     Share,
     TracePlan,
     Unit,
+    UnitFailure,
     digest,
     sentence_of,
     stride_of,
@@ -48,7 +48,7 @@ MESSAGE_BYTES: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ShareSize:
     """The numbers of messages and bytes that a share reads, and digests of them."""
 
     messages: int
@@ -61,7 +61,7 @@ class Measured:
 
 
 @final
-class Asked:
+class RankQuestion:
     """What a question asks of one rank of a trace.
 
     Parameters
@@ -92,7 +92,7 @@ class Asked:
             wanted = replace(wanted, streams=streams, derived=[one for one in wanted.derived if one.module in mine])
         return due_windows(self.reader, wanted, replace(self._filters, steps=share.steps))
 
-    def measured(self, share: Share) -> Measured:
+    def measured(self, share: Share) -> ShareSize:
         """Measure what a share reads."""
         messages = nbytes = 0
         published, derived = self.reader.fingerprint(), self.reader.fingerprint()
@@ -101,7 +101,7 @@ class Asked:
             derived.add(due.window.journal[due.pairs.reshape(-1)])
             messages += int(due.where.sum()) + len(due.pairs)
             nbytes += due.bytes
-        return Measured(messages, nbytes, [published.hexdigest(), derived.hexdigest()])
+        return ShareSize(messages, nbytes, [published.hexdigest(), derived.hexdigest()])
 
     def costs(self, share: Share) -> Iterator[tuple[Due, NDArray[np.int64], NDArray[np.int64]]]:
         """For each window, the rows of the messages to read, and the bytes of each row.
@@ -113,7 +113,7 @@ class Asked:
             yield due, rows, due.window.sizes(rows)
 
 
-def shares(asked: Asked, steps: Steps | None, part_bytes: int = PART_BYTES) -> Iterator[tuple[Share, Measured]]:
+def shares(asked: RankQuestion, steps: Steps | None, part_bytes: int = PART_BYTES) -> Iterator[tuple[Share, ShareSize]]:
     """Cut what a question reads of a trace into shares of about `part_bytes`, as far as its scope allows.
 
     A message counts as `MESSAGE_BYTES` at least, so that a share of many scalars is bounded, too.
@@ -131,7 +131,7 @@ def shares(asked: Asked, steps: Steps | None, part_bytes: int = PART_BYTES) -> I
         yield share, asked.measured(share)
 
 
-def _cut(asked: Asked, whole: Share, part_bytes: int) -> Iterator[Share]:
+def _cut(asked: RankQuestion, whole: Share, part_bytes: int) -> Iterator[Share]:
     scope = asked.question.scope
     if scope == "stream":
         yield from (Share(modules=some, steps=whole.steps) for some in _by_modules(asked, whole, part_bytes))
@@ -143,7 +143,7 @@ def _cut(asked: Asked, whole: Share, part_bytes: int) -> Iterator[Share]:
             yield share
 
 
-def _by_steps(asked: Asked, steps: Steps | None, part_bytes: int) -> Iterator[tuple[Share, int]]:
+def _by_steps(asked: RankQuestion, steps: Steps | None, part_bytes: int) -> Iterator[tuple[Share, int]]:
     """Shares with all modules and a range of steps each, and the bytes of each share."""
     numbers, per_step, begins = _steps(asked, Share(steps=steps))
     stride = stride_of(steps)
@@ -179,7 +179,7 @@ def stretches(
         first = last
 
 
-def _steps(asked: Asked, share: Share) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+def _steps(asked: RankQuestion, share: Share) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """The steps of a share, the bytes of each, and at which steps a chunk of the largest array begins.
 
     The largest array is the array with most of the bytes. If no data is read, every step counts as a beginning.
@@ -206,7 +206,7 @@ def _steps(asked: Asked, share: Share) -> tuple[NDArray[np.int64], NDArray[np.in
     return steps, per_step, np.isin(steps, np.concatenate(begins[largest]))
 
 
-def _by_modules(asked: Asked, share: Share, part_bytes: int) -> list[tuple[Module, ...]]:
+def _by_modules(asked: RankQuestion, share: Share, part_bytes: int) -> list[tuple[Module, ...]]:
     """Groups of modules, in the order of the trace, that read about `part_bytes` each."""
     streams = asked.reader.streams
     weights = np.zeros(len(streams), np.int64)
@@ -260,17 +260,17 @@ def plan_trace(
 def _plan_trace(
     path: str, reader: TraceReader, asked: Sequence[Question], filters: Filters, part_bytes: int
 ) -> TracePlan:
-    run = Run.of(path, reader)
+    run = PlannedRun.of(path, reader)
     planned = TracePlan(run=run)
     views = {rank: reader.of_rank(rank) for rank in run.ranks}
     for question in asked:
         units: list[Unit] = []
-        failures: list[Failure] = []
-        lacking: list[Failure] = []
+        failures: list[UnitFailure] = []
+        lacking: list[UnitFailure] = []
         for rank, view in views.items():
             try:
                 steps = _settled(view, filters.steps) if run.status == "recording" else filters.steps
-                todo = Asked(view, question, replace(filters, steps=steps), rank)
+                todo = RankQuestion(view, question, replace(filters, steps=steps), rank)
                 if todo.missing:
                     lacking.append(unplanned(path, question.spec, rank, "; ".join(todo.missing)))
                     continue
@@ -283,9 +283,9 @@ def _plan_trace(
     return planned
 
 
-def unplanned(trace: str, spec: str, rank: int | None, why: object) -> Failure:
+def unplanned(trace: str, spec: str, rank: int | None, why: object) -> UnitFailure:
     """A failure found in planning, before any data is read."""
-    return Failure(trace=trace, spec=spec, rank=rank, unit="", status="unplanned", reason=str(why))
+    return UnitFailure(trace=trace, spec=spec, rank=rank, unit="", status="unplanned", reason=str(why))
 
 
 def _settled(reader: TraceReader, steps: Steps | None) -> Steps:
@@ -298,7 +298,7 @@ def _settled(reader: TraceReader, steps: Steps | None) -> Steps:
     return start, max(last, 0) if stop is None else min(stop, max(last, 0)), stride
 
 
-def _units(path: str, asked: Asked, rank: int, steps: Steps | None, ended: str, part_bytes: int) -> list[Unit]:
+def _units(path: str, asked: RankQuestion, rank: int, steps: Steps | None, ended: str, part_bytes: int) -> list[Unit]:
     """The units of one subscriber for one rank of a trace."""
     question = asked.question
     cell = digest([path, rank, question.spec])[:16]
@@ -317,6 +317,6 @@ def _units(path: str, asked: Asked, rank: int, steps: Steps | None, ended: str, 
     ]
 
 
-def identity(question: Question, measured: Measured, path: str, rank: int, ended: str) -> str:
+def identity(question: Question, measured: ShareSize, path: str, rank: int, ended: str) -> str:
     """A digest of everything that the stored answers of a unit depend on."""
     return digest([SCHEMA, path, rank, ended, question.identity, *measured.digests])[:32]

@@ -20,7 +20,7 @@ from analyze import registry
 from analyze.batching.folder import Folder, folder_at
 from analyze.batching.pairing import identity_of, take
 from analyze.batching.part_files import PartAnswers
-from analyze.batching.planning import Asked, identity
+from analyze.batching.planning import RankQuestion, identity
 from analyze.batching.units import (
     KNOWN_SCOPES,
     Module,
@@ -184,7 +184,7 @@ def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[PartAnswer
     return f"; the answers to {lost} of {len(pieces)} {what}"
 
 
-def _pieces(unit: Unit, asked: Asked, *, by_module: bool) -> list[Any]:
+def _pieces(unit: Unit, asked: RankQuestion, *, by_module: bool) -> list[Any]:
     """The pieces that a unit can be cut into: its modules, or its steps."""
     found: set[int] = set()
     for due, rows, _ in asked.costs(unit):
@@ -226,9 +226,9 @@ def _check_unchanged(unit: Unit, digest: str) -> None:
         )
 
 
-def _asked(task: Task, unit: Unit, question: Question, reader: TraceReader) -> Asked:
+def _asked(task: Task, unit: Unit, question: Question, reader: TraceReader) -> RankQuestion:
     """What the question of a unit asks of its trace."""
-    return Asked(reader, question, replace(task.filters, steps=unit.steps), unit.rank)
+    return RankQuestion(reader, question, replace(task.filters, steps=unit.steps), unit.rank)
 
 
 @final

@@ -194,7 +194,7 @@ class Unit(Share):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class PlannedRun:
     """The description of a trace in a plan; the run's id, creation time and status go into each row of the answers."""
 
     trace: str
@@ -206,7 +206,7 @@ class Run:
     problems: tuple[str, ...]
 
     @classmethod
-    def of(cls, path: str, reader: TraceReader) -> Run:
+    def of(cls, path: str, reader: TraceReader) -> PlannedRun:
         """The run of an open trace."""
         header = reader.header
         return cls(
@@ -225,9 +225,9 @@ class Run:
         status = self.status.partition(":")[0]
         return status if status in ("finished", "failed") else "unfinished"
 
-    def beside(self, other: Run) -> Run:
+    def beside(self, other: PlannedRun) -> PlannedRun:
         """A pair of compared runs as one run: the values of both, separated by a bar."""
-        return Run(
+        return PlannedRun(
             trace=f"{self.trace}|{other.trace}",
             run_id=f"{self.run_id}|{other.run_id}",
             created=f"{self.created}|{other.created}",
@@ -239,7 +239,7 @@ class Run:
 
 
 class Outcome(NamedTuple):
-    """The result of a unit: its status is ``"computed"``, or a status of `Failure`."""
+    """The result of a unit: its status is ``"computed"``, or a status of `UnitFailure`."""
 
     unit: str
     status: str
@@ -257,7 +257,7 @@ class Receipt(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class UnitFailure:
     """A question that could not be answered, and why; secrets are masked (see `tracer.secrets`).
 
     Attributes
@@ -289,7 +289,7 @@ class Failure:
     traceback: str = ""
 
     @classmethod
-    def of(cls, unit: Unit, outcome: Outcome, where: str) -> Failure:
+    def of(cls, unit: Unit, outcome: Outcome, where: str) -> UnitFailure:
         """The failure of a unit that was not computed."""
         return cls(
             trace=unit.title,
@@ -311,9 +311,9 @@ class Failure:
 class TracePlan:
     """The units to compute for one trace, and its failures; `run` is None if the trace cannot be opened."""
 
-    run: Run | None
+    run: PlannedRun | None
     units: list[Unit] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[UnitFailure] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,7 +321,7 @@ class Task:
     """Units that a worker computes in one pass over a trace."""
 
     units: tuple[Unit, ...]
-    run: Run
+    run: PlannedRun
     filters: Filters
 
     @property

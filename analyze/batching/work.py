@@ -15,7 +15,7 @@ from analyze import registry
 from analyze.batching.batch_plan import BatchPlan, Progress
 from analyze.batching.engines import Engine, Inline, Processes, Running, cores
 from analyze.batching.folder import Folder
-from analyze.batching.units import Failure, Outcome, Task, Unit
+from analyze.batching.units import Outcome, Task, Unit, UnitFailure
 from tracer.stores.locations import Url, location
 
 HERE_SECONDS: Final = 2.0
@@ -44,7 +44,7 @@ class Work:
 
     Attributes
     ----------
-    failures : list of Failure
+    failures : list of UnitFailure
         What could not be answered, including the failures of planning.
     complete : set of str
         The ids of the units that were computed so far.
@@ -132,7 +132,7 @@ class Work:
             self.complete.add(unit.id)
         else:
             self._failed += 1
-            self.failures.append(Failure.of(unit, outcome, where))
+            self.failures.append(UnitFailure.of(unit, outcome, where))
         event = {
             "event": "part",
             "id": unit.id,
