@@ -137,14 +137,14 @@ class Processes(Engine):
         self._idle: list[_Worker] = []
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["analyze.batching.tasks", *modules])
-        self._first = {**os.environ, **environment()}, memory
+        self._first = environment(), memory
         self._ends_in_a_row = 0
 
     def submit(self, task: Task, out: str, replace: bool) -> Running:
         from analyze.batching.tasks import run
 
-        worker = self._idle.pop() if self._idle else self._new()
         try:
+            worker = self._idle.pop() if self._idle else self._new()
             with _starting():
                 running = worker.pool.submit(run, task, out, replace)
                 # before Python 3.14, a pool does not say how a process ended
@@ -181,9 +181,7 @@ class Processes(Engine):
         code = worker.processes[0].exitcode or 0
         self._ends_in_a_row += code >= 0
         if self._ends_in_a_row >= DEATHS:
-            raise TracerError(
-                f"{DEATHS} workers in a row {_ended(code)} before they had done anything; what they said stands above"
-            )
+            raise TracerError(f"{DEATHS} workers in a row {_ended(code)}; what they said stands above")
         return f"the worker {_ended(code)}"
 
 
