@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ ONE_THREAD: Final = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBL
 """Environment variables that limit numerical libraries to one thread; they are read when a library is imported."""
 DEATHS: Final = 3
 """If this many workers in a row end by themselves, the batch ends with an error."""
+AGAIN_SECONDS: Final = 0.5
+"""How long to wait before a worker is started again."""
 Running: TypeAlias = "Future[Receipt]"
 """A task that an engine has accepted."""
 
@@ -143,19 +146,24 @@ class Processes(Engine):
     def submit(self, task: Task, out: str, replace: bool) -> Running:
         from analyze.batching.tasks import run
 
-        try:
-            worker = self._idle.pop() if self._idle else self._new()
-            with _starting():
-                running = worker.pool.submit(run, task, out, replace)
-                # before Python 3.14, a pool does not say how a process ended
-                worker.processes[:] = worker.pool._processes.values()
-                self.busy[running] = worker
-        except BrokenProcessPool:  # it died while it was idle
-            worker.end()
-            return self.submit(task, out, replace)
-        except (OSError, EOFError) as error:
-            raise TracerError(f"no worker can be started: {error}; it would run {sys.executable}") from error
-        return running
+        refusals = 0
+        while True:
+            try:
+                worker = self._idle.pop() if self._idle else self._new()
+                with _starting():
+                    running = worker.pool.submit(run, task, out, replace)
+                    # before Python 3.14, a pool does not say how a process ended
+                    worker.processes[:] = worker.pool._processes.values()
+                    self.busy[running] = worker
+            except BrokenProcessPool:  # it died while it was idle
+                worker.end()
+            except (OSError, EOFError) as error:  # the fork server has died; another starts once that is known
+                refusals += 1
+                if refusals > 1:
+                    raise TracerError(f"no worker can be started: {error}; it would run {sys.executable}") from error
+                time.sleep(AGAIN_SECONDS)
+            else:
+                return running
 
     def receipt(self, task: Running) -> Receipt | str:
         worker = self.busy.pop(task)
