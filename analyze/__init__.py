@@ -13,7 +13,7 @@ from typing import Any
 from analyze.metrics import BUILT_IN as _BUILT_IN
 
 HOMES: dict[str, str] = {
-    "BatchResults": "analyze.batching.batch_results",
+    "BatchResults": "analyze.batching.batch",
     "Checked": "analyze.seeing.check",
     "Finding": "analyze.rules.finding",
     "Difference": "analyze.comparing.difference",

@@ -1,8 +1,7 @@
 """Made by `make docs` from the public names of the package, for type checkers and editors."""
 
 from analyze.asking import analyze
-from analyze.batching.batch import batch
-from analyze.batching.batch_results import BatchResults
+from analyze.batching.batch import BatchResults, batch
 from analyze.comparing.compare import compare
 from analyze.comparing.diff import diff
 from analyze.comparing.difference import Difference

@@ -285,8 +285,8 @@ def _followed(path: Path, length: int, commits: int, steps: int, streams: int) -
 
     import tracer
     import tracer.replaying.replay as replaying
-    from analyze import Results
     from analyze.registry import parse
+    from analyze.tables.results import Results
     from tracer import ModuleMessage, TraceReader, TraceWriter
 
     values = torch.linspace(-1, 1, streams).unbind()

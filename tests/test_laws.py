@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import tracer
 from analyze.asking import analyze
 from analyze.batching.batch import batch as run_batch
-from analyze.batching.questions import questions
+from analyze.batching.units import questions
 from analyze.registry import describe, parse, subscribers
 from analyze.tables.columns import Row
 from tests.laws import (

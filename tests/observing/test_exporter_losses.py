@@ -272,7 +272,7 @@ def test_what_cannot_be_logged() -> None:
 def test_logged_kinds_can_be_asked_for_live(tmp_path: Path) -> None:
     """A kind of the user's own is announced with ``logs``; then live subscribers may need it, else that is an error."""
     heard = tracer.Collect("lr_value")
-    from analyze import Loss
+    from analyze.metrics.moments import Loss
 
     with pytest.raises(CaptureError, match="needs lr"):
         tracer.record(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import tracer
-from analyze import TotalNorm
+from analyze.metrics.lengths import TotalNorm
 from tests.observing.oracles import batches, mlp
 from tests.observing.recorded import problems, sgd, watch
 from tracer import Capture, Collect, Message, replay

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import tracer
-from analyze import parse
+from analyze.registry import parse
 from tracer import (
     CallbackSubscriber,
     Capture,

@@ -18,8 +18,8 @@ from hypothesis.extra import numpy as arrays
 from torch import Tensor, nn
 
 import tracer
-from analyze import diff
 from analyze.comparing.amounts import amount
+from analyze.comparing.diff import diff
 from analyze.comparing.difference import Difference
 from tests.analyze.comparing.test_diff import Gradient, Label, Masks, Nudge, partings, place, write
 from tests.analyze.rules.trainings import Fault, Training

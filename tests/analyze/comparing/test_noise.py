@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import tracer
-from analyze import diff
+from analyze.comparing.diff import diff
 from analyze.comparing.noise import LEAST, MOST, RECOVERY, Journal, Judgement, Observed, Repeated, judge
 from tests.analyze.rules.trainings import NETWORKS, Fault, batches
 from tracer.errors import CaptureError

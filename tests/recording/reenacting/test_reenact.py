@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import tracer
-from analyze import HessianTrace
+from analyze.metrics.hessian import HessianTrace
 from tests import processes
 from tests.recording.reenacting.scripts import HEAD, SCRIPTS, TWO_RANKS
 from tracer import CaptureError, Collect
